@@ -1,0 +1,40 @@
+"""jaxspec: speculative decoding for large language models on NVIDIA GPUs, in JAX and Pallas."""
+
+from jaxspec.checkpoint import CheckpointError, Model, load_model
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.drafters import load_drafter
+from jaxspec.functional import hidden_states, logits, propose
+from jaxspec.llm import LLM, AsyncLLM, EngineDead
+from jaxspec.request import (
+    Completion,
+    Delta,
+    RequestError,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "Delta",
+    "EngineConfig",
+    "EngineDead",
+    "Model",
+    "ModelConfig",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprobs",
+    "hidden_states",
+    "load_drafter",
+    "load_model",
+    "logits",
+    "propose",
+]

@@ -1,0 +1,166 @@
+"""What travels between host and device: one packed int32 array into each program, one out; and the shapes they come in.
+
+`Slots` is everything about a request that lives on the device, indexed by request slot. The host writes a slot once,
+when it admits a request; from then on it only names slots and pages. The last slot is the dummy that padding rows use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.request import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from jaxspec.sampling import Sampling
+
+
+@flax.struct.dataclass
+class Slots:
+    """Per-slot state, r = request slots + 1. `history[i, :length[i]]` are the tokens known; `limit` ends the request."""
+
+    history: Int[Array, "r c"]
+    length: Int[Array, " r"]
+    prompt: Int[Array, " r"]
+    limit: Int[Array, " r"]
+    drafts: Int[Array, " r"]  # most drafts to verify in a round
+    done: Bool[Array, " r"]
+    sampling: Sampling
+
+
+def empty_slots(num_slots: int, capacity: int) -> Slots:
+    """Slots with no request in them, histories of `capacity` tokens."""
+    r = num_slots + 1
+    zeros = lambda *shape, dtype=jnp.int32: jnp.zeros((r, *shape), dtype)  # noqa: E731
+    return Slots(
+        history=zeros(capacity),
+        length=jnp.ones((r,), jnp.int32),
+        prompt=zeros(),
+        limit=zeros(),
+        drafts=zeros(),
+        done=jnp.ones((r,), bool),
+        sampling=Sampling(
+            seed=zeros(2, dtype=jnp.uint32),
+            temperature=zeros(dtype=jnp.float32),
+            top_k=zeros(),
+            top_p=jnp.ones((r,), jnp.float32),
+            min_p=zeros(dtype=jnp.float32),
+            repetition=jnp.ones((r,), jnp.float32),
+            presence=zeros(dtype=jnp.float32),
+            frequency=zeros(dtype=jnp.float32),
+            min_length=zeros(),
+            stop_ids=jnp.full((r, MAX_STOP_IDS), -1, jnp.int32),
+            bias_ids=jnp.full((r, MAX_LOGIT_BIAS), -1, jnp.int32),
+            bias=zeros(MAX_LOGIT_BIAS, dtype=jnp.float32),
+        ),
+    )
+
+
+# The packed admission: these scalars, the id lists, then the history. `i`: int32, `f`: float32 by its bits.
+_SCALARS = (
+    "slot:i length:i prompt:i limit:i drafts:i seed_high:i seed_low:i top_k:i min_length:i "
+    "temperature:f top_p:f min_p:f repetition:f presence:f frequency:f"
+)
+_FIELDS = {name: (i, kind) for i, (name, kind) in enumerate(f.split(":") for f in _SCALARS.split())}
+_STOP = len(_FIELDS)
+_BIAS_IDS = _STOP + MAX_STOP_IDS
+_BIAS = _BIAS_IDS + MAX_LOGIT_BIAS
+_HISTORY = _BIAS + MAX_LOGIT_BIAS
+
+
+def pack_admission(
+    slot: int,
+    tokens: list[int],
+    prompt: int,
+    limit: int,
+    drafts: int,
+    seed: int,
+    stop_ids: list[int],
+    params: SamplingParams,
+    capacity: int,
+) -> np.ndarray:
+    """A request's slot as int32[_HISTORY + capacity]. `stop_ids` are all tokens that end it, `seed` has 64 bits."""
+    packed = np.zeros(admission_size(capacity), np.int32)
+    values = {
+        "slot": slot,
+        "length": len(tokens),
+        "prompt": prompt,
+        "limit": limit,
+        "drafts": drafts,
+        "seed_high": (seed >> 32) & 0xFFFFFFFF,
+        "seed_low": seed & 0xFFFFFFFF,
+        "top_k": max(params.top_k, 0),
+        "min_length": prompt + params.min_tokens if params.min_tokens else 0,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+    }
+    unsigned, floats = packed.view(np.uint32), packed.view(np.float32)
+    for name, (i, kind) in _FIELDS.items():
+        if kind == "f":
+            floats[i] = values[name]
+        else:
+            unsigned[i] = values[name]
+    packed[_STOP:_BIAS] = -1
+    packed[_STOP : _STOP + len(stop_ids)] = stop_ids
+    if params.logit_bias:
+        packed[_BIAS_IDS : _BIAS_IDS + len(params.logit_bias)] = list(params.logit_bias)
+        floats[_BIAS : _BIAS + len(params.logit_bias)] = list(params.logit_bias.values())
+    packed[_HISTORY : _HISTORY + len(tokens)] = tokens
+    return packed
+
+
+def admit(slots: Slots, packed: Int[Array, " k"]) -> Slots:
+    """Write a packed admission into its slot."""
+    floats = jax.lax.bitcast_convert_type(packed, jnp.float32)
+    unsigned = jax.lax.bitcast_convert_type(packed, jnp.uint32)
+    scalar = lambda name: (floats if _FIELDS[name][1] == "f" else packed)[_FIELDS[name][0]]  # noqa: E731
+    slot = scalar("slot")
+    new = {name: scalar(name) for name in ("length", "prompt", "limit", "drafts")}
+    new |= {"history": packed[_HISTORY:], "done": jnp.bool_(False)}
+    seed = _FIELDS["seed_high"][0]
+    settings = {name: scalar(name) for name in _FIELDS if name in Sampling.__dataclass_fields__}
+    settings |= {
+        "seed": unsigned[seed : seed + 2],
+        "stop_ids": packed[_STOP:_BIAS_IDS],
+        "bias_ids": packed[_BIAS_IDS:_BIAS],
+        "bias": floats[_BIAS:_HISTORY],
+    }
+    put = lambda array, value: array.at[slot].set(value)  # noqa: E731
+    sampling = Sampling(**{name: put(getattr(slots.sampling, name), value) for name, value in settings.items()})
+    return Slots(sampling=sampling, **{name: put(getattr(slots, name), value) for name, value in new.items()})
+
+
+def admission_size(capacity: int) -> int:
+    """Length of a packed admission for histories of `capacity` tokens."""
+    return _HISTORY + capacity
+
+
+def ladder(limit: int) -> tuple[int, ...]:
+    """Batch sizes that programs are compiled for: powers of two up to `limit`, and `limit` itself."""
+    steps = [1 << i for i in range(limit.bit_length()) if 1 << i < limit]
+    return (*steps, limit)
+
+
+def fit(size: int, steps: tuple[int, ...]) -> int:
+    """The smallest step of a ladder that holds `size`."""
+    return next(step for step in steps if step >= size)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The static shapes of an engine, all that its programs are compiled for."""
+
+    num_slots: int
+    capacity: int  # tokens of history per slot
+    pages_per_seq: int
+    block: int  # prompt tokens in one row of a prefill batch
+    batches: tuple[int, ...]  # requests in a round
+    prefills: tuple[int, ...]  # blocks in a prefill
+    score: int  # blocks in a prefill that also reports prompt logprobs

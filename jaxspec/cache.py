@@ -1,0 +1,155 @@
+"""The paged key/value cache: layout, writes, and the memory plan that sizes it.
+
+Layout `[layer, page, k/v, kv_head, page_slot, head_dim]`, one donated array, updated in place. Page 0 is the dummy page:
+writes of padding rows land there and nobody reads it. A drafter with its own keys and values uses the same page ids,
+so pages are shared, reused and freed for both together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.pallas.paged_attention import paged_attention
+
+KV = Float[Array, "l p 2 m s h"]
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """How many pages of how many tokens, and in what dtype: what a drafter needs to lay out its own cache."""
+
+    num_pages: int
+    page_size: int
+    dtype: str
+
+    def kv(self, config: ModelConfig) -> KV:
+        """An empty cache for a model of this config."""
+        shape = (config.num_layers, self.num_pages, 2, config.num_kv_heads, self.page_size, config.head_dim)
+        return jnp.zeros(shape, self.dtype)
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+
+
+@flax.struct.dataclass
+class Rows:
+    """Where the rows of one forward stand: request r's row i is at position `start[r] + i`, real if `i < count[r]`.
+
+    `table[r]` lists the pages of request r. Rows outside `count`, before position 0 or past the table are padding.
+    """
+
+    start: Int[Array, " b"]
+    count: Int[Array, " b"]
+    table: Int[Array, "b p"]
+
+    def positions(self, t: int) -> Int[Array, "b t"]:
+        return self.start[:, None] + jnp.arange(t, dtype=jnp.int32)
+
+    def attend(self, kv: KV, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, KV]:
+        """Write these rows' keys and values, then attend causally to everything before and at each row.
+
+        An `Attention` (see `models.layers`), with the cache as its `cache`.
+        """
+        kv = self.write(kv, layer, k, v)
+        return paged_attention(q, kv, jnp.int32(layer), self.table, self.start), kv
+
+    def write(self, kv: KV, layer: int, k: Float[Array, "b t m h"], v: Float[Array, "b t m h"]) -> KV:
+        t, page_size = k.shape[1], kv.shape[4]
+        positions = self.positions(t)
+        entry = positions // page_size
+        real = (jnp.arange(t) < self.count[:, None]) & (positions >= 0) & (entry < self.table.shape[1])
+        page = jnp.take_along_axis(self.table, jnp.clip(entry, 0, self.table.shape[1] - 1), axis=1)
+        page = jnp.where(real, page, 0)
+        return kv.at[layer, page, :, :, positions % page_size].set(jnp.stack([k, v], axis=2).astype(kv.dtype))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the device's memory goes, in bytes. Printed at start; `str()` is the table."""
+
+    device_bytes: int | None  # None: the device doesn't say (a CPU)
+    weight_bytes: int
+    draft_weight_bytes: int
+    kv_bytes: int
+    slot_bytes: int
+    workspace_bytes: int
+    tokens: int
+    page_size: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the dummy page included."""
+        return self.tokens // self.page_size + 1
+
+    def __str__(self) -> str:
+        static = self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.slot_bytes
+        rows = [
+            ("weights", self.weight_bytes, ""),
+            ("draft weights", self.draft_weight_bytes, ""),
+            ("KV cache", self.kv_bytes, f"{self.tokens} tokens in pages of {self.page_size}"),
+            ("request slots", self.slot_bytes, "histories and sampling settings"),
+            ("workspace", self.workspace_bytes, "activations and logits, estimated"),
+        ]
+        if self.device_bytes is not None:
+            rows.append(("left", self.device_bytes - static - self.workspace_bytes, f"of {_gib(self.device_bytes)}"))
+        return "memory plan\n" + "\n".join(f"  {n:<14} {_gib(b):>10}  {note}".rstrip() for n, b, note in rows)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def plan_memory(
+    *,
+    weight_bytes: int,
+    draft_weight_bytes: int,
+    bytes_per_token: int,
+    slot_bytes: int,
+    workspace_bytes: int,
+    page_size: int,
+    mem_fraction: float,
+    max_total_tokens: int | None,
+    most_useful_tokens: int,
+) -> MemoryPlan:
+    """Give the page pool what `mem_fraction` of the device leaves after weights and slots.
+
+    The pool never exceeds `most_useful_tokens`, what all slots together could ever hold; on a CPU it is at
+    most 2 GiB unless `max_total_tokens` says otherwise, since host memory is everyone's.
+
+    **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
+    """
+    stats = jax.local_devices()[0].memory_stats() or {}
+    device = stats.get("bytes_limit")
+    if max_total_tokens is not None:
+        tokens = max_total_tokens
+    elif device is None:
+        tokens = min(most_useful_tokens, max(2**31 // bytes_per_token, page_size))
+    else:
+        budget = min(int(device * mem_fraction), device - workspace_bytes)
+        free = budget - weight_bytes - draft_weight_bytes - slot_bytes
+        if free < 2 * page_size * bytes_per_token:
+            raise ConfigError(
+                f"no memory is left for the KV cache: {_gib(device)} on the device x --mem-fraction-static "
+                f"{mem_fraction} leaves {_gib(budget)}; weights take {_gib(weight_bytes + draft_weight_bytes)}, request "
+                f"slots {_gib(slot_bytes)}, and one page {_gib(page_size * bytes_per_token)}. Raise "
+                "--mem-fraction-static, lower --max-running-requests or --context-length, or use a smaller model"
+            )
+        tokens = min(free // bytes_per_token - page_size, most_useful_tokens)
+    tokens = max(-(-tokens // page_size), 1) * page_size
+    return MemoryPlan(
+        device_bytes=device,
+        weight_bytes=weight_bytes,
+        draft_weight_bytes=draft_weight_bytes,
+        kv_bytes=(tokens + page_size) * bytes_per_token,
+        slot_bytes=slot_bytes,
+        workspace_bytes=workspace_bytes,
+        tokens=tokens,
+        page_size=page_size,
+    )

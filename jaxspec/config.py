@@ -1,0 +1,224 @@
+"""Configurations: frozen, validated when made, static under jit.
+
+`ModelConfig` says what a checkpoint computes, `EngineConfig` how the engine runs it. Neither holds an array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A model config, engine option or combination of them that can't work. Names the option or key."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's rope frequency scaling (config.json `rope_scaling` / `rope_parameters`, rope_type "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer. Field names follow the axis letters' meaning, not Hugging Face's spelling."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position: int
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "bfloat16"  # what the checkpoint was saved in
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
+        """Read a Hugging Face `config.json` (as a mapping).
+
+        **Raises:** `ConfigError` for a model family, activation, rope type or attention variant that isn't supported,
+        or a missing or senseless size; the message names the key, its value and what is supported.
+        """
+        from jaxspec.models import MODELS
+
+        model_type = hf.get("model_type")
+        if model_type not in MODELS:
+            raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}")
+        need = lambda key: _positive(hf, key)  # noqa: E731
+        heads = need("num_attention_heads")
+        kv_heads = _positive(hf, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+        head_dim = _positive(hf, "head_dim", need("hidden_size") // heads)
+        if head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+        if (act := hf.get("hidden_act", "silu")) != "silu":
+            raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
+        if hf.get("use_sliding_window"):
+            raise ConfigError("use_sliding_window: true is not supported; every layer attends to the whole context")
+        theta, scaling = _rope(hf)
+        eos = hf.get("eos_token_id")
+        return cls(
+            model_type=model_type,
+            vocab_size=need("vocab_size"),
+            hidden_size=need("hidden_size"),
+            mlp_size=need("intermediate_size"),
+            num_layers=need("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position=_positive(hf, "max_position_embeddings", 2048),
+            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            attention_bias=bool(hf.get("attention_bias", False)),
+            mlp_bias=bool(hf.get("mlp_bias", False)),
+            qk_norm=MODELS[model_type].QK_NORM,
+            eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),),
+            bos_token_id=hf.get("bos_token_id"),
+            dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        )
+
+
+def _positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = hf.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base frequency and scaling, from transformers 5's `rope_parameters` or the older `rope_theta`/`rope_scaling`."""
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ConfigError(f"rope_type {kind!r} is not supported; supported: default, llama3")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if missing := [key for key in keys if key not in rope]:
+        raise ConfigError(f"rope_scaling of type llama3 lacks {', '.join(missing)}")
+    return theta, RopeScaling(
+        float(rope[keys[0]]), float(rope[keys[1]]), float(rope[keys[2]]), int(rope[keys[3]])
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine's options: the server's flags with underscores. Made once, from keyword arguments.
+
+    **Arguments** (None means: chosen from the model and the machine):
+
+    - `model`: hub id, folder, `.gguf` file, or `smollm2-135m-instruct`, the demo.
+    - `draft`: `none`, `auto`, a method, `method:path_or_id`, a path or hub id, or `module:Class`.
+    - `num_draft_tokens`: most tokens drafted per request and round. The verify width is one more.
+    - `dtype`: of weights and activations; `kv_cache_dtype`: of keys and values, `auto` is the same.
+    - `context_length`: most tokens of prompt and output together.
+    - `max_running_requests`: request slots, so also the largest decode batch.
+    - `mem_fraction_static`: share of the device's memory for weights, caches and states together.
+    - `max_total_tokens`: tokens in the page pool; overrides what `mem_fraction_static` gives.
+    - `page_size`: tokens per KV page. `chunked_prefill_size`: most prompt tokens in one program.
+    - `disable_overlap`: read each round's result before the next is dispatched.
+    - `load_format`: `auto`, or `dummy` for random weights made from the config alone.
+    - `revision`: branch, tag or commit of a hub id. `seed`: of dummy weights and of requests that give none.
+    - `skip_warmup`: compile on first use instead of at start.
+    - `decode_log_interval`: rounds between two decode log lines; 0 turns them off.
+
+    **Raises:** `ConfigError` naming the option, what was given and what is allowed.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    draft: str = "none"
+    num_draft_tokens: int | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str = "auto"
+    context_length: int | None = None
+    max_running_requests: int | None = None
+    mem_fraction_static: float = 0.88
+    max_total_tokens: int | None = None
+    page_size: int = 16
+    chunked_prefill_size: int | None = None
+    disable_overlap: bool = False
+    disable_prefix_cache: bool = False
+    load_format: str = "auto"
+    revision: str | None = None
+    ngram_min: int = 2
+    ngram_max: int = 5
+    seed: int | None = None
+    skip_warmup: bool = False
+    decode_log_interval: int = 40
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("dtype", (None, *DTYPES)),
+            ("kv_cache_dtype", ("auto", *DTYPES)),
+            ("load_format", ("auto", "dummy")),
+        ):
+            if getattr(self, name) not in allowed:
+                shown = ", ".join(str(a) for a in allowed if a)
+                raise ConfigError(f"{flag(name)} must be one of {shown}, got {getattr(self, name)!r}")
+        for name, low in (
+            ("num_draft_tokens", 1),
+            ("context_length", 2),
+            ("max_running_requests", 1),
+            ("max_total_tokens", 1),
+            ("page_size", 1),
+            ("chunked_prefill_size", 1),
+            ("ngram_min", 1),
+            ("ngram_max", 1),
+            ("decode_log_interval", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise ConfigError(f"{flag(name)} must be an integer of at least {low}, got {value!r}")
+        share = self.mem_fraction_static
+        if isinstance(share, bool) or not isinstance(share, int | float) or math.isnan(share) or not 0 < share < 1:
+            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {share!r}")
+        if self.ngram_min > self.ngram_max:
+            raise ConfigError(f"--ngram-min ({self.ngram_min}) must not exceed --ngram-max ({self.ngram_max})")
+        if self.draft == "none" and self.num_draft_tokens is not None:
+            raise ConfigError(
+                f"--num-draft-tokens {self.num_draft_tokens} needs a drafter; --draft is none. "
+                "Name one (for example --draft ngram) or drop the flag"
+            )
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """As the constructor, but an unknown option's error names the nearest known one."""
+        import difflib
+
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; options: {', '.join(known)}"
+                raise ConfigError(f"unknown engine option {name!r}{hint}")
+        return cls(**options)
+
+
+def flag(option: str) -> str:
+    """The command-line spelling of an engine option: `page_size` -> `--page-size`."""
+    return "--" + option.replace("_", "-")

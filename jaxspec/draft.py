@@ -1,0 +1,134 @@
+"""The Drafter protocol: a frozen config and three pure functions over the drafter's own state.
+
+The engine asks nothing else of a drafter, and those that come with jaxspec are written as a user's would be. Paging,
+continuous batching, overlap, verification and metrics are the engine's work. Drafts are suggestions: a bad one costs
+time, never correctness.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec import sampling
+from jaxspec.cache import PageLayout, Rows
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
+    from jaxspec.config import EngineConfig
+
+
+@flax.struct.dataclass
+class DraftBatch:
+    """The requests of a round, as a drafter sees them: b rows, some of them padding (`live` is False).
+
+    Request r has tokens `history[r, :length[r]]`. The target has keys and values for all of them but the newest.
+    """
+
+    slots: Int[Array, " b"]  # where the request's own state lives, for drafters that keep some by slot
+    length: Int[Array, " b"]
+    history: Int[Array, "b c"]
+    table: Int[Array, "b p"]
+    live: Bool[Array, " b"]
+    sampling: sampling.Sampling
+    greedy: bool = flax.struct.field(pytree_node=False)  # every request of this program takes the argmax
+
+    def tokens(self, first: int, t: int) -> Int[Array, "b t"]:
+        """The t tokens from position `length + first` on; positions outside the history repeat its edge."""
+        at = self.length[:, None] + first + jnp.arange(t)
+        return jnp.take_along_axis(self.history, jnp.clip(at, 0, self.history.shape[1] - 1), axis=1)
+
+    def rows(self, first: int, t: int) -> Rows:
+        """Rows of a forward of the drafter's own at positions `length + first ...`, none for padding."""
+        return Rows(self.length + first, jnp.where(self.live, t, 0), self.table)
+
+    def choose(self, logits: Float[Array, "b v"], step: int) -> tuple[Int[Array, " b"], Float[Array, "b v"] | None]:
+        """Draft token number `step` (from 0) out of `logits`, as each request samples, and the probabilities used.
+
+        None for probabilities means a point mass: every request here is greedy.
+        """
+        if self.greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+        p = sampling.probabilities(logits[:, None], self.sampling)[:, 0]
+        return sampling.draw(p, sampling.keys(self.sampling.seed, self.length + step, sampling.DRAFT)), p
+
+
+@flax.struct.dataclass
+class PrefillBatch:
+    """Blocks of prompt: block i holds `tokens[i]` at positions `rows.start[i] ...`; `next_tokens` are one later."""
+
+    slots: Int[Array, " b"]
+    tokens: Int[Array, "b t"]
+    next_tokens: Int[Array, "b t"]
+    rows: Rows
+
+
+@flax.struct.dataclass
+class Proposal:
+    """Drafts for each request: `tokens[r, :count[r]]`, in order.
+
+    `probs` is the distribution each was drawn from, for rejection sampling; None is a point mass on the token. `logits`
+    is for study (`jaxspec.propose`) and costs nothing in a round.
+    """
+
+    tokens: Int[Array, "b d"]
+    count: Int[Array, " b"]
+    probs: Float[Array, "b d v"] | None = None
+    logits: Float[Array, "b d w"] | None = None
+
+
+@flax.struct.dataclass
+class Verified:
+    """What verification did: the q rows' input tokens at positions `length - 1 ...` and how many tokens it yielded.
+
+    `outputs[r, :accepted[r]]` are those tokens. `features` holds the target's residual stream after each of the
+    drafter's `feature_layers`, for all q rows; rows from `accepted` on are to be ignored.
+    """
+
+    tokens: Int[Array, "b q"]
+    outputs: Int[Array, "b q"]
+    accepted: Int[Array, " b"]
+    features: tuple[Float[Array, "b q d"], ...]
+
+
+class Drafter:
+    """Base class with the answers of a drafter that keeps no state. Subclass it as a frozen dataclass.
+
+    Static declarations: `num_draft_tokens`, the most tokens proposed (the verify width is one more), and
+    `feature_layers`, the target layers (0-based) whose outputs `commit` and `prefill` receive.
+    """
+
+    num_draft_tokens: int
+    feature_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def load(cls, target: Model, source: str | None, options: EngineConfig) -> tuple[Drafter, Any]:
+        """Make the drafter and its params for a target model.
+
+        `source` is what followed `method:` on the command line, if anything. **Raises:** `ConfigError` when the drafter
+        can't serve this target.
+        """
+        return cls(num_draft_tokens=options.num_draft_tokens or 3), {}
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of the drafter's own cache per token, for the memory plan."""
+        return 0
+
+    def init_state(self, layout: PageLayout, num_slots: int) -> Any:
+        """The drafter's state, a pytree: its own cache over the same pages, arrays by slot, or nothing."""
+        return {}
+
+    def propose(self, params: Any, state: Any, batch: DraftBatch) -> tuple[Proposal, Any]:
+        """Draft for every request. Called at the start of each round."""
+        raise NotImplementedError(f"{type(self).__name__}.propose")
+
+    def commit(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:
+        """Take note of a verification. `batch` is the one `propose` saw."""
+        return state
+
+    def prefill(self, params: Any, state: Any, batch: PrefillBatch, features: tuple[Array, ...]) -> Any:
+        """Take note of prompt tokens, whose target features are given as in `Verified`."""
+        return state

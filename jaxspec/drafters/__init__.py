@@ -1,0 +1,134 @@
+"""Drafters. `DRAFTERS` maps a method to its class; `load_drafter` turns what `--draft` takes into one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jaxspec.checkpoint import CheckpointError, resolve
+from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.ngram import Ngram
+from jaxspec.drafters.standalone import Standalone
+from jaxspec.models import MODELS
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
+
+DRAFTERS: dict[str, type[Drafter]] = {"ngram": Ngram, "standalone": Standalone}
+
+# Public drafters known to suit a target: method -> {target's name in lower case: drafter}.
+KNOWN: dict[str, dict[str, str]] = {
+    "standalone": {
+        "qwen/qwen3-4b": "Qwen/Qwen3-0.6B",
+        "qwen/qwen3-8b": "Qwen/Qwen3-0.6B",
+        "qwen/qwen3-14b": "Qwen/Qwen3-0.6B",
+        "qwen/qwen3-32b": "Qwen/Qwen3-1.7B",
+        "meta-llama/llama-3.1-8b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
+        "meta-llama/llama-3.1-70b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDrafter(Drafter):
+    """Drafts nothing: the round is plain decoding."""
+
+    num_draft_tokens: int = 0
+
+    def propose(self, params, state, batch):
+        b = batch.length.shape[0]
+        return Proposal(jnp.zeros((b, 0), jnp.int32), jnp.zeros((b,), jnp.int32)), state
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter with its params, as `jaxspec.propose` and the engine take it."""
+
+    name: str
+    drafter: Drafter
+    params: Any
+
+
+def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) -> LoadedDrafter:
+    """Find and load what `--draft` names: see `EngineConfig.draft`.
+
+    **Raises:** `ConfigError` for a name that isn't known or a drafter that can't serve this model, `CheckpointError`
+    for weights that can't be read.
+    """
+    options = options or EngineConfig(draft=draft)
+    if draft == "none":
+        return LoadedDrafter("none", NoDrafter(), {})
+    if draft == "auto":
+        draft = "ngram"  # needs nothing, suits every model
+    method, _, source = draft.partition(":")
+    if method in DRAFTERS:
+        cls, source = DRAFTERS[method], source or None
+        if method in KNOWN:
+            source = source or _known(method, model)
+        elif source:
+            raise ConfigError(f"--draft {draft}: {method} takes no model; use --draft {method}")
+    elif _is_class(draft):
+        cls, source = _import(draft), None
+    else:
+        cls, source = _by_config(draft), draft
+    drafter, params = cls.load(model, source, options)
+    if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
+        raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
+    return LoadedDrafter(draft, drafter, params)
+
+
+def _known(method: str, model: Model) -> str:
+    table = KNOWN[method]
+    if found := table.get(model.name.lower()):
+        return found
+    raise ConfigError(
+        f"--draft {method}: no public drafter is known for {model.name}. Name one with --draft {method}:PATH_OR_ID. "
+        f"Known targets: {', '.join(sorted(table))}"
+    )
+
+
+def _is_class(draft: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", draft) is not None
+
+
+def _import(draft: str) -> type[Drafter]:
+    module_name, _, name = draft.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as e:
+        allowed = ", ".join(("none", "auto", *DRAFTERS))
+        raise ConfigError(
+            f"--draft {draft}: can't import {module_name!r} ({e}). Run from the folder that holds it, or set "
+            f"PYTHONPATH. Methods: {allowed}"
+        ) from e
+    cls = getattr(module, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, Drafter)):
+        found = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Drafter) and v is not Drafter]
+        raise ConfigError(
+            f"--draft {draft}: {module_name} has no class {name} that subclasses jaxspec.draft.Drafter; "
+            f"found: {', '.join(found) or 'none'}"
+        )
+    return cls
+
+
+def _by_config(draft: str) -> type[Drafter]:
+    """The method of a drafter named by path or hub id alone."""
+    try:
+        config = resolve(draft).config
+    except CheckpointError as e:
+        allowed = ", ".join(("none", "auto", *DRAFTERS))
+        raise ConfigError(
+            f"--draft {draft} is no method ({allowed}), no module:Class, and no model that can be read: {e}"
+        ) from e
+    return _method_of(draft, config)
+
+
+def _method_of(draft: str, config: Any) -> type[Drafter]:
+    if config.model_type in MODELS:
+        return Standalone
+    raise ConfigError(f"--draft {draft}: a drafter of type {config.model_type!r} is not supported")

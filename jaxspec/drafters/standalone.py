@@ -1,0 +1,64 @@
+"""Standalone drafting: any smaller model with the target's vocabulary, decoding ahead token by token.
+
+Its keys and values live in a cache of its own over the target's pages. After a round in which every draft was accepted
+its cache lacks the last of them, so the first forward of a round always runs the two newest tokens: one of them is
+usually known already, and rewriting it changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxspec.cache import kv_bytes_per_token
+from jaxspec.checkpoint import load_model
+from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.draft import Drafter, Proposal
+from jaxspec.models import MODELS
+
+
+@dataclass(frozen=True)
+class Standalone(Drafter):
+    """`config` is the draft model's; drafts are drawn as each request samples, so acceptance uses their probabilities."""
+
+    config: ModelConfig
+    num_draft_tokens: int = 4
+
+    @classmethod
+    def load(cls, target, source, options):
+        model = load_model(source, dtype=options.dtype, seed=options.seed or 0)
+        if model.config.vocab_size != target.config.vocab_size:
+            raise ConfigError(
+                f"--draft {source}: the draft model's vocabulary has {model.config.vocab_size} tokens, the target's "
+                f"({target.name}) has {target.config.vocab_size}. A standalone drafter must share the target's vocabulary"
+            )
+        return cls(model.config, options.num_draft_tokens or 4), model.params
+
+    def kv_bytes_per_token(self, dtype):
+        return kv_bytes_per_token(self.config, dtype)
+
+    def init_state(self, layout, num_slots):
+        return layout.kv(self.config)
+
+    def propose(self, params, state, batch):
+        tokens, probs, logits = [], [], []
+        current, first = batch.tokens(-2, 2), -2
+        for step in range(self.num_draft_tokens):
+            hidden, state = self._forward(params, state, current, batch.rows(first, current.shape[1]))
+            logits.append(MODELS[self.config.model_type].unembed(params, hidden[:, -1]))
+            token, p = batch.choose(logits[-1], step)
+            tokens.append(token)
+            probs.append(p)
+            current, first = token[:, None], step
+        count = jnp.where(batch.live, self.num_draft_tokens, 0)
+        stacked = None if batch.greedy else jnp.stack(probs, axis=1)
+        return Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1)), state
+
+    def prefill(self, params, state, batch, features):
+        return self._forward(params, state, batch.tokens, batch.rows)[1]
+
+    def _forward(self, params, state, tokens, rows):
+        forward = MODELS[self.config.model_type].forward
+        hidden = forward(params, self.config, tokens, rows.positions(tokens.shape[1]), rows.attend, state)
+        return hidden.last, hidden.cache

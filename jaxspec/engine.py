@@ -1,0 +1,363 @@
+"""The loop: take in requests, plan, dispatch, and read the results of the round before the one just dispatched.
+
+`Engine` is single-threaded and owns scheduler and runner; `jaxspec.llm` drives it. Dispatching round n+1 before reading round n is the whole of overlap: with `disable_overlap` the same programs
+are read as soon as they are dispatched.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config import EngineConfig
+from jaxspec.request import (
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    Delta,
+    RequestError,
+    RequestMetrics,
+    SamplingParams,
+    TokenLogprobs,
+)
+from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, LOGPROB_WIDTH, TOKENS
+from jaxspec.runner import Runner
+from jaxspec.scheduler import Scheduler, Sequence
+from jaxspec.scheduler import State as SequenceState
+from jaxspec.stats import DecodeLog
+from jaxspec.tokenizer import Detokenizer
+
+log = logging.getLogger("jaxspec")
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """One completion of a request: its sequence and its text so far."""
+
+    request: Request
+    index: int
+    seq: Sequence
+    detokenizer: Detokenizer | None
+    metrics: RequestMetrics
+    told: bool = False  # a delta has been sent
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A validated request on its way through the engine."""
+
+    id: str
+    prompt: str | None
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    limit: int
+    greedy: bool  # needs nothing but the argmax
+    added: float
+    choices: list[Choice] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(slots=True)
+class Flight:
+    """A dispatched program whose result hasn't been read: a round's rows, or one scored chunk of a prompt."""
+
+    result: jax.Array
+    rows: list[tuple[Sequence, int]]  # with the epoch at dispatch: a later one means the row is nobody's
+    started: float  # seconds on the monotonic clock
+    greedy: bool = True
+    score_start: int | None = None
+    score_count: int = 0
+
+
+class Engine:
+    """Serves requests one `step` at a time. Not thread-safe, except `prepare` and `stats`.
+
+    **Raises:** `ConfigError` or `CheckpointError` when made, for options or files that can't work.
+    """
+
+    def __init__(self, options: EngineConfig, model=None, draft=None):
+        self.runner = Runner(options, model, draft)
+        self.config = self.runner.config
+        self.model_config = self.runner.model.config
+        self.tokenizer = self.runner.model.tokenizer
+        shapes = self.runner.shapes
+        self.scheduler = Scheduler(
+            num_slots=shapes.num_slots,
+            num_pages=self.runner.plan.num_pages,
+            page_size=self.config.page_size,
+            width=self.runner.width,
+            chunk_tokens=shapes.prefills[-1] * shapes.block,
+            block=shapes.block,
+            score_tokens=shapes.score * shapes.block,
+            context_length=self.config.context_length,
+            prefix_cache=not self.config.disable_prefix_cache,
+        )
+        self.requests: dict[str, Request] = {}
+        self.totals: Counter = Counter()
+        self.finished: Counter = Counter()
+        self.drafted = [0] * (self.runner.width - 1)
+        self.accepted = [0] * (self.runner.width - 1)
+        self._flights: deque[Flight] = deque()
+        self._seeds = np.random.default_rng(self.config.seed)
+        self._decode_log = DecodeLog(self.config.decode_log_interval)
+        self._compiles_at_start = self.runner.compiles["compiles"]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests or self._flights)
+
+    def prepare(self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None) -> Request:
+        """Check a request against model and pool, and tokenise it. Touches no engine state.
+
+        **Raises:** `RequestError` for anything that could never be served.
+        """
+        tokens = self._tokens(prompt)
+        vocab = self.model_config.vocab_size
+        if bad := next((t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab), None):
+            raise RequestError(f"token id {bad!r} is outside the vocabulary, 0 to {vocab - 1}", "prompt")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if (bad := next((t for t in ids if t >= vocab), None)) is not None:
+                raise RequestError(f"{name}: token id {bad} is outside the vocabulary, 0 to {vocab - 1}", name)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop")
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_ids))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"{len(stop_ids)} token ids would end this request (the model's own included), at most {MAX_STOP_IDS}",
+                "stop_token_ids",
+            )
+        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
+        plain = params.temperature == 0 and params.logprobs is None and not params.logit_bias and not params.min_tokens
+        unpenalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
+        return Request(
+            id=request_id or secrets.token_hex(8),
+            prompt=prompt if isinstance(prompt, str) else None,
+            tokens=tokens,
+            params=params,
+            seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            limit=limit,
+            greedy=plain and unpenalised,
+            added=time.monotonic(),
+        )
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text, by the model's config and its tokenizer."""
+        extra = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        return tuple(dict.fromkeys((*self.model_config.eos_token_ids, *extra)))
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{self.runner.model.name} has no tokenizer: give the prompt as a list of token ids, or add "
+                "tokenizer.json to the model's folder",
+                "prompt",
+            )
+        return self.tokenizer.encode(prompt)
+
+    def add(self, request: Request) -> None:
+        """Queue a prepared request.
+
+        **Raises:** `RequestError` if its id is in use.
+        """
+        if request.id in self.requests:
+            raise RequestError(f"request id {request.id!r} is in use", "request_id")
+        params = request.params
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(request.tokens)
+        for index in range(params.n):
+            seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
+            seq.score = request.prompt_logprobs is not None and index == 0
+            detokenizer = (
+                Detokenizer(self.tokenizer, params.stop, min_tokens=params.min_tokens) if self.tokenizer else None
+            )
+            choice = Choice(request, index, seq, detokenizer, RequestMetrics(prompt_tokens=len(request.tokens)))
+            seq.owner = choice
+            request.choices.append(choice)
+            self.scheduler.add(seq)
+        self.requests[request.id] = request
+        self.totals["prompt_tokens"] += len(request.tokens) * params.n
+
+    def abort(self, request_id: str) -> list[Delta]:
+        """End a request at once; its slots and pages are free. Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        return [] if request is None else [self._finish(c, "abort") for c in request.choices if _open(c)]
+
+    def step(self) -> list[Delta]:
+        """Plan and dispatch one step, read what is due, and return what the requests gained."""
+        deltas: list[Delta] = []
+        while (plan := self.scheduler.plan()).drain:
+            self._read(deltas, keep=0)
+        table = self.scheduler.table
+        for seq in plan.admit:
+            self._admit(seq)
+        if plan.prefill:
+            chunk = plan.prefill[0]
+            scored = self.runner.prefill(plan.prefill, table)
+            if scored is not None:
+                rows = [(chunk.seq, chunk.seq.epoch)]
+                self._flights.append(Flight(scored, rows, time.monotonic(), True, chunk.start, chunk.count))
+        if plan.rows:
+            greedy = all(seq.owner.request.greedy for seq in plan.rows)
+            result = self.runner.round([seq.slot for seq in plan.rows], table, greedy)
+            rows = [(seq, seq.epoch) for seq in plan.rows]
+            self._flights.append(Flight(result, rows, time.monotonic(), greedy))
+        self._read(deltas, keep=1 if plan.rows and not self.config.disable_overlap else 0)
+        return deltas
+
+    def _admit(self, seq: Sequence) -> None:
+        choice: Choice = seq.owner
+        request = choice.request
+        self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
+        if not choice.metrics.verify_rounds:
+            choice.metrics.cached_tokens = seq.cached
+            self.totals["cached_tokens"] += seq.cached
+
+    def _read(self, deltas: list[Delta], keep: int) -> None:
+        while len(self._flights) > keep:
+            flight = self._flights.popleft()
+            result = np.asarray(flight.result)
+            if flight.score_start is None:
+                self._read_round(flight, result, deltas)
+            else:
+                self._read_score(flight, result)
+        if self._decode_log.due(idle=not self.scheduler.unfinished):
+            self._decode_log.write(self)
+
+    def _read_round(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
+        width = self.runner.width
+        logprobs = None if flight.greedy else result[:, TOKENS + width :].reshape(len(result), width, LOGPROB_WIDTH)
+        live = 0
+        for i, ((seq, epoch), row) in enumerate(zip(flight.rows, result[: len(flight.rows)].tolist(), strict=True)):
+            if seq.epoch != epoch:
+                continue  # it finished, or was preempted, after this round was dispatched
+            live += 1
+            choice: Choice = seq.owner
+            tokens = row[TOKENS : TOKENS + row[EMITTED]]
+            self.scheduler.append(seq, tokens)
+            seq.score = False
+            self._count(choice.metrics, row[ACCEPTED], row[DRAFTED])
+            wanted = choice.request.params.logprobs
+            entries = None if wanted is None else _logprobs(logprobs[i, : len(tokens)], tokens, wanted)
+            deltas.append(self._advance(choice, tokens, entries, bool(row[DONE])))
+        self.totals["rounds"] += 1
+        self._decode_log.count(live, flight.started)
+
+    def _count(self, metrics: RequestMetrics, accepted: int, drafted: int) -> None:
+        metrics.verify_rounds += 1
+        metrics.verified_tokens += accepted
+        self.totals["verify_rounds"] += 1
+        self.totals["verified_tokens"] += accepted
+        for i in range(drafted):
+            self.drafted[i] += 1
+        for i in range(accepted - 1):
+            self.accepted[i] += 1
+
+    def _read_score(self, flight: Flight, result: np.ndarray) -> None:
+        ((seq, epoch),) = flight.rows
+        if seq.epoch != epoch:
+            return
+        request, first = seq.owner.request, flight.score_start + 1
+        rows = result.reshape(-1, LOGPROB_WIDTH)[: flight.score_count]
+        tokens = request.tokens[first : first + flight.score_count]
+        request.prompt_logprobs[first : first + len(tokens)] = _logprobs(
+            rows[: len(tokens)], tokens, request.params.prompt_logprobs
+        )
+
+    def _advance(self, choice: Choice, tokens: list[int], entries: list | None, done: bool) -> Delta:
+        """Turn new tokens into a delta: text, stop strings, and the end if it has come."""
+        metrics, request = choice.metrics, choice.request
+        if metrics.ttft is None:
+            metrics.ttft = time.monotonic() - request.added
+        stop_token = tokens[-1] if done and tokens[-1] in request.stop_ids else None
+        text, stop, used = "", None, len(tokens)
+        if choice.detokenizer is not None:
+            text, stop, used = choice.detokenizer.push(tokens if stop_token is None else tokens[:-1])
+        if stop is not None:
+            tokens, entries = tokens[:used], entries and entries[:used]
+        metrics.output_tokens += len(tokens)
+        self.totals["generation_tokens"] += len(tokens)
+        if stop is None and not done:
+            delta = Delta(request.id, choice.index, text, tokens, entries)
+        else:
+            ended = stop is not None or stop_token is not None
+            reason = stop if stop is not None else stop_token if stop_token not in self.eos_ids else None
+            delta = self._finish(choice, "stop" if ended else "length", reason, text, tokens, entries)
+        if not choice.told and choice.index == 0:
+            delta.prompt_logprobs = request.prompt_logprobs
+        choice.told = True
+        return delta
+
+    def _finish(self, choice: Choice, why: str, reason=None, text: str = "", tokens=(), entries=None) -> Delta:
+        request, metrics = choice.request, choice.metrics
+        self.scheduler.finish(choice.seq)
+        if choice.detokenizer is not None:
+            text += choice.detokenizer.finish()
+        metrics.latency = time.monotonic() - request.added
+        metrics.preemptions = choice.seq.preemptions
+        self.finished[why] += 1
+        if not any(_open(other) for other in request.choices):
+            del self.requests[request.id]
+        return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics)
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix tree. False, and nothing done, while requests run."""
+        if self.requests:
+            return False
+        self.scheduler.flush()
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since start, cheap, from any thread."""
+        scheduler, totals = self.scheduler, self.totals
+        rounds = totals["verify_rounds"]
+        return {
+            "num_running": len(scheduler.running) + (scheduler.prefilling is not None),
+            "num_waiting": len(scheduler.waiting),
+            "total_pages": self.runner.plan.num_pages - 1,
+            "free_pages": scheduler.free_pages,
+            "cached_pages": scheduler.cached_pages,
+            "page_size": self.config.page_size,
+            "prompt_tokens_total": totals["prompt_tokens"],
+            "cached_tokens_total": totals["cached_tokens"],
+            "generation_tokens_total": totals["generation_tokens"],
+            "rounds_total": totals["rounds"],
+            "verify_rounds_total": rounds,
+            "verified_tokens_total": totals["verified_tokens"],
+            "avg_spec_accept_length": totals["verified_tokens"] / rounds if rounds else 0.0,
+            "drafted_per_position": list(self.drafted),
+            "accepted_per_position": list(self.accepted),
+            "preemptions_total": scheduler.preemptions,
+            "compiles_total": self.runner.compiles["compiles"],
+            "compiles_since_start": self.runner.compiles["compiles"] - self._compiles_at_start,
+            "dispatches": dict(self.runner.programs.dispatches),
+            "requests_total": dict(self.finished),
+        }
+
+
+def _open(choice: Choice) -> bool:
+    return choice.seq.state is not SequenceState.FINISHED
+
+
+def _logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:
+    """Unpack `round._pack_logprobs`: one row of int32 bits per token, `wanted` of the top entries."""
+    values = rows.view(np.float32)
+    entries = []
+    for row, value, token in zip(rows, values, tokens, strict=True):
+        ids, tops = row[1 : 1 + MAX_LOGPROBS], value[1 + MAX_LOGPROBS :]
+        top = tuple((int(i), float(v)) for i, v in zip(ids[:wanted], tops[:wanted], strict=True) if i >= 0)
+        entries.append(TokenLogprobs(token, float(value[0]), top))
+    return entries
+

@@ -1,0 +1,146 @@
+"""Models and drafters as plain functions, for research and tests: no engine, no server, nothing kept between calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec import round as programs
+from jaxspec.batch import empty_slots
+from jaxspec.cache import PageLayout
+from jaxspec.checkpoint import Model
+from jaxspec.config import ConfigError
+from jaxspec.draft import DraftBatch
+from jaxspec.drafters import LoadedDrafter
+from jaxspec.models.layers import causal_attention
+from jaxspec.request import RequestError
+
+PAGE = 16
+
+
+def logits(model: Model, tokens: Int[Any, "b t"]) -> Float[Array, "b t v"]:
+    """Logits after every token, float32. No cache; every sequence starts at position 0.
+
+    **Raises:** `RequestError` for tokens that aren't i32[b, t] within the vocabulary.
+    """
+    return _logits(model.config, model.params, _checked(model, tokens))
+
+
+def hidden_states(model: Model, tokens: Int[Any, "b t"], layers: tuple[int, ...] | list[int]) -> Float[Array, "l b t d"]:
+    """Outputs of the named decoder layers (0-based), the residual stream before any further norm, float32.
+
+    **Raises:** `RequestError` for tokens as in `logits`, or a layer that the model doesn't have.
+    """
+    layers = tuple(int(i) for i in layers)
+    if bad := [i for i in layers if not 0 <= i < model.config.num_layers]:
+        raise RequestError(f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}", "layers")
+    return _hidden_states(model.config, layers, model.params, _checked(model, tokens))
+
+
+def _checked(model: Model, tokens: Any) -> np.ndarray:
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
+        raise RequestError(f"tokens must be int[b, t], not empty; got {tokens.dtype}{list(tokens.shape)}", "tokens")
+    if tokens.min() < 0 or tokens.max() >= model.config.vocab_size:
+        raise RequestError(
+            f"token ids must be 0 to {model.config.vocab_size - 1}, got {tokens.min()} to {tokens.max()}", "tokens"
+        )
+    return tokens.astype(np.int32)
+
+
+def _forward(config, params, tokens, capture=()):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    family = programs.MODELS[config.model_type]
+    return family, family.forward(params, config, tokens, positions, causal_attention, None, capture)
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(config, params, tokens):
+    family, hidden = _forward(config, params, tokens)
+    return family.unembed(params, hidden.last)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _hidden_states(config, layers, params, tokens):
+    return jnp.stack(_forward(config, params, tokens, layers)[1].features).astype(jnp.float32)
+
+
+@flax.struct.dataclass
+class Proposed:
+    """What `propose` returns. `tokens[:count]` are drafts of the tokens after `next_token`, as target ids."""
+
+    next_token: int
+    tokens: Int[np.ndarray, " n"]
+    count: int
+    logits: Float[np.ndarray, "n w"] | None
+
+
+def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: int) -> Proposed:
+    """Run the target over a prompt, take its greedy next token, then draft `n` tokens after that.
+
+    `logits` are the drafter's own (over its draft vocabulary), None if it has none. The device programs are those that
+    the engine runs.
+
+    **Raises:** `RequestError` for prompts as in `logits`, `ConfigError` if the drafter can't draft `n` tokens.
+    """
+    prompt = _checked(model, [prompt_tokens])[0]
+    if n != drafter.drafter.num_draft_tokens:
+        drafter = _resized(drafter, n)
+    width, length = n + 1, len(prompt)
+    capacity = length + 1 + 2 * width
+    pages = -(-capacity // PAGE)
+    dtype = str(model.params["embed"].dtype)
+    layout = PageLayout(pages + 1, PAGE, dtype)
+    slots = empty_slots(1, capacity)
+    slots = slots.replace(
+        history=slots.history.at[0, :length].set(prompt),
+        length=slots.length.at[0].set(length),
+        limit=slots.limit.at[0].set(capacity),
+        done=slots.done.at[0].set(False),
+    )
+    state = programs.State(slots, layout.kv(model.config), drafter.drafter.init_state(layout, 2))
+    table = np.arange(1, pages + 1)
+    return _propose(model, drafter, state, table, length)
+
+
+def _propose(model: Model, drafter: LoadedDrafter, state: programs.State, table: np.ndarray, length: int) -> Proposed:
+    args = model.params, drafter.params
+    if length > 1:
+        packed = np.array([[0, 0, length - 1, *table]], np.int32)
+        fill = partial(programs.prefill, model.config, drafter.drafter, length - 1, False)
+        state, _ = jax.jit(fill)(*args, state, packed)
+    packed = np.array([[0, *table]], np.int32)
+    decode = jax.jit(partial(programs.decode_round, model.config, drafter.drafter, True))
+    state, out = decode(*args, state, packed)  # this slot verifies no drafts, so the round yields one token
+
+    @jax.jit
+    def draft(params, state):
+        slots = jax.tree.map(lambda x: x[:1], state.slots)
+        batch = DraftBatch(
+            jnp.zeros((1,), jnp.int32), slots.length, slots.history, table[None], ~slots.done, slots.sampling, True
+        )
+        return drafter.drafter.propose(params, state.draft, batch)[0]
+
+    proposal = draft(drafter.params, state)
+    return Proposed(
+        next_token=int(out[0, programs.TOKENS]),
+        tokens=np.asarray(proposal.tokens[0]),
+        count=int(proposal.count[0]),
+        logits=None if proposal.logits is None else np.asarray(proposal.logits[0]),
+    )
+
+
+def _resized(drafter: LoadedDrafter, n: int) -> LoadedDrafter:
+    import dataclasses
+
+    if not isinstance(n, int) or n < 1:
+        raise ConfigError(f"n must be a positive integer, got {n!r}")
+    if not dataclasses.is_dataclass(drafter.drafter):
+        raise ConfigError(f"{drafter.name} drafts {drafter.drafter.num_draft_tokens} tokens; make it a dataclass to change that")
+    return dataclasses.replace(drafter, drafter=dataclasses.replace(drafter.drafter, num_draft_tokens=n))

@@ -1,0 +1,218 @@
+"""The engine for callers: `LLM` generates for a list of prompts, `AsyncLLM` streams to many callers at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine import Engine, Request
+from jaxspec.request import Completion, Delta, RequestError, RequestMetrics, RequestOutput, SamplingParams
+
+log = logging.getLogger("jaxspec")
+
+LONG_PROMPT = 20_000  # characters; tokenising more than this would hold up the event loop
+
+
+class EngineDead(RuntimeError):
+    """The engine loop has stopped; the cause is chained."""
+
+
+class LLM:
+    """Generate offline.
+
+    **Arguments:** `model` and `draft` as the server's `--model` and `--draft`; further options are the server's flags
+    with underscores (see `EngineConfig`).
+
+    **Raises:** `ConfigError` or `CheckpointError` for options or files that can't work.
+    """
+
+    def __init__(self, model: str = "smollm2-135m-instruct", draft: str = "none", **engine_options: Any):
+        self.engine = Engine(EngineConfig.from_options(model=model, draft=draft, **engine_options))
+
+    def generate(
+        self,
+        prompts: str | list[str] | list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts: strings, or lists of token ids used as they are. One output per prompt, in order.
+
+        `params` holds for all prompts, or is a list with one for each. **Raises:** `RequestError`, before anything runs,
+        if any prompt can't be served.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        settings = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
+        if len(settings) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(settings)} sampling params", "params")
+        requests = [self.engine.prepare(p, s) for p, s in zip(prompts, settings, strict=True)]
+        gathered = {request.id: [Gathered(i) for i in range(request.params.n)] for request in requests}
+        try:
+            for request in requests:
+                self.engine.add(request)
+            while self.engine.busy:
+                for delta in self.engine.step():
+                    gathered[delta.request_id][delta.index].take(delta)
+        finally:  # an interrupt in mid-flight leaves the engine clean
+            for request in requests:
+                self.engine.abort(request.id)
+        return [_output(request, gathered[request.id]) for request in requests]
+
+
+class Gathered:
+    """One completion put together from its deltas."""
+
+    def __init__(self, index: int):
+        self.completion = Completion(index)
+        self.metrics: RequestMetrics | None = None
+        self._text: list[str] = []
+
+    def take(self, delta: Delta) -> None:
+        done = self.completion
+        self._text.append(delta.text)
+        done.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            done.logprobs = (done.logprobs or []) + delta.logprobs
+        if delta.finish_reason is not None:
+            done.text = "".join(self._text)
+            done.finish_reason, done.stop_reason, self.metrics = delta.finish_reason, delta.stop_reason, delta.metrics
+
+
+def _output(request: Request, gathered: list[Gathered]) -> RequestOutput:
+    metrics = RequestMetrics(prompt_tokens=len(request.tokens))
+    each = [g.metrics for g in gathered]
+    metrics.ttft = min(m.ttft for m in each)
+    metrics.latency = max(m.latency for m in each)
+    metrics.cached_tokens = each[0].cached_tokens
+    for name in ("output_tokens", "verify_rounds", "verified_tokens", "preemptions"):
+        setattr(metrics, name, sum(getattr(m, name) for m in each))
+    return RequestOutput(
+        request_id=request.id,
+        prompt=request.prompt,
+        prompt_token_ids=request.tokens,
+        completions=[g.completion for g in gathered],
+        metrics=metrics,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+
+
+class AsyncLLM:
+    """Generate for many callers on an event loop; the engine runs in a thread of its own. Arguments as `LLM`'s."""
+
+    def __init__(self, model: str = "smollm2-135m-instruct", draft: str = "none", **engine_options: Any):
+        self.engine = Engine(EngineConfig.from_options(model=model, draft=draft, **engine_options))
+        self.config = self.engine.config
+        self.model_config = self.engine.model_config
+        self.tokenizer = self.engine.tokenizer
+        self.error: BaseException | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """Stream one request's deltas, all completions interleaved. Closing the iterator aborts the request.
+
+        **Raises:** `RequestError` at the first iteration for a request that can't be served; `EngineDead`.
+        """
+        if isinstance(prompt, str) and len(prompt) > LONG_PROMPT:
+            request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id)
+        else:
+            request = self.engine.prepare(prompt, params, request_id)
+        if request.id in self._streams:
+            raise RequestError(f"request id {request.id!r} is in use", "request_id")
+        deltas: asyncio.Queue = asyncio.Queue()
+        self._streams[request.id] = asyncio.get_running_loop(), deltas
+        unfinished = params.n
+        try:
+            self._call(lambda: self.engine.add(request))
+            while unfinished:
+                delta = await deltas.get()
+                if isinstance(delta, BaseException):
+                    raise EngineDead("the engine has stopped") from delta
+                unfinished -= delta.finish_reason is not None
+                yield delta
+        finally:
+            self._streams.pop(request.id, None)
+            if unfinished and self.error is None and not self._closed:
+                self._call(lambda: self.engine.abort(request.id))
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix tree. False, and nothing done, while requests run."""
+        loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def flush():
+            done = self.engine.flush_cache()
+            loop.call_soon_threadsafe(lambda: result.done() or result.set_result(done))
+
+        self._call(flush)
+        return await result
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since start, and whether requests can be served now."""
+        return self.engine.stats() | {"ready": self.error is None and not self._closed}
+
+    def close(self) -> None:
+        """Stop the engine thread. Unfinished requests end with `EngineDead`."""
+        if not self._closed:
+            self._closed = True
+            self._calls.put(None)
+            self._thread.join()
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Have the engine thread run `function` before its next step."""
+        if self.error is not None or self._closed:
+            raise EngineDead("the engine has stopped") from self.error
+        self._calls.put(function)
+
+    def _run(self) -> None:
+        try:
+            while self._take_calls():
+                self._deliver(self.engine.step())
+            self._fail(EngineDead("the engine was closed"))
+        except BaseException as error:
+            log.critical("the engine loop failed; no request can be served any more", exc_info=error)
+            self.error = error
+            self._fail(error)
+
+    def _take_calls(self) -> bool:
+        """Run what callers asked for, waiting for something to do. False: close."""
+        while True:
+            try:
+                call = self._calls.get(block=not self.engine.busy)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """Hand a step's deltas over with one wake-up per event loop."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Any]]] = {}
+        for delta in deltas:
+            if stream := self._streams.get(delta.request_id):
+                batches.setdefault(stream[0], []).append((stream[1], delta))
+        for loop, batch in batches.items():
+            _wake(loop, batch)
+
+    def _fail(self, error: BaseException) -> None:
+        for loop, deltas in list(self._streams.values()):
+            _wake(loop, [(deltas, error)])
+
+
+def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[asyncio.Queue, Any]]) -> None:
+    def put():
+        for deltas, item in batch:
+            deltas.put_nowait(item)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:  # the loop was closed with its callers; nobody is listening
+        log.debug("dropped %d deltas of a closed event loop", len(batch))

@@ -1,0 +1,10 @@
+"""Target models. `MODELS` maps a config's `model_type` to the module that declares its parameters and its forward.
+
+A family module has `QK_NORM: bool`, `parameters(config) -> pytree of Param` and
+`forward(params, config, tokens, positions, attention, cache, capture) -> Hidden` and
+`unembed(params, hidden) -> logits`.
+"""
+
+from jaxspec.models import llama, qwen3
+
+MODELS = {"llama": llama, "qwen3": qwen3}

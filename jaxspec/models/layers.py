@@ -1,0 +1,103 @@
+"""What every model family is made of: parameter declarations and the small pure functions between matmuls.
+
+Axis letters: b batch, t tokens, d model width, n query heads, m KV heads, h head width, f MLP width, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import ModelConfig, RopeScaling
+
+# attention(cache, layer, q, k, v) -> (out, cache), where q is [b, t, n, h], k and v are [b, t, m, h], out is q's shape
+Attention = Callable[[Any, int, Array, Array, Array], tuple[Array, Any]]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One array of a params pytree: its shape here, the checkpoint tensors it is made of, how to make it up.
+
+    `sources` are Hugging Face tensor names. Each is `[out, in]` there and is transposed to `[in, out]` if `transpose`;
+    several are concatenated along the last axis, with widths `splits` (their last axes after transposing).
+    """
+
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    splits: tuple[int, ...] = ()
+    transpose: bool = False
+    init: str = "normal"  # "normal" (fan-in scaled) | "ones" | "zeros", for dummy weights
+
+
+@flax.struct.dataclass
+class Hidden:
+    """A forward's result: `last` is the final-norm output; `features` the residual stream after each captured layer."""
+
+    last: Float[Array, "b t d"]
+    features: tuple[Float[Array, "b t d"], ...]
+    cache: Any
+
+
+def linear(inputs: int, sources: dict[str, int]) -> Param:
+    """A matmul weight `[inputs, sum of widths]` fused from the named `[width, inputs]` checkpoint tensors."""
+    widths = tuple(sources.values())
+    return Param((inputs, sum(widths)), tuple(sources), widths, transpose=True)
+
+
+def bias(sources: dict[str, int]) -> Param:
+    widths = tuple(sources.values())
+    return Param((sum(widths),), tuple(sources), widths, init="zeros")
+
+
+def scale(width: int, source: str) -> Param:
+    return Param((width,), (source,), (width,), init="ones")
+
+
+def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
+    """Root-mean-square norm, in float32 whatever x's dtype (https://arxiv.org/abs/1910.07467)."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32.astype(x.dtype) * weight).astype(x.dtype)
+
+
+def rope_frequencies(config: ModelConfig) -> Float[Array, " half"]:
+    """Inverse frequencies of the rotary embedding, with Llama 3's long-context scaling where the config has it."""
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return frequency if config.rope_scaling is None else _llama3(frequency, config.rope_scaling)
+
+
+def _llama3(frequency: Array, scaling: RopeScaling) -> Array:
+    """Divide slow frequencies by `factor`, keep fast ones, interpolate between (Llama 3.1 model card)."""
+    wavelength = 2 * math.pi / frequency
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = jnp.clip((scaling.original_max_position / wavelength - low) / (high - low), 0.0, 1.0)
+    return frequency * (smooth + (1 - smooth) / scaling.factor)
+
+
+def rope(
+    x: Float[Array, "b t n h"], positions: Int[Array, "b t"], frequencies: Float[Array, " half"]
+) -> Float[Array, "b t n h"]:
+    """Rotary embedding, first half against second half (the "neox" pairing), computed in float32."""
+    angle = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def causal_attention(cache: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    """Attention among the given tokens alone, each sequence starting at its row 0; `cache` passes through."""
+    b, t, n, h = q.shape
+    m = k.shape[2]
+    q = q.reshape(b, t, m, n // m, h)
+    scores = jnp.einsum("btmgh,bsmh->bmgts", q, k, preferred_element_type=jnp.float32) * h**-0.5
+    scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bmgts,bsmh->btmgh", weights, v).reshape(b, t, n, h), cache

@@ -1,0 +1,223 @@
+"""Pages of KV, counted on the host: who holds each page, and which cached prefixes they spell. No jax.
+
+A page is `page_size` consecutive positions of one sequence, in every layer. `PagePool` counts the holders of each page.
+`PrefixTree` remembers which tokens the full pages hold, so that a prompt that starts alike needs no prefill.
+
+Invariants: a page is free exactly when nobody holds it. Whoever holds the page of a tree node holds the pages of all
+its ancestors too; so a page that only the tree holds has no descendant in use, and everything `evictable` can be freed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+
+
+class OutOfPages(RuntimeError):
+    """Fewer pages are free than were asked for."""
+
+
+class PagePool:
+    """Reference counts of `num_pages` pages. Page 0 is the dummy that padding writes to; it is never handed out.
+
+    `idle` counts the pages that the prefix tree alone holds.
+    """
+
+    def __init__(self, num_pages: int):
+        if num_pages < 2:
+            raise ValueError(f"a page pool needs at least 2 pages, the dummy page 0 and one to use; got {num_pages}")
+        self.num_pages = num_pages
+        self.idle = 0
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._holders = [0] * num_pages
+        self._cached = bytearray(num_pages)  # 1: one of the holders is the prefix tree
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def refcount(self, page: int) -> int:
+        """How many hold `page`, the prefix tree included."""
+        return self._holders[page]
+
+    def alloc(self, n: int) -> list[int]:
+        """Take `n` free pages, each held once. **Raises:** `OutOfPages`, taking none, if fewer are free."""
+        if n > len(self._free):
+            raise OutOfPages(f"{n} pages wanted, {len(self._free)} of {self.num_pages - 1} are free")
+        pages = [self._free.pop() for _ in range(n)]
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Hold each page once more. **Raises:** `ValueError` for a page that nobody holds."""
+        for page in pages:
+            holders = self._holders[page]
+            if not holders:
+                raise ValueError(f"page {page} can't be retained: it is free (alloc hands out free pages)")
+            self._holders[page] = holders + 1
+            if holders == 1 and self._cached[page]:
+                self.idle -= 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Undo one hold of each page. **Raises:** `ValueError` for a page that only the tree holds, or nobody."""
+        for page in pages:
+            holders = self._holders[page] - 1
+            if holders < self._cached[page]:
+                raise ValueError(f"page {page} was released more often than it was retained")
+            self._holders[page] = holders
+            if not holders:
+                self._free.append(page)
+            elif holders == 1 and self._cached[page]:
+                self.idle += 1
+
+    def cache(self, page: int) -> None:
+        """Hold a page for the prefix tree. **Raises:** `ValueError` if the tree holds it already."""
+        if self._cached[page]:
+            raise ValueError(f"page {page} is in the prefix tree already; a page has one place there")
+        self.retain((page,))
+        self._cached[page] = 1
+
+    def uncache(self, page: int) -> None:
+        """Undo `cache`."""
+        if self._holders[page] == 1:
+            self.idle -= 1
+        self._cached[page] = 0
+        self.release((page,))
+
+
+class Node:
+    """One cached page: `key` is its tokens, the path from the root the tokens before them. The root has no page."""
+
+    __slots__ = ("children", "depth", "key", "page", "parent", "queued", "used")
+
+    def __init__(self, key: tuple[int, ...], page: int, parent: Node | None):
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.depth: int = parent.depth + 1 if parent else 0  # pages from the root to here
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.used = 0  # the tree's clock when it was last matched or inserted
+        self.queued = False  # has its entry in the queue of leaves
+
+
+class PrefixTree:
+    """Full pages by the tokens they hold and all tokens before: a trie whose edges are one page of tokens.
+
+    Each node holds its page once. The queue of leaves is a heap by time of last use, put right lazily: each leaf has
+    one entry, whose time may be out of date, and an entry whose node has since had children is dropped when it is met.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int):
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1 token, got {page_size}")
+        self.page_size = page_size
+        self._pool = pool
+        self._clock = 0
+        self._reset()
+
+    @property
+    def evictable(self) -> int:
+        """Pages that `evict` could free now."""
+        return self._pool.idle
+
+    def match(self, tokens: list[int], limit: int) -> tuple[list[int], Node]:
+        """The longest cached prefix of full pages within `tokens[:limit]`.
+
+        Returns its pages, retained for the caller, and the node reached, from which the caller may `insert` on.
+        """
+        self._clock += 1
+        node, pages, size = self.root, [], self.page_size
+        for end in range(size, min(limit, len(tokens)) + 1, size):
+            child = node.children.get(tuple(tokens[end - size : end]))
+            if child is None:
+                break
+            child.used = self._clock
+            pages.append(child.page)
+            node = child
+        self._pool.retain(pages)
+        return pages, node
+
+    def insert(
+        self, tokens: list[int], pages: list[int], limit: int, start: Node | None = None, *, leaving: bool = False
+    ) -> Node:
+        """Publish the full pages of `tokens[:limit]`, where `pages[i]` holds the i-th page of tokens.
+
+        A node that is there already keeps its own page. At one with another page than the caller's, a caller that goes
+        on using its pages must stop (later nodes would be held while that one is not); one that is `leaving`, about to
+        release all of them, goes on.
+
+        **Arguments:**
+
+        - `start`: the node an earlier `match` or `insert` of the same tokens returned, so that a growing prefix isn't
+          walked again. Its page must still be held by the caller; `clear` ends its use.
+
+        Returns the node reached.
+        """
+        self._clock += 1
+        node, size = start or self.root, self.page_size
+        for depth in range(node.depth, min(limit, len(tokens)) // size):
+            key = tuple(tokens[depth * size : (depth + 1) * size])
+            child = node.children.get(key)
+            if child is None:
+                self._pool.cache(pages[depth])
+                child = node.children[key] = Node(key, pages[depth], node)
+                self.num_pages += 1
+            elif child.page != pages[depth] and not leaving:
+                break
+            child.used = self._clock
+            node = child
+        self._queue_if_leaf(node)
+        return node
+
+    def evict(self, n: int) -> int:
+        """Free up to `n` pages, least recently used leaves first, none that anybody else holds. Returns how many."""
+        freed = 0
+        while freed < n and self._pool.idle:
+            used, _, node = heapq.heappop(self._leaves)
+            node.queued = False
+            if self._pool.refcount(node.page) > 1:
+                node.used = self._clock  # being held is being used; queued last, it won't be met again in this call
+            elif node.used == used and not node.children:
+                self._drop(node)
+                freed += 1
+                continue
+            self._queue_if_leaf(node)
+        return freed
+
+    def clear(self) -> int:
+        """Forget everything; pages that others hold stay theirs. Returns how many pages were cached."""
+        dropped = self.num_pages
+        for node in self.nodes():
+            self._pool.uncache(node.page)
+        self._reset()
+        return dropped
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node except the root, parents before children."""
+        stack = [*self.root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _reset(self) -> None:
+        self.root = Node((), 0, None)
+        self.num_pages = 0
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._entries = 0  # ever queued: orders leaves of the same time, first come first
+
+    def _queue_if_leaf(self, node: Node) -> None:
+        if not (node.children or node.queued or node is self.root):
+            node.queued = True
+            self._entries += 1
+            heapq.heappush(self._leaves, (node.used, self._entries, node))
+
+    def _drop(self, node: Node) -> None:
+        parent = node.parent
+        del parent.children[node.key]
+        self.num_pages -= 1
+        self._pool.uncache(node.page)
+        parent.used = max(parent.used, node.used)  # using a page uses all before it
+        self._queue_if_leaf(parent)

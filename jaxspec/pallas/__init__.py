@@ -1,0 +1,1 @@
+"""Device operations, one a file: its signature, its reference in plain jnp, and what chooses a kernel for it."""

@@ -1,0 +1,200 @@
+"""What a caller asks for and what comes back: plain host data, no jax.
+
+`SamplingParams` is validated when it is made, so everything behind it may trust it. Limits that depend on the model
+(vocabulary, context length, page pool) are checked by the engine when the request is added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_LOGPROBS = 20  # OpenAI's limit; every sampled row computes this many
+MAX_STOP_IDS = 32  # stop token ids of one request, the model's own end tokens included
+MAX_LOGIT_BIAS = 300  # OpenAI's limit
+MAX_N = 128
+
+
+class RequestError(ValueError):
+    """A request that can't be served. `param` names the field at fault, for the error body of the server."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens. Names and meanings are those of vLLM and OpenAI.
+
+    **Arguments:**
+
+    - `temperature`: 0 is greedy; otherwise logits are divided by it.
+    - `top_k`: keep the k most likely tokens; 0 or -1 keeps all. `top_p`: keep the smallest set whose mass reaches it.
+    - `min_p`: keep tokens at least this fraction as likely as the most likely one. Applied before top-k and top-p.
+    - `seed`: the same seed gives the same text, whatever else is in the batch. None draws one.
+    - `max_tokens`: at most this many new tokens; None means up to the context length.
+    - `min_tokens`: end tokens and `stop_token_ids` can't be chosen, nor stop strings end the text, before this many.
+    - `stop`: strings that end the text (and are cut from it). `stop_token_ids`: token ids that end it.
+    - `ignore_eos`: the model's own end tokens don't end the text.
+    - `n`: completions of one prompt. `logprobs`: how many top log-probabilities to report per token (None: none; the
+      chosen token's own is always among those reported). `prompt_logprobs`: the same for the prompt's tokens.
+    - `presence_penalty`, `frequency_penalty`: subtracted from logits of tokens generated so far, as OpenAI defines.
+    - `repetition_penalty`: divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
+    - `logit_bias`: token id -> number added to its logit.
+    - `speculative`: False decodes this request without drafts.
+
+    **Raises:** `RequestError` naming the field, what was given and what is allowed.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    speculative: bool = True
+
+    def __post_init__(self):
+        fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen dataclass
+        fix("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        fix("stop_token_ids", tuple(self.stop_token_ids or ()))
+        fix("logit_bias", dict(self.logit_bias or {}))
+        for name, low, high in (
+            ("temperature", 0.0, 100.0),
+            ("min_p", 0.0, 1.0),
+            ("top_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", 0.0, 100.0),
+        ):
+            _number(name, getattr(self, name), low, high)
+        if self.top_p == 0 or self.repetition_penalty == 0:
+            name = "top_p" if self.top_p == 0 else "repetition_penalty"
+            raise RequestError(f"{name} must be greater than 0, got 0", name)
+        for name, low, high in (
+            ("top_k", -1, 2**31 - 1),
+            ("min_tokens", 0, 2**31 - 1),
+            ("max_tokens", 1, 2**31 - 1),
+            ("n", 1, MAX_N),
+            ("seed", -(2**63), 2**64 - 1),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+                continue
+            _integer(name, value, low, high)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise RequestError(f"stop takes non-empty strings, got {list(self.stop)!r}", "stop")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS}", "logit_bias")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+
+def _number(name: str, value, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or not low <= value <= high:
+        raise RequestError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", name)
+
+
+def _integer(name: str, value, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestError(f"{name} must be an integer from {low} to {high}, got {value!r}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, of the model's raw distribution (before penalties and temperature).
+
+    `top` lists (token id, logprob), most likely first; `logprob` is that of the token that stands there.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One generated continuation. `token_ids` are the generated tokens only; `text` stops before a stop string."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" | "length" | "abort"
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds, on the host's clock, from the moment the request was added."""
+
+    ttft: float | None = None
+    latency: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV came from the prefix tree
+    output_tokens: int = 0
+    verify_rounds: int = 0
+    verified_tokens: int = 0  # tokens those rounds yielded, the bonus of each included
+    preemptions: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify round, bonus included; 0 before the first round."""
+        return self.verified_tokens / self.verify_rounds if self.verify_rounds else 0.0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Everything about one finished prompt. `text`, `token_ids`, ... are completion 0's."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    text = property(lambda self: self.completions[0].text)
+    token_ids = property(lambda self: self.completions[0].token_ids)
+    finish_reason = property(lambda self: self.completions[0].finish_reason)
+    logprobs = property(lambda self: self.completions[0].logprobs)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one completion of a request gained since its last delta. The last one has a `finish_reason`.
+
+    Text can lag tokens: characters that are still incomplete, or might begin a stop string, wait for a later delta.
+    """
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    metrics: RequestMetrics | None = None  # with the finish_reason
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with completion 0's first delta, if asked for

@@ -1,0 +1,139 @@
+"""From logits to tokens: what a request's settings do to a distribution, and the random numbers it draws.
+
+The order is vLLM's: minimum length and bias, then penalties, then temperature, min-p, top-k, top-p. Every function
+works on all q rows of a verify round; row j sees the tokens drafted before it. Random numbers depend on a request's
+seed, the position of the token and what it is drawn for, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+ACCEPT, SAMPLE, DRAFT = range(3)  # what a random number is for
+
+
+@flax.struct.dataclass
+class Sampling:
+    """Sampling settings, one row per request (or per slot). Unused entries of the id lists are -1."""
+
+    seed: UInt32[Array, "b 2"]
+    temperature: Float[Array, " b"]
+    top_k: Int[Array, " b"]
+    top_p: Float[Array, " b"]
+    min_p: Float[Array, " b"]
+    repetition: Float[Array, " b"]
+    presence: Float[Array, " b"]
+    frequency: Float[Array, " b"]
+    min_length: Int[Array, " b"]  # tokens, prompt included, before which no stop id may come
+    stop_ids: Int[Array, "b s"]
+    bias_ids: Int[Array, "b k"]
+    bias: Float[Array, "b k"]
+
+
+def adjust(
+    logits: Float[Array, "b q v"],
+    sampling: Sampling,
+    history: Int[Array, "b c"],
+    prompt: Int[Array, " b"],
+    length: Int[Array, " b"],
+    drafts: Int[Array, "b d"],
+) -> Float[Array, "b q v"]:
+    """Minimum length, bias and penalties.
+
+    `history[:, :length]` are the tokens so far, the first `prompt` of them the prompt's. Row j of `logits` follows
+    `drafts[:, :j]`, which count as generated tokens there.
+    """
+    b, q, v = logits.shape
+    each = jnp.arange(b)[:, None]
+    position = jnp.arange(history.shape[1])
+    known = position < length[:, None]
+    generated = known & (position >= prompt[:, None])
+    seen = jnp.zeros((b, v), bool).at[each, _or_drop(history, known, v)].set(True, mode="drop")
+    counts = jnp.zeros((b, v), jnp.float32).at[each, _or_drop(history, generated, v)].add(1.0, mode="drop")
+    stop_ids = _or_drop(sampling.stop_ids, sampling.stop_ids >= 0, v)
+    bias_ids = _or_drop(sampling.bias_ids, sampling.bias_ids >= 0, v)
+    rows = []
+    for j in range(q):
+        if j:
+            token = drafts[:, j - 1 : j]
+            seen, counts = seen.at[each, token].set(True), counts.at[each, token].add(1.0)
+        row = logits[:, j]
+        early = (length + j < sampling.min_length)[:, None]
+        row = jnp.where(early, row.at[each, stop_ids].set(-jnp.inf, mode="drop"), row)
+        row = row.at[each, bias_ids].add(sampling.bias, mode="drop")
+        repetition = sampling.repetition[:, None]
+        row = jnp.where(seen, jnp.where(row > 0, row / repetition, row * repetition), row)
+        row = row - sampling.frequency[:, None] * counts - sampling.presence[:, None] * (counts > 0)
+        rows.append(row)
+    return jnp.stack(rows, axis=1)
+
+
+def _or_drop(ids: Array, keep: Array, v: int) -> Array:
+    """Ids, with those not kept sent out of range, where `mode="drop"` ignores them."""
+    return jnp.where(keep, ids, v)
+
+
+def probabilities(logits: Float[Array, "b q v"], sampling: Sampling) -> Float[Array, "b q v"]:
+    """The distribution a token is drawn from: temperature, min-p, top-k, top-p. Temperature 0 is all on the argmax.
+
+    Top-p is the smallest set of most likely tokens, after min-p and top-k, whose renormalised mass reaches it. Tokens
+    tied at a threshold are all kept.
+    """
+    setting = lambda x: x[:, None, None]  # noqa: E731
+    greedy = setting(sampling.temperature <= 0)
+    scaled = logits / jnp.where(greedy, 1.0, setting(sampling.temperature))
+    p = jax.nn.softmax(scaled, axis=-1)
+    p = jnp.where(p >= setting(sampling.min_p) * p.max(-1, keepdims=True), p, 0.0)
+    k = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1]).astype(jnp.float32)
+    p = _keep_top(p, jnp.ones_like(p), setting(k))
+    p = p / p.sum(-1, keepdims=True)
+    mass = jnp.where(sampling.top_p < 1, sampling.top_p, 2.0)  # 2 is never reached: everything stays
+    p = _keep_top(p, p, setting(mass))
+    p = p / p.sum(-1, keepdims=True)
+    return jnp.where(greedy, jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1]), p)
+
+
+def _keep_top(p: Array, weights: Array, target: Array) -> Array:
+    """Zero all but the largest values, as few as have `weights` summing to `target`. No sort.
+
+    The threshold is found bit by bit: non-negative floats are ordered as their bit patterns are, so the largest
+    pattern whose tail still reaches the target is built from the top bit down.
+    """
+    bits = jax.lax.bitcast_convert_type(p, jnp.int32)
+
+    def step(i, threshold):
+        higher = threshold | (1 << (30 - i))
+        tail = jnp.sum(jnp.where(bits >= higher, weights, 0.0), axis=-1, keepdims=True)
+        return jnp.where(tail >= target, higher, threshold)
+
+    threshold = jax.lax.fori_loop(0, 31, step, jnp.zeros((*p.shape[:-1], 1), jnp.int32))
+    return jnp.where(bits >= threshold, p, 0.0)
+
+
+def keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b *q"], purpose: int) -> Array:
+    """A random key for each position of each request."""
+
+    def one(seed, position):
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(key, position), purpose)
+
+    return jax.vmap(one)(seed, position) if position.ndim == 1 else jax.vmap(jax.vmap(one, (None, 0)))(seed, position)
+
+
+def draw(p: Float[Array, "*b v"], key: Array) -> Int[Array, "*b"]:
+    """One token from each distribution, by the Gumbel-max trick; `p` need not be normalised."""
+    noise = jax.random.gumbel
+    for _ in range(key.ndim):
+        noise = jax.vmap(noise, (0, None))
+    return jnp.argmax(jnp.log(p) + noise(key, p.shape[-1:]), axis=-1).astype(jnp.int32)
+
+
+def uniform(key: Array) -> Float[Array, "*b"]:
+    """One number in [0, 1) for each key."""
+    draw_one = jax.random.uniform
+    for _ in range(key.ndim):
+        draw_one = jax.vmap(draw_one)
+    return draw_one(key)

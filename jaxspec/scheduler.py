@@ -1,0 +1,406 @@
+"""Which sequence runs when, and in which pages: admit, chunk, grow, preempt, finish. Host data only, no jax.
+
+Invariant: of a sequence whose known tokens are x_0..x_{N-1}, KV is committed for positions 0..N-2; the newest token has
+none. *Prefill* computes KV of positions below N-1, chunk by chunk. A *round* then runs `width` rows at positions
+N-1..N-2+width and yields 1..width new tokens, after which the same holds of the larger N.
+
+The engine dispatches a round before it has read the one before, so the host's N is up to `in_flight` rounds old, and
+pages are given for the largest N those rounds can lead to. The device runs programs in the order of dispatch: a page
+freed here may be handed on at once, for whatever still writes to it runs before its next holder does.
+
+Order is strict, first come first served. Everything admitted is older than everything waiting (the youngest is
+preempted first), and at most one prompt is unfinished at a time, the youngest admitted.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.pages import Node, PagePool, PrefixTree
+from jaxspec.request import RequestError
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One completion in the making.
+
+    **Arguments:**
+
+    - `tokens`: the prompt and those generated tokens that the host has read; `prompt_len` of them are the prompt's.
+    - `limit`: how many tokens in all it may reach, as `Scheduler.check` returned.
+    - `owner`: the engine's record; the scheduler never looks at it.
+    - `score`: log-probabilities of the prompt are wanted, so all of it is computed: no cached prefix, chunks of at most
+      `score_tokens`, each alone in its prefill. Cleared by the engine once it has them.
+
+    The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
+    been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
+    read yet; `epoch`, which moves on whenever slot and pages are lost, so that older results can be told apart.
+    """
+
+    tokens: list[int] = field(repr=False)
+    prompt_len: int
+    limit: int
+    owner: Any = field(default=None, repr=False)
+    score: bool = False
+    slot: int = -1
+    pages: list[int] = field(default_factory=list, repr=False)
+    computed: int = 0
+    cached: int = 0
+    in_flight: int = 0
+    epoch: int = 0
+    state: State = State.WAITING
+    preemptions: int = 0
+    node: Node | None = field(default=None, repr=False)  # how far its pages are published; None: they must not be
+
+
+class Chunk(NamedTuple):
+    """Prefill of `seq.tokens[start : start + count]`."""
+
+    seq: Sequence
+    start: int
+    count: int
+
+
+class Plan(NamedTuple):
+    """What to dispatch: set up the slots of `admit`, then one program for all of `prefill`, then a round of `rows`.
+
+    `drain`: pages ran out while results are unread. Nothing else is in the plan: read them all, then plan again.
+    """
+
+    admit: list[Sequence]
+    prefill: list[Chunk]
+    rows: list[Sequence]
+    drain: bool = False
+
+
+class Scheduler:
+    """Plans batches over `num_slots` slots and `num_pages` pages of `page_size` tokens.
+
+    **Arguments:**
+
+    - `width`: rows a round verifies per sequence, drafts plus one.
+    - `chunk_tokens`: prompt tokens in one prefill program, in whole blocks of `block`; a block holds tokens of one
+      sequence, so a chunk costs its tokens rounded up. `score_tokens`: the most in a chunk that is scored.
+    - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences that start alike.
+
+    `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
+    the dummy slot, all 0. It changes in place: copy what a program is to read. `waiting`, `prefilling` and `running`
+    (in order of arrival) are for looking at.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        width: int,
+        chunk_tokens: int,
+        block: int,
+        score_tokens: int,
+        context_length: int,
+        prefix_cache: bool = True,
+    ):
+        sizes = {"num_slots": num_slots, "width": width, "block": block, "score_tokens": score_tokens}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if chunk_tokens < block:
+            raise ValueError(f"chunk_tokens ({chunk_tokens}) must hold at least one block of {block} tokens")
+        self.width = width
+        self.page_size = page_size
+        self.chunk_tokens = chunk_tokens
+        self.block = block
+        self.score_tokens = score_tokens
+        self.context_length = context_length
+        self.prefix_cache = prefix_cache
+        self.pool = PagePool(num_pages)
+        self.tree = PrefixTree(self.pool, page_size)
+        self.pages_per_seq = self._pages_for(context_length + 2 * width)
+        self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: Sequence | None = None
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._refused = False  # the head of `waiting` didn't fit, and nothing has happened since that could change that
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return self.pool.free
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages in the prefix tree, those in use by sequences included."""
+        return self.tree.num_pages
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that were added and haven't finished."""
+        return len(self.waiting) + len(self.running) + (self.prefilling is not None)
+
+    def check(self, prompt_len: int, max_tokens: int | None, min_tokens: int = 0) -> int:
+        """How many tokens in all such a request may reach: `prompt_len + max_tokens`, or what fits if that is None.
+
+        **Raises:** `RequestError` with the arithmetic if it could never be served, however idle the engine.
+        """
+        context, usable, lookahead = self.context_length, self.pool.num_pages - 1, 2 * self.width
+        if prompt_len < 1:
+            raise RequestError("the prompt is empty; it must have at least one token", "prompt")
+        completion = 1 if max_tokens is None else max_tokens
+        if prompt_len + completion > context:
+            raise RequestError(
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{prompt_len + completion} tokens ({prompt_len} in the prompt, {completion} in the completion). "
+                "Shorten the prompt or lower max_tokens; the server sets the maximum with --context-length",
+                "prompt" if prompt_len >= context else "max_tokens",
+            )
+        if (pages := self._pages_for(prompt_len + completion + lookahead)) > usable:
+            raise RequestError(
+                f"the request needs {prompt_len} prompt tokens + {completion} new tokens + {lookahead} of lookahead = "
+                f"{pages} pages of {self.page_size} tokens, and the page pool has {usable}. Shorten the prompt "
+                "or lower max_tokens; or start the server with a larger --max-total-tokens or --mem-fraction-static",
+                "prompt" if max_tokens is None else "max_tokens",
+            )
+        if max_tokens is None:
+            completion = min(context, usable * self.page_size - lookahead) - prompt_len
+        if min_tokens > completion:
+            raise RequestError(
+                f"min_tokens is {min_tokens}, but a prompt of {prompt_len} tokens leaves room for {completion}: at "
+                f"most {prompt_len + completion} in all, by --context-length {context} and a pool of {usable} pages of "
+                f"{self.page_size} tokens. Lower min_tokens or shorten the prompt",
+                "min_tokens",
+            )
+        return prompt_len + completion
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence. **Raises:** `ValueError` if its tokens or limit are not such as `check` lets pass."""
+        fits = self._pages_for(seq.limit + 2 * self.width) < self.pool.num_pages
+        if not (1 <= len(seq.tokens) < seq.limit <= self.context_length and fits):
+            raise ValueError(
+                f"a sequence of {len(seq.tokens)} tokens with limit {seq.limit} can't be served within a context of "
+                f"{self.context_length} and {self.pool.num_pages - 1} pages; take the limit from check()"
+            )
+        if seq.state is not State.WAITING:
+            raise ValueError(f"only a new sequence can be added; this one is {seq.state.value}")
+        self.waiting.append(seq)
+
+    def plan(self) -> Plan:
+        """The next programs, with slots and pages assigned; their rounds count as in flight from now on.
+
+        The plan must be dispatched: pages it fills are in the prefix tree already. If that fails, `flush`.
+        """
+        if not self._grow():
+            return Plan([], [], [], drain=True)
+        admit, prefill = self._fill()
+        for seq in self.running:
+            seq.in_flight += 1
+        return Plan(admit, prefill, self.running.copy())
+
+    def append(self, seq: Sequence, tokens: list[int]) -> None:
+        """Read the oldest round in flight of `seq`: these are its next tokens.
+
+        **Raises:** `ValueError` if none is in flight, as after a preemption or `finish`: then `epoch` has moved on.
+        """
+        if not seq.in_flight:
+            raise ValueError(f"no round of {seq} is in flight; results from before its epoch moved on must be ignored")
+        seq.tokens += tokens
+        seq.in_flight -= 1
+
+    def finish(self, seq: Sequence) -> None:
+        """Done or aborted, in whatever state: its slot and pages are free at once. A second call does nothing."""
+        if seq.state is State.FINISHED:
+            return
+        if seq.state is State.WAITING:
+            self.waiting.remove(seq)
+            self._refused = False
+        else:
+            self._vacate(seq)
+        seq.state = State.FINISHED
+
+    def flush(self) -> int:
+        """Empty the prefix tree; sequences keep their pages, but no longer publish them. Returns pages dropped."""
+        for seq in self._admitted():
+            seq.node = None
+        return self.tree.clear()
+
+    def audit(self) -> None:
+        """Check that pages and slots balance. **Raises:** `RuntimeError` listing every one that doesn't."""
+        admitted, usable = self._admitted(), range(1, self.pool.num_pages)
+        holders = Counter(page for seq in admitted for page in seq.pages)
+        nodes = list(self.tree.nodes())
+        cached = Counter(node.page for node in nodes)
+        wrong = [
+            f"page {page} is counted {self.pool.refcount(page)} times, held by {holders[page]} sequences "
+            f"and {cached[page]} nodes of the prefix tree"
+            for page in usable
+            if self.pool.refcount(page) != holders[page] + cached[page] or cached[page] > 1
+        ]
+        figures = {
+            "free pages": (self.pool.free, sum(not (holders[p] or cached[p]) for p in usable)),
+            "cached pages": (self.tree.num_pages, len(cached)),
+            "evictable pages": (self.tree.evictable, sum(not holders[page] for page in cached)),
+            "uses of page 0": (holders[0] + cached[0] + self.pool.refcount(0), 0),
+            "slots": (sorted([*self._free_slots, *(s.slot for s in admitted)]), list(range(len(self.table) - 1))),
+        }
+        wrong += [f"{name}: {found}, should be {due}" for name, (found, due) in figures.items() if found != due]
+        wrong += [
+            f"page {node.page} is held, but page {node.parent.page} before it in the prefix tree is not"
+            for node in nodes
+            if holders[node.page] and node.depth > 1 and not holders[node.parent.page]
+        ]
+        table = np.zeros_like(self.table)
+        for seq in admitted:
+            table[seq.slot, : len(seq.pages)] = seq.pages
+        wrong += [
+            f"row {row} of the table is not its slot's pages" for row in np.flatnonzero((table != self.table).any(1))
+        ]
+        wrong += [f"waiting, but owns something: {seq}" for seq in self.waiting if seq.pages or seq.slot >= 0]
+        if wrong:
+            raise RuntimeError("pages and slots don't balance:\n" + "\n".join(wrong))
+
+    def _admitted(self) -> list[Sequence]:
+        return self.running + ([self.prefilling] if self.prefilling else [])
+
+    def _pages_for(self, positions: int) -> int:
+        return -(-positions // self.page_size)
+
+    def _available(self) -> int:
+        return self.pool.free + self.tree.evictable
+
+    def _take(self, n: int) -> list[int]:
+        if n > self.pool.free:
+            self.tree.evict(n - self.pool.free)
+        return self.pool.alloc(n)
+
+    def _grow(self) -> bool:
+        """Pages for the next round of all that run, oldest first. False: short of them, and results are unread."""
+        width, page_size = self.width, self.page_size
+        for seq in self.running:  # may lose its last elements on the way, `seq` itself among them; then the loop ends
+            end = len(seq.tokens) - 1 + (seq.in_flight + 1) * width
+            if end > len(seq.pages) * page_size and not self._extend(seq, end):
+                return False
+        return True
+
+    def _extend(self, seq: Sequence, end: int) -> bool:
+        """Give `seq` pages for positions below `end`, preempting the youngest, at worst itself. False: as `_grow`."""
+        held = len(seq.pages)
+        missing = min(self._pages_for(end), self.pages_per_seq) - held
+        while missing > self._available():
+            if any(other.in_flight for other in self.running):
+                return False  # their results may end some of them, and tell how much the others really need
+            victim = self.prefilling or self.running[-1]
+            if victim is self.running[0]:
+                raise RuntimeError(f"{seq} alone outgrew the page pool; it went past the limit that check() gave it")
+            self._preempt(victim)
+            if victim is seq:
+                return True
+        seq.pages += self._take(missing)
+        self.table[seq.slot, held : held + missing] = seq.pages[held:]
+        return True
+
+    def _fill(self) -> tuple[list[Sequence], list[Chunk]]:
+        """Admissions and chunks within one program's budget: the unfinished prompt first, then new ones in order."""
+        admit: list[Sequence] = []
+        chunks: list[Chunk] = []
+        blocks = self.chunk_tokens // self.block
+        while blocks:
+            if not self.prefilling:
+                if not (seq := self._admit_next(alone=not chunks)):
+                    break
+                admit.append(seq)
+            if seq := self.prefilling:  # not one that needs no prefill: it runs already
+                most = min(blocks * self.block, self.score_tokens) if seq.score else blocks * self.block
+                chunks.append(self._next_chunk(seq, most))
+                blocks = 0 if seq.score else blocks - math.ceil(chunks[-1].count / self.block)
+        return admit, chunks
+
+    def _next_chunk(self, seq: Sequence, most: int) -> Chunk:
+        due = len(seq.tokens) - 1
+        chunk = Chunk(seq, seq.computed, min(due - seq.computed, most))
+        seq.computed += chunk.count
+        # Published at once: this program is dispatched before any that can read these pages, and within it all KV of a
+        # layer is written before it is read.
+        self._publish(seq, seq.computed)
+        if seq.computed == due:
+            self._start(seq)
+        return chunk
+
+    def _admit_next(self, alone: bool) -> Sequence | None:
+        """Give the head of the queue its slot and pages, if there are any. `alone`: no other's chunk is planned yet."""
+        if not self.waiting or not self._free_slots or self._refused:
+            return None
+        seq = self.waiting[0]
+        if seq.score and not alone:
+            return None
+        due = len(seq.tokens) - 1  # the newest token is always left to the round
+        shares = self.prefix_cache and not seq.score
+        pages, node = self.tree.match(seq.tokens, due) if shares else ([], self.tree.root)
+        missing = self._pages_for(due + 2 * self.width) - len(pages)
+        # One page on top for each that runs: admitting into the last pages would only get someone preempted at once.
+        if missing + len(self.running) > self._available():
+            self.pool.release(pages)
+            self._refused = True
+            return None
+        self.waiting.popleft()
+        seq.node = node if self.prefix_cache else None
+        seq.computed = len(pages) * self.page_size
+        if not seq.preemptions:
+            seq.cached = seq.computed
+        seq.pages = pages + self._take(missing)
+        seq.slot = self._free_slots.pop()
+        self.table[seq.slot, : len(seq.pages)] = seq.pages
+        seq.state = State.PREFILL
+        self.prefilling = seq
+        if seq.computed >= due:
+            self._start(seq)
+        return seq
+
+    def _start(self, seq: Sequence) -> None:
+        self.prefilling = None
+        self.running.append(seq)
+        seq.state = State.RUNNING
+
+    def _publish(self, seq: Sequence, end: int, leaving: bool = False) -> None:
+        if seq.node:
+            seq.node = self.tree.insert(seq.tokens, seq.pages, end, seq.node, leaving=leaving)
+            self._refused = False  # the head of the queue may find more of its prefix now
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the head of the queue. All its results have been read, so nothing of it is lost but the KV."""
+        self._vacate(seq)
+        seq.state = State.WAITING
+        seq.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(seq)
+
+    def _vacate(self, seq: Sequence) -> None:
+        """Publish what is committed, then give back slot and pages."""
+        if seq.state is State.RUNNING:
+            # The drafter may not have caught up with the newest committed position, so that one is kept out.
+            self._publish(seq, len(seq.tokens) - 2, leaving=True)
+            self.running.remove(seq)
+        else:
+            self._publish(seq, seq.computed, leaving=True)
+            self.prefilling = None
+        self.pool.release(seq.pages)
+        self.table[seq.slot] = 0
+        self._free_slots.append(seq.slot)
+        seq.pages, seq.slot, seq.node = [], -1, None
+        seq.computed = seq.in_flight = 0
+        seq.epoch += 1
+        self._refused = False

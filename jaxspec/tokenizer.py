@@ -1,0 +1,287 @@
+"""Text to token ids and back: the tokenizer, chat templates, and incremental detokenisation.
+
+Both directions of decoding rest on one table, token id -> the bytes it stands for. So streamed text is the decoded text
+by construction: bytes joined, read as UTF-8, invalid ones replaced by U+FFFD. That costs under a microsecond a token,
+and unlike decoding a sliding window of tokens again and again it has no bad case when bytes never form a character.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that can't be read, text it can't encode, or a chat template that refuses the messages."""
+
+
+class Tokenizer:
+    """A fast tokenizer and its chat template.
+
+    **Attributes:**
+
+    - `vocab_size`: one more than the largest token id. A model may have more rows (padding); those decode to nothing.
+    - `eos_token_ids`: the tokenizer's own end token, if it has one. The model's config may name more.
+    - `chat_template`: the Jinja source of the default template, or None.
+    """
+
+    def __init__(self, fast: Any):
+        """Wrap a transformers fast tokenizer.
+
+        **Raises:** `TokenizerError` if it has no Rust backend, or decodes in a way that isn't byte-level BPE's or
+        SentencePiece's.
+        """
+        backend = getattr(fast, "backend_tokenizer", None)
+        if backend is None:
+            raise TokenizerError(
+                f"{type(fast).__name__} is a slow tokenizer; jaxspec needs a fast one (tokenizer.json)"
+            )
+        self._fast = fast
+        self._bytes, specials, self._drops_space = _byte_table(backend)
+        self._plain_bytes = {token: raw for token, raw in self._bytes.items() if token not in specials}
+        self.vocab_size: int = max(self._bytes, default=-1) + 1
+        self.eos_token_ids: tuple[int, ...] = () if fast.eos_token_id is None else (fast.eos_token_id,)
+        template = fast.chat_template
+        self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Read the tokenizer files of a Hugging Face model folder.
+
+        **Raises:** `TokenizerError` with the cause, if they are missing, unreadable or need custom code.
+        """
+        try:
+            fast = _transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # whatever a broken tokenizer file sets off in transformers or tokenizers
+            raise TokenizerError(f"{folder}: can't read the tokenizer: {error}") from error
+        return cls(fast)
+
+    @classmethod
+    def from_backend(cls, backend: Any, chat_template: str | None = None, **special_tokens: str) -> Tokenizer:
+        """Wrap a `tokenizers.Tokenizer`. `special_tokens` are `bos_token="<s>"`, `eos_token="</s>"`."""
+        fast = _transformers().PreTrainedTokenizerFast(
+            tokenizer_object=backend, chat_template=chat_template, clean_up_tokenization_spaces=False, **special_tokens
+        )
+        return cls(fast)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised.
+
+        **Raises:** `TokenizerError` for text that isn't valid Unicode (lone surrogates).
+        """
+        try:
+            return self._fast.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        except (TypeError, ValueError) as error:
+            raise TokenizerError("can't encode the text: it must be a string without lone surrogates") from error
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Ids outside the vocabulary are skipped; bytes that aren't UTF-8 become U+FFFD."""
+        text = self._join(ids, skip_special_tokens).decode("utf-8", "replace")
+        return text[1:] if self._drops_space and text.startswith(" ") else text
+
+    def _join(self, ids: Iterable[int], skip_special_tokens: bool) -> bytes:
+        get = (self._plain_bytes if skip_special_tokens else self._bytes).get
+        return b"".join([get(token, b"") for token in ids])
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a chat, as the model's own template writes it. `kwargs` are the template's variables.
+
+        **Raises:** `TokenizerError` with the template's own complaint when it refuses, or when there is no template.
+        """
+        if self._fast.chat_template is None:
+            raise TokenizerError("this model's tokenizer has no chat template; use the completions endpoint instead")
+        options = {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tokenize": True,
+            "return_dict": False,
+        }
+        if clash := sorted(options.keys() & kwargs.keys()):
+            raise TokenizerError(f"{', '.join(clash)} can't be set as a variable of the chat template")
+        try:
+            return self._fast.apply_chat_template(messages, **options, **kwargs)
+        except Exception as error:  # a template is a program from the checkpoint: it may raise anything
+            raise TokenizerError(f"the chat template refused the messages: {error}") from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes this token adds to the text; for a special token, its name. Empty outside the vocabulary."""
+        return self._bytes.get(token_id, b"")
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone, as logprobs report it; a part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class Detokenizer:
+    """Turns one completion's tokens into text as they arrive.
+
+    The pushes' texts and `finish()`'s joined are `tokenizer.decode` of all the tokens, cut before the stop string that
+    completes first (the longest, if several do at the same character), however the tokens were grouped into pushes.
+    No push shows part of a character, and text waits only while it could be the beginning of a stop string.
+
+    **Arguments:**
+
+    - `stop`: strings that end the text. `min_tokens`: a stop string counts only if a later token than this many
+      completes it.
+    - `prompt_ids`: tokens that the text continues, rather than starting afresh: a character that they left incomplete
+      is completed, and a leading space is kept where SentencePiece would drop it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        prompt_ids: Sequence[int] = (),
+    ):
+        self._bytes = tokenizer._plain_bytes if skip_special_tokens else tokenizer._bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._drop_space = tokenizer._drops_space and not prompt_ids
+        self._stops = tuple(stop)
+        self._prefixes = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
+        self._longest = max(map(len, self._prefixes), default=0)
+        self._ends = frozenset(prefix[-1] for prefix in self._prefixes)
+        self._min_tokens = min_tokens
+        self._seen = 0
+        self._held = ""  # text that may begin a stop string
+        self._hit: str | None = None
+        self._shown: list[str] = []
+        if prompt_ids:
+            self._characters(prompt_ids[-4:])  # a character has at most 4 bytes, so at most the last 3 begin one
+
+    @property
+    def text(self) -> str:
+        """Everything shown so far."""
+        return "".join(self._shown)
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, str | None, int]:
+        """Add tokens. Returns the text now safe to show, the stop string that ended it (or None), and how many of these
+        tokens were used: all of them, or up to and including the one that completed the stop string."""
+        if self._hit is not None:
+            return "", self._hit, 0
+        if not self._stops:
+            return self._show(self._characters(token_ids)), None, len(token_ids)
+        ready = ""
+        for used, token in enumerate(token_ids, 1):
+            self._seen += 1
+            if not (new := self._characters((token,))):
+                continue
+            self._held += new
+            if self._seen > self._min_tokens and (start := self._match(len(new))) is not None:
+                ready, self._held = ready + self._held[:start], ""
+                return self._show(ready), self._hit, used
+            safe = len(self._held) - self._waiting()
+            ready, self._held = ready + self._held[:safe], self._held[safe:]
+        return self._show(ready), None, len(token_ids)
+
+    def finish(self) -> str:
+        """No more tokens come: the text still held back. A character left incomplete shows as U+FFFD."""
+        if self._hit is not None:
+            return ""
+        rest, self._held = self._held + self._utf8(b"", True), ""
+        return self._show(rest)
+
+    def _characters(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens complete."""
+        get = self._bytes.get
+        text = self._utf8(b"".join([get(token, b"") for token in token_ids]))
+        if self._drop_space and text:
+            self._drop_space = False
+            return text.removeprefix(" ")
+        return text
+
+    def _match(self, new: int) -> int | None:
+        """Where in the held text the stop string begins that completes first among its last `new` characters."""
+        before = len(self._held) - new
+        found = []
+        for stop in self._stops:
+            start = self._held.find(stop, max(0, before - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if not found:
+            return None
+        _, start, self._hit = min(found)
+        return start
+
+    def _waiting(self) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        if self._held[-1] not in self._ends:
+            return 0
+        longest = min(self._longest, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held[-n:] in self._prefixes), 0)
+
+    def _show(self, text: str) -> str:
+        if text:
+            self._shown.append(text)
+        return text
+
+
+def _transformers():
+    # Imported on use because it takes seconds; and it would announce that PyTorch is missing, which is as intended.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
+
+
+def _byte_table(backend: Any) -> tuple[dict[int, bytes], set[int], bool]:
+    """The bytes of every token, the ids of special tokens, and whether a text's first space is dropped."""
+    steps = _decoder_steps(backend)
+    kinds = {step["type"] for step in steps}
+    added = backend.get_added_tokens_decoder()
+    table = {token: content.content.encode() for token, content in added.items()}
+    specials = {token for token, content in added.items() if content.special}
+    vocabulary = backend.get_vocab(with_added_tokens=False).items()
+    if kinds == {"ByteLevel"}:
+        alphabet = byte_alphabet()
+        convert = lambda text: text.translate(alphabet).encode("latin-1")  # noqa: E731
+    elif kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        fallback = "ByteFallback" in kinds
+        convert = lambda text: _piece_bytes(text, fallback)  # noqa: E731
+    else:
+        raise TokenizerError(
+            f"the tokenizer's decoder is {', '.join(sorted(kinds)) or 'none'}; "
+            "supported: ByteLevel (byte-level BPE), or SentencePiece's Replace, ByteFallback, Fuse, Strip and Metaspace"
+        )
+    table.update((token, convert(text)) for text, token in vocabulary if token not in added)
+    drops = any(s["type"] == "Strip" and s["start"] for s in steps)
+    drops |= any(s["type"] == "Metaspace" and s.get("prepend_scheme", "always") != "never" for s in steps)
+    return table, specials, drops
+
+
+def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    decoder = json.loads(backend.decoder.__getstate__())
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def byte_alphabet() -> dict[int, int]:
+    """Byte-level BPE's spelling undone: code point of the printable stand-in -> byte.
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, for the code points from 256 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = sorted(set(range(256)) - set(printable))
+    return {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(hidden)}
+
+
+def _piece_bytes(piece: str, fallback: bool) -> bytes:
+    """A SentencePiece piece: "▁" is a space, and `<0xE4>` is that byte."""
+    if fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes.fromhex(piece[3:5])
+    return piece.replace("▁", " ").encode()
