@@ -52,15 +52,15 @@ class Rows:
     def positions(self, t: int) -> Int[Array, "b t"]:
         return self.start[:, None] + jnp.arange(t, dtype=jnp.int32)
 
-    def attend(self, kv: KV, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, KV]:
+    def attend(self, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, KV]:
         """Write these rows' keys and values, then attend causally to everything before and at each row.
 
         An `Attention` (see `models.layers`), with the cache as its `cache`.
         """
         kv = self.write(kv, layer, k, v)
-        return paged_attention(q, kv, jnp.int32(layer), self.table, self.start), kv
+        return paged_attention(q, kv, layer, self.table, self.start), kv
 
-    def write(self, kv: KV, layer: int, k: Float[Array, "b t m h"], v: Float[Array, "b t m h"]) -> KV:
+    def write(self, kv: KV, layer: Int[Array, ""], k: Float[Array, "b t m h"], v: Float[Array, "b t m h"]) -> KV:
         t, page_size = k.shape[1], kv.shape[4]
         positions = self.positions(t)
         entry = positions // page_size

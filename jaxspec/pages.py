@@ -219,5 +219,4 @@ class PrefixTree:
         del parent.children[node.key]
         self.num_pages -= 1
         self._pool.uncache(node.page)
-        parent.used = max(parent.used, node.used)  # using a page uses all before it
         self._queue_if_leaf(parent)

@@ -1,6 +1,6 @@
 """The device programs: admission, prefill, and the round that drafts, verifies, accepts and commits.
 
-Each is a pure function of (params, state, one packed int32 array); `Programs` jits them with the state donated. What
+Each is a pure function of (params, state, one packed int32 array); `Programs` compiles them with the state donated. What
 the next round needs stays in `State`, so a round can be dispatched before the previous one's result was read. Plain
 decoding is the round of a drafter that drafts nothing.
 """
@@ -8,7 +8,9 @@ decoding is the round of a drafter that drafts nothing.
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from tqdm import tqdm
 
 from jaxspec import batch as packing
 from jaxspec import sampling, verify
@@ -161,9 +164,10 @@ def compile_counter() -> Counter:
 
 
 class Programs:
-    """The jitted programs of one engine, and how often each was dispatched.
+    """The compiled programs of one engine, one for each kind and number of rows, and how often each was dispatched.
 
-    Calls take numpy arrays of the shapes in `shapes`; the state they are given is consumed.
+    They are compiled ahead of their calls, by `warm_up` or on first use, so a call never traces. The state given to a
+    call is consumed.
     """
 
     def __init__(self, config: ModelConfig, drafter: Drafter, shapes: Shapes, params: Any, draft_params: Any):
@@ -171,46 +175,55 @@ class Programs:
         self.dispatches: Counter = Counter()
         self._params = params, draft_params
         jit = lambda f, *static: jax.jit(partial(f, config, drafter, *static), donate_argnums=2)  # noqa: E731
+        self._jits = {
+            "prefill": jit(prefill, shapes.block, False),
+            "score": jit(prefill, shapes.block, True),
+            "round_greedy": jit(decode_round, True),
+            "round_sampled": jit(decode_round, False),
+        }
         self._admit = jax.jit(admit, donate_argnums=0)
-        self._prefill = jit(prefill, shapes.block, False)
-        self._score = jit(prefill, shapes.block, True)
-        self._round = {greedy: jit(decode_round, greedy) for greedy in (True, False)}
+        self._compiled: dict[tuple[str, int], Any] = {}
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
-        return self._admit(state, packed)
+        return self._program("admit", len(packed), state)(state, packed)
 
     def prefill(self, state: State, packed: np.ndarray) -> State:
-        self.dispatches["prefill"] += 1
-        return self._prefill(*self._params, state, packed)[0]
+        return self._call("prefill", state, packed)[0]
 
     def score(self, state: State, packed: np.ndarray) -> tuple[State, Array]:
-        self.dispatches["score"] += 1
-        return self._score(*self._params, state, packed)
+        return self._call("score", state, packed)
 
     def round(self, state: State, packed: np.ndarray, greedy: bool) -> tuple[State, Array]:
-        self.dispatches["round_greedy" if greedy else "round_sampled"] += 1
-        return self._round[greedy](*self._params, state, packed)
+        return self._call("round_greedy" if greedy else "round_sampled", state, packed)
 
-    def warm_up(self, state: State) -> State:
-        """Run every program of the ladder once, on padding alone."""
+    def warm_up(self, state: State) -> None:
+        """Compile every program of the ladder, several at a time."""
         shapes = self.shapes
-        dummy = np.zeros(packing.admission_size(shapes.capacity), np.int32)
-        dummy[0] = shapes.num_slots
-        state = self.admit(state, dummy)
-        # The dummy slot must stay done: an admission clears that.
-        state = state.replace(slots=state.slots.replace(done=state.slots.done.at[-1].set(True)))
-        for blocks in shapes.prefills:
-            state = self.prefill(state, self.padding(blocks, 3))
-        state, _ = self.score(state, self.padding(shapes.score, 3))
-        for size in shapes.batches:
-            for greedy in (True, False):
-                state, _ = self.round(state, self.padding(size, 1), greedy)
-        self.dispatches.clear()
-        return jax.block_until_ready(state)
+        wanted = [("admit", packing.admission_size(shapes.capacity)), ("score", shapes.score)]
+        wanted += [("prefill", blocks) for blocks in shapes.prefills]
+        wanted += [(kind, size) for size in shapes.batches for kind in ("round_greedy", "round_sampled")]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            compiling = pool.map(lambda wanted: self._program(*wanted, state), wanted)
+            for _ in tqdm(compiling, total=len(wanted), desc="compiling", unit="program"):
+                pass
 
     def padding(self, rows: int, columns: int) -> np.ndarray:
         """A packed batch of padding rows: the dummy slot, no tokens, the dummy page."""
         packed = np.zeros((rows, columns + self.shapes.pages_per_seq), np.int32)
         packed[:, 0] = self.shapes.num_slots
         return packed
+
+    def _call(self, kind: str, state: State, packed: np.ndarray) -> tuple[State, Array | None]:
+        self.dispatches[kind] += 1
+        return self._program(kind, len(packed), state)(*self._params, state, packed)
+
+    def _program(self, kind: str, size: int, state: State) -> Any:
+        if (program := self._compiled.get((kind, size))) is None:
+            if kind == "admit":
+                lowered = self._admit.lower(state, np.zeros(size, np.int32))
+            else:
+                columns = 1 if kind.startswith("round") else 3
+                lowered = self._jits[kind].lower(*self._params, state, self.padding(size, columns))
+            program = self._compiled[kind, size] = lowered.compile()
+        return program

@@ -17,6 +17,7 @@ import numpy as np
 from jaxspec.batch import Shapes, empty_slots, fit, ladder, pack_admission
 from jaxspec.cache import MemoryPlan, PageLayout, kv_bytes_per_token, plan_memory
 from jaxspec.checkpoint import Model, load_model
+from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.round import Programs, State, compile_counter
@@ -28,6 +29,13 @@ BLOCK = 32  # prompt tokens in one row of a prefill: a chunk is padded to a whol
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
 
 
+def enable_compilation_cache() -> None:
+    """Keep compiled programs on disk, so that a second start is quick, unless the user set jax's own option."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 class Runner:
     """Loads model and drafter, plans memory, makes the state, compiles the programs.
 
@@ -35,6 +43,7 @@ class Runner:
     """
 
     def __init__(self, options: EngineConfig, model: Model | None = None, draft: LoadedDrafter | None = None):
+        enable_compilation_cache()
         self.compiles = compile_counter()
         compiled, started = self.compiles["compiles"], time.monotonic()
         self.model = model or load_model(
@@ -55,7 +64,7 @@ class Runner:
         self.state = self._empty_state(layout)
         log.info("%s", self.plan)
         if not self.config.skip_warmup:
-            self.state = self.programs.warm_up(self.state)
+            self.programs.warm_up(self.state)
         log.info(
             "ready in %.1f s: %s with --draft %s, %d programs compiled or read from the cache",
             time.monotonic() - started,

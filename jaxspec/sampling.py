@@ -84,8 +84,9 @@ def probabilities(logits: Float[Array, "b q v"], sampling: Sampling) -> Float[Ar
     """
     setting = lambda x: x[:, None, None]  # noqa: E731
     greedy = setting(sampling.temperature <= 0)
-    scaled = logits / jnp.where(greedy, 1.0, setting(sampling.temperature))
-    p = jax.nn.softmax(scaled, axis=-1)
+    # The maximum goes first: dividing by a tiny temperature would round away, or overflow, what tells logits apart.
+    below = logits - logits.max(-1, keepdims=True)
+    p = jax.nn.softmax(below / jnp.where(greedy, 1.0, setting(sampling.temperature)), axis=-1)
     p = jnp.where(p >= setting(sampling.min_p) * p.max(-1, keepdims=True), p, 0.0)
     k = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1]).astype(jnp.float32)
     p = _keep_top(p, jnp.ones_like(p), setting(k))

@@ -136,7 +136,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._refused = False  # the head of `waiting` didn't fit, and nothing has happened since that could change that
+        self._refused = False  # the head of `waiting` didn't fit, and no one has left since: don't match it anew
 
     @property
     def free_pages(self) -> int:
@@ -378,7 +378,6 @@ class Scheduler:
     def _publish(self, seq: Sequence, end: int, leaving: bool = False) -> None:
         if seq.node:
             seq.node = self.tree.insert(seq.tokens, seq.pages, end, seq.node, leaving=leaving)
-            self._refused = False  # the head of the queue may find more of its prefix now
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of the queue. All its results have been read, so nothing of it is lost but the KV."""

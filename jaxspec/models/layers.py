@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig, RopeScaling
 
-# attention(cache, layer, q, k, v) -> (out, cache), where q is [b, t, n, h], k and v are [b, t, m, h], out is q's shape
-Attention = Callable[[Any, int, Array, Array, Array], tuple[Array, Any]]
+# attention(cache, layer, q, k, v) -> (out, cache), where layer is i32[],
+# q is [b, t, n, h], k and v are [b, t, m, h], out is q's shape
+Attention = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def rope(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def causal_attention(cache: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+def causal_attention(cache: Any, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, Any]:
     """Attention among the given tokens alone, each sequence starting at its row 0; `cache` passes through."""
     b, t, n, h = q.shape
     m = k.shape[2]

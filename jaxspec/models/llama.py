@@ -70,13 +70,17 @@ def forward(
     decoder layers (0-based) whose output, the un-normed residual stream, is returned in that order.
     """
     frequencies = rope_frequencies(config)
+
+    @jax.jit  # one trace and one lowering for all layers: the index is data
+    def decoder_layer(layer, i, x, cache):
+        mixed, cache = _attend(layer, config, i, x, positions, frequencies, attention, cache)
+        x = x + mixed
+        return x + _mlp(layer, rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)), cache
+
     x = params["embed"][tokens]
     captured = {}
     for i, layer in enumerate(params["layers"]):
-        with jax.named_scope(f"layer{i}"):
-            mixed, cache = _attend(layer, config, i, x, positions, frequencies, attention, cache)
-            x = x + mixed
-            x = x + _mlp(layer, rms_norm(x, layer["mlp_norm"], config.rms_norm_eps))
+        x, cache = decoder_layer(layer, jnp.int32(i), x, cache)
         if i in capture:
             captured[i] = x
     last = rms_norm(x, params["norm"], config.rms_norm_eps)
