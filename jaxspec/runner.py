@@ -164,7 +164,7 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
         num_draft_tokens=draft.drafter.num_draft_tokens or None,
         dtype=str(jax.tree.leaves(model.params)[0].dtype),
         context_length=context,
-        max_running_requests=options.max_running_requests or (8 if cpu else 128),
+        max_running_requests=options.max_running_requests or (4 if cpu else 128),
         chunked_prefill_size=-(-chunk // BLOCK) * BLOCK,
         seed=options.seed,
     )

@@ -202,7 +202,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next programs, with slots and pages assigned; their rounds count as in flight from now on.
 
-        The plan must be dispatched: pages it fills are in the prefix tree already. If that fails, `flush`.
+        The plan must be dispatched: pages it fills are in the prefix tree already. If that fails, `flush`, and `finish`
+        its sequences.
         """
         if not self._grow():
             return Plan([], [], [], drain=True)

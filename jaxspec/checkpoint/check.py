@@ -1,0 +1,80 @@
+"""Does a checkpoint hold exactly the tensors that its config calls for? Answered from headers, before any data is read.
+
+Everything wrong is reported at once, in one message, because fixing names one failed load at a time is misery.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jaxspec.models.layers import Param
+
+_SHOWN = 12  # lines of one kind in a message
+_HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")  # recomputed from the config
+
+
+class CheckpointError(ValueError):
+    """A model that can't be found, read, or fitted to its config. Says what was tried and what to do."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of one tensor. `shape` is Hugging Face's, `[out, in]`; `nbytes` as stored."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def expected_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:
+    """Checkpoint tensor name -> the shape it must have there."""
+    shapes = {}
+    for param in params:
+        for source, width in zip(param.sources, param.splits, strict=True):
+            shape = (*param.shape[:-1], width)
+            shapes[source] = shape[::-1] if param.transpose else shape
+    return shapes
+
+
+def check(params: Iterable[Param], found: Mapping[str, TensorInfo], where: str) -> None:
+    """**Raises:** `CheckpointError` listing every missing, unexpected and misshapen tensor of `found`."""
+    wanted = expected_shapes(params)
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in found if name not in wanted and not _ignorable(name)]
+    misshapen = [name for name in wanted if name in found and found[name].shape != wanted[name]]
+    total = len(missing) + len(unexpected) + len(misshapen)
+    if not total:
+        return
+    # A misspelt name is among the unexpected ones, if there are any.
+    candidates = unexpected or list(found)
+    lines = [
+        *_cut("missing", missing, lambda name: _missing_line(name, wanted[name], candidates)),
+        *_cut("misshapen", misshapen, lambda name: f"{name}: found {_shape(found[name].shape)}, "
+              f"expected {_shape(wanted[name])}"),
+        *_cut("unexpected", unexpected, lambda name: f"{name} {_shape(found[name].shape)}"),
+    ]  # fmt: skip
+    raise CheckpointError(
+        f"{where}: {total} tensor{'s do' if total > 1 else ' does'} not fit the model's config "
+        f"({len(missing)} missing, {len(misshapen)} misshapen, {len(unexpected)} unexpected)\n  " + "\n  ".join(lines)
+    )
+
+
+def _ignorable(name: str) -> bool:
+    # Tied checkpoints often carry a copy of the embedding as lm_head; untied ones declare it, so it isn't unexpected.
+    return name == "lm_head.weight" or _HARMLESS.fullmatch(name) is not None
+
+
+def _cut(kind: str, names: list[str], describe) -> list[str]:
+    lines = [f"{kind} {describe(name)}" for name in names[:_SHOWN]]
+    return lines + [f"{kind} ... and {len(names) - _SHOWN} more"] * (len(names) > _SHOWN)
+
+
+def _missing_line(name: str, shape: tuple[int, ...], candidates: list[str]) -> str:
+    near = difflib.get_close_matches(name, candidates, n=1)
+    return f"{name} {_shape(shape)}" + (f"; nearest name found: {near[0]}" if near else "")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

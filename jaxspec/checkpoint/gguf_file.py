@@ -1,0 +1,169 @@
+"""A single-file GGUF model: its config, tensors and tokenizer, presented as a Hugging Face checkpoint would be.
+
+Tensor names, shapes and the order of rows that come out of here are those of the safetensors checkpoint that the file
+was made from, so nothing after this module knows where the weights came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from jaxspec.checkpoint import gguf_tokenizer
+from jaxspec.checkpoint.check import CheckpointError, TensorInfo
+from jaxspec.checkpoint.gguf_header import GgufTensor, read_header
+from jaxspec.config import ModelConfig
+from jaxspec.models.layers import rope_frequencies
+from jaxspec.tokenizer import Tokenizer
+
+# general.architecture -> whether its q and k rows are stored in the interleaved rotary order
+_ARCHITECTURES = {"llama": True, "qwen3": False}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+# What llama.cpp's converter assumes of llama3 rope scaling, beside the factor itself.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+class GgufFile:
+    """A GGUF file whose header and config have been read, not its weights."""
+
+    def __init__(self, path: Path):
+        """**Raises:** `CheckpointError` or `ConfigError` for a damaged file, or an architecture, variant or rope
+        scaling that isn't supported."""
+        self.path = path
+        self._metadata, self._places, self._data = read_header(path)
+        self._architecture = self._metadata.get("general.architecture")
+        if self._architecture not in _ARCHITECTURES:
+            raise CheckpointError(
+                f"{path}: architecture {self._architecture!r} is not supported in GGUF files; "
+                f"supported: {', '.join(_ARCHITECTURES)}"
+            )
+        if (parts := self._metadata.get("split.count", 0)) > 1:
+            raise CheckpointError(f"{path} is one of {parts} parts; join them with llama-gguf-split --merge")
+        self.config = self._read_config()
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """What the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
+        return {_hf_name(name): TensorInfo(t.shape, t.nbytes) for name, t in self._weights().items()}
+
+    def read(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Every tensor, in the file's order, dequantised to float32.
+
+        **Raises:** `CheckpointError` for a type that the gguf package can't dequantise.
+        """
+        for name, tensor in self._weights().items():
+            values = self._dequantize(tensor)
+            if _ARCHITECTURES[self._architecture] and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", name)):
+                heads = self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
+                values = _half_split(values, heads)
+            yield _hf_name(name), values
+
+    def tokenizer(self) -> Tokenizer | None:
+        """**Raises:** `TokenizerError` for a tokenizer that can't be rebuilt."""
+        return gguf_tokenizer.build(self._metadata, str(self.path))
+
+    def _weights(self) -> dict[str, GgufTensor]:
+        return {name: tensor for name, tensor in self._places.items() if name != _ROPE_FACTORS}
+
+    def _dequantize(self, tensor: GgufTensor) -> np.ndarray:
+        stored = self._data[tensor.offset : tensor.offset + tensor.nbytes].reshape(tensor.byte_shape)
+        try:
+            return gguf.dequantize(stored, tensor.type)
+        except NotImplementedError as error:
+            raise CheckpointError(f"{self.path}: tensor {tensor.name} is {tensor.type.name}: {error}") from error
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        """Metadata of the architecture: `_value("block_count")` is `llama.block_count`."""
+        value = self._metadata.get(f"{self._architecture}.{key}", default)
+        if value is None:
+            raise CheckpointError(f"{self.path}: the metadata lacks {self._architecture}.{key}")
+        return value
+
+    def _read_config(self) -> ModelConfig:
+        self._refuse_variants()
+        heads = self._value("attention.head_count")
+        vocab = self._metadata.get("tokenizer.ggml.tokens", ())
+        ends = [self._metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+        embedding = self._places.get("token_embd.weight")
+        hf = {
+            "model_type": self._architecture,
+            "vocab_size": embedding.shape[0] if embedding else self._value("vocab_size", len(vocab)),
+            "hidden_size": self._value("embedding_length"),
+            "intermediate_size": self._value("feed_forward_length"),
+            "num_hidden_layers": self._value("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._value("attention.head_count_kv", heads),
+            "head_dim": self._value("attention.key_length", self._value("embedding_length") // heads),
+            "rms_norm_eps": self._value("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._value("rope.freq_base", 10_000.0),
+            "max_position_embeddings": self._value("context_length"),
+            "tie_word_embeddings": "output.weight" not in self._places,
+            "attention_bias": "blk.0.attn_q.bias" in self._places,
+            "mlp_bias": "blk.0.ffn_up.bias" in self._places,
+            "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
+            "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
+            "dtype": {"F32": "float32", "F16": "float16"}.get(embedding.type.name if embedding else "", "bfloat16"),
+        }
+        return self._with_rope_factors(hf) if _ROPE_FACTORS in self._places else ModelConfig.from_hf(hf)
+
+    def _refuse_variants(self) -> None:
+        """Variants that share an architecture's name but not its forward."""
+        if experts := self._value("expert_count", 0):
+            raise CheckpointError(f"{self.path}: mixture of {experts} experts is not supported; only dense models are")
+        if (kind := self._value("rope.scaling.type", "none")) != "none":
+            raise CheckpointError(f"{self.path}: {self._architecture}.rope.scaling.type {kind!r} is not supported")
+        width = self._value("embedding_length") // self._value("attention.head_count")
+        width = self._value("attention.key_length", width)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if (found := self._value(key, width)) != width:
+                raise CheckpointError(
+                    f"{self.path}: {self._architecture}.{key} must be the head width {width}, got {found}"
+                )
+
+    def _with_rope_factors(self, hf: dict[str, Any]) -> ModelConfig:
+        """llama3 rope scaling, which the file stores only as the divisor of every frequency: find the parameters that
+        give those divisors, and make sure that they do."""
+        divisors = self._dequantize(self._places[_ROPE_FACTORS])
+        plain = np.asarray(rope_frequencies(ModelConfig.from_hf(hf)))
+        scaling = {"rope_type": "llama3", "rope_theta": hf["rope_theta"], "factor": float(divisors.max()), **_LLAMA3}
+        config = ModelConfig.from_hf({**hf, "rope_parameters": scaling})
+        scaled = np.asarray(rope_frequencies(config))
+        if divisors.shape != plain.shape or not np.allclose(plain / divisors, scaled, rtol=1e-3, atol=0):
+            raise CheckpointError(
+                f"{self.path}: tensor {_ROPE_FACTORS} scales the rotary frequencies in a way that isn't Llama 3's "
+                f"(factor {divisors.max():g}, {_LLAMA3}); use the model's safetensors folder instead"
+            )
+        return config
+
+
+def _hf_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = match.groups()
+        return f"model.layers.{layer}.{_LAYER[part]}.{kind}" if part in _LAYER else name
+    part, _, kind = name.rpartition(".")
+    return f"{_TOP[part]}.{kind}" if part in _TOP else name
+
+
+def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k from interleaved rotary pairs (x0 y0 x1 y1 ...) to halves (x0 x1 ... y0 y1 ...), head by head."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

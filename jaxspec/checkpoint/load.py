@@ -1,0 +1,89 @@
+"""`load_model`: from a path or an id to a config, params on the device and a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
+from jaxspec.checkpoint.find import resolve
+from jaxspec.checkpoint.params import assemble, dummy
+from jaxspec.config import DTYPES, ModelConfig
+from jaxspec.models import MODELS
+from jaxspec.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model ready to run.
+
+    **Attributes:**
+
+    - `params`: arrays on the device, in the structure of `family.parameters(config)`.
+    - `name`: what the user typed. `path`: the folder or file that it was read from.
+    - `tokenizer`: None if the checkpoint has none; token ids can still be generated.
+    """
+
+    config: ModelConfig
+    params: Any
+    name: str
+    path: str | None
+    tokenizer: Tokenizer | None
+
+    @property
+    def family(self) -> ModuleType:
+        """The module that declares this model's parameters and its forward."""
+        return MODELS[self.config.model_type]
+
+
+def load_model(
+    path_or_id: str,
+    dtype: str | None = None,
+    *,
+    load_format: str = "auto",
+    revision: str | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Model:
+    """Find a model (see `resolve`), and read it shard by shard onto the device.
+
+    **Arguments:**
+
+    - `dtype`: of the params, `float32`, `bfloat16` or `float16`. None is float32 on a CPU, else the checkpoint's own.
+    - `load_format`: `auto`, or `dummy` for random weights made from the config and `seed` alone.
+    - `progress`: show a progress bar on stderr.
+
+    **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
+    """
+    source = resolve(path_or_id, revision, load_format=load_format)
+    config = source.config
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    declared = MODELS[config.model_type].parameters(config)
+    if load_format == "dummy":
+        params = dummy(declared, dtype, seed)
+    else:
+        found = source.files.tensors()
+        check(jax.tree.leaves(declared), found, source.path)
+        params = assemble(declared, _with_bar(source.files.read(), found, source.name, progress), dtype)
+    return Model(config, params, source.name, source.path, source.files.tokenizer())
+
+
+def _with_bar(
+    tensors: Iterable[tuple[str, np.ndarray]], found: dict[str, TensorInfo], name: str, progress: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Pass tensors through, counting stored bytes."""
+    total = sum(info.nbytes for info in found.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {name}", disable=not progress) as bar:
+        for tensor in tensors:
+            key = tensor[0]
+            yield tensor
+            del tensor  # the caller is done with it; the next one may be large
+            bar.update(found[key].nbytes)

@@ -1,0 +1,136 @@
+"""A Hugging Face model folder: config.json, safetensors weights in one file or several, tokenizer files.
+
+One shard is open at a time and one tensor is copied out of it at a time. Pickled weights are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxspec.checkpoint.check import CheckpointError, TensorInfo
+from jaxspec.config import ModelConfig
+from jaxspec.tokenizer import Tokenizer
+
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes that weights may have
+_INDEX = "model.safetensors.index.json"
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+
+
+class ModelFolder:
+    """A model folder whose config has been read and whose weights have been located, not opened."""
+
+    def __init__(self, folder: Path, config_file: Path, weights: bool = True):
+        """**Raises:** `CheckpointError` or `ConfigError` naming the file that is missing or at fault."""
+        self.path = folder
+        self.config = read_config(config_file)
+        self.files = find_shards(folder) if weights else ()
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """What the shards' headers list. **Raises:** `CheckpointError` for a damaged file or an unusable dtype."""
+        found: dict[str, TensorInfo] = {}
+        for file in self.files:
+            with _open(file) as shard:
+                for name in shard.keys():  # noqa: SIM118 - a safe_open handle isn't a mapping
+                    if name in found:
+                        raise CheckpointError(f"{file}: tensor {name} is also in another file of {self.path}")
+                    view = shard.get_slice(name)
+                    shape, dtype = tuple(view.get_shape()), view.get_dtype()
+                    if dtype not in _BYTES:
+                        raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {', '.join(_BYTES)}")
+                    found[name] = TensorInfo(shape, _BYTES[dtype] * int(np.prod(shape, dtype=np.int64)))
+        return found
+
+    def read(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Every tensor, shard by shard, as a host array in the dtype it is stored in."""
+        for file in self.files:
+            with _open(file) as shard:
+                for name in shard.offset_keys():  # in the file's order, so that the disk is read forwards
+                    yield name, shard.get_tensor(name)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The folder's tokenizer, or None if it has no vocabulary. **Raises:** `TokenizerError` if it can't be read."""
+        has_one = any((self.path / name).is_file() for name in _VOCABULARIES)
+        return Tokenizer.from_folder(self.path) if has_one else None
+
+
+@contextmanager
+def _open(file: Path):
+    try:
+        with safe_open(file, framework="numpy") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size if file.exists() else 0
+        raise CheckpointError(
+            f"{file} ({size:,} bytes) is truncated or not a safetensors file: {error}. Download it again"
+        ) from error
+
+
+def find_shards(folder: Path) -> tuple[Path, ...]:
+    """The weight files of a folder: those its index names, or `model.safetensors`, or its only safetensors file.
+
+    **Raises:** `CheckpointError` when there are none, when it is unclear which, or when one that the index names is
+    missing.
+    """
+    if (index := folder / _INDEX).is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map; download it again")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
+        return tuple(files)
+    if (single := folder / "model.safetensors").is_file():
+        return (single,)
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return (files[0],)
+    if files:
+        raise CheckpointError(
+            f"{folder} has {len(files)} safetensors files and no {_INDEX} to say which belong together. Download it"
+        )
+    if pickled := sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in folder.glob(pattern)):
+        raise CheckpointError(
+            f"{folder} has pickled weights only ({pickled[0]}), which can run code when opened, so they never are. "
+            "Convert them where you trust them: load them with torch, then safetensors.torch.save_model(model, "
+            "'model.safetensors')"
+        )
+    raise CheckpointError(f"{folder} has no weights: no *.safetensors file. For random ones, use --load-format dummy")
+
+
+def read_config(file: Path) -> ModelConfig:
+    """A config.json, with the end tokens of the generation_config.json beside it added.
+
+    **Raises:** `CheckpointError` if a file is unreadable or the weights are quantized; `ConfigError` as
+    `ModelConfig.from_hf`.
+    """
+    config = read_json(file)
+    if method := config.get("quantization_config"):
+        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        raise CheckpointError(
+            f"{file}: quantized weights (quantization_config, method {kind}) are not supported yet; "
+            "use the unquantized checkpoint, or a GGUF file"
+        )
+    generation = file.parent / "generation_config.json"
+    ends = [config.get("eos_token_id")]
+    if generation.is_file():
+        ends.append(read_json(generation).get("eos_token_id"))
+    flat = [token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None]
+    return ModelConfig.from_hf({**config, "eos_token_id": list(dict.fromkeys(flat))})
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """**Raises:** `CheckpointError` if the file can't be read or doesn't hold a JSON object."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"can't read {file}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, found {type(value).__name__}")
+    return value

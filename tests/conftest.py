@@ -1,0 +1,19 @@
+"""What every test runs under: the CPU unless told otherwise, exact float32 matmuls, a compilation cache on disk.
+
+The platform must be chosen before jax is first imported, so this file sets it before importing anything of ours.
+"""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `make test-gpu` sets it to cuda
+
+import jax
+
+ROOT = Path(__file__).resolve().parent.parent
+
+jax.config.update("jax_default_matmul_precision", "highest")  # comparisons with float32 expectations need every bit
+# Many tests build the same tiny engine; a program compiled by one, or by an earlier run, is read back by the others.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; a limit also makes writers take a lock

