@@ -74,10 +74,16 @@ class ModelConfig:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
         if (act := hf.get("hidden_act", "silu")) != "silu":
             raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
-        if hf.get("use_sliding_window"):
-            raise ConfigError("use_sliding_window: true is not supported; every layer attends to the whole context")
+        if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
+            raise ConfigError(
+                "use_sliding_window or layer_types: sliding-window attention is not supported; "
+                "every layer attends to the whole context"
+            )
         theta, scaling = _rope(hf)
         eos = hf.get("eos_token_id")
+        eos = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+        if bad := [token for token in eos if isinstance(token, bool) or not isinstance(token, int) or token < 0]:
+            raise ConfigError(f"config.json: eos_token_id must be token ids, got {bad[0]!r}")
         return cls(
             model_type=model_type,
             vocab_size=need("vocab_size"),
@@ -87,7 +93,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_positive_float(hf, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position=_positive(hf, "max_position_embeddings", 2048),
@@ -95,9 +101,9 @@ class ModelConfig:
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
             qk_norm=MODELS[model_type].QK_NORM,
-            eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),),
+            eos_token_ids=tuple(eos),
             bos_token_id=hf.get("bos_token_id"),
-            dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+            dtype=_dtype(hf),
         )
 
 
@@ -109,10 +115,26 @@ def _positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def _positive_float(mapping: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = mapping.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _dtype(hf: Mapping[str, Any]) -> str:
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return dtype
+
+
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base frequency and scaling, from transformers 5's `rope_parameters` or the older `rope_theta`/`rope_scaling`."""
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {rope!r}")
+    theta = _positive_float(rope if "rope_theta" in rope else hf, "rope_theta", 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -121,9 +143,10 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if key not in rope]:
         raise ConfigError(f"rope_scaling of type llama3 lacks {', '.join(missing)}")
-    return theta, RopeScaling(
-        float(rope[keys[0]]), float(rope[keys[1]]), float(rope[keys[2]]), int(rope[keys[3]])
-    )
+    factor, low, high, original = (_positive_float(rope, key) for key in keys)
+    if low >= high:
+        raise ConfigError(f"rope_scaling: low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
+    return theta, RopeScaling(factor, low, high, int(original))
 
 
 @dataclass(frozen=True)
@@ -194,6 +217,14 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise ConfigError(f"{flag(name)} must be an integer of at least {low}, got {value!r}")
+        for name in ("model", "draft"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ConfigError(f"{flag(name)} must be a name or a path, got {getattr(self, name)!r}")
+        for name in ("disable_overlap", "disable_prefix_cache", "skip_warmup"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{flag(name)} is on or off, got {getattr(self, name)!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            raise ConfigError(f"--seed must be a non-negative integer, got {self.seed!r}")
         share = self.mem_fraction_static
         if isinstance(share, bool) or not isinstance(share, int | float) or math.isnan(share) or not 0 < share < 1:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {share!r}")

@@ -68,10 +68,7 @@ class SamplingParams:
     speculative: bool = True
 
     def __post_init__(self):
-        fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen dataclass
-        fix("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        fix("stop_token_ids", tuple(self.stop_token_ids or ()))
-        fix("logit_bias", dict(self.logit_bias or {}))
+        self._settle_containers()
         for name, low, high in (
             ("temperature", 0.0, 100.0),
             ("min_p", 0.0, 1.0),
@@ -110,6 +107,24 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)
+        for name in ("ignore_eos", "speculative"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
+
+    def _settle_containers(self) -> None:
+        """Check the kinds of the fields that hold several values, and keep copies that nobody else can change."""
+        for name, kinds, what in (
+            ("stop", (str, list, tuple), "a string or a list of strings"),
+            ("stop_token_ids", (list, tuple), "a list of token ids"),
+            ("logit_bias", (Mapping,), "a mapping from token id to a number"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise RequestError(f"{name} must be {what}, got {value!r}", name)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)  # the dataclass is frozen
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
 
 
 def _number(name: str, value, low: float, high: float) -> None:

@@ -1,0 +1,266 @@
+"""Host time per round: what the engine loop costs when the device's work costs nothing.
+
+The real `Engine` serves N requests at once: it plans, packs, dispatches, reads, detokenises, ends requests and takes in
+new ones in their place. Only the programs' bodies are exchanged. An empty program is compiled, called and donated to
+like the real one, takes all its arguments (every weight, so dispatch costs what it costs) and returns a result of the
+same shape; but it only counts a request's tokens on and makes some up. So whatever time passes in the loop is the
+host's. The empty program's own few microseconds are counted too: the figures are upper bounds.
+
+`cpu` is the time that the loop's thread was computing. On a machine with nothing else to do it is almost the total; on
+a busy one the total also holds the waits for a core, and `cpu` is the figure to trust.
+
+A request yields one token up to the verify width each round. Not included: HTTP, whose threads work beside the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from jaxspec import batch
+from jaxspec.checkpoint import Model, load_model
+from jaxspec.checkpoint.params import dummy
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.engine import Engine
+from jaxspec.models import MODELS
+from jaxspec.request import SamplingParams
+from jaxspec.round import LOGPROB_WIDTH, Programs, State
+from jaxspec.tokenizer import Tokenizer, byte_alphabet
+
+PHASES = ("intake", "plan", "dispatch", "read")
+FIGURES = (*PHASES, "total", "cpu")
+PRINTABLE = 32, 127  # token ids that the empty program makes up: ASCII, where tokens are bytes
+SETTLING_ROUNDS = 50  # after the last of the first N requests has started
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--requests", type=_counts, default="1,8,32,64,128,256", metavar="N,N,...", help="running at once (%(default)s)"
+    )
+    add("--rounds", type=int, default=1000, help="measured for each N (%(default)s)")
+    add("--model", default="tiny", help="tiny (made up in memory), or anything that the server's --model takes")
+    add(
+        "--layers",
+        type=int,
+        default=2,
+        help="of the tiny model: dispatch grows with the number of weights (%(default)s)",
+    )
+    add("--draft", default="ngram", help="as the server's --draft; decides the verify width (%(default)s)")
+    add("--num-draft-tokens", type=int, help="drafts per round (the drafter's default)")
+    add("--context-length", type=int, default=4096, help="decides the size of page tables and histories (%(default)s)")
+    add("--prompt-tokens", type=int, default=128, help="of every request (%(default)s)")
+    add("--new-tokens", type=int, default=256, help="of a request on average, half as many to half again (%(default)s)")
+    add("--sampled", action="store_true", help="sample at temperature 1, which brings log-probabilities to the host")
+    add("--json", type=Path, metavar="FILE", help="write the figures, with the 99th percentile of every phase, here")
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive integers like 1,8,32, got {text!r}")
+    return counts
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure every number of requests, print the table, write the JSON.
+
+    **Raises:** `ConfigError` or `CheckpointError` for options or a model that can't work.
+    """
+    engine = make_engine(args)
+    load = Load(engine, args.prompt_tokens, args.new_tokens, args.sampled)
+    header = f"{'requests':>8}" + "".join(f"{name:>10}" for name in (*FIGURES, "p99", "tokens/s"))
+    print(f"host time per round, ms: medians, and the total's 99th percentile; verify width {engine.runner.width}")
+    print(header)
+    rows = []
+    for count in args.requests:
+        row = load.measure(count, args.rounds)
+        rows.append(row)
+        cells = [*(row[name]["median_ms"] for name in FIGURES), row["total"]["p99_ms"]]
+        print(f"{count:>8}" + "".join(f"{cell:>10.3f}" for cell in cells) + f"{row['tokens_per_s']:>10.0f}", flush=True)
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name not in ("json", "command")}
+        report = {"settings": settings, "device": jax.devices()[0].device_kind, "width": engine.runner.width}
+        args.json.write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
+    return rows
+
+
+def make_engine(args: argparse.Namespace) -> Engine:
+    """An engine whose programs are empty, with slots and pages for the largest of `args.requests`."""
+    most = max(args.requests)
+    longest = args.prompt_tokens + args.new_tokens * 3 // 2
+    if longest > args.context_length:
+        raise ConfigError(
+            f"--prompt-tokens {args.prompt_tokens} + 1.5 x --new-tokens {args.new_tokens} = {longest} tokens exceed "
+            f"--context-length {args.context_length}"
+        )
+    options = EngineConfig(
+        model=args.model,
+        draft=args.draft,
+        num_draft_tokens=args.num_draft_tokens,
+        context_length=args.context_length,
+        max_running_requests=most,
+        max_total_tokens=2 * most * (longest + 64),  # as much again for the prefix tree to keep
+        chunked_prefill_size=2048,
+        seed=0,
+        skip_warmup=True,  # the real programs are never compiled
+    )
+    model = tiny_model(args.layers, args.context_length) if args.model == "tiny" else load_model(args.model)
+    engine = Engine(options, model)
+    engine.runner.programs = EmptyPrograms(engine)
+    engine.runner.programs.warm_up(engine.runner.state)
+    return engine
+
+
+def tiny_model(layers: int, context: int) -> Model:
+    """A random model of width 32 whose tokens are bytes, made in memory."""
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": 256,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 1,
+            "max_position_embeddings": context,
+        }
+    )
+    backend = Backend(models.BPE(vocab={chr(char): byte for char, byte in byte_alphabet().items()}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    params = dummy(MODELS[config.model_type].parameters(config), "float32", seed=0)
+    return Model(config, params, "tiny", None, Tokenizer.from_backend(backend))
+
+
+class EmptyPrograms(Programs):
+    """Programs that are compiled, called and donated to like an engine's own, and compute next to nothing."""
+
+    def __init__(self, engine: Engine):
+        runner = engine.runner
+        super().__init__(
+            runner.model.config, runner.draft.drafter, runner.shapes, runner.model.params, runner.draft.params
+        )
+        # keep_unused: arguments that a program doesn't read would otherwise not be passed, which is cheaper
+        jit = partial(jax.jit, donate_argnums=2, keep_unused=True)
+        prefill = jit(lambda params, draft_params, state, packed: (state, None))
+        self._jits = {
+            "prefill": prefill,
+            "score": prefill,  # of the ladder, so compiled; no request here wants its prompt scored
+            "round_greedy": jit(partial(_empty_round, runner.width, True)),
+            "round_sampled": jit(partial(_empty_round, runner.width, False)),
+        }
+        self._admit = jax.jit(_empty_admit, donate_argnums=0, keep_unused=True)
+
+
+def _empty_admit(state: State, packed: jax.Array) -> State:
+    admitted = batch.admit(state.slots, packed)
+    return state.replace(slots=state.slots.replace(length=admitted.length, limit=admitted.limit, done=admitted.done))
+
+
+def _empty_round(
+    width: int, greedy: bool, params: Any, draft_params: Any, state: State, packed: jax.Array
+) -> tuple[State, jax.Array]:
+    """`round.decode_round` with made-up tokens: 1 to `width` of them, by slot and position, up to the limit."""
+    slots, ids = state.slots, packed[:, 0]
+    length, limit = slots.length[ids], slots.limit[ids]
+    noise = (ids * 40503 + length * 30011) >> 4
+    accepted = 1 + noise % width
+    emitted = jnp.minimum(accepted, limit - length)
+    done = length + emitted >= limit
+    low, high = PRINTABLE
+    tokens = low + (noise[:, None] + 7 * jnp.arange(width)) % (high - low)
+    counts = jnp.stack([emitted, accepted, jnp.full_like(ids, width - 1), done.astype(jnp.int32)], axis=1)
+    columns = [counts, tokens] + ([] if greedy else [jnp.zeros((len(ids), width * LOGPROB_WIDTH), jnp.int32)])
+    slots = slots.replace(length=slots.length.at[ids].set(length + emitted), done=slots.done.at[ids].set(done))
+    return state.replace(slots=slots), jnp.concatenate(columns, axis=1)
+
+
+class Load:
+    """Keeps a number of requests running, a new one for each that ends, and times the loop.
+
+    Phases: `intake` is `Engine.prepare` and `add` of new requests; `plan`, `Scheduler.plan`; `dispatch`, all of the
+    runner, which packs and calls; `read`, the rest of a step: results to the host, text, deltas, ends.
+    """
+
+    def __init__(self, engine: Engine, prompt_tokens: int, new_tokens: int, sampled: bool):
+        self.engine = engine
+        self._prompt_tokens, self._new_tokens, self._sampled = prompt_tokens, new_tokens, sampled
+        self._rng = np.random.default_rng(0)
+        self._spent: Counter = Counter()
+        self._time(engine.scheduler, "plan", "plan")
+        for name in ("admit", "prefill", "round"):
+            self._time(engine.runner, name, "dispatch")
+
+    def measure(self, count: int, rounds: int) -> dict[str, Any]:
+        """Times of `rounds` rounds with `count` requests running: for each phase, median and 99th percentile in ms."""
+        engine = self.engine
+        self._step(count)
+        while len(engine.scheduler.running) < count:
+            self._step(count)
+        for _ in range(SETTLING_ROUNDS):
+            self._step(count)
+        gc.collect()
+        compiled = engine.stats()["compiles_total"]
+        samples, tokens = [], engine.totals["generation_tokens"]
+        for _ in range(rounds):
+            samples.append(self._step(count))
+        tokens = engine.totals["generation_tokens"] - tokens
+        if compiled != engine.stats()["compiles_total"]:
+            raise RuntimeError("a program was compiled while the loop was timed; the figures mean nothing")
+        for request_id in list(engine.requests):
+            engine.abort(request_id)
+        while engine.busy:
+            engine.step()
+        figures = {name: _summary([sample[name] for sample in samples]) for name in FIGURES}
+        seconds = sum(sample["total"] for sample in samples)
+        return {"requests": count, "rounds": rounds, "tokens_per_s": tokens / seconds} | figures
+
+    def _step(self, count: int) -> Counter:
+        """One turn of the loop; seconds by phase."""
+        engine, spent = self.engine, self._spent
+        new = [self._request() for _ in range(count - len(engine.requests))]
+        spent.clear()
+        started, cpu = time.perf_counter(), time.thread_time()
+        for prompt, params in new:
+            engine.add(engine.prepare(prompt, params))
+        spent["intake"] = time.perf_counter() - started
+        engine.step()
+        spent["cpu"] = time.thread_time() - cpu
+        spent["total"] = time.perf_counter() - started
+        spent["read"] = spent["total"] - sum(spent[name] for name in PHASES if name != "read")
+        return spent.copy()
+
+    def _request(self) -> tuple[list[int], SamplingParams]:
+        new = int(self._rng.integers(self._new_tokens // 2, self._new_tokens * 3 // 2 + 1))
+        prompt = self._rng.integers(*PRINTABLE, self._prompt_tokens).tolist()
+        return prompt, SamplingParams(temperature=float(self._sampled), max_tokens=max(new, 1), ignore_eos=True)
+
+    def _time(self, owner: Any, name: str, phase: str) -> None:
+        method = getattr(owner, name)
+
+        def timed(*args):
+            started = time.perf_counter()
+            result = method(*args)
+            self._spent[phase] += time.perf_counter() - started
+            return result
+
+        setattr(owner, name, timed)
+
+
+def _summary(seconds: list[float]) -> dict[str, float]:
+    median, p99 = np.percentile(seconds, [50, 99]) * 1e3
+    return {"median_ms": float(median), "mean_ms": float(np.mean(seconds) * 1e3), "p99_ms": float(p99)}

@@ -1,0 +1,50 @@
+#!/bin/sh
+# usage: setup.sh LOCK
+# Make .venv hold exactly what LOCK pins, hashes checked, and this checkout as an editable install.
+# Needs a Python 3.12 or newer with venv: $PYTHON if set, otherwise the first that is found.
+set -eu
+lock=$1
+
+suits() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+# 3.12 and 3.13 come first: for a brand-new Python some wheels may not exist yet.
+candidates() {
+    printf '%s\n' python3.12 python3.13
+    if command -v pyenv >/dev/null 2>&1; then
+        ls -d "$(pyenv root)"/versions/3.12.*/bin/python "$(pyenv root)"/versions/3.13.*/bin/python 2>/dev/null || true
+    fi
+    if command -v uv >/dev/null 2>&1; then
+        uv python find '>=3.12,<3.14' 2>/dev/null || true
+    fi
+    printf '%s\n' python3 python3.14
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        suits "$PYTHON" && printf '%s\n' "$PYTHON" && return
+        echo "PYTHON=$PYTHON is not a Python 3.12 or newer with the venv module; name another or unset it" >&2
+        return 1
+    fi
+    candidates | while read -r candidate; do
+        suits "$candidate" && printf '%s\n' "$candidate" && break
+    done | grep . && return
+    cat >&2 <<'HELP'
+jaxspec needs Python 3.12 or newer with the venv module, and none was found. Install one, by any of:
+    apt install python3.12-venv     # Ubuntu 24.04; on Debian 13: python3.13-venv
+    pyenv install 3.12
+    uv python install 3.12
+or name one that is elsewhere: make test PYTHON=/path/to/python3.12
+HELP
+    return 1
+}
+
+if ! suits .venv/bin/python; then
+    python=$(find_python)
+    echo "setting up .venv with $("$python" --version) (a few minutes the first time)"
+    "$python" -m venv --clear .venv
+fi
+pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
+$pip install --require-hashes -r "$lock"
+$pip install --no-deps --no-build-isolation --no-index -e .

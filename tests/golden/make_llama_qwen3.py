@@ -1,0 +1,106 @@
+"""Make tests/golden/checkpoints and tests/golden/expected: tiny llama and qwen3 models and what transformers computes.
+
+Needs PyTorch, which jaxspec and its tests do not. Make an environment for it once, then run this from anywhere:
+
+    python3.12 -m venv torch-venv
+    torch-venv/bin/pip install torch transformers==5.23.0 safetensors
+    torch-venv/bin/python tests/golden/make_llama_qwen3.py
+
+`checkpoints/NAME` is a Hugging Face folder in float32. `expected/NAME.safetensors` holds, for each prompt length T in
+LENGTHS: `ids_T` i32[T], `logits_T` f32[T, v], and `hidden_T` f32[len(LAYERS), T, d], the residual stream that leaves
+the decoder layers LAYERS (0-based), before any norm. Prompts begin alike, so a batch of them can be padded and cut.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+HERE = Path(__file__).resolve().parent
+LENGTHS = (1, 2, 7, 16, 17, 64, 150)
+LAYERS = (0, 2)  # the first, and the last: there Hugging Face's own `hidden_states` shows the normed output instead
+
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    dtype="float32",
+)
+# Within 150 tokens some frequencies are kept, some divided and some interpolated only if the original context is short.
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+EPS = 0.02  # large enough that leaving it out, or using another, shows
+VARIANTS = {
+    "llama-untied": LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "llama-tied-llama3": LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    "llama-biases": LlamaConfig(
+        **{**SIZES, "num_key_value_heads": 1}, attention_bias=True, mlp_bias=True, rms_norm_eps=EPS
+    ),
+    "qwen3-tied": Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True),
+    "qwen3-untied": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False, attention_bias=True, rms_norm_eps=EPS),
+}
+
+
+def randomise(model: torch.nn.Module, tied: bool) -> None:
+    """Draw every parameter: transformers starts biases at 0 and norms at 1, where leaving them out goes unnoticed."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            if name.endswith(".bias"):
+                parameter.copy_(0.3 * noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(noise * (0.3 if tied else 1.0))
+            else:
+                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+
+
+def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    captured: dict[int, torch.Tensor] = {}
+    for i in LAYERS:
+        model.model.layers[i].register_forward_hook(lambda module, args, out, i=i: captured.update({i: out[0]}))
+    ids = torch.randint(0, model.config.vocab_size, (max(LENGTHS),))
+    tensors = {}
+    for length in LENGTHS:
+        with torch.no_grad():
+            logits = model(ids[None, :length]).logits[0]
+        tensors[f"ids_{length}"] = ids[:length].to(torch.int32).clone()
+        tensors[f"logits_{length}"] = logits.clone()
+        tensors[f"hidden_{length}"] = torch.stack([captured[i] for i in LAYERS])
+    return tensors
+
+
+def main() -> None:
+    for folder in ("checkpoints", "expected"):
+        shutil.rmtree(HERE / folder, ignore_errors=True)
+    (HERE / "expected").mkdir()
+    for seed, (name, config) in enumerate(VARIANTS.items()):
+        torch.manual_seed(seed)
+        config._attn_implementation = "eager"
+        kind = LlamaForCausalLM if config.model_type == "llama" else Qwen3ForCausalLM
+        model = kind(config).float().eval()
+        randomise(model, config.tie_word_embeddings)
+        model.save_pretrained(HERE / "checkpoints" / name)
+        (HERE / "checkpoints" / name / "generation_config.json").unlink(missing_ok=True)
+        tensors = expected(model)
+        save_file(tensors, HERE / "expected" / f"{name}.safetensors")
+        print(name, f"logits spread {tensors['logits_150'].std():.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Configs read real files in both spellings, and refuse what can't work by naming the key or flag."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig, RopeScaling, flag
+
+LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
+LLAMA_31_8B = dict(
+    architectures=["LlamaForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=128000,
+    eos_token_id=[128001, 128008, 128009],
+    hidden_act="silu",
+    hidden_size=4096,
+    initializer_range=0.02,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+    mlp_bias=False,
+    model_type="llama",
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    pretraining_tp=1,
+    rms_norm_eps=1e-05,
+    rope_scaling=dict(factor=8.0, **LLAMA3),
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.42.3",
+    use_cache=True,
+    vocab_size=128256,
+)
+LLAMA_32_1B = {
+    **LLAMA_31_8B,
+    **dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, tie_word_embeddings=True),
+    **dict(rope_scaling=dict(factor=32.0, **LLAMA3), transformers_version="4.45.0.dev0"),
+}
+QWEN3_8B = dict(
+    architectures=["Qwen3ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    eos_token_id=151645,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=4096,
+    initializer_range=0.02,
+    intermediate_size=12288,
+    max_position_embeddings=40960,
+    max_window_layers=36,
+    model_type="qwen3",
+    num_attention_heads=32,
+    num_hidden_layers=36,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-06,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.51.0",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+QWEN3_06B = {
+    **QWEN3_8B,
+    **dict(
+        hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_hidden_layers=28, max_window_layers=28
+    ),
+    **dict(tie_word_embeddings=True),
+}
+
+
+def as_transformers_5(hf: dict) -> dict:
+    """The same config as transformers 5 saves it: theta and scaling under `rope_parameters`, `dtype`."""
+    new = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    rope = dict(hf["rope_scaling"] or {"rope_type": "default"}, rope_theta=hf["rope_theta"])
+    return {**new, "rope_parameters": rope, "dtype": hf["torch_dtype"]}
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_llama_31_8b(spelling):
+    assert ModelConfig.from_hf(spelling(LLAMA_31_8B)) == ModelConfig(
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        mlp_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,  # not in the file: hidden/heads
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        max_position=131072,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+        eos_token_ids=(128001, 128008, 128009),
+        bos_token_id=128000,
+        dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_llama_32_1b(spelling):
+    config = ModelConfig.from_hf(spelling(LLAMA_32_1B))
+    assert (config.head_dim, config.tie_embeddings, config.qk_norm) == (64, True, False)
+    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_qwen3_8b(spelling):
+    config = ModelConfig.from_hf(spelling(QWEN3_8B))
+    assert (config.model_type, config.qk_norm, config.tie_embeddings) == ("qwen3", True, False)
+    assert (config.rope_theta, config.rope_scaling, config.rms_norm_eps) == (1e6, None, 1e-6)
+    assert (config.eos_token_ids, config.max_position, config.mlp_size) == ((151645,), 40960, 12288)
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_qwen3_06b_heads_are_wider_than_hidden_over_heads(spelling):
+    config = ModelConfig.from_hf(spelling(QWEN3_06B))
+    assert (config.hidden_size, config.num_heads, config.head_dim) == (1024, 16, 128)
+    assert config.tie_embeddings
+
+
+def test_keys_that_a_file_may_leave_out():
+    required = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    hf = {key: LLAMA_31_8B[key] for key in (*required, "num_attention_heads")}
+    config = ModelConfig.from_hf(hf)
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (32, 128, 10000.0)
+    assert (config.rope_scaling, config.tie_embeddings, config.attention_bias, config.mlp_bias) == (None, *[False] * 3)
+    assert (config.eos_token_ids, config.bos_token_id, config.dtype) == ((), None, "bfloat16")
+    for key in hf:
+        with pytest.raises(ConfigError, match=key):
+            ModelConfig.from_hf({k: v for k, v in hf.items() if k != key})
+
+
+def test_biases_and_a_null_head_dim():
+    config = ModelConfig.from_hf({**LLAMA_31_8B, "attention_bias": True, "mlp_bias": True, "head_dim": None})
+    assert (config.attention_bias, config.mlp_bias, config.head_dim) == (True, True, 128)
+
+
+def test_older_name_of_the_rope_kind():
+    scaling = {key: value for key, value in LLAMA_31_8B["rope_scaling"].items() if key != "rope_type"}
+    config = ModelConfig.from_hf({**LLAMA_31_8B, "rope_scaling": {**scaling, "type": "llama3"}})
+    assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def test_a_torch_prefix_on_the_dtype_is_dropped():
+    assert ModelConfig.from_hf({**QWEN3_8B, "torch_dtype": "torch.float16"}).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(model_type="gpt2"), ["'gpt2'", "llama, qwen3"]),
+        (dict(model_type=None), ["None", "llama, qwen3"]),
+        (dict(hidden_size=0), ["hidden_size", "positive integer", "0"]),
+        (dict(num_hidden_layers="36"), ["num_hidden_layers", "'36'"]),
+        (dict(vocab_size=True), ["vocab_size", "True"]),
+        (dict(num_key_value_heads=5), ["num_attention_heads (32)", "num_key_value_heads (5)"]),
+        (dict(head_dim=127), ["head_dim", "even", "127"]),
+        (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
+        (dict(use_sliding_window=True), ["use_sliding_window"]),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), ["'yarn'", "default, llama3"]),
+        (dict(rope_scaling=dict(type="linear", factor=2.0)), ["'linear'"]),
+        (
+            dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
+            ["lacks", "low_freq_factor", "original_max_position"],
+        ),
+    ],
+)
+def test_an_unsupported_model_is_refused_by_name(change, words):
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_hf({**QWEN3_8B, **change})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_configs_are_frozen_and_hashable_so_jit_can_take_them_as_static():
+    config = ModelConfig.from_hf(LLAMA_31_8B)
+    assert hash(config) == hash(ModelConfig.from_hf(as_transformers_5(LLAMA_31_8B)))
+    with pytest.raises(AttributeError):
+        config.vocab_size = 1
+    assert len({EngineConfig(), EngineConfig(page_size=16), EngineConfig(page_size=32)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(dtype="fp8"), ["--dtype", "float32, bfloat16, float16", "'fp8'"]),
+        (dict(kv_cache_dtype="int8"), ["--kv-cache-dtype", "auto", "'int8'"]),
+        (dict(kv_cache_dtype=None), ["--kv-cache-dtype", "None"]),
+        (dict(load_format="pt"), ["--load-format", "auto, dummy"]),
+        (dict(draft="ngram", num_draft_tokens=0), ["--num-draft-tokens", "at least 1", "0"]),
+        (dict(context_length=1), ["--context-length", "at least 2"]),
+        (dict(max_running_requests=0), ["--max-running-requests"]),
+        (dict(max_running_requests=2.0), ["--max-running-requests", "integer", "2.0"]),
+        (dict(max_total_tokens=-1), ["--max-total-tokens"]),
+        (dict(page_size=0), ["--page-size"]),
+        (dict(page_size=True), ["--page-size", "True"]),
+        (dict(chunked_prefill_size=0), ["--chunked-prefill-size"]),
+        (dict(decode_log_interval=-1), ["--decode-log-interval", "at least 0"]),
+        (dict(ngram_min=0), ["--ngram-min"]),
+        (dict(ngram_min=4, ngram_max=3), ["--ngram-min (4)", "--ngram-max (3)"]),
+        (dict(mem_fraction_static=0), ["--mem-fraction-static", "between 0 and 1"]),
+        (dict(mem_fraction_static=1.0), ["--mem-fraction-static"]),
+        (dict(mem_fraction_static=float("nan")), ["--mem-fraction-static", "nan"]),
+        (dict(mem_fraction_static="0.5"), ["--mem-fraction-static", "'0.5'"]),
+        (dict(num_draft_tokens=3), ["--num-draft-tokens 3", "--draft is none", "--draft ngram"]),
+    ],
+)
+def test_an_engine_option_is_refused_by_its_flag(options, words):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(**options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_engine_options_at_their_limits():
+    EngineConfig()
+    EngineConfig(draft="ngram", num_draft_tokens=1, context_length=2, max_running_requests=1, page_size=1)
+    EngineConfig(dtype="bfloat16", kv_cache_dtype="float16", load_format="dummy", decode_log_interval=0)
+    EngineConfig(ngram_min=3, ngram_max=3, mem_fraction_static=0.01)
+
+
+def test_an_unknown_option_gets_the_nearest_name():
+    assert EngineConfig.from_options(page_size=32) == EngineConfig(page_size=32)
+    with pytest.raises(ConfigError, match="'pagesize'; did you mean page_size"):
+        EngineConfig.from_options(pagesize=32)
+    with pytest.raises(ConfigError, match="'zzz'; options: model, draft"):
+        EngineConfig.from_options(zzz=1)
+
+
+def test_flag_spelling():
+    assert flag("max_running_requests") == "--max-running-requests"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"rope_scaling": 5}, "rope_scaling"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"torch_dtype": "float8"}, "dtype"),
+    ],
+)
+def test_a_senseless_value_in_a_config_is_named(change, named):
+    with pytest.raises(ConfigError, match=named):
+        ModelConfig.from_hf({**QWEN3_8B, **change})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("model", ""), ("model", 5), ("draft", None), ("seed", "x"), ("seed", -1), ("disable_overlap", "yes")],
+)
+def test_an_engine_option_of_the_wrong_kind_is_named(option, value):
+    with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
+        EngineConfig(**{option: value})

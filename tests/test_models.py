@@ -1,0 +1,164 @@
+"""Logits and hidden states equal transformers' (tests/golden), for every family and every option a config can take."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jaxspec
+from jaxspec.config import ModelConfig
+from jaxspec.models import MODELS
+from jaxspec.models.layers import Param, causal_attention
+from tests.tiny import tiny_config
+
+GOLDEN = Path(__file__).parent / "golden"
+VARIANTS = sorted(folder.name for folder in (GOLDEN / "checkpoints").iterdir())
+LENGTHS = (1, 2, 7, 16, 17, 64, 150)
+LAYERS = (0, 2)  # whose outputs the expected `hidden_*` tensors hold
+CLOSE = dict(rtol=0, atol=5e-4)  # float32 noise is about 1e-5 here
+
+
+@functools.cache
+def golden(variant: str, dtype: str = "float32") -> tuple[jaxspec.Model, dict[str, np.ndarray]]:
+    model = jaxspec.load_model(str(GOLDEN / "checkpoints" / variant), dtype=dtype, progress=False)
+    return model, load_file(GOLDEN / "expected" / f"{variant}.safetensors")
+
+
+def forward(model, tokens, positions=None, capture=(), config=None):
+    """The family's own forward, for what the public functions don't show: positions, dtypes, another config."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+
+    @jax.jit
+    def run(params, tokens, positions):
+        return model.family.forward(params, config or model.config, tokens, positions, causal_attention, None, capture)
+
+    return run(model.params, tokens, positions)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_match_transformers(variant, length):
+    model, expected = golden(variant)
+    logits = jaxspec.logits(model, expected[f"ids_{length}"][None])
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits[0], expected[f"logits_{length}"], **CLOSE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_states_match_transformers(variant):
+    model, expected = golden(variant)
+    states = jaxspec.hidden_states(model, expected["ids_150"][None], LAYERS)
+    assert states.shape == (len(LAYERS), 1, 150, model.config.hidden_size) and states.dtype == jnp.float32
+    np.testing.assert_allclose(states[:, 0], expected["hidden_150"], **CLOSE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_a_batch_do_not_mix(variant):
+    model, expected = golden(variant)
+    tokens = np.stack([np.roll(expected["ids_64"], shift) for shift in (0, 1, 30)])
+    batch = jaxspec.logits(model, tokens)
+    np.testing.assert_allclose(batch[0], expected["logits_64"], **CLOSE)
+    for row in (1, 2):
+        np.testing.assert_allclose(batch[row], jaxspec.logits(model, tokens[row : row + 1])[0], **CLOSE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_only_distances_between_positions_matter(variant):
+    """Rotary positions are relative: moving a whole prompt changes nothing, stretching it does."""
+    model, expected = golden(variant)
+    tokens = expected["ids_64"][None]
+    positions = np.arange(64)[None]
+    at_zero = forward(model, tokens, positions).last
+    np.testing.assert_allclose(forward(model, tokens, positions + 300).last, at_zero, rtol=0, atol=2e-3)
+    assert abs(forward(model, tokens, positions * 2).last - at_zero).max() > 0.1
+
+
+def test_captured_layers_come_in_the_order_asked():
+    model, expected = golden("qwen3-tied")
+    features = forward(model, expected["ids_17"][None], capture=(2, 0)).features
+    np.testing.assert_allclose(np.stack(features)[::-1, 0], expected["hidden_17"], **CLOSE)
+
+
+def test_golden_llama3_scaling_is_in_play():
+    """Each of its three regimes holds a frequency, and without it the logits are far off."""
+    model, expected = golden("llama-tied-llama3")
+    scaling, half = model.config.rope_scaling, model.config.head_dim // 2
+    wavelengths = 2 * np.pi * model.config.rope_theta ** (np.arange(half) / half)
+    kept = wavelengths < scaling.original_max_position / scaling.high_freq_factor
+    divided = wavelengths > scaling.original_max_position / scaling.low_freq_factor
+    assert kept.any() and divided.any() and (~kept & ~divided).any()
+    plain = dataclasses.replace(model.config, rope_scaling=None)
+    logits = model.family.unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last)
+    assert abs(logits[0] - expected["logits_150"]).max() > 0.5
+
+
+def test_goldens_cover_what_a_config_can_say():
+    configs = [golden(variant)[0].config for variant in VARIANTS]
+    for family in MODELS:
+        mine = [c for c in configs if c.model_type == family]
+        assert {c.tie_embeddings for c in mine} == {True, False}
+        assert any(c.head_dim * c.num_heads != c.hidden_size for c in mine)
+        assert any(c.attention_bias for c in mine)
+        assert any(1 < c.num_kv_heads < c.num_heads for c in mine)
+    assert any(c.mlp_bias for c in configs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_stays_bfloat16_but_logits_are_float32(variant):
+    model, expected = golden(variant, "bfloat16")
+    hidden = forward(model, expected["ids_64"][None], capture=(1,))
+    assert hidden.last.dtype == hidden.features[0].dtype == jnp.bfloat16
+    logits = model.family.unembed(model.params, hidden.last)
+    assert logits.dtype == jnp.float32
+    # 8 bits of mantissa through three layers: each logit is off by a few hundredths of their spread.
+    error = np.asarray(logits[0]) - expected["logits_64"]
+    assert error.std() < 0.05 * expected["logits_64"].std()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
+    hf = tiny_config(family, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
+    declared = jax.tree.leaves(
+        MODELS[family].parameters(ModelConfig.from_hf(hf)), is_leaf=lambda p: isinstance(p, Param)
+    )
+    names = [name for param in declared for name in param.sources]
+    assert len(set(names)) == len(names)
+    assert ("lm_head.weight" in names) == (not tied)
+    assert ("model.layers.1.self_attn.o_proj.bias" in names) == bias
+    assert ("model.layers.1.mlp.down_proj.bias" in names) == bias
+    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family == "qwen3")
+    for param in declared:
+        assert len(param.splits) == len(param.sources)
+        assert sum(param.splits) == param.shape[-1]
+
+
+def test_smollm2_greedy_tokens_match_transformers():
+    """One forward over each prompt and its expected answer gives every greedy choice at once.
+
+    A near-tie in transformers' own logits excuses the rest of that answer; six answers must match whole all the same.
+    """
+    cases = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
+    model = jaxspec.load_model("smollm2-135m-instruct", dtype="float32", progress=False)
+    rows = [case["prompt_ids"] + case["expected"] for case in cases]
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)  # padding comes after, so no row sees it
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    greedy = jnp.argmax(jaxspec.logits(model, tokens), axis=-1)
+    whole = 0
+    for case, choices in zip(cases, np.asarray(greedy), strict=True):
+        start, answer = len(case["prompt_ids"]), case["expected"]
+        choices = choices[start - 1 : start - 1 + len(answer)].tolist()
+        sure = next((i for i, margin in enumerate(case["margins"]) if margin < 0.01), len(answer))
+        assert choices[:sure] == answer[:sure]
+        whole += choices == answer
+    assert len(cases) >= 7 and whole >= 6

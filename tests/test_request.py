@@ -1,0 +1,159 @@
+"""SamplingParams: what it accepts, how it normalises, and an error naming the field for everything else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.request import Completion, RequestError, RequestMetrics, RequestOutput, SamplingParams
+
+INT32 = 2**31 - 1
+NUMBERS = {  # field: (lowest, highest, whether the lowest itself is refused)
+    "temperature": (0.0, 100.0, False),
+    "min_p": (0.0, 1.0, False),
+    "top_p": (0.0, 1.0, True),
+    "presence_penalty": (-2.0, 2.0, False),
+    "frequency_penalty": (-2.0, 2.0, False),
+    "repetition_penalty": (0.0, 100.0, True),
+}
+INTEGERS = {
+    "top_k": (-1, INT32),
+    "min_tokens": (0, INT32),
+    "max_tokens": (1, INT32),
+    "n": (1, 128),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+}
+OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+
+
+def make(name, value) -> SamplingParams:
+    unbounded = {"max_tokens": None} if name == "min_tokens" else {}
+    return SamplingParams(**unbounded, **{name: value})
+
+
+def refusal(**fields) -> RequestError:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**fields)
+    return error.value
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_between_their_limits(name):
+    low, high, open_below = NUMBERS[name]
+    for value in (high, int(high), (low + high) / 2, *([] if open_below else [low, int(low)])):
+        assert getattr(make(name, value), name) == value
+    wrong = (low - 0.01, high + 0.01, math.nan, math.inf, -math.inf, "1", None, True, [1.0])
+    for value in (*wrong, *([low] if open_below else [])):
+        error = refusal(**{name: value})
+        assert error.param == name and name in str(error)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_between_their_limits(name):
+    low, high = INTEGERS[name]
+    for value in (low, high, *([None] if name in OPTIONAL else [])):
+        assert getattr(make(name, value), name) == value
+    for value in (low - 1, high + 1, 1.0, "1", True, *([] if name in OPTIONAL else [None])):
+        with pytest.raises(RequestError) as error:
+            make(name, value)
+        assert error.value.param == name and repr(value) in str(error.value)
+
+
+def test_messages_name_what_was_given_and_what_is_allowed():
+    assert str(refusal(temperature=-1)) == "temperature must be a number from 0 to 100, got -1"
+    assert str(refusal(n=129)) == "n must be an integer from 1 to 128, got 129"
+    assert str(refusal(top_p=0.0)) == "top_p must be greater than 0, got 0"
+    assert "min_tokens (9) must not exceed max_tokens (8)" in str(refusal(min_tokens=9, max_tokens=8))
+
+
+def test_min_tokens_may_equal_max_tokens_or_stand_alone():
+    SamplingParams(min_tokens=8, max_tokens=8)
+    SamplingParams(min_tokens=500, max_tokens=None)
+
+
+def test_stop_strings():
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=None).stop == SamplingParams(stop=[]).stop == ()
+    for stop in ("", [""], ["a", 3], [None]):
+        error = refusal(stop=stop)
+        assert error.param == "stop" and "non-empty strings" in str(error)
+
+
+def test_stop_token_ids():
+    assert SamplingParams(stop_token_ids=[3, 0, INT32]).stop_token_ids == (3, 0, INT32)
+    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()
+    for ids in ([-1], [2**31], [1.0], ["3"], [True]):
+        assert refusal(stop_token_ids=ids).param == "stop_token_ids"
+
+
+def test_logit_bias():
+    assert SamplingParams(logit_bias=None).logit_bias == {}
+    assert SamplingParams(logit_bias={5: -100, 6: 100.0}).logit_bias == {5: -100, 6: 100.0}
+    SamplingParams(logit_bias=dict.fromkeys(range(300), 1.0))
+    for bias in ({-1: 1.0}, {"5": 1.0}, {5: 100.5}, {5: math.nan}, {5: "x"}, {5: None}):
+        assert refusal(logit_bias=bias).param == "logit_bias"
+    error = refusal(logit_bias=dict.fromkeys(range(301), 1.0))
+    assert error.param == "logit_bias" and "301" in str(error) and "300" in str(error)
+
+
+def test_callers_containers_are_copied():
+    stop, bias = ["a"], {1: 1.0}
+    params = SamplingParams(stop=stop, logit_bias=bias)
+    stop.append("b")
+    bias[2] = 9.0
+    assert (params.stop, params.logit_bias) == (("a",), {1: 1.0})
+
+
+def test_params_are_frozen():
+    with pytest.raises(AttributeError):
+        SamplingParams().temperature = 0.5
+
+
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2)
+)
+
+
+@given(name=st.sampled_from([*NUMBERS, *INTEGERS]), value=ANYTHING)
+def test_any_value_is_either_kept_or_refused_by_name(name, value):
+    try:
+        params = make(name, value)
+    except RequestError as error:
+        assert error.param == name
+    else:
+        assert getattr(params, name) is value
+
+
+def test_accept_length_counts_tokens_per_verify_round():
+    assert RequestMetrics().accept_length == 0.0
+    assert RequestMetrics(verify_rounds=4, verified_tokens=10).accept_length == 2.5
+
+
+def test_an_output_shows_its_first_completion():
+    first = Completion(index=0, text="hi", token_ids=[1, 2], finish_reason="stop")
+    out = RequestOutput("r", "p", [9], [first, Completion(index=1, text="ho")], RequestMetrics())
+    assert (out.text, out.token_ids, out.finish_reason, out.logprobs) == ("hi", [1, 2], "stop", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", 5),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", 3),
+        ("logit_bias", 5),
+        ("logit_bias", [1, 2]),
+        ("ignore_eos", 3),
+        ("speculative", "no"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(name, value):
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
