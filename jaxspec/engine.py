@@ -6,6 +6,7 @@ are read as soon as they are dispatched.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -344,6 +345,7 @@ class Engine:
             "compiles_since_start": self.runner.compiles["compiles"] - self._compiles_at_start,
             "dispatches": dict(self.runner.programs.dispatches),
             "requests_total": dict(self.finished),
+            "memory_plan": dataclasses.asdict(self.runner.plan),
         }
 
 

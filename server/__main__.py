@@ -1,0 +1,117 @@
+"""`python -m server`: options, engine, HTTP server, in that order, and a clean end to all three.
+
+Invariant: what a user can get wrong (a flag, a file, a port in use) is one line on stderr and exit status 2, and the
+port is tried before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+
+import uvicorn
+
+from jaxspec import AsyncLLM, CheckpointError, ConfigError
+from jaxspec.tokenizer import TokenizerError
+from server.app import create_app
+from server.options import UsageError, engine_options, parse
+
+log = logging.getLogger("jaxspec.server")
+
+GRACE_SECONDS = 5  # for running requests, once told to stop
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until interrupted; returns the exit status."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+        _set_up_logging(args.log_level)
+        with _bind(args.host, args.port) as listener:
+            llm = AsyncLLM(**engine_options(args))
+            try:
+                _serve(llm, args, listener)
+            finally:
+                llm.close()
+    except KeyboardInterrupt:
+        log.info("stopped")
+    except (UsageError, ConfigError, CheckpointError, TokenizerError) as error:
+        print(f"python -m server: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> None:
+    app = create_app(llm, args.served_model_name, args.api_key or os.environ.get("JAXSPEC_API_KEY"))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level=max(logging.getLevelNamesMapping()[args.log_level.upper()], logging.WARNING),
+        access_log=args.access_log,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    if args.access_log:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    name = args.served_model_name or llm.config.model
+    _Server(config, _greeting(name, listener)).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Says that it is ready once it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, greeting: str):
+        super().__init__(config)
+        self._greeting = greeting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            log.info("%s", self._greeting)
+
+
+def _greeting(name: str, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{host}:{port}"
+    return (
+        f"{name} is ready at {url}/v1; try:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        """    -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}'"""
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port. **Raises:** `UsageError` if it is in use, or the host isn't this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"--host {host}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        hint = "choose another with --port, or 0 for any that is free"
+        raise UsageError(f"can't listen on {host} port {port}: {error.strerror}; {hint}") from error
+    return listener
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
+    )
+    for noisy in ("jax", "httpx", "urllib3", "filelock", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

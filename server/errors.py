@@ -1,0 +1,119 @@
+"""OpenAI's error format, and the one place that turns an exception into it.
+
+Invariant: every response that isn't a success has the body `{"error": {"message", "type", "param", "code"}}`, and none
+carries a traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from jaxspec.llm import EngineDead
+from jaxspec.request import RequestError
+
+log = logging.getLogger("jaxspec.server")
+
+INVALID = "invalid_request_error"
+FAILED = "the server failed on this request; its log has the details"
+MAX_SHOWN = 3  # problems of one body that are spelled out
+
+
+class ApiError(Exception):
+    """A request that fails with `status`. `kind` is OpenAI's `type`."""
+
+    def __init__(self, status: int, message: str, *, kind: str = INVALID, param: str | None = None, code: Any = None):
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(message, kind, param, code)
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: Any = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception, engine_error: BaseException | None) -> ApiError:
+    """What the client is told about `error`, raised while its request ran. What it isn't told goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.param)
+    if isinstance(error, EngineDead):
+        return engine_died(engine_error or error)
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, FAILED, kind="server_error")
+
+
+def engine_died(error: BaseException) -> ApiError:
+    message = f"the engine stopped on {type(error).__name__} and serves no more; see the server's log and restart it"
+    return ApiError(503, message, kind="server_error", code="engine_dead")
+
+
+def install(app: FastAPI) -> None:
+    """Register a handler for everything that a route, the router or the body parser can raise."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(_: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, error.status)
+
+    @app.exception_handler(RequestError)
+    async def _request_error(_: Request, error: RequestError) -> JSONResponse:
+        return JSONResponse(error_body(str(error), INVALID, error.param), 400)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
+        problems = [_problem(item) for item in error.errors()]
+        message = "; ".join(text for text, _ in problems[:MAX_SHOWN])
+        if len(problems) > MAX_SHOWN:
+            message += f"; and {len(problems) - MAX_SHOWN} more"
+        return JSONResponse(error_body(message, INVALID, problems[0][1]), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        where = f"{request.method} {request.url.path}"
+        if error.status_code == 404:
+            message = f"no such route: {where}; routes: {', '.join(_routes(app))}"
+        elif error.status_code == 405:
+            message = f"{where} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}"
+        elif error.status_code == 400:  # what FastAPI says when json.loads fails on something other than syntax
+            message = "the body can't be read as JSON: it isn't UTF-8, or is nested too deeply"
+        else:
+            message = str(error.detail)
+        kind = INVALID if error.status_code < 500 else "server_error"
+        return JSONResponse(error_body(message, kind), error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def _internal(_: Request, error: Exception) -> JSONResponse:
+        # Starlette raises the exception again once this is sent, so uvicorn's log gets the traceback.
+        return JSONResponse(error_body(FAILED, "server_error"), 500)
+
+
+def _routes(app: FastAPI) -> list[str]:
+    return sorted(app.openapi()["paths"])
+
+
+def _problem(item: dict[str, Any]) -> tuple[str, str | None]:
+    """One pydantic error as (sentence, path of the field)."""
+    place = _path(item["loc"][1:])  # loc[0] is "body"
+    if item["type"] == "json_invalid":
+        return f"the body is not valid JSON: {item['ctx']['error']} at character {item['loc'][1]}", None
+    cause = (item.get("ctx") or {}).get("error")
+    if isinstance(cause, RequestError):
+        param = f"{place}.{cause.param}" if place and cause.param else cause.param or place or None
+        return (f"{place}: {cause}" if place else str(cause)), param
+    if not place:
+        return 'the body must be a JSON object, sent with "Content-Type: application/json"', None
+    if item["type"] == "missing":
+        return f"{place} is required", place
+    shown = repr(item.get("input"))
+    return f"{place}: {item['msg'].lower()}, got {shown if len(shown) <= 80 else shown[:77] + '...'}", place
+
+
+def _path(loc: tuple[str | int, ...]) -> str:
+    """("messages", 0, "role") -> "messages[0].role"."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")

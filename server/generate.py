@@ -1,0 +1,192 @@
+"""Requests against the engine: prompts in, deltas out, and an end to both when the client goes away.
+
+Invariant: whatever way a handler ends (done, error, disconnect, shutdown), each engine stream that it opened is closed
+before it returns, and a closed stream is an aborted request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxspec import AsyncLLM
+from jaxspec.llm import LONG_PROMPT
+from jaxspec.request import Delta, RequestError, SamplingParams
+from jaxspec.tokenizer import Tokenizer, TokenizerError
+from server.errors import describe
+from server.metrics import Latencies
+from server.protocol import ChatRequest, CompletionRequest
+from server.stream import DONE, Prompt, Reply, encode, event
+
+Deltas = AsyncGenerator[tuple[int, Delta]]
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the response was complete."""
+
+
+async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None) -> Prompt:
+    """Write the messages with the model's chat template. **Raises:** `RequestError` when the template refuses."""
+    if tokenizer is None:
+        raise RequestError("this model has no tokenizer and can't chat; send token ids to /v1/completions", "messages")
+    messages = [message.as_dict() for message in body.messages]
+    opens = body.add_generation_prompt
+
+    def write() -> list[int]:
+        return tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=not body.continue_final_message if opens is None else opens,
+            continue_final_message=bool(body.continue_final_message),
+            **(body.chat_template_kwargs or {}),
+        )
+
+    size = sum(len(message["content"]) for message in messages)
+    return Prompt(await _tokenize(write, size, "messages"))
+
+
+async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Tokenise what needs it. **Raises:** `RequestError` when text is given or asked for and there is no tokenizer."""
+    special = True if body.add_special_tokens is None else body.add_special_tokens
+    prompts = []
+    for given in body.prompt:
+        if tokenizer is None and (body.echo or isinstance(given, str)):
+            raise RequestError("this model has no tokenizer; send token ids as the prompt, and no echo", "prompt")
+        if isinstance(given, str):
+            ids = await _tokenize(lambda text=given: tokenizer.encode(text, special), len(given), "prompt")
+            echo = given
+        else:
+            ids, echo = given, tokenizer.decode(given, skip_special_tokens=False) if body.echo else None
+        prompts.append(Prompt(ids, echo if body.echo else None))
+    return prompts
+
+
+async def _tokenize(work: Callable[[], list[int]], size: int, param: str) -> list[int]:
+    """Run `work`, in a thread if it would hold up every stream. **Raises:** `RequestError` naming `param`."""
+    try:
+        return await asyncio.to_thread(work) if size > LONG_PROMPT else work()
+    except TokenizerError as error:
+        raise RequestError(str(error), param) from error
+
+
+async def run(llm: AsyncLLM, prompts: list[Prompt], params: SamplingParams, latencies: Latencies) -> Deltas:
+    """Generate for all prompts at once; yields (number of the prompt, delta) as they come.
+
+    **Raises:** `RequestError` before any prompt has started, if one can't be served.
+    """
+    if len(prompts) > 1:
+        for prompt in prompts:
+            llm.engine.prepare(prompt.ids, params)
+    streams = [llm.generate(prompt.ids, params) for prompt in prompts]
+    last: dict[tuple[int, int], float] = {}
+    async with aclosing(_merge(streams)) as merged:
+        async for number, delta in merged:
+            now = time.monotonic()
+            latencies.observe(delta, None if (since := last.get((number, delta.index))) is None else now - since)
+            last[number, delta.index] = now
+            yield number, delta
+
+
+async def _merge(streams: list[AsyncGenerator[Delta]]) -> Deltas:
+    """Interleave streams. The first that fails ends them all; closing this closes them all."""
+    if len(streams) == 1:  # the usual case needs no tasks
+        async with aclosing(streams[0]) as stream:
+            async for delta in stream:
+                yield 0, delta
+        return
+    arrived: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncGenerator[Delta]) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    arrived.put_nowait((number, delta))
+            arrived.put_nowait((number, None))
+        except Exception as error:
+            arrived.put_nowait((number, error))
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        open_streams = len(streams)
+        while open_streams:
+            number, item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_streams -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless_gone[T](receive: Receive, work: Awaitable[T]) -> T:
+    """Await `work`; cancel it when the client disconnects first. **Raises:** `ClientGone`."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def collect(deltas: Deltas, reply: Reply) -> dict:
+    """Run a request to its end and return the whole response."""
+    async with aclosing(deltas):
+        async for number, delta in deltas:
+            reply.take(number, delta)
+    return reply.whole()
+
+
+class EventStream(Response):
+    """A reply as server-sent events, starting with a delta already taken: its errors had their own status code.
+
+    An error later on is sent as an event with OpenAI's error body, then `[DONE]`.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, llm: AsyncLLM, reply: Reply, first: tuple[int, Delta], deltas: Deltas):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.llm, self.reply, self.first, self.deltas = llm, reply, first, deltas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.deltas):  # aborts the request if it isn't done
+            with suppress(ClientGone):
+                await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events()) as events:
+            async for text in events:
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[str]:
+        if text := self.reply.chunks(*self.first):
+            yield text
+        try:
+            async for number, delta in self.deltas:
+                if text := self.reply.chunks(number, delta):
+                    yield text
+        except Exception as error:
+            yield event(encode(describe(error, self.llm.error).body)) + DONE
+            return
+        yield self.reply.closing()

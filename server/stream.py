@@ -1,0 +1,229 @@
+"""What a response says: deltas in, OpenAI's objects out, whole or chunk by chunk.
+
+Invariant: the chunks of a stream, joined, say what the whole response says. A chunk is encoded from plain dicts with
+its constant head made once, because hundreds of streams each send one per round.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from jaxspec.request import Delta, SamplingParams, TokenLogprobs
+from server.logprobs import Offsets, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt ready for the engine; `echo` is the text to show before each of its completions."""
+
+    ids: list[int]
+    echo: str | None = None
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One completion, gathered for a whole response."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: Delta | None = None
+
+
+def event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+class Reply:
+    """A response under construction: one prompt or several, `params.n` choices each, in OpenAI's order.
+
+    Feed it each delta with the number of its prompt: `chunks` for a stream, `take` and then `whole` otherwise.
+    """
+
+    PREFIX: ClassVar[str]
+    OBJECT: ClassVar[str]
+    CHUNK: ClassVar[str]
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        model: str,
+        names: TokenNames,
+        *,
+        include_usage: bool = False,
+        report_prompt: bool = False,
+    ):
+        self.prompts, self.params, self.names = prompts, params, names
+        self.include_usage, self.report_prompt = include_usage, report_prompt
+        self.id = self.PREFIX + secrets.token_hex(16)
+        self._base = {"created": int(time.time()), "model": model}
+        head = encode({"id": self.id, "object": self.CHUNK, **self._base})
+        self._head = head[:-1] + ',"choices":['
+        self._tail = '],"usage":null}' if include_usage else "]}"
+        self._tokens = 0
+        self._cached = 0
+        self._choices = [_Choice() for _ in range(len(prompts) * params.n)]
+        self._prompt_entries: dict[int, list[TokenLogprobs | None]] = {}
+        self._opened: set[int] = set()
+        self._held: dict[int, list[Delta]] = {}
+
+    def chunks(self, prompt: int, delta: Delta) -> str:
+        """The events to send for a delta; empty when it has nothing to show yet."""
+        self._count(prompt, delta)
+        if prompt in self._opened:
+            return self._chunk(self._piece(prompt, delta))
+        waiting = self._held.setdefault(prompt, [])
+        waiting.append(delta)
+        if self.params.prompt_logprobs is not None and prompt not in self._prompt_entries:
+            return ""  # what is said about the prompt comes first, and completion 0 brings it
+        self._opened.add(prompt)
+        n = self.params.n
+        pieces = [self._opening(prompt, prompt * n + i) for i in range(n)]
+        pieces += [self._piece(prompt, each) for each in self._held.pop(prompt)]
+        return "".join([self._chunk(piece) for piece in pieces])
+
+    def closing(self) -> str:
+        """The last events of a stream that went well."""
+        if not self.include_usage:
+            return DONE
+        last = {"id": self.id, "object": self.CHUNK, **self._base, "choices": [], "usage": self.usage()}
+        return event(encode(last)) + DONE
+
+    def take(self, prompt: int, delta: Delta) -> None:
+        """Gather a delta for `whole`."""
+        self._count(prompt, delta)
+        choice = self._choices[prompt * self.params.n + delta.index]
+        choice.text.append(delta.text)
+        choice.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            choice.last = delta
+
+    def whole(self) -> dict[str, Any]:
+        """The response, once every choice has finished."""
+        n = self.params.n
+        choices = [self._whole_choice(index // n, index, choice) for index, choice in enumerate(self._choices)]
+        return {"id": self.id, "object": self.OBJECT, **self._base, "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt counts once, however many completions it has."""
+        prompt = sum(len(each.ids) for each in self.prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._tokens,
+            "total_tokens": prompt + self._tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+        }
+
+    def _count(self, prompt: int, delta: Delta) -> None:
+        self._tokens += len(delta.token_ids)
+        if delta.prompt_logprobs is not None:
+            self._prompt_entries[prompt] = delta.prompt_logprobs
+        if delta.metrics is not None and delta.index == 0:
+            self._cached += delta.metrics.cached_tokens
+
+    def _chunk(self, choice: dict[str, Any] | None) -> str:
+        return "" if choice is None else f"data: {self._head}{encode(choice)}{self._tail}\n\n"
+
+    def _piece(self, prompt: int, delta: Delta) -> dict[str, Any] | None:
+        if not (delta.text or delta.logprobs or delta.finish_reason):
+            return None
+        choice = self._part(prompt * self.params.n + delta.index, delta)
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        return choice
+
+    def _report(self, prompt: int) -> dict[str, Any]:
+        """vLLM's `prompt_logprobs` of a choice, if they were asked for."""
+        if not self.report_prompt:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self.names, self._prompt_entries[prompt])}
+
+    def _opening(self, prompt: int, index: int) -> dict[str, Any] | None:
+        """What a stream says of a choice before its first token."""
+        raise NotImplementedError
+
+    def _part(self, index: int, delta: Delta) -> dict[str, Any]:
+        """A delta as a choice of a chunk."""
+        raise NotImplementedError
+
+    def _whole_choice(self, prompt: int, index: int, choice: _Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatReply(Reply):
+    PREFIX, OBJECT, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def _opening(self, prompt: int, index: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **self._report(prompt)}
+
+    def _part(self, index: int, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": chat_logprobs(self.names, delta.logprobs) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _whole_choice(self, prompt: int, index: int, choice: _Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "logprobs": None if self.params.logprobs is None else chat_logprobs(self.names, choice.logprobs),
+            "finish_reason": choice.last.finish_reason,
+            "stop_reason": choice.last.stop_reason,
+            **self._report(prompt),
+        }
+
+
+class CompletionReply(Reply):
+    PREFIX, OBJECT, CHUNK = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, *args: Any, **options: Any):
+        super().__init__(prompts, params, *args, **options)
+        self._offsets = [Offsets(len(prompt.echo or "")) for prompt in prompts for _ in range(params.n)]
+
+    def _opening(self, prompt: int, index: int) -> dict[str, Any] | None:
+        echo, report = self.prompts[prompt].echo, self._report(prompt)
+        if echo is None and not report:
+            return None
+        logprobs = None
+        if echo is not None and self.params.logprobs is not None:
+            logprobs = self._echo_logprobs(prompt)
+        return {"index": index, "text": echo or "", "logprobs": logprobs, "finish_reason": None, **report}
+
+    def _part(self, index: int, delta: Delta) -> dict[str, Any]:
+        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
+        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+    def _whole_choice(self, prompt: int, index: int, choice: _Choice) -> dict[str, Any]:
+        echo, logprobs = self.prompts[prompt].echo, None
+        if self.params.logprobs is not None:
+            logprobs = self._logprobs(index, choice.logprobs)
+            if echo is not None:
+                before = self._echo_logprobs(prompt)
+                logprobs = {key: before[key] + logprobs[key] for key in logprobs}
+        return {
+            "index": index,
+            "text": (echo or "") + "".join(choice.text),
+            "logprobs": logprobs,
+            "finish_reason": choice.last.finish_reason,
+            "stop_reason": choice.last.stop_reason,
+            **self._report(prompt),
+        }
+
+    def _logprobs(self, index: int, entries: list[TokenLogprobs]) -> dict[str, list]:
+        return completion_logprobs(self.names, [(e.token_id, e) for e in entries], self._offsets[index])
+
+    def _echo_logprobs(self, prompt: int) -> dict[str, list]:
+        given = self.prompts[prompt]
+        entries = zip(given.ids, self._prompt_entries[prompt], strict=True)
+        return completion_logprobs(self.names, entries, Offsets(text=given.echo))

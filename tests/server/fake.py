@@ -1,0 +1,133 @@
+"""A stand-in for `AsyncLLM` that answers by rule, so that the protocol can be tested without a model.
+
+It completes any prompt with `TEXT`, one token (a UTF-8 byte) at a time, and records what it was asked and what was
+aborted. Magic prompts set off what a real engine does rarely: see `FakeLLM._check` and `generate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import cache
+
+from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.llm import EngineDead
+from jaxspec.request import Delta, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
+from jaxspec.tokenizer import Tokenizer
+from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
+
+TEXT = "héllo, wörld ☃!"
+CONTEXT = 256
+
+
+@cache
+def byte_tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True))
+
+
+@dataclass
+class FakeLLM:
+    """`gate`, when closed, holds every stream after its first delta: the engine of a busy server."""
+
+    config: EngineConfig = field(default_factory=lambda: EngineConfig(model="fake/model", context_length=CONTEXT))
+    model_config: ModelConfig = field(default_factory=lambda: ModelConfig.from_hf(tiny_config(vocab=BYTE_VOCAB)))
+    tokenizer: Tokenizer | None = field(default_factory=byte_tokenizer)
+    error: BaseException | None = None
+    open: bool = True
+    ready: bool = True
+    started: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    running: int = 0
+    aborted: int = 0
+    flushed: int = 0
+
+    @property
+    def engine(self) -> FakeLLM:
+        return self
+
+    def prepare(self, prompt: list[int], params: SamplingParams) -> None:
+        if bad := [token for token in prompt if not 0 <= token < BYTE_VOCAB]:
+            raise RequestError(f"token id {bad[0]} is outside the vocabulary, 0 to {BYTE_VOCAB - 1}", "prompt")
+        if not 0 < len(prompt) < CONTEXT:
+            raise RequestError(f"the prompt has {len(prompt)} tokens, allowed are 1 to {CONTEXT - 1}", "prompt")
+
+    async def generate(self, prompt: list[int], params: SamplingParams, request_id=None) -> AsyncIterator[Delta]:
+        self.prepare(prompt, params)
+        if self.error is not None:
+            raise EngineDead("the engine has stopped") from self.error
+        self.started.append((prompt, params))
+        self.running += 1
+        done = False
+        try:
+            async for delta in self._deltas(prompt, params):
+                yield delta
+            done = True
+        finally:
+            self.running -= 1
+            self.aborted += not done
+
+    async def _deltas(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[Delta]:
+        text = bytes(prompt).decode() if max(prompt) < 256 else ""
+        if "boom" in text:
+            raise ZeroDivisionError("a secret of the engine")
+        tokens = list(TEXT.encode())[: params.max_tokens]
+        known = None
+        if params.prompt_logprobs is not None:
+            known = [None, *(entry(token, params.prompt_logprobs) for token in prompt[1:])]
+        order = reversed(range(params.n)) if "reverse" in text else range(params.n)
+        indices = list(order)
+        for place, token in enumerate(tokens):
+            for index in indices:
+                yield self._delta(index, tokens, place, token, prompt, params, known if place == 0 else None)
+            if "late failure" in text or "die" in text:
+                self.error = RuntimeError("a secret") if "die" in text else None
+                raise EngineDead("the engine has stopped") if "die" in text else KeyError("a secret")
+            while not self.open:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0)
+
+    def _delta(self, index, tokens, place, token, prompt, params, known) -> Delta:
+        """One token; characters of several bytes show with their last."""
+        shown = lambda n: bytes(tokens[:n]).decode("utf-8", "ignore")  # noqa: E731
+        delta = Delta("id", index, shown(place + 1)[len(shown(place)) :], [token])
+        if params.logprobs is not None:
+            delta.logprobs = [entry(token, params.logprobs)]
+        if index == 0:
+            delta.prompt_logprobs = known
+        if place + 1 == len(tokens):
+            delta.finish_reason = "stop" if len(tokens) == len(TEXT.encode()) else "length"
+            delta.metrics = RequestMetrics(0.01, 0.05, len(prompt), cached_tokens=2, output_tokens=len(tokens))
+        return delta
+
+    def stats(self) -> dict:
+        return {
+            "num_running": self.running,
+            "num_waiting": 0,
+            "total_pages": 10,
+            "free_pages": 7,
+            "cached_pages": 1,
+            "page_size": 16,
+            "prompt_tokens_total": 5,
+            "cached_tokens_total": 2,
+            "generation_tokens_total": 9,
+            "verify_rounds_total": 4,
+            "verified_tokens_total": 9,
+            "avg_spec_accept_length": 2.25,
+            "drafted_per_position": [4, 3],
+            "accepted_per_position": [3, 1],
+            "preemptions_total": 0,
+            "compiles_total": 6,
+            "dispatches": {"round": 4},
+            "requests_total": {"stop": 3, "abort": 1},
+            "ready": self.ready,
+        }
+
+    async def flush_cache(self) -> bool:
+        self.flushed += not self.running
+        return not self.running
+
+
+def entry(token: int, wanted: int) -> TokenLogprobs:
+    """A log-probability by rule: the token itself second, and one that couldn't be at the end."""
+    top = ((ord("?"), -0.1), (token, -1.5), (ord("#"), float("-inf")))
+    return TokenLogprobs(token, -1.5, top[:wanted])

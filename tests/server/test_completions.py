@@ -1,0 +1,116 @@
+"""`/v1/completions` through the official client, against the fake engine."""
+
+import pytest
+
+from server.logprobs import Offsets
+from tests.server.fake import TEXT
+
+MODEL = {"model": "fake/model"}
+
+
+def ids(text):
+    return list(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        (ids("ab"), ["ab"]),
+        ([ids("ab"), ids("c")], ["ab", "c"]),
+    ],
+)
+def test_prompt_spellings(client, fake, prompt, expected):
+    reply = client.completions.create(**MODEL, prompt=prompt, max_tokens=3)
+    assert [given for given, _ in fake.started] == [ids(text) for text in expected]
+    assert [choice.index for choice in reply.choices] == list(range(len(expected)))
+    assert reply.usage.prompt_tokens == sum(map(len, expected))
+    assert reply.usage.completion_tokens == 3 * len(expected)
+
+
+def test_default_length_is_openais(client, fake):
+    client.completions.create(**MODEL, prompt="ab")
+    assert fake.started[-1][1].max_tokens == 16
+
+
+def test_choices_are_in_openais_order(client):
+    reply = client.completions.create(**MODEL, prompt=["one", "two"], n=2, best_of=2, echo=True, max_tokens=1)
+    assert [(choice.index, choice.text) for choice in reply.choices] == [
+        (0, "oneh"),
+        (1, "oneh"),
+        (2, "twoh"),
+        (3, "twoh"),
+    ]
+    assert reply.usage.prompt_tokens == 6, "a prompt counts once"
+    assert reply.usage.prompt_tokens_details.cached_tokens == 4, "and so does what was cached of it"
+
+
+@pytest.mark.parametrize("prompt", ["ab☃", "reverse"])  # "reverse": the engine's last completion comes first
+@pytest.mark.parametrize("options", [{}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 2}])
+def test_stream_says_what_the_whole_says(client, options, prompt):
+    asked = {**MODEL, "prompt": [prompt, "c"], "n": 2, "max_tokens": 9, **options}
+    whole = client.completions.create(**asked)
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage == whole.usage and chunks[-1].choices == []
+    for index, expected in enumerate(whole.choices):
+        mine = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
+        assert "".join(part.text for part in mine) == expected.text
+        assert [part.finish_reason for part in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert (expected.logprobs is None) == ("logprobs" not in options)
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset") if expected.logprobs else ():
+            assert [x for part in mine if part.logprobs for x in getattr(part.logprobs, key)] == getattr(
+                expected.logprobs, key
+            )
+
+
+def test_logprobs_with_echo(client):
+    choice = client.completions.create(**MODEL, prompt="é!", logprobs=2, echo=True, max_tokens=3).choices[0]
+    logprobs = choice.logprobs
+    assert choice.text == "é!hé"
+    assert logprobs.tokens == ["\ufffd", "\ufffd", "!", "h", "\ufffd", "\ufffd"]
+    assert logprobs.text_offset == [0, 0, 1, 2, 3, 3]
+    assert logprobs.token_logprobs == [None, -1.5, -1.5, -1.5, -1.5, -1.5]
+    assert logprobs.top_logprobs[0] is None
+    assert logprobs.top_logprobs[3] == {"?": -0.1, "h": -1.5}
+
+
+def test_logprobs_zero_still_reports_the_chosen(client):
+    logprobs = client.completions.create(**MODEL, prompt="a", logprobs=0, max_tokens=1).choices[0].logprobs
+    assert (logprobs.token_logprobs, logprobs.top_logprobs) == ([-1.5], [{"h": -1.5}])
+
+
+def test_prompt_logprobs_alone_are_reported_and_not_echoed(client):
+    asked = {**MODEL, "prompt": "ab", "max_tokens": 1, "extra_body": {"prompt_logprobs": 0}}
+    choice = client.completions.create(**asked).choices[0]
+    expected = [None, {"98": {"logprob": -1.5, "rank": None, "decoded_token": "b"}}]
+    assert (choice.text, choice.logprobs, choice.prompt_logprobs) == ("h", None, expected)
+    opening, *_ = client.completions.create(**asked, stream=True)
+    assert (opening.choices[0].text, opening.choices[0].prompt_logprobs) == ("", expected)
+
+
+def test_echo_of_token_ids(client):
+    choice = client.completions.create(**MODEL, prompt=ids("é"), echo=True, max_tokens=1).choices[0]
+    assert choice.text == "éh"
+
+
+def test_without_a_tokenizer(client, fake):
+    fake.tokenizer = None
+    assert client.completions.create(**MODEL, prompt=[1, 2], max_tokens=40).choices[0].text == TEXT
+    for asked in ({"prompt": "a"}, {"prompt": [1], "echo": True}):
+        with pytest.raises(Exception, match="no tokenizer"):
+            client.completions.create(**MODEL, **asked)
+    with pytest.raises(Exception, match="no tokenizer"):
+        client.chat.completions.create(**MODEL, messages=[{"role": "user", "content": "a"}])
+
+
+def test_offsets_skip_a_token_that_is_not_in_the_text():
+    offsets = Offsets(text="hi")
+    assert [offsets.take(raw) for raw in (b"<s>", b"h", b"i")] == [0, 0, 1]
+    assert offsets.place == 2
+
+
+def test_long_prompt_is_tokenised(client, fake):
+    with pytest.raises(Exception, match="30000 tokens"):
+        client.completions.create(**MODEL, prompt="a" * 30_000)
+    assert fake.started == []

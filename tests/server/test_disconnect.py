@@ -1,0 +1,86 @@
+"""A client that goes away frees its requests at once: seen from the engine's side."""
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from server.generate import ClientGone, unless_gone
+from tests.server.live import wait_for
+
+BODY = {"prompt": ["a", "b"], "n": 2, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("body", [BODY, {"prompt": "a"}])
+def test_leaving_a_stream(url, fake, body):
+    fake.open = False
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as reply:
+        lines = reply.iter_lines()  # httpx hangs up when this iterator is dropped
+        next(lines)
+        assert fake.running == len(body["prompt"])
+    wait_for(lambda: fake.running == 0, 2)
+    assert fake.aborted == len(body["prompt"])
+
+
+def test_leaving_a_stream_through_the_client(client: OpenAI, fake):
+    fake.open = False
+    stream = client.chat.completions.create(
+        model="fake/model", messages=[{"role": "user", "content": "a"}], stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    wait_for(lambda: fake.running == 0, 2)
+    assert fake.aborted == 1
+
+
+@pytest.mark.parametrize("body", [BODY, {"prompt": "a"}])
+def test_leaving_while_the_whole_is_awaited(url, fake, body):
+    fake.open = False
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=httpx.Timeout(5, read=0.2))
+    wait_for(lambda: fake.running == 0, 2)
+    assert fake.aborted == len(body["prompt"])
+
+
+def test_others_go_on(url, fake):
+    fake.open = False
+    result = {}
+
+    def good():
+        result["reply"] = httpx.post(f"{url}/v1/completions", json={"prompt": "good"})
+
+    thread = threading.Thread(target=good)
+    thread.start()
+    wait_for(lambda: fake.running == 1)
+    for _ in range(3):
+        with httpx.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True}):
+            pass
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": [9999]}).status_code == 400
+    wait_for(lambda: fake.running == 1, 2)
+    fake.open = True
+    thread.join()
+    assert result["reply"].status_code == 200 and fake.aborted == 6
+
+
+def test_unless_gone_waits_for_the_work_to_clean_up():
+    cleaned = []
+
+    async def work():
+        try:
+            await asyncio.sleep(10)
+        finally:
+            await asyncio.sleep(0.01)
+            cleaned.append(True)
+
+    async def receive():
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def main():
+        with pytest.raises(ClientGone):
+            await unless_gone(receive, work())
+        assert cleaned == [True]
+
+    asyncio.run(main())

@@ -1,0 +1,224 @@
+"""Every invalid request: OpenAI's error body, a message that names the field, and nothing started."""
+
+import json
+import logging
+
+import httpx
+import openai
+import pytest
+
+from jaxspec.tokenizer import TokenizerError
+from server.app import create_app
+from server.gate import MAX_BODY_BYTES
+from tests.server.fake import FakeLLM
+from tests.server.live import serving
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+
+def error(reply, status=400):
+    """The error object of a reply, checked for its shape."""
+    assert reply.status_code == status, reply.text
+    body = reply.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in reply.text and "secret" not in reply.text
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"prompt": 3}, "prompt", "list of token ids"),
+        ({"prompt": []}, "prompt", "none of them empty"),
+        ({"prompt": ["a", 1]}, "prompt", "list of strings"),
+        ({"prompt": [True]}, "prompt", "list of token ids"),
+        ({"prompt": ""}, "prompt", "0 tokens"),
+        ({"prompt": [[1], []]}, "prompt", "0 tokens"),
+        ({"prompt": [1, 9999]}, "prompt", "9999"),
+        ({"prompt": [-1]}, "prompt", "-1"),
+        ({"prompt": "x" * 300}, "prompt", "300 tokens"),
+        ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
+        ({"stop": ["a", "\udc00"]}, "stop", "lone surrogate"),
+        ({"stop": 3}, "stop", "string or a list of strings"),
+        ({"stop": [""]}, "stop", "non-empty"),
+        ({"temperature": "hot"}, "temperature", "valid number, got 'hot'"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"temperature": -1}, "temperature", "0 to 100"),
+        ({"temperature": float("nan")}, "temperature", "nan"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_k": 1.5}, "top_k", "integer"),
+        ({"n": 0}, "n", "1 to 128"),
+        ({"n": 1000}, "n", "1 to 128, got 1000"),
+        ({"n": "2"}, "n", "integer, got '2'"),
+        ({"best_of": 3}, "best_of", "equals n"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"max_tokens": 0}, "max_tokens", "from 1"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "must not exceed"),
+        ({"logprobs": 21}, "logprobs", "0 to 20"),
+        ({"logprobs": True}, "logprobs", "integer"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"),
+        ({"logit_bias": {"1": 1000}}, "logit_bias", "-100 to 100"),
+        ({"logit_bias": [1]}, "logit_bias", "object"),
+        ({"stop_token_ids": [-3]}, "stop_token_ids", "-3"),
+        ({"tempertur": 1}, "tempertur", "did you mean temperature?"),
+        ({"zzz": None}, "zzz", "known fields: "),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage", "unknown field 'usage'"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"guided_json": {}}, "guided_json", "not supported"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_completion(http, fake, fields, param, says, stream):
+    if "stream_options" not in fields:
+        fields = {**fields, "stream": stream}
+    body = {"prompt": "hi", **fields}
+    found = error(http.post(TEXT, content=json.dumps(body), headers={"Content-Type": "application/json"}))
+    assert (found["param"], found["type"]) == (param, "invalid_request_error") and says in found["message"]
+    assert fake.started == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": "hi"}, "messages", "list"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+        ({"messages": [*USER, {"content": "hi"}]}, "messages[1].role", "required"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "text parts"),
+        ({"messages": [{"role": "\ud800", "content": "a"}]}, "messages[0].role", "surrogate"),
+        ({"messages": [{"role": "user", "content": "a", "nam": "b"}]}, "messages[0].nam", "did you mean name?"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "'image_url'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "needs a string"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            "not supp",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tool_choice": "auto"}, "tool_choice", "not supported"),
+        ({"functions": [{}]}, "functions", "not supported"),
+        ({"modalities": ["audio"]}, "modalities", "not supported"),
+        ({"audio": {}}, "audio", "not supported"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
+        ({"logprobs": 3}, "logprobs", "boolean"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "send one"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "prompt", "tokens, allowed are"),
+    ],
+)
+def test_bad_chat(http, fake, fields, param, says):
+    body = json.dumps({"messages": USER, **fields})
+    found = error(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}))
+    assert found["param"] == param and says in found["message"]
+    assert fake.started == []
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"prompt": "hi"', "not valid JSON"),
+        (b"", "must be a JSON object"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"prompt": "\xff"}', "isn't UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_malformed_body(http, content, says):
+    found = error(http.post(TEXT, content=content, headers={"Content-Type": "application/json"}))
+    assert says in found["message"]
+
+
+def test_content_type_is_named(http):
+    assert "application/json" in error(http.post(TEXT, content=b'{"prompt": "hi"}'))["message"]
+
+
+def test_one_bad_prompt_refuses_all_before_any_starts(http, fake):
+    for stream in (False, True):
+        found = error(http.post(TEXT, json={"prompt": [[1], [2], [9999]], "stream": stream}))
+        assert "9999" in found["message"]
+    assert fake.started == []
+
+
+def test_wrong_model_names_the_served_one(client):
+    with pytest.raises(openai.NotFoundError, match="'fake/model'") as caught:
+        client.completions.create(model="gpt-9", prompt="hi")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_unknown_route_and_method(http):
+    assert "/v1/chat/completions" in error(http.post("/v1/chat"), 404)["message"]
+    reply = http.get(TEXT)
+    assert "use POST" in error(reply, 405)["message"] and reply.headers["allow"] == "POST"
+
+
+def test_template_complaint_is_passed_on(http, fake):
+    class Refuses:
+        def apply_chat_template(self, *_, **__):
+            raise TokenizerError("roles must alternate")
+
+    fake.tokenizer = Refuses()
+    found = error(http.post(CHAT, json={"messages": USER}))
+    assert (found["message"], found["param"]) == ("roles must alternate", "messages")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engine_failure_tells_nothing(http, stream, caplog):
+    caplog.set_level(logging.CRITICAL)
+    assert error(http.post(TEXT, json={"prompt": "boom", "stream": stream}), 500)["type"] == "server_error"
+    assert http.post(TEXT, json={"prompt": "hi"}).status_code == 200, "the server goes on"
+
+
+def test_failure_in_mid_stream_is_an_event(http, client, fake):
+    reply = http.post(TEXT, json={"prompt": "late failure", "stream": True})
+    events = reply.text.strip().split("\n\n")
+    assert reply.status_code == 200 and events[-1] == "data: [DONE]"
+    assert events[-2].startswith('data: {"error":{"message":"the server failed') and "secret" not in reply.text
+    with pytest.raises(openai.APIError, match="the server failed"):
+        list(client.completions.create(model="fake/model", prompt="late failure", stream=True))
+    assert fake.running == 0
+
+
+def test_dead_engine(http, fake):
+    reply = http.post(TEXT, json={"prompt": "die", "stream": True})
+    assert "engine stopped on RuntimeError" in reply.text and "secret" not in reply.text
+    for asked in (("POST", TEXT, {"prompt": "hi"}), ("GET", "/health", None), ("POST", "/flush_cache", None)):
+        method, path, body = asked
+        assert error(http.request(method, path, json=body), 503)["code"] == "engine_dead"
+
+
+def test_api_key():
+    with serving(create_app(FakeLLM(), api_key="sesame")) as url:
+        ask = {"model": "fake/model", "prompt": "hi"}
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="sesame") as client:
+            assert client.completions.create(**ask).choices
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong") as client,
+            pytest.raises(openai.AuthenticationError, match="wrong"),
+        ):
+            client.completions.create(**ask)
+        for path in ("/v1/models", "/server_info", "/flush_cache", "/nowhere"):
+            assert error(httpx.get(url + path), 401)["code"] == "invalid_api_key"
+        assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_body_too_large(http, chunked):
+    size = MAX_BODY_BYTES + 1
+
+    def chunks():
+        for _ in range(size // 2**20 + 1):
+            yield b" " * 2**20
+
+    content = chunks() if chunked else b" " * size
+    try:
+        reply = http.post(TEXT, content=content, headers={"Content-Type": "application/json"})
+    except httpx.WriteError:  # the server hung up while we were still sending
+        return
+    assert "larger than" in error(reply, 413)["message"]

@@ -1,0 +1,121 @@
+"""The command line: generated flags, the config file, and what `python -m server` says to mistakes."""
+
+import dataclasses
+import socket
+
+import pytest
+
+from jaxspec.config import ConfigError, EngineConfig, flag
+from server import __main__ as command
+from server.options import ENGINE_HELP, UsageError, engine_options, make_parser, parse
+
+
+def test_every_engine_option_has_a_flag_and_a_help_text():
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    described = [name for group in ENGINE_HELP.values() for name in group]
+    assert sorted(described) == sorted(fields)
+    actions = {action.dest: action for action in make_parser()._actions}
+    for name in fields:
+        assert flag(name) in actions[name].option_strings and len(actions[name].help) > 10
+
+
+def test_defaults_are_the_engines_but_for_the_drafter():
+    assert EngineConfig(**engine_options(parse([]))) == EngineConfig(draft="auto")
+
+
+def test_values_have_the_fields_types():
+    args = parse(["--page-size", "8", "--mem-fraction-static", "0.5", "--disable-overlap", "--context-length=99"])
+    assert (args.page_size, args.mem_fraction_static, args.disable_overlap, args.context_length) == (8, 0.5, True, 99)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--page-sise", "8"], "did you mean --page-size"),
+        (["--page", "8"], "unknown argument --page"),
+        (["--page-size", "x"], "invalid int value: 'x'"),
+        (["--port", "70000"], "0 to 65535"),
+        (["stray"], "unknown argument stray"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+    ],
+)
+def test_bad_command_lines(argv, says):
+    with pytest.raises(UsageError, match=says):
+        parse(argv)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_config_file(tmp_path):
+    text = (
+        "page_size: 8\ndraft: none\nmax-total-tokens: 0\ndisable_overlap: true\nskip-warmup: false\nseed: -1\nport: 0\n"
+    )
+    args = parse([*write(tmp_path, text), "--draft", "ngram"])
+    assert (args.page_size, args.draft, args.disable_overlap, args.skip_warmup) == (8, "ngram", True, False)
+    assert (args.seed, args.max_total_tokens, args.port) == (-1, 0, 0)
+    assert parse(["--draft", "ngram", *write(tmp_path, text)]).draft == "ngram", "wherever --config stands"
+    assert parse(write(tmp_path, "")).page_size == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("page_sise: 8", "unknown key page_sise; did you mean --page-size"),
+        ("config: x", "unknown key config"),
+        ("page_size: [1]", "takes one value"),
+        ("page_size: true", "not true or false"),
+        ("disable_overlap: 3", "true or false, got 3"),
+        ("page_size: 1.5", "invalid int value"),
+        ("- a", "one flag a line"),
+        ("a: [", "server.yaml"),
+    ],
+)
+def test_bad_config_files(tmp_path, text, says):
+    with pytest.raises(UsageError, match=says):
+        parse(write(tmp_path, text))
+
+
+@pytest.fixture
+def no_engine(monkeypatch):
+    def refuse(**_):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(command, "AsyncLLM", refuse)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "_set_up_logging", lambda _: None)
+
+
+def test_port_in_use_is_found_before_the_model_loads(no_engine, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command.main(["--port", str(port)]) == 2
+    told = capsys.readouterr().err
+    assert f"port {port}" in told and "--port" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["--nonsense"], ["--host", "256.1.1.1", "--port", "0"]])
+def test_bad_flags_exit_2_with_one_line(no_engine, capsys, argv):
+    assert command.main(argv) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_engine_errors_exit_2(no_engine, monkeypatch, capsys):
+    def refuse(**_):
+        raise ConfigError("--page-size must be an integer of at least 1, got 0")
+
+    monkeypatch.setattr(command, "AsyncLLM", refuse)
+    assert command.main(["--port", "0"]) == 2
+    assert capsys.readouterr().err == "python -m server: --page-size must be an integer of at least 1, got 0\n"
+
+
+def test_interrupt_while_loading_is_quiet(no_engine, monkeypatch, capsys):
+    def interrupt(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "AsyncLLM", interrupt)
+    assert command.main(["--port", "0"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
