@@ -20,7 +20,7 @@ from jaxspec.sampling import Sampling
 
 @flax.struct.dataclass
 class Slots:
-    """Per-slot state, r = request slots + 1. `history[i, :length[i]]` are the tokens known; `limit` ends the request."""
+    """Per-slot state, r = request slots + 1. `history[i, :length[i]]` are the tokens known; `limit` ends it."""
 
     history: Int[Array, "r c"]
     length: Int[Array, " r"]

@@ -1,6 +1,6 @@
 """The paged key/value cache: layout, writes, and the memory plan that sizes it.
 
-Layout `[layer, page, k/v, kv_head, page_slot, head_dim]`, one donated array, updated in place. Page 0 is the dummy page:
+Layout `[layer, page, k/v, kv_head, page_slot, head_dim]`, one donated array, updated in place. Page 0 is the dummy:
 writes of padding rows land there and nobody reads it. A drafter with its own keys and values uses the same page ids,
 so pages are shared, reused and freed for both together.
 """
@@ -137,8 +137,8 @@ def plan_memory(
         if free < 2 * page_size * bytes_per_token:
             raise ConfigError(
                 f"no memory is left for the KV cache: {_gib(device)} on the device x --mem-fraction-static "
-                f"{mem_fraction} leaves {_gib(budget)}; weights take {_gib(weight_bytes + draft_weight_bytes)}, request "
-                f"slots {_gib(slot_bytes)}, and one page {_gib(page_size * bytes_per_token)}. Raise "
+                f"{mem_fraction} leaves {_gib(budget)}; weights take {_gib(weight_bytes + draft_weight_bytes)}, "
+                f"request slots {_gib(slot_bytes)}, and one page {_gib(page_size * bytes_per_token)}. Raise "
                 "--mem-fraction-static, lower --max-running-requests or --context-length, or use a smaller model"
             )
         tokens = min(free // bytes_per_token - page_size, most_useful_tokens)

@@ -1,7 +1,7 @@
 """The loop: take in requests, plan, dispatch, and read the results of the round before the one just dispatched.
 
-`Engine` is single-threaded and owns scheduler and runner; `jaxspec.llm` drives it. Dispatching round n+1 before reading round n is the whole of overlap: with `disable_overlap` the same programs
-are read as soon as they are dispatched.
+`Engine` is single-threaded and owns scheduler and runner; `jaxspec.llm` drives it. Dispatching round n+1
+before reading round n is the whole of overlap: with `disable_overlap` each is read as soon as it is dispatched.
 """
 
 from __future__ import annotations
@@ -123,13 +123,17 @@ class Engine:
         """
         tokens = self._tokens(prompt)
         vocab = self.model_config.vocab_size
-        if bad := next((t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab), None):
+        if bad := next(
+            (t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab), None
+        ):
             raise RequestError(f"token id {bad!r} is outside the vocabulary, 0 to {vocab - 1}", "prompt")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (bad := next((t for t in ids if t >= vocab), None)) is not None:
                 raise RequestError(f"{name}: token id {bad} is outside the vocabulary, 0 to {vocab - 1}", name)
         if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop")
+            raise RequestError(
+                "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
+            )
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_ids))
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
@@ -362,4 +366,3 @@ def _logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[Toke
         top = tuple((int(i), float(v)) for i, v in zip(ids[:wanted], tops[:wanted], strict=True) if i >= 0)
         entries.append(TokenLogprobs(token, float(value[0]), top))
     return entries
-

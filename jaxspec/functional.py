@@ -32,14 +32,18 @@ def logits(model: Model, tokens: Int[Any, "b t"]) -> Float[Array, "b t v"]:
     return _logits(model.config, model.params, _checked(model, tokens))
 
 
-def hidden_states(model: Model, tokens: Int[Any, "b t"], layers: tuple[int, ...] | list[int]) -> Float[Array, "l b t d"]:
+def hidden_states(
+    model: Model, tokens: Int[Any, "b t"], layers: tuple[int, ...] | list[int]
+) -> Float[Array, "l b t d"]:
     """Outputs of the named decoder layers (0-based), the residual stream before any further norm, float32.
 
     **Raises:** `RequestError` for tokens as in `logits`, or a layer that the model doesn't have.
     """
     layers = tuple(int(i) for i in layers)
     if bad := [i for i in layers if not 0 <= i < model.config.num_layers]:
-        raise RequestError(f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}", "layers")
+        raise RequestError(
+            f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}", "layers"
+        )
     return _hidden_states(model.config, layers, model.params, _checked(model, tokens))
 
 
@@ -142,5 +146,7 @@ def _resized(drafter: LoadedDrafter, n: int) -> LoadedDrafter:
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"n must be a positive integer, got {n!r}")
     if not dataclasses.is_dataclass(drafter.drafter):
-        raise ConfigError(f"{drafter.name} drafts {drafter.drafter.num_draft_tokens} tokens; make it a dataclass to change that")
+        raise ConfigError(
+            f"{drafter.name} drafts {drafter.drafter.num_draft_tokens} tokens; make it a dataclass to change that"
+        )
     return dataclasses.replace(drafter, drafter=dataclasses.replace(drafter.drafter, num_draft_tokens=n))

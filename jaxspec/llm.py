@@ -41,7 +41,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts: strings, or lists of token ids used as they are. One output per prompt, in order.
 
-        `params` holds for all prompts, or is a list with one for each. **Raises:** `RequestError`, before anything runs,
+        `params` holds for all prompts, or is a list with one for each. **Raises:** `RequestError`, before anything runs
         if any prompt can't be served.
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):

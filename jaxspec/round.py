@@ -1,6 +1,6 @@
 """The device programs: admission, prefill, and the round that drafts, verifies, accepts and commits.
 
-Each is a pure function of (params, state, one packed int32 array); `Programs` compiles them with the state donated. What
+Each is a pure function of (params, state, one packed int32 array); `Programs` compiles them, the state donated. What
 the next round needs stays in `State`, so a round can be dispatched before the previous one's result was read. Plain
 decoding is the round of a drafter that drafts nothing.
 """

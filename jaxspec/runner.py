@@ -1,4 +1,4 @@
-"""The device side of an engine: weights, state and programs, sized for this machine. Knows slots and pages, no requests.
+"""The device side of an engine: weights, state, programs, sized for this machine. Knows slots and pages, no requests.
 
 Everything the engine dispatches goes through here, in order. Results come back as device arrays whose copy to the host
 has already been started, so reading them a round later doesn't wait.

@@ -114,7 +114,7 @@ def _keep_top(p: Array, weights: Array, target: Array) -> Array:
     return jnp.where(bits >= threshold, p, 0.0)
 
 
-def keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b *q"], purpose: int) -> Array:
+def keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b ..."], purpose: int) -> Array:
     """A random key for each position of each request."""
 
     def one(seed, position):

@@ -108,7 +108,9 @@ def _import(draft: str) -> type[Drafter]:
         ) from e
     cls = getattr(module, name, None)
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
-        found = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Drafter) and v is not Drafter]
+        found = [
+            k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Drafter) and v is not Drafter
+        ]
         raise ConfigError(
             f"--draft {draft}: {module_name} has no class {name} that subclasses jaxspec.draft.Drafter; "
             f"found: {', '.join(found) or 'none'}"

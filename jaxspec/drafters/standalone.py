@@ -20,7 +20,7 @@ from jaxspec.models import MODELS
 
 @dataclass(frozen=True)
 class Standalone(Drafter):
-    """`config` is the draft model's; drafts are drawn as each request samples, so acceptance uses their probabilities."""
+    """`config` is the draft model's. Drafts are drawn as each request samples; rejection uses their probabilities."""
 
     config: ModelConfig
     num_draft_tokens: int = 4
@@ -31,7 +31,7 @@ class Standalone(Drafter):
         if model.config.vocab_size != target.config.vocab_size:
             raise ConfigError(
                 f"--draft {source}: the draft model's vocabulary has {model.config.vocab_size} tokens, the target's "
-                f"({target.name}) has {target.config.vocab_size}. A standalone drafter must share the target's vocabulary"
+                f"({target.name}) has {target.config.vocab_size}. A standalone drafter must share it"
             )
         return cls(model.config, options.num_draft_tokens or 4), model.params
 
