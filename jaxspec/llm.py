@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import secrets
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -58,8 +59,9 @@ class LLM:
                 for delta in self.engine.step():
                     gathered[delta.request_id][delta.index].take(delta)
         finally:  # an interrupt in mid-flight leaves the engine clean
-            for request in requests:
-                self.engine.abort(request.id)
+            aborted = [request for request in requests if self.engine.abort(request.id)]
+            if aborted:  # the prefix tree may name pages whose prefill was planned and not dispatched
+                self.engine.flush_cache()
         return [_output(request, gathered[request.id]) for request in requests]
 
 
@@ -145,15 +147,20 @@ class AsyncLLM:
                 self._call(lambda: self.engine.abort(request.id))
 
     async def flush_cache(self) -> bool:
-        """Empty the prefix tree. False, and nothing done, while requests run."""
-        loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+        """Empty the prefix tree. False, and nothing done, while requests run.
 
-        def flush():
-            done = self.engine.flush_cache()
-            loop.call_soon_threadsafe(lambda: result.done() or result.set_result(done))
-
-        self._call(flush)
-        return await result
+        **Raises:** `EngineDead`.
+        """
+        loop, answer, key = asyncio.get_running_loop(), asyncio.Queue(), f"flush {secrets.token_hex(8)}"
+        self._streams[key] = loop, answer  # as a request's, so that a failure of the engine reaches it
+        try:
+            self._call(lambda: _wake(loop, [(answer, self.engine.flush_cache())]))
+            done = await answer.get()
+        finally:
+            del self._streams[key]
+        if isinstance(done, BaseException):
+            raise EngineDead("the engine has stopped") from done
+        return done
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, and whether requests can be served now."""

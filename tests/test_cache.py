@@ -1,0 +1,91 @@
+"""The memory plan's arithmetic, and the layout that it pays for."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxspec.cache import PageLayout, kv_bytes_per_token, plan_memory
+from jaxspec.config import ConfigError, ModelConfig
+from tests.tiny import tiny_config
+
+MIB = 2**20
+
+
+def plan(monkeypatch, device_bytes, **changes):
+    stats = None if device_bytes is None else {"bytes_limit": device_bytes}
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    figures = {
+        "weight_bytes": 40 * MIB,
+        "draft_weight_bytes": 10 * MIB,
+        "bytes_per_token": 1024,
+        "slot_bytes": 5 * MIB,
+        "workspace_bytes": 8 * MIB,
+        "page_size": 16,
+        "mem_fraction": 0.5,
+        "max_total_tokens": None,
+        "most_useful_tokens": 10**9,
+    }
+    return plan_memory(**figures | changes)
+
+
+def test_the_pool_gets_what_the_fraction_leaves(monkeypatch):
+    made = plan(monkeypatch, 200 * MIB)
+    assert made.kv_bytes == 45 * MIB  # half of 200, less 40, 10 and 5; the dummy page included
+    assert made.tokens == 45 * 1024 - 16
+    assert made.num_pages == 45 * 1024 // 16
+
+
+def test_the_workspace_is_never_given_away(monkeypatch):
+    assert plan(monkeypatch, 200 * MIB, mem_fraction=0.99).kv_bytes == (200 - 8 - 55) * MIB
+
+
+def test_no_more_than_is_useful(monkeypatch):
+    made = plan(monkeypatch, 200 * MIB, most_useful_tokens=1000)
+    assert made.tokens == 1008 and made.num_pages == 64  # rounded up to whole pages, and the dummy page
+
+
+def test_max_total_tokens_decides(monkeypatch):
+    for device in (None, 200 * MIB):
+        assert plan(monkeypatch, device, max_total_tokens=100).tokens == 112
+        assert plan(monkeypatch, device, max_total_tokens=1).num_pages == 2
+
+
+def test_a_cpu_pool_is_at_most_two_gib(monkeypatch):
+    assert plan(monkeypatch, None).tokens * 1024 == 2**31
+    assert plan(monkeypatch, None, most_useful_tokens=160).tokens == 160
+    assert plan(monkeypatch, None, bytes_per_token=2**40).num_pages == 2
+
+
+def test_no_room_is_an_error_with_the_arithmetic(monkeypatch):
+    with pytest.raises(ConfigError) as error:
+        plan(monkeypatch, 200 * MIB, mem_fraction=0.2)
+    message = str(error.value)
+    for figure in ("0.20 GiB", "--mem-fraction-static 0.2 ", "40.0 MiB", "50.0 MiB", "5.0 MiB", "0.0 MiB"):
+        assert figure in message
+    assert "--max-running-requests" in message
+    page = 16 * 1024
+    fits = (55 * MIB + 2 * page) / (200 * MIB)
+    assert plan(monkeypatch, 200 * MIB, mem_fraction=fits + 1e-6).num_pages == 2
+    with pytest.raises(ConfigError):
+        plan(monkeypatch, 200 * MIB, mem_fraction=fits - 1e-6)
+
+
+def test_the_printed_plan_adds_up(monkeypatch):
+    text = str(plan(monkeypatch, 200 * MIB))
+    figures = {name.strip(): float(size) for name, size in re.findall(r"^  (.{14}) +([\d.]+) MiB", text, re.M)}
+    assert figures == pytest.approx({
+        "weights": 40, "draft weights": 10, "KV cache": 45, "request slots": 5, "workspace": 8, "left": 92,
+    })  # fmt: skip
+    assert "46064 tokens in pages of 16" in text and "of 0.20 GiB" in text
+    assert "left" not in str(plan(monkeypatch, None))
+
+
+@pytest.mark.parametrize("dtype,size", [("float32", 4), ("bfloat16", 2)])
+def test_a_page_takes_what_the_plan_counts(dtype, size):
+    config = ModelConfig.from_hf(tiny_config())
+    kv = PageLayout(7, 8, dtype).kv(config)
+    assert kv.shape == (2, 7, 2, 2, 8, 16)
+    assert kv_bytes_per_token(config, dtype) == 2 * 2 * 2 * 16 * size
+    assert kv.nbytes == 7 * 8 * kv_bytes_per_token(config, dtype)

@@ -1,0 +1,207 @@
+"""Sampled output has the target's distribution, whatever drafts it: invariant 1 for sampling, by chi-square.
+
+The engine's own round program decodes two tokens for thousands of slots at once, each with a seed of its own; every
+slot of a batch may have other settings. What comes out is held against `jaxspec.logits` put through the float64
+reference, as is what a smaller run through `LLM` gives.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import SamplingParams, load_model
+from jaxspec.batch import Shapes
+from jaxspec.cache import PageLayout
+from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters import NoDrafter
+from jaxspec.drafters.ngram import Ngram
+from jaxspec.drafters.standalone import Standalone
+from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, TOKENS, Programs, State
+from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
+from tests.tiny import tiny_checkpoint
+
+VOCAB, STOP_ID = 12, 7
+SAMPLES = 100_000  # of each drafter and setting
+LANES = 512  # slots of each setting that decode together
+COMPLETIONS = 100  # of each request in the run through `LLM`
+PAGE = 16
+
+# The text repeats itself, so that n-grams are found; some of it was generated, so that penalties have what to count.
+PROMPT, OUTPUT = [3, 9, 5, 6, 1], [5, 9, 4, 4, 3, 9]
+KNOWN = len(PROMPT) + len(OUTPUT)
+
+PENALTIES = {"presence_penalty": 0.6, "frequency_penalty": 0.5, "repetition_penalty": 1.7}
+SETTINGS = {
+    "temperature": SamplingParams(temperature=0.7),
+    "top_k": SamplingParams(temperature=1.2, top_k=4),
+    "top_p": SamplingParams(temperature=0.9, top_p=0.8),
+    "min_p": SamplingParams(temperature=1.1, min_p=0.15),
+    "penalties": SamplingParams(**PENALTIES),
+    "everything": SamplingParams(
+        temperature=1.3, top_k=6, top_p=0.75, min_p=0.05, logit_bias={2: 1.5, 9: -1.0}, **PENALTIES,
+        # impossible as the next token, the seventh of the output, and possible as the one after
+        stop_token_ids=[STOP_ID], min_tokens=7,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PointMass(Drafter):
+    """A user's drafter: zero to two tokens that count up with the position."""
+
+    num_draft_tokens: int = 2
+
+    def propose(self, params, state, batch):
+        tokens = (batch.length[:, None] + jnp.arange(self.num_draft_tokens) + 6) % VOCAB
+        return Proposal(tokens, batch.slots % 3), state
+
+
+@dataclass(frozen=True)
+class Noise(Drafter):
+    """A user's drafter: tokens from distributions that change with slot and position, and leave some tokens out."""
+
+    num_draft_tokens: int = 2
+
+    def propose(self, params, state, batch):
+        at = batch.length[:, None] + jnp.arange(self.num_draft_tokens) + 1000 * batch.slots[:, None]
+        logits = jax.vmap(jax.vmap(lambda i: 2 * jax.random.normal(jax.random.key(i), (VOCAB,))))(at)
+        chosen = [batch.choose(logits[:, step], step) for step in range(self.num_draft_tokens)]
+        probs = None if batch.greedy else jnp.stack([p for _, p in chosen], axis=1)
+        return Proposal(jnp.stack([token for token, _ in chosen], axis=1), batch.slots % 3, probs), state
+
+
+SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+
+
+def checkpoint(seed):
+    return str(tiny_checkpoint(vocab=VOCAB, seed=seed, **SMALL))
+
+
+@cache
+def model(seed=5):
+    return load_model(checkpoint(seed), dtype="float32", progress=False)
+
+
+DRAFTERS = {
+    "none": lambda: (NoDrafter(), {}),
+    "ngram": lambda: (Ngram(2), {}),
+    "standalone": lambda: (Standalone(model(3).config, 2), model(3).params),
+    "point mass": lambda: (PointMass(), {}),
+    "noise": lambda: (Noise(), {}),
+}
+
+
+def exact(params, prompt=PROMPT, output=OUTPUT):
+    """The joint distribution f64[v, v] of the next two tokens, from forwards without cache, batch or engine."""
+    logits = np.asarray(jaxspec.logits(model(), [[*prompt, *output, x] for x in range(VOCAB)]))
+
+    def after(row, more):
+        return distribution(adjusted(row, prompt, [*output, *more], params, params.stop_token_ids), params)
+
+    first = after(logits[0, -2], [])
+    return np.stack([first[x] * after(logits[x, -1], [x]) for x in range(VOCAB)])
+
+
+def p_values(pairs, expected):
+    """Of the first token alone, where a small fault shows best, and of both together."""
+    return fit_p_value(pairs[:, 0], expected.sum(1)), fit_p_value(pairs, expected)
+
+
+class Lanes:
+    """The round program over `LANES` slots for each setting, started again and again from the same text."""
+
+    def __init__(self, name):
+        self.number = list(DRAFTERS).index(name)  # each drafter draws with seeds of its own
+        drafter, draft_params = DRAFTERS[name]()
+        config, n = model().config, LANES * len(SETTINGS)
+        width, capacity = drafter.num_draft_tokens + 1, PAGE
+        self.table = np.arange(1, n + 1)[:, None]  # a page each
+        layout = PageLayout(n + 1, PAGE, "float32")
+        shapes = Shapes(n, capacity, 1, block=PAGE, batches=(n,), prefills=(n,), score=1)
+        self.programs = Programs(config, drafter, shapes, model().params, draft_params)
+        some = slots_for(
+            list(SETTINGS.values()),
+            [PROMPT] * len(SETTINGS),
+            [OUTPUT] * len(SETTINGS),
+            capacity=capacity,
+            new_tokens=2,
+            drafts=width - 1,
+            stop_ids=[params.stop_token_ids for params in SETTINGS.values()],
+        )
+        which = np.append(np.repeat(np.arange(len(SETTINGS)), LANES), len(SETTINGS))  # and the dummy
+        self.slots = jax.tree.map(lambda x: np.asarray(x)[which], some)  # on the host: programs consume what they get
+        state = State(jax.device_put(self.slots), layout.kv(config), drafter.init_state(layout, n + 1))
+        blocks = np.column_stack([np.arange(n), np.zeros(n), np.full(n, KNOWN - 1), self.table]).astype(np.int32)
+        self.state = self.programs.prefill(state, blocks)
+        self.drafted = self.accepted = self.whole_rounds = 0
+
+    def decode(self, run):
+        """Two tokens of each slot, i32[n, 2], with the run's own seeds."""
+        n = len(self.table)
+        seeds = np.column_stack([np.full(n + 1, 1000 * self.number + run), np.arange(n + 1)]).astype(np.uint32)
+        slots = self.slots.replace(sampling=self.slots.sampling.replace(seed=seeds))
+        self.state = self.state.replace(slots=jax.device_put(slots))
+        packed = np.column_stack([np.arange(n), self.table]).astype(np.int32)
+        self.state, out = self.programs.round(self.state, packed, greedy=False)
+        first = np.asarray(out)
+        self.drafted += first[:, DRAFTED].sum()
+        self.accepted += first[:, ACCEPTED].sum() - n
+        both = first[:, EMITTED] == 2
+        self.whole_rounds += both.sum()
+        self.state, out = self.programs.round(self.state, packed, greedy=False)  # for those with one token so far
+        second = np.where(both, first[:, min(TOKENS + 1, first.shape[1] - 1)], np.asarray(out)[:, TOKENS])
+        return np.column_stack([first[:, TOKENS], second])
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_round_samples_the_target(name):
+    lanes = Lanes(name)
+    runs = [lanes.decode(run).reshape(len(SETTINGS), LANES, 2) for run in range(-(-SAMPLES // LANES))]
+    pairs = dict(zip(SETTINGS, np.concatenate(runs, axis=1), strict=True))
+    if name != "none":  # drafts of both kinds were there, and often the two tokens came out of one round
+        assert lanes.drafted / 50 < lanes.accepted < lanes.drafted
+        assert lanes.whole_rounds > SAMPLES / 20
+    found = {setting: p_values(pairs[setting], exact(params)) for setting, params in SETTINGS.items()}
+    assert min(min(p) for p in found.values()) > ALPHA, found
+
+
+def test_settings_can_be_told_apart():
+    """The judge has power: as many samples of one setting never pass for those of another."""
+    rng = np.random.default_rng(0)
+    for drawn, params in SETTINGS.items():
+        cells = rng.choice(VOCAB**2, SAMPLES, p=exact(params).ravel())
+        pairs = np.column_stack(np.divmod(cells, VOCAB))
+        for other in SETTINGS:
+            fits = [p > ALPHA for p in p_values(pairs, exact(SETTINGS[other]))]
+            assert all(fits) if other == drawn else not any(fits), (drawn, other)
+
+
+@pytest.mark.parametrize("draft", ["ngram", f"standalone:{checkpoint(3)}", "tests.test_distribution:Noise"])
+def test_llm_samples_the_target(draft):
+    """The same from end to end, requests of all settings in one batch."""
+    # Two pages hold all of the prompt but its newest token: later requests find them in the prefix tree.
+    options = {
+        "max_running_requests": 16,
+        "context_length": 32,
+        "chunked_prefill_size": 64,
+        "page_size": (KNOWN - 1) // 2,
+    }
+    llm = jaxspec.LLM(checkpoint(5), draft, dtype="float32", num_draft_tokens=2, skip_warmup=True, **options)
+    changes = {"max_tokens": 2, "n": COMPLETIONS, "ignore_eos": True}
+    params = [
+        replace(setting, min_tokens=min(setting.min_tokens, 1), seed=COMPLETIONS * i, **changes)
+        for i, setting in enumerate(list(SETTINGS.values()) * 10)
+    ]
+    outputs = llm.generate([PROMPT + OUTPUT] * len(params), params)
+    pairs = [[completion.token_ids for completion in output.completions] for output in outputs]
+    pairs = np.array(pairs).reshape(10, len(SETTINGS), COMPLETIONS, 2)
+    for i in range(len(SETTINGS)):
+        found = p_values(pairs[:, i].reshape(-1, 2), exact(params[i], PROMPT + OUTPUT, []))
+        assert min(found) > ALPHA, (params[i], found)
+    stats = llm.engine.stats()
+    assert 0 < sum(stats["accepted_per_position"]) < sum(stats["drafted_per_position"])

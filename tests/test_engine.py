@@ -1,0 +1,526 @@
+"""The engine's invariants, each under a load of every kind of request at once.
+
+Engines are few and shared, for compiling is what these tests cost. Each test leaves its engine idle; `idle` checks that
+nothing of any request is left behind.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import random
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import LLM, AsyncLLM, EngineDead, RequestError, SamplingParams
+from tests.tiny import tiny_checkpoint
+
+VOCAB, PAGE, CONTEXT = 272, 8, 192
+OPTIONS = {
+    "page_size": PAGE,
+    "chunked_prefill_size": 64,
+    "context_length": CONTEXT,
+    "max_running_requests": 3,
+    "max_total_tokens": 208,  # so that three long requests preempt each other
+    "skip_warmup": True,
+}
+
+
+def checkpoint():
+    return str(tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, num_hidden_layers=1))
+
+
+@functools.cache
+def engine(draft):
+    drafts = {} if draft == "none" else {"num_draft_tokens": 3}
+    warm = {"skip_warmup": draft != "ngram"}  # that one is asked whether anything compiles later
+    return LLM(checkpoint(), draft.replace("self", checkpoint()), **OPTIONS | drafts | warm)
+
+
+SELF = "standalone:self"
+DRAFTERS = ["ngram", SELF]
+
+
+@pytest.fixture(params=DRAFTERS)
+def llm(request):
+    llm = engine(request.param)
+    yield llm
+    idle(llm.engine)
+
+
+def idle(core):
+    """No request, and every page is free or in the prefix tree."""
+    core.scheduler.audit()
+    stats = core.stats()
+    assert not core.busy and not core.requests
+    assert stats["num_running"] == stats["num_waiting"] == 0
+    assert stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
+    assert core.flush_cache() and core.stats()["free_pages"] == stats["total_pages"]
+
+
+def tokens(n, seed=0):
+    return np.random.default_rng([n, seed]).integers(0, 256, n).tolist()
+
+
+def params(**settings):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True} | settings)
+
+
+def mixed_load():
+    """Every feature that changes what a round does, in one batch that doesn't fit the pool at once."""
+    settings = [
+        {"max_tokens": 64},
+        {"logit_bias": {65: 20.0, 66: 20.0}, "temperature": 1.5, "seed": 1, "max_tokens": 60},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "max_tokens": 40},
+        {},
+        {"temperature": 1.0, "seed": 11},
+        {"temperature": 0.7, "seed": -3, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"logprobs": 3},
+        {"temperature": 1.0, "seed": 5, "n": 3, "max_tokens": 9},
+        {"speculative": False, "max_tokens": 12},
+        {"prompt_logprobs": 2, "max_tokens": 2},
+        {"stop": ["BA"], "logit_bias": {65: 50.0, 66: 50.0}, "min_tokens": 4, "temperature": 2.0, "seed": 2},
+        {"ignore_eos": False, "logit_bias": {258: 10.0}, "min_tokens": 3},
+        {"max_tokens": 1},
+    ]
+    lengths = (50, 41, 30, 1, 9, 33, 40, 17, 65, 130, 8, 12, 128)
+    return [tokens(n) for n in lengths], [params(**s) for s in settings]
+
+
+def said(out):
+    """What a caller can tell two outputs apart by, except times and the last bits of log-probabilities."""
+    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in out.completions]
+
+
+def set_overlap(llm, on):
+    llm.engine.config = dataclasses.replace(llm.engine.config, disable_overlap=not on)
+
+
+# -- one round stale, never wrong --------------------------------------------------------------------------------------
+
+
+def test_overlap_changes_nothing_but_time(llm):
+    outs = {}
+    for on in (True, False):
+        set_overlap(llm, on)
+        before = llm.engine.stats()["preemptions_total"]
+        outs[on] = [said(out) for out in llm.generate(*mixed_load())]
+        assert llm.engine.stats()["preemptions_total"] > before
+        assert llm.engine.flush_cache()
+    set_overlap(llm, True)
+    assert outs[True] == outs[False]
+
+
+@pytest.mark.parametrize("overlap,waste", [(True, 1), (False, 0)])
+def test_a_request_wastes_at_most_one_round(monkeypatch, overlap, waste):
+    llm = engine("ngram")
+    set_overlap(llm, overlap)
+    rounds = []
+    dispatch = llm.engine.runner.round
+    monkeypatch.setattr(llm.engine.runner, "round", lambda *a: rounds.append(1) or dispatch(*a))
+    for settings in ({}, {"stop_token_ids": list(range(0, VOCAB, 9))}, {"max_tokens": 1}):
+        rounds.clear()
+        (out,) = llm.generate([tokens(20)], params(**settings))
+        assert len(rounds) == out.metrics.verify_rounds + waste
+    set_overlap(llm, True)
+    idle(llm.engine)
+
+
+# -- batch-independent sampling ----------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_its_text_in_any_company(llm):
+    prompt, settings = tokens(25), params(temperature=1.0, seed=21, max_tokens=60)
+    (alone,) = llm.generate([prompt], settings)
+    (other,) = llm.generate([prompt], dataclasses.replace(settings, seed=22))
+    assert said(alone) != said(other)
+
+    company = [tokens(40, 1), tokens(33, 2), tokens(50, 3)]
+    ways = [settings, *(params(temperature=t, seed=s, max_tokens=60) for t, s in ((0.0, 1), (1.0, 2), (0.5, 3)))]
+    first = llm.generate([prompt, *company], ways)
+    last = llm.generate([*company, prompt], [*ways[1:], settings])
+    assert said(first[0]) == said(last[3]) == said(alone)
+    assert [said(out) for out in first[1:]] == [said(out) for out in last[:3]]
+    assert any(out.metrics.preemptions for out in (*first, *last))
+
+
+def test_a_preempted_request_keeps_its_text(llm):
+    prompts = [tokens(n, 4) for n in (30, 41, 48)]
+    settings = [params(temperature=1.0, seed=s, max_tokens=70) for s in range(3)]
+    together = llm.generate(prompts, settings)
+    assert together[2].metrics.preemptions > 0, "the youngest should have lost its pages"
+    for out, prompt, each in zip(together, prompts, settings, strict=True):
+        assert said(llm.generate([prompt], each)[0]) == said(out)
+
+
+def test_completion_i_is_drawn_with_seed_plus_i(llm):
+    (out,) = llm.generate([tokens(18)], params(temperature=1.0, seed=40, n=3))
+    assert len({tuple(c.token_ids) for c in out.completions}) == 3
+    for i, completion in enumerate(out.completions):
+        (alone,) = llm.generate([tokens(18)], params(temperature=1.0, seed=40 + i))
+        assert alone.token_ids == completion.token_ids
+
+
+def test_no_seed_draws_a_new_one(llm):
+    settings = params(temperature=1.0, max_tokens=30)
+    first, second = llm.generate([tokens(18)] * 2, settings)
+    assert first.token_ids != second.token_ids
+
+
+# -- static shapes; the fast path ran ----------------------------------------------------------------------------------
+
+
+def test_nothing_compiles_after_warm_up():
+    llm = engine("ngram")
+    before = llm.engine.stats()["compiles_total"]
+    prompts, settings = mixed_load()
+    llm.generate(prompts, settings)
+    for count in (1, 2, 3):  # each bucket of requests, in greedy and in sampled programs
+        llm.generate(prompts[:count], params())
+        llm.generate(prompts[:count], params(temperature=1.0))
+        llm.engine.flush_cache()
+    stats = llm.engine.stats()
+    assert stats["preemptions_total"] > 0
+    assert stats["compiles_total"] == before
+    idle(llm.engine)
+
+
+def test_each_program_counts_its_dispatches():
+    llm = engine("ngram")
+
+    def gained(prompt, settings):
+        before = Counter(llm.engine.stats()["dispatches"])
+        (out,) = llm.generate([prompt], settings)
+        llm.engine.flush_cache()
+        return Counter(llm.engine.stats()["dispatches"]) - before, out.metrics.verify_rounds + 1
+
+    counts, rounds = gained(tokens(30), params())
+    assert counts == {"admit": 1, "prefill": 1, "round_greedy": rounds}
+    counts, rounds = gained(tokens(129), params(temperature=1.0))
+    assert counts == {"admit": 1, "prefill": 2, "round_sampled": rounds}
+    counts, rounds = gained(tokens(130), params(prompt_logprobs=0))
+    assert counts == {"admit": 1, "score": 3, "round_greedy": rounds}
+    counts, rounds = gained(tokens(1), params(logprobs=0))
+    assert counts == {"admit": 1, "round_sampled": rounds}
+
+
+# -- pages balance -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_balance_after_finishes_aborts_and_preemptions(llm, seed):
+    rng, core = random.Random(seed), llm.engine
+    prompts, settings = mixed_load()
+    before = Counter(core.stats()["requests_total"])
+    order = rng.sample(range(len(prompts)), len(prompts))
+    while order or core.busy:
+        for _ in range(rng.randint(0, 3)):
+            if order:
+                i = order.pop()
+                core.add(core.prepare(prompts[i], settings[i]))
+        if core.requests and rng.random() < 0.2:
+            deltas = core.abort(rng.choice(list(core.requests)))
+            assert deltas and all(delta.finish_reason == "abort" for delta in deltas)
+        core.step()
+        core.scheduler.audit()
+    counts = Counter(core.stats()["requests_total"]) - before
+    assert counts["abort"] and counts["length"]
+    assert sum(counts.values()) == sum(s.n for s in settings)
+
+
+@pytest.mark.parametrize("program", ["prefill", "round", "admit"])
+def test_a_failed_call_leaves_the_engine_clean(monkeypatch, program):
+    """An interrupt between plan and dispatch: pages that were promised keys must not be believed."""
+    llm = engine("ngram")
+    prompts, settings = [tokens(90), tokens(30)], params()
+    expected = [said(out) for out in llm.generate(prompts, settings)]
+    llm.engine.flush_cache()
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine.runner, program, fail)
+        llm.generate(prompts, settings)
+    assert [said(out) for out in llm.generate(prompts, settings)] == expected
+    idle(llm.engine)
+
+
+# -- cached equals cold ------------------------------------------------------------------------------------------------
+
+
+def test_a_cached_prefix_continues_as_a_cold_start(llm):
+    """Each turn's prompt is the last turn's prompt and output, which end at every offset within a page."""
+    whole = tokens(20, 5)
+    for extra in range(1, PAGE + 1):
+        (out,) = llm.generate([whole], params(max_tokens=extra))
+        whole = whole + out.token_ids
+        (warm,) = llm.generate([whole], params(max_tokens=24))
+        assert warm.metrics.cached_tokens >= len(whole) - 2 - PAGE
+        llm.engine.flush_cache()
+        (cold,) = llm.generate([whole], params(max_tokens=24))
+        assert cold.metrics.cached_tokens == 0
+        assert said(warm) == said(cold)
+        assert warm.metrics.verify_rounds == cold.metrics.verify_rounds  # the drafter's cache was as good as cold, too
+
+
+def test_self_draft_accepts_everything_after_a_prefix_hit():
+    """Only if the draft model's keys were committed for every cached position does it agree with the target."""
+    llm = engine(SELF)
+    for overlap in (True, False):
+        set_overlap(llm, overlap)
+        for first in range(1, 2 * PAGE):
+            prompt = tokens(40, first)
+            (out,) = llm.generate([prompt], params(max_tokens=first))
+            (out,) = llm.generate([prompt + out.token_ids + [first]], params(max_tokens=17))
+            assert out.metrics.cached_tokens >= 32
+            assert out.metrics.accept_length == 4.0
+            llm.engine.flush_cache()
+    set_overlap(llm, True)
+    idle(llm.engine)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_self_draft_accepts_everything(n):
+    if n == 3:
+        llm = engine(SELF)
+    else:
+        options = OPTIONS | {"max_running_requests": 1, "num_draft_tokens": n}
+        llm = LLM(checkpoint(), f"standalone:{checkpoint()}", **options)
+    for length, temperature in ((1, 0.0), (33, 0.0), (64, 1.0)):
+        settings = params(temperature=temperature, seed=6, max_tokens=50)
+        (out,) = llm.generate([tokens(length, 6)], settings)
+        assert out.metrics.accept_length == n + 1
+        assert out.metrics.verify_rounds == -(-50 // (n + 1))
+    stats = llm.engine.stats()
+    assert len(stats["drafted_per_position"]) == n
+    idle(llm.engine)
+
+
+# -- speculation means what plain decoding means -----------------------------------------------------------------------
+
+MEANINGS = [
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.5, "logit_bias": {65: 6.0, 66: 5.5, 67: 5.0}},
+    {"frequency_penalty": 0.8, "logit_bias": {65: 8.0, 66: 7.5}},
+    {"logit_bias": {65: 100.0}},
+    {"logit_bias": {65: 4.0, 70: -100.0}, "repetition_penalty": 0.8},
+    {"min_tokens": 7, "stop_token_ids": [9], "logit_bias": {9: 100.0, 10: 50.0}},
+    {"min_tokens": 5, "stop": ["A"], "logit_bias": {65: 100.0}},
+    {"stop": ["AAAAAA"], "logit_bias": {65: 100.0}},
+    {"stop_token_ids": list(range(0, 256, 9))},
+    {"ignore_eos": False, "logit_bias": {258: 4.0}},
+]
+
+
+@functools.cache
+def expected_meanings():
+    settings = [params(logprobs=4, max_tokens=36, **meaning) for meaning in MEANINGS]
+    return settings, engine("none").generate([tokens(35, 8)] * len(settings), settings)
+
+
+def test_penalties_bias_stops_and_logprobs_mean_the_same_with_drafts(llm):
+    settings, expected = expected_meanings()
+    outs = llm.generate([tokens(35, 8)] * len(settings), settings)
+    for out, want, meaning in zip(outs, expected, MEANINGS, strict=True):
+        assert said(out) == said(want), meaning
+        assert [e.token_id for e in out.logprobs] == out.token_ids
+        for got, due in zip(out.logprobs, want.logprobs, strict=True):
+            assert got.logprob == pytest.approx(due.logprob, abs=1e-4)
+            assert [v for _, v in got.top] == pytest.approx([v for _, v in due.top], abs=1e-4)
+    assert max(out.metrics.accept_length for out in outs) > 1.3, "nothing was drafted right, so nothing was tested"
+
+
+def test_min_tokens_and_stops_do_what_they_say():
+    early, word, run, *_ = expected_meanings()[1][5:]
+    assert early.token_ids == [10] * 7 + [9]
+    assert word.finish_reason == "stop" and len(word.token_ids) in (5, 6)
+    assert (run.text, len(run.token_ids), run.finish_reason) == ("", 6, "stop")
+
+
+def test_logprobs_are_those_of_the_logits():
+    llm, prompt = engine("ngram"), tokens(130, 9)
+    outs = llm.generate([prompt, prompt[:33], prompt[:1]], params(logprobs=5, prompt_logprobs=3, max_tokens=12))
+    for out in outs:
+        length = len(out.prompt_token_ids)
+        whole = out.prompt_token_ids + out.token_ids
+        logits = np.asarray(jaxspec.logits(llm.engine.runner.model, [whole])[0], np.float64)
+        logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == length
+        rows = zip([*out.prompt_logprobs[1:], *out.logprobs], logprobs, whole[1:], strict=False)
+        for i, (entry, row, token) in enumerate(rows):
+            best = np.sort(row)[::-1][: 3 if i < length - 1 else 5]
+            assert entry.token_id == token
+            assert entry.logprob == pytest.approx(row[token], abs=1e-4)
+            assert [v for _, v in entry.top] == pytest.approx(best, abs=1e-4)
+            assert [row[t] for t, _ in entry.top] == pytest.approx(best, abs=1e-4)
+    idle(llm.engine)
+
+
+def test_requests_without_speculation_run_among_those_with_it():
+    llm, bias = engine("ngram"), {65: 100.0}
+    settings = [params(max_tokens=30, logit_bias=bias, speculative=s) for s in (True, False)]
+    drafted, plain = llm.generate([tokens(10), tokens(10)], settings)
+    assert said(drafted) == said(plain)
+    assert plain.metrics.accept_length == 1.0 and plain.metrics.verify_rounds == 30
+    assert drafted.metrics.accept_length > 2.5
+    idle(llm.engine)
+
+
+def test_ngram_drafts_where_text_repeats_and_not_elsewhere():
+    llm = engine("ngram")
+    (out,) = llm.generate([tokens(10)], params(max_tokens=40, logit_bias={65: 12.0, 66: 12.0}))
+    assert out.metrics.accept_length > 1.5
+    before = llm.engine.stats()["drafted_per_position"]
+    llm.generate([list(range(100, 160))], params(max_tokens=1))
+    assert llm.engine.stats()["drafted_per_position"] == before
+    idle(llm.engine)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt,settings,words", [
+    ([], {}, "prompt is empty"),
+    ([VOCAB], {}, "outside the vocabulary"),
+    ([-1], {}, "outside the vocabulary"),
+    ([True], {}, "outside the vocabulary"),
+    (["a"], {}, "outside the vocabulary"),
+    ([1] * CONTEXT, {}, "maximum context length"),
+    ([1], {"max_tokens": CONTEXT}, "maximum context length"),
+    ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+    ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+    ([1], {"stop_token_ids": list(range(40))}, "at most 32"),
+])  # fmt: skip
+def test_a_bad_request_is_refused_before_anything_runs(prompt, settings, words):
+    llm = engine("ngram")
+    before = llm.engine.stats()["dispatches"]
+    with pytest.raises(RequestError, match=words):
+        llm.generate([[1, 2], prompt], params(**settings))
+    assert llm.engine.stats()["dispatches"] == before
+    idle(llm.engine)
+
+
+def test_as_many_params_as_prompts():
+    with pytest.raises(RequestError, match="2 prompts but 1 sampling params"):
+        engine("ngram").generate([[1], [2]], [params()])
+
+
+# -- many callers at once ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Run a coroutine function on an `AsyncLLM` over the shared engine, and leave that idle whatever happened."""
+    core = engine("ngram").engine
+    monkeypatch.setattr("jaxspec.llm.Engine", lambda options: core)
+
+    def run(scenario):
+        llm = AsyncLLM()
+        try:
+            asyncio.run(asyncio.wait_for(scenario(llm), 60))
+        finally:
+            llm.close()
+
+    yield run
+    while core.busy:  # what a dead engine leaves
+        for name in list(core.requests):
+            core.abort(name)
+        core.step()
+    core.flush_cache()
+    idle(core)
+
+
+async def gather(llm, prompt, settings):
+    return [delta async for delta in llm.generate(prompt, settings)]
+
+
+def test_streams_add_up_to_what_a_whole_call_returns(serve):
+    prompts, settings = mixed_load()
+    whole = engine("ngram").generate(prompts, settings)
+
+    async def scenario(llm):
+        streams = await asyncio.gather(*(gather(llm, *each) for each in zip(prompts, settings, strict=True)))
+        for deltas, out in zip(streams, whole, strict=True):
+            for completion in out.completions:
+                mine = [delta for delta in deltas if delta.index == completion.index]
+                assert [t for delta in mine for t in delta.token_ids] == completion.token_ids
+                assert "".join(delta.text for delta in mine) == completion.text
+                assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + [completion.finish_reason]
+            assert len(deltas) > 1 or len(out.token_ids) <= 4
+            assert (deltas[0].prompt_logprobs is None) == (out.prompt_logprobs is None)
+
+    serve(scenario)
+
+
+def test_closing_the_iterator_aborts(serve):
+    async def scenario(llm):
+        stream = llm.generate(tokens(20), params(max_tokens=150))
+        assert (await anext(stream)).token_ids
+        await stream.aclose()
+        assert await llm.flush_cache(), "the request is still running"  # asked after the abort, so answered after it
+        assert llm.stats()["requests_total"]["abort"] == before + 1
+
+    before = engine("ngram").engine.stats()["requests_total"].get("abort", 0)
+    serve(scenario)
+
+
+def test_bad_requests_disturb_nobody(serve):
+    async def scenario(llm):
+        async def bad(prompt, settings, name=None):
+            with pytest.raises(RequestError):
+                await anext(llm.generate(prompt, settings, name))
+
+        stream = llm.generate(tokens(33), params(max_tokens=40), "mine")
+        deltas = [await anext(stream)]
+        await asyncio.gather(bad([], params()), bad([VOCAB], params()), bad([1], params(), "mine"))
+        deltas += [delta async for delta in stream]
+        assert [t for delta in deltas for t in delta.token_ids] == expected.token_ids
+        assert (await gather(llm, tokens(33), params(max_tokens=40)))[-1].finish_reason == "length"
+
+    (expected,) = engine("ngram").generate([tokens(33)], params(max_tokens=40))
+    serve(scenario)
+
+
+def test_when_the_engine_dies_every_caller_hears_of_it(serve, monkeypatch):
+    core, asked = engine("ngram").engine, threading.Event()
+
+    def fail(*_):
+        asked.wait(30)
+        raise RuntimeError("the device is gone")
+
+    async def scenario(llm):
+        monkeypatch.setattr(core.runner, "round", fail)
+        callers = [gather(llm, tokens(n), params()) for n in (5, 20, 60, 9, 30)]
+        waiting = asyncio.gather(*callers, return_exceptions=True)
+        await asyncio.sleep(0.2)  # the engine is in the round that will fail, so nobody answers this one:
+        flush = asyncio.create_task(llm.flush_cache())
+        await asyncio.sleep(0)
+        asked.set()
+        errors = [*await waiting, *await asyncio.gather(flush, return_exceptions=True)]
+        assert [type(error) for error in errors] == [EngineDead] * 6
+        assert all("the device is gone" in str(error.__cause__) for error in errors)
+        with pytest.raises(EngineDead):
+            await gather(llm, [1], params())
+        with pytest.raises(EngineDead):
+            await llm.flush_cache()
+        assert not llm.stats()["ready"]
+
+    serve(scenario)
+    monkeypatch.undo()
+
+
+def test_closing_the_engine_ends_its_streams(serve):
+    async def scenario(llm):
+        stream = llm.generate(tokens(20), params(max_tokens=150))
+        await anext(stream)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(EngineDead):
+            async for _ in stream:
+                pass
+        assert not llm.stats()["ready"]
+
+    serve(scenario)

@@ -1,0 +1,166 @@
+"""The examples run, the drafter among them is what it claims (short, lossless, better the second time), and what the
+README and docs/ say of flags, drafters, files and tests is so.
+"""
+
+import ast
+import dataclasses
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.markov import Markov
+from jaxspec import LLM, SamplingParams
+from jaxspec.cache import Rows
+from jaxspec.config import EngineConfig, flag
+from jaxspec.draft import DraftBatch, PrefillBatch, Verified
+from jaxspec.drafters import DRAFTERS
+from server.options import SERVER_DEFAULTS, make_parser
+from tests.tiny import tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text()
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+OPTIONS = {"page_size": 8, "context_length": 128, "max_running_requests": 2, "skip_warmup": True}
+VOCAB = 272
+DRAFT = "examples.markov:Markov"
+PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (1, 3, 9, 40)]
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return str(tiny_checkpoint("qwen3", VOCAB, 5, tokenizer=True))
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return LLM(folder, "none", **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def markov(folder):
+    return LLM(folder, DRAFT, num_draft_tokens=4, **OPTIONS)
+
+
+def test_a_drafter_fits_in_100_lines():
+    assert len((EXAMPLES / "markov.py").read_text().splitlines()) < 100
+
+
+def test_markov_is_lossless_and_learns(plain, markov):
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    expected = [out.token_ids for out in plain.generate(PROMPTS, greedy)]
+    first, second = markov.generate(PROMPTS, greedy), markov.generate(PROMPTS, greedy)
+    assert [out.token_ids for out in first] == expected
+    assert [out.token_ids for out in second] == expected
+    # 24 tokens are five rounds when every draft is accepted, save where the same four tokens went on in two ways.
+    rounds = [[out.metrics.verify_rounds for out in outs] for outs in (first, second)]
+    assert min(rounds[0]) > 15 and min(rounds[1]) == 5 and max(rounds[1]) < 9
+
+
+def test_markov_leaves_seeded_text_as_it_is(plain, markov):
+    sampled = SamplingParams(temperature=0.8, top_k=8, seed=3, max_tokens=24, ignore_eos=True)
+    again = [markov.generate(PROMPTS, sampled) for _ in range(2)][1]
+    assert [out.token_ids for out in again] == [out.token_ids for out in plain.generate(PROMPTS, sampled)]
+    assert all(out.metrics.accept_length > 4 for out in again)
+
+
+def draft_after(drafter, table, *texts):
+    """What the drafter proposes after each of some texts of equal length."""
+    length = jnp.full(len(texts), len(texts[0]))
+    batch = DraftBatch(None, length, jnp.array(texts), None, length > 0, None, greedy=True)
+    proposal, _ = drafter.propose({}, table, batch)
+    return batch, [tokens[:count].tolist() for tokens, count in zip(proposal.tokens, proposal.count, strict=True)]
+
+
+def test_markov_learns_what_a_round_yielded_and_no_more():
+    drafter = Markov(vocab_bits=9, table_bits=12, contexts=(3, 2))
+    empty = drafter.init_state(None, 0)
+    batch, proposed = draft_after(drafter, empty, [0, 1, 2], [0, 3, 4])
+    assert proposed == [[], []]
+    outputs = jnp.array([[5, 6, 7], [8, 9, 10]])
+    verified = Verified(outputs, outputs, jnp.array([2, 0]), ())  # the second request had ended
+    table = drafter.commit({}, empty, batch, verified)
+    assert draft_after(drafter, table, [0, 1, 2], [0, 3, 4])[1] == [[5, 6], []]
+    assert draft_after(drafter, table, [9, 1, 2])[1] == [[5, 6]], "the shorter context is the fallback"
+    assert draft_after(drafter, table, [9, 9, 2])[1] == [[]]
+    assert int((table > 0).sum()) == 2 * 2
+
+
+def test_markov_learns_from_prompts():
+    drafter = Markov(vocab_bits=9, table_bits=12, contexts=(2,))
+    text = jnp.array([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]])
+    rows = Rows(jnp.array([0, 0]), jnp.array([5, 3]), None)  # of the second block, three positions are real
+    batch = PrefillBatch(None, text[:, :-1], text[:, 1:], rows)
+    table = drafter.prefill({}, drafter.init_state(None, 0), batch, ())
+    assert draft_after(drafter, table, [1, 2], [7, 8])[1] == [[3, 4, 5, 6], [9, 10]]
+
+
+def test_offline_prints_what_drafting_changes_nothing_about(folder, capsys):
+    offline = load("offline")
+    texts = []
+    for draft in ("none", "ngram"):
+        offline.main(["--model", folder, "--draft", draft, "--max-tokens", "8", "hi"])
+        printed = capsys.readouterr().out
+        assert printed.startswith("> hi\n") and "8 tokens" in printed and " a round, ended by length]" in printed
+        texts.append(printed[: printed.index("[8 tokens")])
+    assert texts[0] == texts[1]
+
+
+def load(name):
+    """Import a script by its path, as `python examples/NAME.py` would find it."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def section(text, title):
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_readme_has_every_flag_and_no_other():
+    named = set(re.findall(r"`(--[a-z-]+)`", section(README, "Flags")))
+    flags = {name for action in make_parser()._actions for name in action.option_strings}
+    assert named == {name for name in flags if name.startswith("--")} - {"--help", "--version", "--config"}
+    for option in dataclasses.fields(EngineConfig):
+        row = next(row for row in section(README, "Flags").splitlines() if f"`{flag(option.name)}`" in row)
+        default = SERVER_DEFAULTS.get(option.name, option.default)
+        assert default is None or isinstance(default, bool) or str(default) in row, f"{row} lacks the default {default}"
+
+
+def test_readme_has_every_drafter():
+    methods = set(re.findall(r"^\| `(\w+)", section(README, "Drafters"), re.M)) - {"module"}
+    assert methods == {"none", "auto", *DRAFTERS}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/performance.md"])
+def test_links_lead_somewhere_and_python_is_python(page):
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), link
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        ast.parse(block)
+
+
+def test_the_drafter_is_as_long_as_the_readme_says():
+    (lines,) = re.findall(r"\[(\d+) lines\]\(examples/markov.py\)", README)
+    assert int(lines) == len((EXAMPLES / "markov.py").read_text().splitlines())
+
+
+def test_design_names_tests_that_exist():
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", DESIGN)
+    assert len(named) > 10
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / path).read_text(), f"{path} has no {test}"
+
+
+def test_design_maps_every_file():
+    mapped = set(re.findall(r"`([\w/.]+)`", section(DESIGN, "File map")))
+    assert not [name for name in mapped if "/" in name and not (ROOT / name).exists()]
+    there = {f"jaxspec/{path.name}{'/' * path.is_dir()}" for path in (ROOT / "jaxspec").iterdir()}
+    assert there - {"jaxspec/__pycache__/"} <= mapped

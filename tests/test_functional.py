@@ -1,0 +1,145 @@
+"""`logits`, `hidden_states` and `propose`: plain functions, checked against each other and against greedy decoding."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import ConfigError, RequestError, load_drafter, load_model
+from jaxspec.draft import Drafter, Proposal
+from jaxspec.models import MODELS
+from jaxspec.models.layers import rms_norm
+from tests.tiny import tiny_checkpoint
+
+PROMPT = [5, 9, 2, 33, 60, 9, 2]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(str(tiny_checkpoint()), progress=False)
+
+
+@pytest.fixture(scope="module")
+def other():
+    return load_model(str(tiny_checkpoint("llama", seed=5)), progress=False)
+
+
+class Fixed(Drafter):
+    """Not a dataclass, so the number of its drafts can't be changed."""
+
+    num_draft_tokens = 2
+
+    @classmethod
+    def load(cls, target, source, options):
+        return cls(), {}
+
+    def propose(self, params, state, batch):
+        return Proposal(batch.tokens(-2, 2), jnp.full(batch.length.shape, 2)), state
+
+
+def last_logits(model, tokens):
+    return np.asarray(jaxspec.logits(model, [tokens])[0, -1])
+
+
+# -- logits and hidden states ------------------------------------------------------------------------------------------
+
+
+def test_logits_are_causal_and_float32(model):
+    tokens = np.array([PROMPT, PROMPT[::-1]])
+    whole = jaxspec.logits(model, tokens)
+    assert whole.shape == (2, len(PROMPT), 64) and whole.dtype == jnp.float32
+    np.testing.assert_allclose(jaxspec.logits(model, tokens[:1, :4])[0], whole[0, :4], atol=1e-5)
+
+
+def test_hidden_states_lead_to_the_logits(model):
+    first, last = jaxspec.hidden_states(model, [PROMPT], (0, 1))
+    assert first.shape == last.shape == (1, len(PROMPT), 32) and last.dtype == jnp.float32
+    normed = rms_norm(last, model.params["norm"], model.config.rms_norm_eps)
+    logits = MODELS[model.config.model_type].unembed(model.params, normed)
+    np.testing.assert_allclose(logits, jaxspec.logits(model, [PROMPT]), atol=1e-5)
+    swapped = jaxspec.hidden_states(model, [PROMPT], [1, 0])
+    np.testing.assert_array_equal(swapped, np.stack([last, first]))
+
+
+@pytest.mark.parametrize("tokens", [[], [[]], [1, 2], [[[1]]], [[1.5]], [[True]], [[64]], [[-1]]])
+def test_tokens_that_are_refused(model, tokens):
+    for call in (jaxspec.logits, lambda m, t: jaxspec.hidden_states(m, t, (0,))):
+        with pytest.raises(RequestError, match="token"):
+            call(model, tokens)
+
+
+@pytest.mark.parametrize("layers", [(2,), (-1,), (0, 5)])
+def test_layers_that_are_refused(model, layers):
+    with pytest.raises(RequestError, match="layers 0 to 1"):
+        jaxspec.hidden_states(model, [PROMPT], layers)
+
+
+# -- propose -----------------------------------------------------------------------------------------------------------
+
+
+def test_ngram_proposes_what_followed(model):
+    next_token = int(last_logits(model, PROMPT).argmax())
+    prompt = [8, next_token, 40, 41, 8, *PROMPT]
+    drafter = load_drafter("ngram", model)
+    prop = jaxspec.propose(model, drafter, [*prompt, 8], 3)
+    assert prop.next_token == int(last_logits(model, [*prompt, 8]).argmax())
+    assert prop.logits is None and prop.tokens.shape == (3,)
+    # A prompt whose greedy next token completes a bigram that is in it:
+    for filler in range(64):
+        whole = [20, filler, 40, 41, 42, 20]
+        if int(last_logits(model, whole).argmax()) == filler:
+            prop = jaxspec.propose(model, drafter, whole, 3)
+            assert (prop.count, prop.tokens.tolist()) == (3, [40, 41, 42])
+            break
+    prop = jaxspec.propose(model, drafter, [1], 2)
+    assert prop.count == 0
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 5, [7], [7, 8]])
+@pytest.mark.parametrize("n", [1, 4])
+def test_standalone_continues_greedily_with_its_own_model(model, other, prompt, n):
+    drafter = load_drafter(f"standalone:{other.path}", model)
+    prop = jaxspec.propose(model, drafter, prompt, n)
+    assert prop.next_token == int(last_logits(model, prompt).argmax())
+    assert prop.tokens.shape == (n,) and prop.count == n and prop.logits.shape == (n, 64)
+    context = [*prompt, prop.next_token]
+    for token, logits in zip(prop.tokens.tolist(), prop.logits, strict=True):
+        expected = last_logits(other, context)
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
+        assert token == int(expected.argmax())
+        context.append(token)
+
+
+def test_a_drafter_of_fixed_length_drafts_that_many_only(model):
+    drafter = load_drafter(f"{__name__}:Fixed", model)
+    prop = jaxspec.propose(model, drafter, PROMPT, 2)
+    assert prop.tokens.tolist() == [PROMPT[-1], prop.next_token]
+    with pytest.raises(ConfigError, match="drafts 2 tokens; make it a dataclass"):
+        jaxspec.propose(model, drafter, PROMPT, 3)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2"])
+def test_an_n_that_is_refused(model, n):
+    with pytest.raises(ConfigError, match="positive integer"):
+        jaxspec.propose(model, load_drafter("ngram", model), PROMPT, n)
+
+
+def test_nothing_to_draft_with_is_refused(model):
+    with pytest.raises(ConfigError):
+        jaxspec.propose(model, load_drafter("none", model), PROMPT, 0)
+
+
+def test_prompts_that_are_refused(model):
+    drafter = load_drafter("ngram", model)
+    for prompt in ([], [64], [[1]]):
+        with pytest.raises(RequestError, match="token"):
+            jaxspec.propose(model, drafter, prompt, 2)
+
+
+def test_propose_changes_nothing_about_the_drafter(model):
+    drafter = load_drafter("ngram", model)
+    before = dataclasses.replace(drafter)
+    jaxspec.propose(model, drafter, PROMPT, 2)
+    assert drafter == before and drafter.drafter.num_draft_tokens == 4

@@ -1,0 +1,109 @@
+"""Attention over pages against a dense softmax in float64, at the edges of pages and of the reference's blocks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache import Rows
+from jaxspec.pallas.paged_attention import paged_attention
+
+LAYERS, LAYER, H = 2, 1, 8
+
+
+def dense(q, k, v):
+    """Attention of one row q f[n, h] over keys and values f[s, m, h]."""
+    n, h = q.shape
+    k, v = (np.repeat(x.astype(np.float64), n // x.shape[1], axis=1) for x in (k, v))
+    scores = np.einsum("nh,snh->ns", q.astype(np.float64), k) * h**-0.5
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    return np.einsum("ns,snh->nh", weights / weights.sum(1, keepdims=True), v)
+
+
+def paged(rng, lengths, kv_heads, page_size, entries):
+    """Keys and values of sequences scattered over shuffled pages; what is not theirs is huge, and would show."""
+    pages = 1 + len(lengths) * entries
+    kv = np.full((LAYERS, pages, 2, kv_heads, page_size, H), 1e4, np.float32)
+    table = rng.permutation(np.arange(1, pages)).reshape(len(lengths), entries).astype(np.int32)
+    sequences = []
+    for row, length in zip(table, lengths, strict=True):
+        k, v = rng.standard_normal((2, length, kv_heads, H), np.float32)
+        for i in range(length):
+            kv[LAYER, row[i // page_size], :, :, i % page_size] = k[i], v[i]
+        row[-(-length // page_size) :] = 0  # the scheduler's tables end in the dummy page
+        sequences.append((k, v))
+    return kv, table, sequences
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (4, 2), (6, 1)])
+@pytest.mark.parametrize("t,lengths", [
+    (1, (1, 2, 7, 8, 9)),
+    (1, (15, 16, 17, 31, 32)),
+    (1, (33, 63, 64, 65, 72)),
+    (4, (4, 5, 8, 35, 68)),
+    (32, (32, 33, 40, 64, 70)),
+])  # fmt: skip
+@pytest.mark.parametrize("block_tokens", [8, 32, 1024])
+def test_equals_dense_softmax(heads, kv_heads, t, lengths, block_tokens):
+    rng = np.random.default_rng(t * heads)
+    kv, table, sequences = paged(rng, lengths, kv_heads, page_size=8, entries=9)
+    q = rng.standard_normal((len(lengths), t, heads, H), np.float32)
+    start = np.array(lengths, np.int32) - t
+    out = paged_attention(q, jnp.asarray(kv), jnp.int32(LAYER), table, start, block_tokens)
+    assert out.dtype == q.dtype
+    for b, (k, v) in enumerate(sequences):
+        for i in range(t):
+            end = start[b] + i + 1
+            np.testing.assert_allclose(out[b, i], dense(q[b, i], k[:end], v[:end]), atol=2e-6, rtol=1e-5)
+
+
+def test_rows_before_the_start_are_zero_and_disturb_nobody():
+    rng = np.random.default_rng(0)
+    kv, table, ((k, v), _) = paged(rng, (2, 5), 2, page_size=4, entries=3)
+    q = rng.standard_normal((2, 3, 4, H), np.float32)
+    out = np.asarray(paged_attention(q, jnp.asarray(kv), jnp.int32(LAYER), table, np.array([-1, -3], np.int32)))
+    assert not out[0, 0].any() and not out[1].any()
+    for i in (1, 2):
+        np.testing.assert_allclose(out[0, i], dense(q[0, i], k[:i], v[:i]), atol=2e-6)
+
+
+def test_bfloat16_caches_keep_float32_sums():
+    rng = np.random.default_rng(1)
+    kv, table, ((k, v),) = paged(rng, (70,), 1, page_size=8, entries=9)
+    q = rng.standard_normal((1, 1, 2, H), np.float32)
+    out = paged_attention(jnp.bfloat16(q), jnp.bfloat16(kv), jnp.int32(LAYER), table, np.array([69], np.int32))
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(out[0, 0]), dense(q[0, 0], k, v), atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "start,count,t", [(0, 3, 3), (6, 4, 4), (7, 1, 4), (-1, 2, 2), (-2, 2, 2), (3, 0, 4), (10, 4, 4)]
+)
+def test_a_write_touches_its_rows_and_page_zero_alone(start, count, t):
+    """Two requests; the second has other rows. Past the table (12 positions here) and before 0 is padding, too."""
+    rng = np.random.default_rng(2)
+    table = np.array([[3, 1, 5], [2, 6, 4]], np.int32)
+    starts, counts = np.array([start, 2], np.int32), np.array([count, 2], np.int32)
+    before = rng.standard_normal((LAYERS, 7, 2, 2, 4, H), np.float32)
+    k, v = rng.standard_normal((2, 2, t, 2, H), np.float32)
+    after = np.asarray(Rows(starts, counts, table).write(jnp.asarray(before), jnp.int32(LAYER), k, v))
+    expected = before.copy()
+    for b in range(2):
+        for i in range(counts[b]):
+            at = starts[b] + i
+            if i < t and 0 <= at < 12:
+                expected[LAYER, table[b, at // 4], :, :, at % 4] = k[b, i], v[b, i]
+    np.testing.assert_array_equal(after[:, 1:], expected[:, 1:])
+    np.testing.assert_array_equal(after[0], before[0])
+
+
+def test_attend_sees_what_it_has_just_written():
+    rng = np.random.default_rng(3)
+    kv, table, ((k, v),) = paged(rng, (6,), 2, page_size=4, entries=3)
+    q, new_k, new_v = rng.standard_normal((3, 1, 3, 2, H), np.float32)
+    (spare,) = {1, 2, 3} - {*table[0, :2].tolist()}
+    table[0, 2] = spare
+    rows = Rows(np.array([6], np.int32), np.array([3], np.int32), table)
+    out, _ = rows.attend(jnp.asarray(kv), jnp.int32(LAYER), q, new_k, new_v)
+    k, v = np.concatenate([k, new_k[0]]), np.concatenate([v, new_v[0]])
+    for i in range(3):
+        np.testing.assert_allclose(out[0, i], dense(q[0, i], k[: 7 + i], v[: 7 + i]), atol=2e-6)
