@@ -94,8 +94,7 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     **Raises:** `RequestError` for prompts as in `logits`, `ConfigError` if the drafter can't draft `n` tokens.
     """
     prompt = _checked(model, [prompt_tokens])[0]
-    if n != drafter.drafter.num_draft_tokens:
-        drafter = _resized(drafter, n)
+    drafter = _resized(drafter, n)
     width, length = n + 1, len(prompt)
     capacity = length + 1 + 2 * width
     pages = -(-capacity // PAGE)
@@ -145,6 +144,10 @@ def _resized(drafter: LoadedDrafter, n: int) -> LoadedDrafter:
 
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"n must be a positive integer, got {n!r}")
+    if n == drafter.drafter.num_draft_tokens:
+        return drafter
+    if not drafter.drafter.num_draft_tokens:
+        raise ConfigError(f"{drafter.name} drafts nothing; load another drafter, for example ngram")
     if not dataclasses.is_dataclass(drafter.drafter):
         raise ConfigError(
             f"{drafter.name} drafts {drafter.drafter.num_draft_tokens} tokens; make it a dataclass to change that"

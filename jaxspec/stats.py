@@ -25,6 +25,8 @@ class DecodeLog:
 
     def count(self, rows: int, started: float) -> None:
         """Note a round of `rows` live requests, dispatched at `started`."""
+        if not rows:
+            return  # a round that ran past the end of all its requests
         if not self._rounds:
             self._since = max(self._since, started)  # idle time doesn't count
         self._rounds += 1

@@ -43,7 +43,7 @@ SETTINGS = {
     "min_p": SamplingParams(temperature=1.1, min_p=0.15),
     "penalties": SamplingParams(**PENALTIES),
     "everything": SamplingParams(
-        temperature=1.3, top_k=6, top_p=0.75, min_p=0.05, logit_bias={2: 1.5, 9: -1.0}, **PENALTIES,
+        temperature=1.3, top_k=6, top_p=0.75, min_p=0.05, logit_bias={5: 2.5, 9: -1.0}, **PENALTIES,
         # impossible as the next token, the seventh of the output, and possible as the one after
         stop_token_ids=[STOP_ID], min_tokens=7,
     ),

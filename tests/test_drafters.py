@@ -117,7 +117,7 @@ def test_a_module_that_fails_to_import_says_why(model, tmp_path, monkeypatch):
 
 
 def test_another_vocabulary_is_refused(model):
-    with pytest.raises(ConfigError, match="vocabulary has 80 tokens, the target's .* has 64"):
+    with pytest.raises(ConfigError, match=r"vocabulary has 80 tokens, the target's .* has 64"):
         load_drafter(f"standalone:{tiny_checkpoint(vocab=80)}", model)
 
 
@@ -191,7 +191,7 @@ def test_the_base_class_keeps_nothing_and_says_what_is_missing():
     drafter = Mine()
     assert drafter.init_state(None, 4) == {} and drafter.kv_bytes_per_token("float32") == 0
     assert drafter.commit({}, {"a": 1}, None, None) == {"a": 1} == drafter.prefill({}, {"a": 1}, None, ())
-    with pytest.raises(NotImplementedError, match="Mine.propose"):
+    with pytest.raises(NotImplementedError, match=r"Mine\.propose"):
         drafter.propose({}, {}, None)
 
 

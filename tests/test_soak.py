@@ -201,7 +201,7 @@ def soak(draft: str, count: int, seconds: float) -> str:
     finally:
         llm.close()
     assert stats["compiles_since_start"] == 0, "something was compiled under load"
-    left, aborted = counts["hung up"] + counts["impatient"], stats["requests_total"]["abort"]
+    left, aborted = counts["hung up"] + counts["impatient"], stats["requests_total"].get("abort", 0)
     assert aborted > left / 3, (
         f"{left} clients left, and {aborted} completions were aborted"
     )  # others were over by then
