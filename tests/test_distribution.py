@@ -32,7 +32,7 @@ COMPLETIONS = 100  # of each request in the run through `LLM`
 PAGE = 16
 
 # The text repeats itself, so that n-grams are found; some of it was generated, so that penalties have what to count.
-PROMPT, OUTPUT = [3, 9, 5, 6, 1], [5, 9, 4, 4, 3, 9]
+PROMPT, OUTPUT = [3, 9, 6, 5, 1], [5, 9, 4, 4, 3, 9]
 KNOWN = len(PROMPT) + len(OUTPUT)
 
 PENALTIES = {"presence_penalty": 0.6, "frequency_penalty": 0.5, "repetition_penalty": 1.7}
@@ -57,7 +57,7 @@ class PointMass(Drafter):
     num_draft_tokens: int = 2
 
     def propose(self, params, state, batch):
-        tokens = (batch.length[:, None] + jnp.arange(self.num_draft_tokens) + 6) % VOCAB
+        tokens = (batch.length[:, None] + jnp.arange(self.num_draft_tokens) + 7) % VOCAB
         return Proposal(tokens, batch.slots % 3), state
 
 
@@ -181,9 +181,11 @@ def test_settings_can_be_told_apart():
             assert all(fits) if other == drawn else not any(fits), (drawn, other)
 
 
-@pytest.mark.parametrize("draft", ["ngram", f"standalone:{checkpoint(3)}", "tests.test_distribution:Noise"])
+@pytest.mark.parametrize("draft", ["ngram", "standalone", "tests.test_distribution:Noise"])
 def test_llm_samples_the_target(draft):
     """The same from end to end, requests of all settings in one batch."""
+    if draft == "standalone":
+        draft = f"standalone:{checkpoint(3)}"
     # Two pages hold all of the prompt but its newest token: later requests find them in the prefix tree.
     options = {
         "max_running_requests": 16,

@@ -7,6 +7,7 @@ nothing of any request is left behind.
 import asyncio
 import dataclasses
 import functools
+import itertools
 import random
 import threading
 from collections import Counter
@@ -231,6 +232,19 @@ def test_pages_balance_after_finishes_aborts_and_preemptions(llm, seed):
     assert sum(counts.values()) == sum(s.n for s in settings)
 
 
+def test_pages_balance_when_a_prompt_is_aborted_halfway(llm):
+    core = llm.engine
+    for name, length in (("halfway", 130), ("waiting", 20)):
+        core.add(core.prepare(tokens(length), params(), name))
+    core.step()
+    assert core.scheduler.prefilling and core.scheduler.waiting
+    for name in ("halfway", "waiting"):
+        (delta,) = core.abort(name)
+        assert delta.finish_reason == "abort" and not delta.token_ids
+        core.scheduler.audit()
+    assert core.abort("nobody") == []
+
+
 @pytest.mark.parametrize("program", ["prefill", "round", "admit"])
 def test_a_failed_call_leaves_the_engine_clean(monkeypatch, program):
     """An interrupt between plan and dispatch: pages that were promised keys must not be believed."""
@@ -272,8 +286,8 @@ def test_self_draft_accepts_everything_after_a_prefix_hit():
     llm = engine(SELF)
     for overlap in (True, False):
         set_overlap(llm, overlap)
-        for first in range(1, 2 * PAGE):
-            prompt = tokens(40, first)
+        for length, first in itertools.product(range(33, 33 + PAGE), (3, 4, 8)):  # 4 and 8 are whole rounds
+            prompt = tokens(length, first)
             (out,) = llm.generate([prompt], params(max_tokens=first))
             (out,) = llm.generate([prompt + out.token_ids + [first]], params(max_tokens=17))
             assert out.metrics.cached_tokens >= 32
