@@ -7,6 +7,8 @@ seed, the position of the token and what it is drawn for, and on nothing else.
 
 from __future__ import annotations
 
+from functools import partial
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -125,8 +127,11 @@ def keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b ..."], purpose: int
 
 
 def draw(p: Float[Array, "*b v"], key: Array) -> Int[Array, "*b"]:
-    """One token from each distribution, by the Gumbel-max trick; `p` need not be normalised."""
-    noise = jax.random.gumbel
+    """One token from each distribution, by the Gumbel-max trick; `p` need not be normalised.
+
+    The noise has all its bits: with few, ties among the largest of 150k tokens would favour low ids.
+    """
+    noise = partial(jax.random.gumbel, mode="high")
     for _ in range(key.ndim):
         noise = jax.vmap(noise, (0, None))
     return jnp.argmax(jnp.log(p) + noise(key, p.shape[-1:]), axis=-1).astype(jnp.int32)

@@ -12,11 +12,13 @@ import random
 import threading
 from collections import Counter
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec import LLM, AsyncLLM, EngineDead, RequestError, SamplingParams
+from jaxspec.draft import Drafter, Proposal
 from tests.tiny import tiny_checkpoint
 
 VOCAB, PAGE, CONTEXT = 272, 8, 192
@@ -34,6 +36,17 @@ def checkpoint():
     return str(tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, num_hidden_layers=1))
 
 
+@dataclasses.dataclass(frozen=True)
+class CountUp(Drafter):
+    """Drafts the ids after the newest token's, which is right where `MEANINGS` makes the target count."""
+
+    num_draft_tokens: int = 3
+
+    def propose(self, params, state, batch):
+        tokens = batch.tokens(-1, 1) + 1 + jnp.arange(self.num_draft_tokens)
+        return Proposal(tokens % VOCAB, jnp.full(batch.length.shape, self.num_draft_tokens)), state
+
+
 @functools.cache
 def engine(draft):
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
@@ -42,6 +55,7 @@ def engine(draft):
 
 
 SELF = "standalone:self"
+COUNT_UP = f"{__name__}:CountUp"
 DRAFTERS = ["ngram", SELF]
 
 
@@ -317,12 +331,14 @@ def test_self_draft_accepts_everything(n):
 # -- speculation means what plain decoding means -----------------------------------------------------------------------
 
 MEANINGS = [
+    # Only if a row sees the drafts before it does it count up instead of saying the likeliest again:
+    {"repetition_penalty": 2.0, "logit_bias": {65 + i: 100.0 - 5 * i for i in range(9)}},
     {"repetition_penalty": 1.4},
     {"presence_penalty": 1.5, "logit_bias": {65: 6.0, 66: 5.5, 67: 5.0}},
     {"frequency_penalty": 0.8, "logit_bias": {65: 8.0, 66: 7.5}},
     {"logit_bias": {65: 100.0}},
     {"logit_bias": {65: 4.0, 70: -100.0}, "repetition_penalty": 0.8},
-    {"min_tokens": 7, "stop_token_ids": [9], "logit_bias": {9: 100.0, 10: 50.0}},
+    {"min_tokens": 6, "stop_token_ids": [9], "logit_bias": {9: 100.0, 10: 50.0}},
     {"min_tokens": 5, "stop": ["A"], "logit_bias": {65: 100.0}},
     {"stop": ["AAAAAA"], "logit_bias": {65: 100.0}},
     {"stop_token_ids": list(range(0, 256, 9))},
@@ -336,8 +352,9 @@ def expected_meanings():
     return settings, engine("none").generate([tokens(35, 8)] * len(settings), settings)
 
 
-def test_penalties_bias_stops_and_logprobs_mean_the_same_with_drafts(llm):
-    settings, expected = expected_meanings()
+@pytest.mark.parametrize("draft", [*DRAFTERS, COUNT_UP])
+def test_penalties_bias_stops_and_logprobs_mean_the_same_with_drafts(draft):
+    llm, (settings, expected) = engine(draft), expected_meanings()
     outs = llm.generate([tokens(35, 8)] * len(settings), settings)
     for out, want, meaning in zip(outs, expected, MEANINGS, strict=True):
         assert said(out) == said(want), meaning
@@ -346,11 +363,12 @@ def test_penalties_bias_stops_and_logprobs_mean_the_same_with_drafts(llm):
             assert got.logprob == pytest.approx(due.logprob, abs=1e-4)
             assert [v for _, v in got.top] == pytest.approx([v for _, v in due.top], abs=1e-4)
     assert max(out.metrics.accept_length for out in outs) > 1.3, "nothing was drafted right, so nothing was tested"
+    idle(llm.engine)
 
 
 def test_min_tokens_and_stops_do_what_they_say():
-    early, word, run, *_ = expected_meanings()[1][5:]
-    assert early.token_ids == [10] * 7 + [9]
+    early, word, run, *_ = expected_meanings()[1][6:]
+    assert early.token_ids == [10] * 6 + [9]
     assert word.finish_reason == "stop" and len(word.token_ids) in (5, 6)
     assert (run.text, len(run.token_ids), run.finish_reason) == ("", 6, "stop")
 
