@@ -39,7 +39,9 @@ def enable_compilation_cache() -> None:
 class Runner:
     """Loads model and drafter, plans memory, makes the state, compiles the programs.
 
-    `config` is resolved: no None is left in it. **Raises:** `ConfigError`, `CheckpointError`.
+    `config` is resolved: what the options left to the model and the machine is filled in.
+
+    **Raises:** `ConfigError`, `CheckpointError`.
     """
 
     def __init__(self, options: EngineConfig, model: Model | None = None, draft: LoadedDrafter | None = None):
@@ -166,7 +168,6 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
         context_length=context,
         max_running_requests=options.max_running_requests or (4 if cpu else 128),
         chunked_prefill_size=-(-chunk // BLOCK) * BLOCK,
-        seed=options.seed,
     )
 
 
