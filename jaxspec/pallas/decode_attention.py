@@ -1,0 +1,452 @@
+"""Attention of a few new rows a request over its paged keys and values, on Hopper: decode, verify, trees.
+
+A Mosaic GPU kernel. A warpgroup owns one request, one KV head, one tile of query rows and a part of the request's
+tokens. It streams keys and values through a ring in shared memory, one bulk copy a page, and keeps a running maximum
+and sum (online softmax, in base 2). The query heads that share a KV head stand together in a tile, so every key is
+read from memory once. If there are few requests, the blocks of a cluster and their warpgroups divide a request's tokens
+into parts, and combine their results before they leave. Invariant: work follows the tokens that are there, whatever the
+table's width: a part is a share of a request's actual steps, and may be empty.
+
+The cache must hold finite numbers everywhere, since masked values enter a sum with weight zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+ROWS = 64  # of a tile: the M of a Hopper warpgroup's matmul
+MAX_ROWS = 32  # new rows a request, as many as a tree mask has bits
+MAX_GROUP = 16
+HEAD_WIDTHS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+PROCESSORS = 132  # streaming multiprocessors of an H100 or H200
+MAX_CLUSTER = 8  # blocks that every Hopper GPU can place together
+FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that differences of maxima are numbers
+FP8 = jnp.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything about one call that is static."""
+
+    b: int
+    t: int
+    n: int
+    m: int
+    h: int
+    page: int
+    entries: int
+    fp8: bool
+    tree: bool
+    splits: int  # blocks, forming a cluster, that share a request's tokens
+    warpgroups: int  # of a block, that share those of the block
+
+    @property
+    def parts(self) -> int:
+        """How many warpgroups share a request's tokens."""
+        return self.splits * self.warpgroups
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.n // self.m
+
+    @property
+    def tile_tokens(self) -> int:
+        """New tokens whose rows make up one tile."""
+        return min(self.t, ROWS // self.group)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.t // self.tile_tokens)
+
+    @property
+    def step(self) -> int:
+        """Cached tokens that are worked on at a time."""
+        return 128 if self.h == 64 else 64
+
+    @property
+    def copies(self) -> int:
+        """Bulk copies that bring the keys of one step."""
+        return max(1, self.step // self.page)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What the tensor cores multiply. Float16 holds every e4m3 number, and there is an instruction for it."""
+        return jnp.dtype(jnp.float16 if self.fp8 else jnp.bfloat16)
+
+    @property
+    def stages(self) -> int:
+        """Steps whose keys and values each warpgroup has room for: 64 KiB of them, so that two share a processor.
+
+        More room was measured to be slower: blocks with much shared memory start later.
+        """
+        return 4 if self.fp8 else 2
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * self.step * self.h * (1 if self.fp8 else 2)
+
+    @property
+    def pack(self) -> int:
+        """Rows that parts are combined in at a time: enough for a value in each thread."""
+        return max(1, 128 // self.h)
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of one part's result."""
+        return -(-self.tile_tokens * self.group // self.pack) * self.pack
+
+
+def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype) -> str | None:
+    """Why the kernel can't serve queries [b, t, n, h] over a cache [l, p, 2, m, s, h] of this dtype; None if it can."""
+    _, t, n, h = q_shape
+    m, s = kv_shape[3], kv_shape[4]
+    if jnp.dtype(dtype) not in (jnp.bfloat16, FP8):
+        return f"a cache in {jnp.dtype(dtype).name}; bfloat16 and float8_e4m3fn are"
+    if h not in HEAD_WIDTHS or kv_shape[5] != h:
+        return f"heads of width {h} over keys of width {kv_shape[5]}; equal widths of {_listed(HEAD_WIDTHS)} are"
+    if s not in PAGE_SIZES:
+        return f"pages of {s} tokens; {_listed(PAGE_SIZES)} are"
+    if n % m or n // m > MAX_GROUP:
+        return f"{n} query heads over {m} KV heads; whole groups of up to {MAX_GROUP} are"
+    if t > MAX_ROWS:
+        return f"{t} rows a request; up to {MAX_ROWS} are"
+    return None
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values[:-1])) + f" and {values[-1]}"
+
+
+def _division(tiles: int, h: int) -> tuple[int, int]:
+    """Into how many blocks, and warpgroups of a block, to divide the tokens that each of `tiles` attends to.
+
+    As many blocks as there are processors, if it takes no cluster larger than can be placed freely. If tokens are
+    divided at all, then by two warpgroups in each block as well.
+    """
+    splits = 1
+    while splits < MAX_CLUSTER and 2 * splits * tiles <= PROCESSORS:
+        splits *= 2
+    return splits, 2 if splits > 1 and h < 256 else 1
+
+
+def decode_attention(
+    q: Float[Array, "b t n h"],
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, ""],
+    table: Int[Array, "b e"],
+    start: Int[Array, " b"],
+    *,
+    scales: Float[Array, "l 2 m"] | None = None,
+    ancestors: Int[Array, "b t"] | None = None,
+    interpret=False,
+) -> Float[Array, "b t n h"]:
+    """Attention of rows at positions `start + 0..t-1`, whose keys and values are already in `kv`.
+
+    **Arguments:** `q` in bfloat16, unscaled: scores are scaled by h**-0.5. `kv` in bfloat16 or float8_e4m3fn, and for
+    the latter `scales`, float32, which the keys (0) and values (1) of each head are multiplied with. `table[b]` lists a
+    request's pages in order of position. Row i sees positions up to its own; or, with `ancestors`, all positions before
+    `start` and those `start + j` for which bit j of `ancestors[b, i]` is set. `interpret`: as in `plgpu.kernel`.
+
+    Returns the mix of values in bfloat16. Rows at negative positions are zero.
+    **Raises:** `ValueError` if `supported` has a reason against it.
+    """
+    if reason := supported(q.shape, kv.shape, kv.dtype):
+        raise ValueError(f"decode_attention doesn't support {reason}")
+    if q.dtype != jnp.bfloat16:
+        raise ValueError(f"decode_attention doesn't support queries in {q.dtype}; bfloat16 is")
+    return _attend(q, kv, layer, table, start, scales, ancestors, interpret=interpret)
+
+
+@partial(jax.jit, static_argnames=("interpret", "division"))
+def _attend(q, kv, layer, table, start, scales, ancestors, *, interpret, division=None):
+    b, t, n, h = q.shape
+    m, s = kv.shape[3], kv.shape[4]
+    tiles = -(-t // min(t, ROWS // (n // m)))
+    division = division or _division(b * m * tiles, h)
+    plan = _Plan(b, t, n, m, h, s, table.shape[1], kv.dtype == FP8, ancestors is not None, *division)
+    operands = [q, kv, table, start, layer.reshape(1)]
+    if scales is not None:
+        operands.append(scales)
+    if ancestors is not None:
+        operands.append(_row_bits(plan, ancestors))
+    out_type = [jax.ShapeDtypeStruct((b, t, n, h), q.dtype)]
+    if plan.parts > 1:
+        parts = (b, m, plan.tiles, plan.parts)
+        out_type.append(jax.ShapeDtypeStruct((*parts, plan.part_rows // plan.pack, plan.pack * h), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct((*parts, 2, ROWS), jnp.float32))
+    out, *_ = plgpu.kernel(
+        partial(_warpgroup, plan, scales is not None),
+        out_type=out_type,
+        grid=(b, m, plan.tiles),
+        grid_names=("b", "m", "tile"),
+        cluster=(plan.splits,),
+        cluster_names=("split",),
+        num_threads=plan.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=_scratch(plan),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),  # rows lie within a warp
+        interpret=interpret,
+    )(*operands)
+    return out
+
+
+def _row_bits(plan: _Plan, ancestors):
+    """The tree mask of each row of each tile, i32[b, tiles, ROWS]."""
+    bits = jnp.pad(ancestors, ((0, 0), (0, plan.tiles * plan.tile_tokens - plan.t)))
+    bits = jnp.repeat(bits.reshape(plan.b, plan.tiles, plan.tile_tokens), plan.group, axis=2)
+    return jnp.pad(bits, ((0, 0), (0, 0), (0, ROWS - bits.shape[2])))
+
+
+def _scratch(plan: _Plan) -> dict:
+    """Shared memory and barriers. An axis of `w` has an entry for each warpgroup; what lacks it, they share."""
+    w, rows = plan.warpgroups, (ROWS, plan.h)
+    ring = plgpu.SMEM((w, plan.stages, 2, plan.step, plan.h), FP8 if plan.fp8 else jnp.bfloat16)
+    scratch = dict(
+        ring=ring,
+        q_s=plgpu.SMEM(rows, plan.dtype),
+        # Rows as they are in memory, before and after; in between the weights of a step.
+        staging=plgpu.RefUnion(plgpu.SMEM(rows, jnp.bfloat16), plgpu.SMEM((w, ROWS, plan.step), plan.dtype)),
+        ready=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=(w, plan.stages, 2)),
+        q_ready=plgpu.Barrier(num_arrivals=plan.tile_tokens, num_barriers=w),
+    )
+    if plan.fp8:
+        scratch["wide_s"] = plgpu.SMEM((w, plan.step, plan.h), plan.dtype)
+    if plan.warpgroups > 1:
+        scratch["staged"] = plgpu.Barrier(num_arrivals=w)
+    if plan.parts > 1:
+        # A part's result takes the place of its ring, so its first axes must stride over as many bytes.
+        tiles = plan.stages * plan.stage_bytes // (ROWS * plan.h * 4)
+        scratch["ring"] = plgpu.RefUnion(ring, plgpu.SMEM((w, tiles, *rows), jnp.float32))
+        scratch["sums_s"] = plgpu.SMEM((w, 2, ROWS), jnp.float32)
+        scratch["mixed_s"] = plgpu.SMEM((w, plan.pack * plan.h), jnp.bfloat16)
+        scratch["written"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=w)
+    return scratch
+
+
+def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, *refs, ring, q_s, staging, ready,
+               q_ready, wide_s=None, staged=None, sums_s=None, mixed_s=None, written=None):  # fmt: skip
+    """What one warpgroup of one block does."""
+    refs = list(refs)
+    scales_g = refs.pop(0) if scaled else None
+    bits_g = refs.pop(0) if plan.tree else None
+    b, head, tile, split, w = (lax.axis_index(name) for name in ("b", "m", "tile", "split", "warpgroup"))
+    part = split * plan.warpgroups + w
+    ring, part_s = (ring, None) if plan.parts == 1 else (ring[0], ring[1].at[w, 0])
+    ring, rows_s, p_s = ring.at[w], staging[0], staging[1].at[w]
+
+    layer, start = layer_g[0], start_g[b]
+    first = start + tile * plan.tile_tokens
+    end = start + plan.t if plan.tree else first + plan.tile_tokens
+    end = jnp.clip(end, 0, plan.entries * plan.page)
+    steps = lax.div(end + (plan.step - 1), jnp.int32(plan.step))
+    share = lax.div(steps + (plan.parts - 1), jnp.int32(plan.parts))
+    lo = part * share
+    count = jnp.clip(steps - lo, 0, share)
+
+    def pages(i):
+        return _pages(plan, table_g, b, lo + i)
+
+    def fetch(i, ids, kind, stage):
+        _fetch(plan, kv_g.at[layer], ids, lo + i, kind, head, ring.at[stage, kind], ready.at[w, stage, kind])
+
+    first_ids = [pages(i) for i in range(plan.stages)]  # together, or each would wait for memory in its turn
+
+    def fetch_both(i):
+        fetch(i, first_ids[i], 0, i)
+        fetch(i, first_ids[i], 1, i)
+
+    @pl.when(count > 0)
+    def _():
+        for i in range(plan.tile_tokens):
+            token = jnp.minimum(tile * plan.tile_tokens + i, plan.t - 1)
+            source = q_g.at[b, token, pl.ds(head * plan.group, plan.group)]
+            plgpu.copy_gmem_to_smem(source, rows_s.at[pl.ds(i * plan.group, plan.group)], q_ready.at[w])
+        fetch_both(0)
+        for i in range(1, plan.stages):
+            pl.when(i < count)(partial(fetch_both, i))
+        plgpu.barrier_wait(q_ready.at[w])
+        q_s[...] = plgpu.load(rows_s, layout=plgpu.Layout.WGMMA, optimized=False).astype(plan.dtype)
+        plgpu.commit_smem()
+
+    if plan.warpgroups > 1:
+        # All put the same rows into the same places. Nobody may write weights there before all have read them.
+        plgpu.barrier_arrive(staged)
+        plgpu.barrier_wait(staged)
+
+    key_scale, value_scale = (scales_g[layer, 0, head], scales_g[layer, 1, head]) if scaled else (None, None)
+    factor = plan.h**-0.5 * math.log2(math.e)
+    factor = factor * key_scale if scaled else jnp.float32(factor)
+    bits = plgpu.load(bits_g.at[b, tile], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) if plan.tree else None
+
+    def operand(stage, kind):
+        plgpu.barrier_wait(ready.at[w, stage, kind])
+        if not plan.fp8:
+            return ring.at[stage, kind]
+        wide_s[w] = ring[stage, kind].astype(plan.dtype)
+        plgpu.commit_smem()
+        return wide_s.at[w]
+
+    def body(masked, i, carry):
+        acc, top, total = carry
+        stage = lax.rem(i, jnp.int32(plan.stages))
+        ahead = i + plan.stages
+        ids = pages(ahead)  # read early, since they come from memory
+        scores = _product(q_s, operand(stage, 0).transpose((1, 0)), plan.step)
+        pl.when(ahead < count)(lambda: fetch(ahead, ids, 0, stage))
+        if masked:
+            scores = jnp.where(_seen(plan, (lo + i) * plan.step, start, first, bits), scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+        total = total * shrink + weights.sum(axis=1)
+        p_s[...] = weights.astype(plan.dtype)
+        plgpu.commit_smem()
+        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
+        acc = acc + _product(p_s, operand(stage, 1), plan.h)
+        pl.when(ahead < count)(lambda: fetch(ahead, ids, 1, stage))
+        return acc, new_top, total
+
+    # Steps that every row sees in full need no mask; there may be none.
+    whole = jnp.maximum(start if plan.tree else first + 1, 0)
+    whole = jnp.clip(lax.div(whole, jnp.int32(plan.step)) - lo, 0, count)
+    carry = lax.fori_loop(jnp.int32(0), whole, partial(body, False), _nothing(plan))
+    acc, top, total = lax.fori_loop(whole, count, partial(body, True), carry)
+    if scaled:
+        acc = acc * value_scale
+
+    out_g = refs[0].at[b]
+    if plan.parts == 1:
+        _write_rows(plan, acc, total, rows_s, out_g, tile, head)
+    else:
+        parts_g, sums_g = (ref.at[b, head, tile] for ref in refs[1:])
+        _write_part(plan, acc, top, total, part_s, sums_s.at[w], parts_g.at[part], sums_g.at[part])
+        plgpu.barrier_arrive(written)
+        plgpu.barrier_wait(written)
+        _combine(plan, parts_g, sums_g, mixed_s.at[w], out_g, tile, head, part)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _nothing(plan: _Plan):
+    """The weighted sum of values, the largest score and the sum of weights of rows that have seen no token yet."""
+    layout = plgpu.Layout.WGMMA
+    return (
+        plgpu.layout_cast(jnp.zeros((ROWS, plan.h), jnp.float32), layout),
+        plgpu.layout_cast(jnp.full((ROWS,), FLOOR, jnp.float32), layout.reduce(1)),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), layout.reduce(1)),
+    )
+
+
+def _pages(plan: _Plan, table_g, b, step):
+    """The pages that hold a step's tokens. Past the table's end its last page stands in, and is masked."""
+    first = lax.div(step, jnp.int32(plan.page // plan.step)) if plan.page > plan.step else step * plan.copies
+    return [table_g[b, jnp.minimum(first + i, plan.entries - 1)] for i in range(plan.copies)]
+
+
+def _fetch(plan: _Plan, kv_g, ids, step, kind, head, slot, ready):
+    """Begin to copy the keys (kind 0) or values (1) of a step into a slot of the ring."""
+    for i, page in enumerate(ids):
+        source, target = kv_g.at[page, kind, head], slot
+        if plan.page > plan.step:
+            source = source.at[pl.ds(lax.rem(step, jnp.int32(plan.page // plan.step)) * plan.step, plan.step)]
+        if plan.page < plan.step:
+            target = slot.at[pl.ds(i * plan.page, plan.page)]
+        plgpu.copy_gmem_to_smem(source, target, ready)
+
+
+def _product(a_s, b_s, width: int):
+    """The product of two tiles in shared memory, in registers."""
+
+    def run(acc):
+        plgpu.wgmma(acc, a_s, b_s)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
+
+
+def _seen(plan: _Plan, position, start, first, bits):
+    """Which tokens of the step at `position` each row sees, bool[ROWS, step]."""
+    shape, layout = (ROWS, plan.step), plgpu.Layout.WGMMA
+    position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + position
+    if not plan.tree:
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        return position <= first + lax.div(row, jnp.int32(plan.group))
+    new = position - start
+    bit = lax.shift_right_logical(lax.broadcast_in_dim(bits, shape, [0]), jnp.clip(new, 0, 31)) & 1
+    return (new < 0) | ((new < plan.t) & (bit == 1))
+
+
+def _write_rows(plan: _Plan, acc, total, rows_s, out_g, tile, head):
+    """Begin to write the rows that one warpgroup has seen all tokens for."""
+    rows_s[...] = (acc * lax.broadcast_in_dim(1 / jnp.maximum(total, 1e-30), acc.shape, [0])).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    for i in range(plan.tile_tokens):
+        token = tile * plan.tile_tokens + i
+        target = out_g.at[token, pl.ds(head * plan.group, plan.group)]
+        source = rows_s.at[pl.ds(i * plan.group, plan.group)]
+        pl.when(token < plan.t)(partial(plgpu.copy_smem_to_gmem, source, target))
+
+
+def _write_part(plan: _Plan, acc, top, total, part_s, sums_s, part_g, sums_g):
+    """Write one part's sums, and see them arrive."""
+    part_s[...] = acc
+    sums_s[0], sums_s[1] = top, total
+    plgpu.commit_smem()
+    run = plan.part_rows if plan.pack == 1 else 1
+    for i in range(0, plan.part_rows, run):
+        target = part_g.at[pl.ds(i // plan.pack, run), pl.ds(i % plan.pack * plan.h, plan.h)]
+        plgpu.copy_smem_to_gmem(part_s.at[pl.ds(i, run)], target)
+    plgpu.copy_smem_to_gmem(sums_s, sums_g)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _combine(plan: _Plan, parts_g, sums_g, mixed_s, out_g, tile, head, part):
+    """Combine the parts; each warpgroup does a share of the rows."""
+    rows = plan.tile_tokens * plan.group
+    width = plan.pack * plan.h
+    lane = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=plgpu.Layout.WG_STRIDED((width,), width // 128))
+
+    def spread(values):
+        """One number a row, for every column of the row."""
+        out = jnp.full((width,), values[0])
+        for i in range(1, plan.pack):
+            out = jnp.where(lane >= i * plan.h, values[i], out)
+        return out
+
+    def body(i, _):
+        first = (i * plan.parts + part) * plan.pack
+        tops = [[sums_g[s, 0, first + r] for r in range(plan.pack)] for s in range(plan.parts)]
+        totals = [[sums_g[s, 1, first + r] for r in range(plan.pack)] for s in range(plan.parts)]
+        mixes = [parts_g[s, i * plan.parts + part] for s in range(plan.parts)]
+        weights = []
+        for r in range(plan.pack):
+            top = tops[0][r]
+            for s in range(1, plan.parts):
+                top = jnp.maximum(top, tops[s][r])
+            raw = [jnp.exp2(tops[s][r] - top) for s in range(plan.parts)]
+            total = sum(w * totals[s][r] for s, w in enumerate(raw))
+            weights.append([w / jnp.maximum(total, 1e-30) for w in raw])
+        mix = sum(mix * spread([w[s] for w in weights]) for s, mix in enumerate(mixes))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        mixed_s[...] = mix.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        for r in range(plan.pack):
+            row = first + r
+            token = tile * plan.tile_tokens + lax.div(row, jnp.int32(plan.group))
+            target = out_g.at[token, head * plan.group + lax.rem(row, jnp.int32(plan.group))]
+            real = (row < rows) & (token < plan.t)
+            pl.when(real)(partial(plgpu.copy_smem_to_gmem, mixed_s.at[pl.ds(r * plan.h, plan.h)], target))
+        return _
+
+    packs = plan.part_rows // plan.pack
+    lax.fori_loop(jnp.int32(0), lax.div(packs - part + (plan.parts - 1), jnp.int32(plan.parts)), body, None)

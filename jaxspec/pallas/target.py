@@ -1,0 +1,32 @@
+"""What the kernels are built for, and how often each was built into a program.
+
+The kernels are written for Hopper (H100, H200). On any other device the plain jax.numpy path of the same operation
+serves; `kernels_here` says so in words, and the runner logs them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+
+KERNELS: Counter = Counter()  # by operation: how many times a trace chose its kernel
+
+
+def kernels_here() -> str | None:
+    """Why this process's default device can't run the kernels, or None if it can."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"the device is a {device.platform.upper()}"
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if not capability.startswith("9."):
+        return f"{device.device_kind} has compute capability {capability}, not 9.0 (Hopper)"
+    return None
+
+
+def chosen(operation: str, reason: str | None) -> bool:
+    """Whether to use the kernel of `operation`, given `reason` why its shapes can't (None: they can). Counts it."""
+    if reason is not None or kernels_here() is not None:
+        return False
+    KERNELS[operation] += 1
+    return True

@@ -1,0 +1,62 @@
+"""The decode kernel on the device: the cases of the CPU's tests, sizes that are served, and how fast it reads."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.pallas import decode_attention as op
+from tests.test_decode_attention import CASES, Case, check
+
+pytestmark = pytest.mark.gpu
+
+SERVED = [
+    Case("alone", kv_heads=8, entries=640, lengths=(1000,), division=None),
+    Case("alone, long", t=4, kv_heads=8, entries=300, lengths=(18001,), division=None),
+    Case("few, of many lengths", t=4, kv_heads=8, entries=20, lengths=(4, 63, 1000, 1280), division=None),
+    Case("many, of many lengths", t=4, kv_heads=8, entries=20, lengths=tuple(range(5, 1280, 35)), division=None),
+    Case("tree", t=16, tree=True, kv_heads=8, entries=20, lengths=(900, 17), division=None),
+    Case("width 64", t=4, group=3, kv_heads=3, h=64, page=16, entries=80, lengths=(1000, 7), division=None),
+    Case("width 256", t=4, group=8, kv_heads=2, h=256, entries=20, lengths=(1000, 7), division=None),
+    Case("fp8", t=4, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7), division=None),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *SERVED], ids=lambda case: case.name)
+def test_equals_dense_softmax(case):
+    check(case)
+
+
+@pytest.mark.parametrize("group,page,h", [(1, 16, 64), (2, 32, 128), (5, 64, 64), (6, 128, 256), (7, 16, 128),
+                                          (12, 32, 64), (16, 128, 128)])  # fmt: skip
+def test_groups_and_page_sizes(group, page, h):
+    entries = 640 // page
+    check(Case("", t=3, group=group, page=page, h=h, entries=entries, lengths=(3, 350, 639), division=None))
+
+
+@pytest.mark.parametrize("b,tokens,least", [(128, 1152, 3.6), (32, 4096, 3.7)])
+def test_memory_bandwidth(b, tokens, least, figures):
+    """TB/s of keys and values read in four layers of Qwen3-8B's shape; `least` leaves room for a busy device."""
+    layers, m, h, page, t = 4, 8, 128, 64, 4
+    entries = tokens // page
+    table = 1 + np.random.default_rng(0).permutation(b * entries).reshape(b, entries)
+    args = dict(table=jnp.asarray(table, jnp.int32), start=jnp.full(b, tokens - t, jnp.int32))
+    kv = jnp.full((layers, 1 + b * entries, 2, m, page, h), 0.5, jnp.bfloat16)
+
+    @jax.jit
+    def run(q, kv):
+        for layer in range(layers):
+            q = op.decode_attention(q, kv, jnp.int32(layer), **args)
+        return q
+
+    q = jax.block_until_ready(run(jnp.ones((b, t, 32, h), jnp.bfloat16), kv))
+    begin, rounds = time.perf_counter(), 30
+    for _ in range(rounds):
+        q = run(q, kv)
+    q.block_until_ready()
+    seconds = (time.perf_counter() - begin) / rounds / layers
+    rate = b * tokens * 2 * m * h * 2 / seconds / 1e12
+    figures[f"decode attention, {b} x {tokens}"] = {"us": seconds * 1e6, "TB/s": rate}
+    assert rate >= least

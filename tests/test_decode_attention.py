@@ -1,0 +1,190 @@
+"""The decode kernel against a dense softmax in float64, in Pallas's GPU interpreter; and that it lowers for CUDA.
+
+The interpreter runs all warpgroups of a cluster at once, each in a thread of XLA's pool, which a small machine has two
+of. So no more than two share a request's tokens here: two blocks of a cluster, or two warpgroups of a block.
+`tests/gpu/test_decode_attention.py` runs the same cases and larger ones on the device.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import decode_attention as op
+
+LAYERS, LAYER = 2, 1
+STRANGER = 300.0  # what keys and values that nobody should see are filled with
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of requests that have `lengths` tokens, the t new ones included; below t, the first rows are padding."""
+
+    name: str
+    lengths: tuple[int, ...] = (70, 200)
+    t: int = 1
+    group: int = 4
+    kv_heads: int = 2
+    h: int = 128
+    page: int = 64
+    entries: int = 4
+    fp8: bool = False
+    scaled: bool = False
+    tree: bool = False
+    division: tuple[int, int] = (1, 1)  # blocks, warpgroups of a block
+
+    def inputs(self, seed: int = 0) -> tuple[dict, dict]:
+        """Arguments of `decode_attention`: the positional ones and the named."""
+        rng = np.random.default_rng(seed)
+        b, n = len(self.lengths), self.group * self.kv_heads
+        pages = 1 + b * self.entries
+        table = rng.permutation(np.arange(1, pages)).reshape(b, self.entries).astype(np.int32)
+        kv = np.full((LAYERS, pages, 2, self.kv_heads, self.page, self.h), STRANGER, np.float32)
+        for row, length in zip(table, self.lengths, strict=True):
+            used = -(-max(length, 0) // self.page)
+            for i, page in enumerate(row[:used]):
+                real = min(self.page, length - i * self.page)
+                kv[LAYER, page, :, :, :real] = rng.standard_normal((2, self.kv_heads, real, self.h), np.float32)
+            row[used:] = 0  # the scheduler's tables end in the dummy page
+        args = dict(
+            q=jnp.asarray(2 * rng.standard_normal((b, self.t, n, self.h), np.float32), jnp.bfloat16),
+            kv=jnp.asarray(kv).astype(op.FP8 if self.fp8 else jnp.bfloat16),
+            layer=jnp.int32(LAYER),
+            table=jnp.asarray(table),
+            start=jnp.asarray(self.lengths, jnp.int32) - self.t,
+        )
+        scales = jnp.asarray(rng.uniform(0.5, 2, (LAYERS, 2, self.kv_heads)), jnp.float32) if self.scaled else None
+        return args, dict(scales=scales, ancestors=self.ancestors(rng) if self.tree else None)
+
+    def ancestors(self, rng) -> jax.Array:
+        """A random tree over the new rows for each request: bits of a row's parent, and its own."""
+        bits = np.zeros((len(self.lengths), self.t), np.uint32)
+        for request in bits:
+            for i in range(self.t):
+                parent = rng.integers(-1, i) if i else -1
+                request[i] = (request[parent] if parent >= 0 else 0) | 1 << i
+        return jnp.asarray(bits.view(np.int32))
+
+
+def dense(q, kv, layer, table, start, scales, ancestors):
+    """What `decode_attention` means: each row by itself, f64[b, t, n, h]."""
+    q, kv = np.asarray(q, np.float64), np.asarray(kv[layer].astype(jnp.float32), np.float64)
+    b, t, n, h = q.shape
+    m, out = kv.shape[2], np.zeros(q.shape)
+    for r in range(b):
+        k, v = np.moveaxis(kv[table[r]], 2, 3).swapaxes(0, 1).reshape(2, -1, m, h)
+        if scales is not None:
+            k, v = k * np.asarray(scales)[layer, 0, :, None], v * np.asarray(scales)[layer, 1, :, None]
+        for i in range(t):
+            seen = np.arange(int(start[r]) + t)  # empty where that is negative
+            if ancestors is None:
+                seen = seen[seen <= start[r] + i]
+            else:
+                new = seen - int(start[r])
+                seen = seen[(new < 0) | (np.uint32(ancestors[r, i]) >> np.maximum(new, 0).astype(np.uint32) & 1 == 1)]
+            if len(seen):
+                kr, vr = (np.repeat(x[seen], n // m, axis=1) for x in (k, v))
+                scores = np.einsum("nh,snh->ns", q[r, i], kr) * h**-0.5
+                weights = np.exp(scores - scores.max(1, keepdims=True))
+                out[r, i] = np.einsum("ns,snh->nh", weights / weights.sum(1, keepdims=True), vr)
+    return out
+
+
+def check(case: Case, interpret=False):
+    """The kernel's result is bfloat16's rounding away from the dense one, and rows without a position are zero."""
+    args, named = case.inputs()
+    out = op._attend(**args, **named, division=case.division, interpret=interpret)
+    assert out.dtype == jnp.bfloat16
+    out, expected = np.asarray(out, np.float64), dense(**args, **named)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(out[(expected == 0).all(-1)], 0)
+    error = np.abs(out - expected).max(axis=(1, 2, 3))
+    scale = np.maximum(np.abs(expected).max(axis=(1, 2, 3)), 1e-3)
+    assert (error / scale < 0.01).all(), (error / scale).max()
+
+
+CLUSTER, PAIR = (2, 1), (1, 2)
+CASES = [
+    Case("decode", lengths=(1, 63, 64, 65, -3)),
+    Case("verify, cluster", t=4, lengths=(4, 3, 200), division=CLUSTER),
+    Case("verify, pair", t=4, lengths=(4, 3, 200), division=PAIR),
+    Case("odd group, pages of 16, pair", t=3, group=3, kv_heads=1, h=64, page=16, entries=18, lengths=(280, 2),
+         division=PAIR),
+    Case("width 256, pages of 32", t=2, group=7, kv_heads=1, h=256, page=32, lengths=(100,)),
+    Case("two tiles, cluster", t=9, group=8, kv_heads=1, page=128, entries=2, lengths=(131,), division=CLUSTER),
+    Case("all rows", t=32, group=5, kv_heads=1, h=64, lengths=(100,)),
+    Case("tree", t=8, tree=True, lengths=(8, 72)),
+    Case("tree of all bits, two tiles, pair", t=32, tree=True, kv_heads=1, lengths=(90, 20), division=PAIR),
+    Case("fp8", t=2, fp8=True, scaled=True, lengths=(130, 5)),
+    Case("fp8, pair", t=4, group=1, fp8=True, scaled=True, h=64, page=32, entries=6, lengths=(150,), division=PAIR),
+    Case("fp8, width 256, no scales", fp8=True, kv_heads=1, h=256, lengths=(70,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_dense_softmax(case):
+    check(case, interpret=plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize("h", op.HEAD_WIDTHS)
+@pytest.mark.parametrize("page,group,t,fp8,tree,few", [
+    (64, 4, 1, False, False, False),
+    (16, 7, 4, False, True, True),
+    (32, 16, 4, False, False, True),
+    (128, 1, 32, True, True, True),
+])  # fmt: skip
+def test_lowers_for_cuda(h, page, group, t, fp8, tree, few):
+    case = Case("", t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, tree=tree, entries=2, lengths=(90,))
+    args, named = case.inputs()
+    division = op._division(1, h) if few else (1, 1)
+    run = jax.jit(partial(op._attend, division=division, interpret=False))
+    text = run.trace(**args, **named).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_all_layers_share_one_lowering():
+    args, _ = Case("").inputs()
+    q, rest = args.pop("q"), {k: v for k, v in args.items() if k != "layer"}
+
+    def layers(q):
+        for layer in range(3):
+            q = op.decode_attention(q, layer=jnp.int32(layer), **rest)
+        return q
+
+    text = jax.jit(layers).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("q,kv,dtype,reason", [
+    ((1, 1, 8, 128), (2, 3, 2, 2, 64, 128), jnp.bfloat16, None),
+    ((1, 32, 9, 64), (2, 3, 2, 3, 16, 64), jnp.float8_e4m3fn, None),
+    ((1, 1, 8, 128), (2, 3, 2, 2, 64, 128), jnp.float32, "a cache in float32"),
+    ((1, 1, 8, 80), (2, 3, 2, 2, 64, 80), jnp.bfloat16, "width 80"),
+    ((1, 1, 8, 128), (2, 3, 2, 2, 8, 128), jnp.bfloat16, "pages of 8 tokens"),
+    ((1, 1, 8, 128), (2, 3, 2, 3, 64, 128), jnp.bfloat16, "8 query heads over 3"),
+    ((1, 1, 32, 128), (2, 3, 2, 1, 64, 128), jnp.bfloat16, "32 query heads over 1"),
+    ((1, 33, 8, 128), (2, 3, 2, 2, 64, 128), jnp.bfloat16, "33 rows"),
+])  # fmt: skip
+def test_supported_says_why_not(q, kv, dtype, reason):
+    answer = op.supported(q, kv, dtype)
+    assert answer is None if reason is None else reason in answer
+
+
+def test_an_unsupported_call_is_refused():
+    args, _ = Case("", page=8).inputs()
+    with pytest.raises(ValueError, match="pages of 8 tokens"):
+        op.decode_attention(**args)
+
+
+@pytest.mark.parametrize("tiles,h,division", [
+    (8, 128, (8, 2)),
+    (64, 128, (2, 2)),
+    (256, 128, (1, 1)),
+    (8, 256, (8, 1)),
+])  # fmt: skip
+def test_division_fills_the_processors(tiles, h, division):
+    assert op._division(tiles, h) == division
