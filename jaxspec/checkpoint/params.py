@@ -42,17 +42,20 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
             continue
         # A copy, because on a CPU an array may share the host's memory. Waiting for it bounds what the host holds.
         sources = [jnp.array(parts[i].pop(source)) for source in leaves[i].sources]
-        filled[i] = jax.block_until_ready(_fuse(sources, leaves[i].transpose, dtype))
+        filled[i] = jax.block_until_ready(_fuse(sources, leaves[i].transpose, leaves[i].interleave, dtype))
         del parts[i]
     if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
         raise CheckpointError(f"the weights ended before {len(lacking)} parameters were complete: {lacking[0]}, ...")
     return jax.tree.unflatten(structure, filled)
 
 
-@partial(jax.jit, static_argnames=("transpose", "dtype"))
-def _fuse(sources: list[jax.Array], transpose: bool, dtype: str) -> jax.Array:
-    sources = [source.T if transpose else source for source in sources]
-    return jnp.concatenate(sources, axis=-1).astype(dtype)
+@partial(jax.jit, static_argnames=("transpose", "interleave", "dtype"))
+def _fuse(sources: list[jax.Array], transpose: bool, interleave: int, dtype: str) -> jax.Array:
+    sources = [(source.T if transpose else source).astype(dtype) for source in sources]
+    if not interleave:
+        return jnp.concatenate(sources, axis=-1)
+    runs = [source.reshape(*source.shape[:-1], -1, interleave) for source in sources]
+    return jnp.stack(runs, axis=-2).reshape(*sources[0].shape[:-1], -1)
 
 
 def dummy(declared: Any, dtype: str, seed: int) -> Any:

@@ -27,13 +27,15 @@ class Param:
     """One array of a params pytree: its shape here, the checkpoint tensors it is made of, how to make it up.
 
     `sources` are Hugging Face tensor names. Each is `[out, in]` there and is transposed to `[in, out]` if `transpose`;
-    several are concatenated along the last axis, with widths `splits` (their last axes after transposing).
+    several are concatenated along the last axis, with widths `splits` (their last axes after transposing), or, if
+    `interleave`, alternate along it in runs of that many columns.
     """
 
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     splits: tuple[int, ...] = ()
     transpose: bool = False
+    interleave: int = 0
     init: str = "normal"  # "normal" (fan-in scaled) | "ones" | "zeros", for dummy weights
 
 
@@ -46,15 +48,15 @@ class Hidden:
     cache: Any
 
 
-def linear(inputs: int, sources: dict[str, int]) -> Param:
+def linear(inputs: int, sources: dict[str, int], interleave: int = 0) -> Param:
     """A matmul weight `[inputs, sum of widths]` fused from the named `[width, inputs]` checkpoint tensors."""
     widths = tuple(sources.values())
-    return Param((inputs, sum(widths)), tuple(sources), widths, transpose=True)
+    return Param((inputs, sum(widths)), tuple(sources), widths, transpose=True, interleave=interleave)
 
 
-def bias(sources: dict[str, int]) -> Param:
+def bias(sources: dict[str, int], interleave: int = 0) -> Param:
     widths = tuple(sources.values())
-    return Param((sum(widths),), tuple(sources), widths, init="zeros")
+    return Param((sum(widths),), tuple(sources), widths, interleave=interleave, init="zeros")
 
 
 def scale(width: int, source: str) -> Param:

@@ -2,10 +2,15 @@
 
 The q, k, v projections are one matmul, gate and up another: fewer, larger reads of weights. Families that differ in
 details that the config can express (biases, norms of q and k, rope scaling) reuse this forward.
+
+Few rows on a Hopper GPU take the same layers cut elsewhere: all matmuls from one attention to the next are one kernel
+(`pallas.weight_stream`). Columns of gate and up alternate in runs, so that a tile of them holds both.
 """
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import Attention, Hidden, Param, bias, linear, rms_norm, rope, rope_frequencies, scale
+from jaxspec.pallas import weight_stream
+from jaxspec.pallas.target import chosen
 
 QK_NORM = False
 
@@ -23,7 +30,7 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     d, v = config.hidden_size, config.vocab_size
     tree: dict[str, Any] = {
         "embed": Param((v, d), ("model.embed_tokens.weight",), (d,)),
-        "layers": [_layer(config, f"model.layers.{i}.") for i in range(config.num_layers)],
+        "layers": [layer_parameters(config, f"model.layers.{i}.") for i in range(config.num_layers)],
         "norm": scale(d, "model.norm.weight"),
     }
     if not config.tie_embeddings:
@@ -31,7 +38,8 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     return tree
 
 
-def _layer(config: ModelConfig, prefix: str) -> dict[str, Param]:
+def layer_parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """One decoder layer, whose tensors are called `prefix...` in the checkpoint."""
     d, f, h = config.hidden_size, config.mlp_size, config.head_dim
     n, m = config.num_heads * h, config.num_kv_heads * h
     attn, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -40,14 +48,14 @@ def _layer(config: ModelConfig, prefix: str) -> dict[str, Param]:
         "qkv": linear(d, {attn + "q_proj.weight": n, attn + "k_proj.weight": m, attn + "v_proj.weight": m}),
         "out": linear(n, {attn + "o_proj.weight": d}),
         "mlp_norm": scale(d, prefix + "post_attention_layernorm.weight"),
-        "gate_up": linear(d, {mlp + "gate_proj.weight": f, mlp + "up_proj.weight": f}),
+        "gate_up": linear(d, {mlp + "gate_proj.weight": f, mlp + "up_proj.weight": f}, _run(f)),
         "down": linear(f, {mlp + "down_proj.weight": d}),
     }
     if config.attention_bias:
         layer["qkv_bias"] = bias({attn + "q_proj.bias": n, attn + "k_proj.bias": m, attn + "v_proj.bias": m})
         layer["out_bias"] = bias({attn + "o_proj.bias": d})
     if config.mlp_bias:
-        layer["gate_up_bias"] = bias({mlp + "gate_proj.bias": f, mlp + "up_proj.bias": f})
+        layer["gate_up_bias"] = bias({mlp + "gate_proj.bias": f, mlp + "up_proj.bias": f}, _run(f))
         layer["down_bias"] = bias({mlp + "down_proj.bias": d})
     if config.qk_norm:
         layer["q_norm"] = scale(h, attn + "q_norm.weight")
@@ -69,46 +77,89 @@ def forward(
     `attention` owns the keys and values: it is given each layer's and decides what the queries see. `capture` names
     decoder layers (0-based) whose output, the un-normed residual stream, is returned in that order.
     """
-    frequencies = rope_frequencies(config)
+    x = params["embed"][tokens]
+    fits = _streamable(params, config, tokens.size)
+    layers = _streamed_layers if chosen("weight_stream", fits) else _plain_layers
+    last, outputs, cache = layers(params, config, x, positions, attention, cache)
+    return Hidden(last, tuple(outputs[i] for i in capture), cache)
+
+
+def _plain_layers(params, config, x, positions, attention, cache):
+    """All decoder layers; the final norm's output, each layer's output, the cache."""
+    eps, outputs = config.rms_norm_eps, []
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
     def decoder_layer(layer, i, x, cache):
-        mixed, cache = _attend(layer, config, i, x, positions, frequencies, attention, cache)
-        x = x + mixed
-        return x + _mlp(layer, rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)), cache
+        qkv = rms_norm(x, layer["attn_norm"], eps) @ layer["qkv"]
+        mixed, cache = mix(layer, config, i, qkv, positions, attention, cache)
+        mixed = mixed @ layer["out"]
+        x = x + (mixed + layer["out_bias"] if config.attention_bias else mixed)
+        return x + mlp(layer, rms_norm(x, layer["mlp_norm"], eps)), cache
 
-    x = params["embed"][tokens]
-    captured = {}
     for i, layer in enumerate(params["layers"]):
         x, cache = decoder_layer(layer, jnp.int32(i), x, cache)
-        if i in capture:
-            captured[i] = x
-    last = rms_norm(x, params["norm"], config.rms_norm_eps)
-    return Hidden(last, tuple(captured[i] for i in capture), cache)
+        outputs.append(x)
+    return rms_norm(x, params["norm"], eps), outputs, cache
 
 
-def _attend(layer, config, i, x, positions, frequencies, attention, cache):
-    b, t, _ = x.shape
+def _streamed_layers(params, config, x, positions, attention, cache):
+    """The same in one kernel a layer beside attention, from its output to the next layer's q, k, v."""
+    stream, layers = partial(weight_stream.stream, eps=config.rms_norm_eps), params["layers"]
+    shape, outputs = x.shape, []
+
+    @jax.jit  # one lowering for all layers but the last
+    def decoder_layer(layer, norm, following, i, x, partials, cache):
+        qkv = partials.sum(0).astype(x.dtype).reshape(*shape[:2], -1)
+        mixed, cache = mix(layer, config, i, qkv, positions, attention, cache)
+        stages = ("matmul", "norm", "gated", "matmul", "norm", "matmul")[: 5 + len(following)]
+        weights = [layer["out"], layer["gate_up"], layer["down"], *following]
+        return *stream(stages, x, mixed.reshape(len(x), -1), weights, [layer["mlp_norm"], norm]), cache
+
+    x, out = stream(("norm", "matmul"), x.reshape(-1, shape[2]), None, [layers[0]["qkv"]], [layers[0]["attn_norm"]])
+    for i, layer in enumerate(layers):
+        following = layers[i + 1 : i + 2]
+        norm = following[0]["attn_norm"] if following else params["norm"]
+        x, out, cache = decoder_layer(layer, norm, [f["qkv"] for f in following], jnp.int32(i), x, out, cache)
+        outputs.append(x.reshape(shape))
+    return out.reshape(shape), outputs, cache
+
+
+def _streamable(params: dict[str, Any], config: ModelConfig, rows: int) -> str | None:
+    if config.attention_bias or config.mlp_bias:
+        return "biases"
+    layer = params["layers"][0]
+    return weight_stream.supported(rows, layer["qkv"].dtype, *layer["qkv"].shape, *layer["down"].shape)
+
+
+def mix(layer, config, i, qkv, positions, attention, cache):
+    """From the fused projections to the heads' mix of values, `[b, t, n * h]`."""
+    b, t, _ = qkv.shape
     n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
-    qkv = rms_norm(x, layer["attn_norm"], config.rms_norm_eps) @ layer["qkv"]
     if config.attention_bias:
         qkv = qkv + layer["qkv_bias"]
     q, k, v = jnp.split(qkv.reshape(b, t, n + 2 * m, h), [n, n + m], axis=2)
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
         k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
+    frequencies = rope_frequencies(config)
     out, cache = attention(cache, i, rope(q, positions, frequencies), rope(k, positions, frequencies), v)
-    out = out.reshape(b, t, n * h) @ layer["out"]
-    return (out + layer["out_bias"] if config.attention_bias else out), cache
+    return out.reshape(b, t, n * h), cache
 
 
-def _mlp(layer: dict[str, Array], x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+def mlp(layer: dict[str, Array], x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
     gate_up = x @ layer["gate_up"]
     if "gate_up_bias" in layer:
         gate_up = gate_up + layer["gate_up_bias"]
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    x = (jax.nn.silu(gate) * up) @ layer["down"]
+    f = layer["down"].shape[0]
+    runs = gate_up.reshape(*x.shape[:-1], f // _run(f), 2, _run(f))
+    hidden = (jax.nn.silu(runs[..., 0, :]) * runs[..., 1, :]).reshape(*x.shape[:-1], f)
+    x = hidden @ layer["down"]
     return x + layer["down_bias"] if "down_bias" in layer else x
+
+
+def _run(mlp_size: int) -> int:
+    """How many columns of gate alternate with as many of up."""
+    return math.gcd(mlp_size, weight_stream.HALF)
 
 
 def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:

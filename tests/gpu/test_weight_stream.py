@@ -1,0 +1,62 @@
+"""The fused chain on the device: its stages hand over through counters, which interpret mode can't run."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.cache import PageLayout, Rows
+from jaxspec.checkpoint.params import dummy
+from jaxspec.config import ModelConfig
+from jaxspec.models import qwen3
+from jaxspec.pallas import target
+from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.weight_stream import stream
+from tests.test_weight_stream import (
+    EPS,
+    LAYER,
+    assert_close,
+    inputs,
+    reference,
+)
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20, 64, 65, 128])
+@pytest.mark.parametrize("widths", [(512, 1024, 768), (4096, 12288, 6144)], ids=["narrow", "qwen3-8b"])
+def test_chain_matches_plain_layers(rows, widths):
+    """Narrow shapes leave blocks without work and hand over quickly: where a missing wait would show."""
+    run = jax.jit(lambda *a: stream(LAYER, *a, EPS))
+    for seed in range(3):
+        x, mixed, weights, scales = inputs(rows, *widths, seed=seed)
+        got, partials = run(x, mixed, weights, scales)
+        # The plain layers in float32: a matrix-vector product in bfloat16 may round more often than the kernel does.
+        with jax.default_matmul_precision("highest"):
+            wide = jax.tree.map(lambda a: a.astype("float32"), (x, mixed, weights, scales))
+            expected, logits = reference(*wide)
+        assert_close(got, expected)
+        assert_close(partials.sum(0), logits)
+
+
+def test_a_model_decodes_through_it(monkeypatch):
+    """The streamed layers against the plain ones of the same model over a paged cache, features included."""
+    config = ModelConfig.from_hf(tiny_config("qwen3", hidden_size=512, intermediate_size=1024, num_hidden_layers=3))
+    params = dummy(qwen3.parameters(config), "bfloat16", seed=0)
+    tokens, start = jnp.arange(24).reshape(8, 3), jnp.array([0, 5, 70, 126] * 2)
+    table = jnp.arange(1, 25).reshape(8, 3)
+    rows = Rows(start, jnp.full(8, 3), table)
+    kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(25, 64, "bfloat16").kv(config).shape)
+    kv = kv.astype("bfloat16")
+    run = jax.jit(lambda kv: qwen3.forward(params, config, tokens, rows.positions(3), rows.attend, kv, (0, 2)))
+    before = KERNELS["weight_stream"]
+    streamed = run(kv)
+    assert KERNELS["weight_stream"] == before + 1
+    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    jax.clear_caches()
+    plain = run(kv)
+    assert KERNELS["weight_stream"] == before + 1
+    for got, expected in zip(jax.tree.leaves(streamed), jax.tree.leaves(plain), strict=True):
+        assert_close(got, expected, 2e-2)

@@ -1,0 +1,101 @@
+"""The chain of matmuls as one kernel: each stage in interpret mode, the whole by lowering it for CUDA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.models.layers import rms_norm
+from jaxspec.pallas import weight_stream
+from jaxspec.pallas.weight_stream import BLOCKS, HALF, TILE, share_out, stream, supported
+
+LAYER = ("matmul", "norm", "gated", "matmul", "norm", "matmul")
+EPS = 1e-6
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """Fewer blocks than items, so that each takes several; interpreting a block takes a while, idle or not."""
+    monkeypatch.setattr(weight_stream, "BLOCKS", 3)
+
+
+def inputs(rows: int, d: int, f: int, n: int, seed: int = 0):
+    """Residual stream, attention output, weights and scales of a layer and the projection after it."""
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    draw = lambda *shape: jax.random.normal(next(keys), shape)  # noqa: E731
+    weights = [draw(*shape) * shape[0] ** -0.5 for shape in ((d, d), (d, 2 * f), (f, d), (d, n))]
+    x, mixed = draw(rows, d), draw(rows, d)
+    scales = [1 + 0.1 * draw(d) for _ in range(2)]
+    return jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, mixed, weights, scales))
+
+
+def reference(x, mixed, weights, scales):
+    """The same in plain jnp, rounding to bfloat16 where the model's layers do."""
+    out, gate_up, down, following = weights
+    x = x + mixed @ out
+    runs = (rms_norm(x, scales[0], EPS) @ gate_up).reshape(len(x), -1, 2, HALF)
+    x = x + (jax.nn.silu(runs[:, :, 0]) * runs[:, :, 1]).reshape(len(x), -1) @ down
+    return x, jnp.matmul(rms_norm(x, scales[1], EPS), following, preferred_element_type=jnp.float32)
+
+
+def assert_close(got, expected, tolerance: float = 8e-3):
+    """By norm: both round to eight bits at every stage, in different orders."""
+    got, expected = (np.asarray(a, np.float64) for a in (got, expected))
+    assert np.isfinite(got).all()
+    assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("rows", [3, 24, 72])  # one warpgroup, more slots that overlap, two warpgroups
+def test_each_stage_matches_plain_layers(few_blocks, rows):
+    x, mixed, weights, scales = inputs(rows, 256, 384, 256)
+    got, partials = stream(LAYER, x, mixed, weights, scales, EPS, fused=False, interpret=plgpu.InterpretGPUParams())
+    expected, logits = reference(x, mixed, weights, scales)
+    assert_close(got, expected)
+    assert_close(partials.sum(0), logits)
+
+
+def test_chains_that_begin_or_end_with_a_norm(few_blocks):
+    x, _, weights, scales = inputs(2, 256, 256, 384)
+
+    def run(stages, rows, used):
+        interpret = plgpu.InterpretGPUParams()
+        return stream(stages, x, rows, used, scales[:1], EPS, fused=False, interpret=interpret)
+
+    same, partials = run(("norm", "matmul"), None, weights[3:])
+    normed = rms_norm(x, scales[0], EPS)
+    assert (same == x).all()
+    assert_close(partials.sum(0), jnp.matmul(normed, weights[3], preferred_element_type=jnp.float32))
+    added, rows = run(("matmul", "norm"), x, weights[:1])
+    assert_close(added, x + x @ weights[0])
+    assert_close(rows, rms_norm(x + x @ weights[0], scales[0], EPS))
+
+
+@pytest.mark.parametrize("rows", [1, 33, 128])
+def test_whole_chain_lowers_for_cuda(rows):
+    shapes = jax.eval_shape(lambda: inputs(rows, 512, 1024, 768))
+    lowered = jax.jit(lambda *a: stream(LAYER, *a, EPS)).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1  # one kernel, whatever the stages
+
+
+@pytest.mark.parametrize(
+    "widths", [(4096, 4096), (4096, 24576), (12288, 4096), (4096, 6144), (4096, 28672), (2048, 3072)]
+)
+def test_share_out_keeps_every_block_busy(widths):
+    """Of the time that the busiest block takes, the average block works at least nine tenths, at few rows."""
+    share = share_out(*widths, rows=8)
+    assert share.columns * share.tiles == share.outputs and share.columns % TILE == 0
+    busiest = -(-share.items // BLOCKS) * -(-share.inputs // TILE // share.splits) * share.columns
+    total = share.inputs // TILE * share.outputs
+    assert total / BLOCKS >= 0.9 * busiest
+    assert share_out(*widths, rows=8, gated=True).splits == 1
+
+
+def test_what_cannot_run_is_named():
+    assert supported(128, jnp.bfloat16, 4096, 6144) is None
+    assert "129 rows" in supported(129, jnp.bfloat16, 4096)
+    assert "8 rows" in supported(8, jnp.bfloat16, 4096)
+    assert "576" in supported(16, jnp.bfloat16, 4096, 576)
+    assert "float32" in supported(16, jnp.float32, 4096)
