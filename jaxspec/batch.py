@@ -142,9 +142,17 @@ def admission_size(capacity: int) -> int:
     return _HISTORY + capacity
 
 
-def ladder(limit: int) -> tuple[int, ...]:
-    """Batch sizes that programs are compiled for: powers of two up to `limit`, and `limit` itself."""
-    steps = [1 << i for i in range(limit.bit_length()) if 1 << i < limit]
+def ladder(limit: int, steps_per_octave: int = 1) -> tuple[int, ...]:
+    """Sizes that programs are compiled for, up to `limit` and `limit` itself: powers of two, or that many between them.
+
+    With eight steps to an octave (1 to 16 by 1, 18 to 32 by 2, 36 to 64 by 4, ...) at most a ninth of a program is
+    padding.
+    """
+    steps, size = [], 1
+    while size < limit:
+        steps.append(size)
+        octave = 1 << (size.bit_length() - 1)  # the largest power of two that isn't above `size`
+        size += max(octave // steps_per_octave, 1)
     return (*steps, limit)
 
 
@@ -161,6 +169,9 @@ class Shapes:
     capacity: int  # tokens of history per slot
     pages_per_seq: int
     block: int  # prompt tokens in one row of a prefill batch
-    batches: tuple[int, ...]  # requests in a round
     prefills: tuple[int, ...]  # blocks in a prefill
     score: int  # blocks in a prefill that also reports prompt logprobs
+    firsts: tuple[int, ...]  # requests that get their first token at once
+    batches: tuple[int, ...]  # requests in a round
+    rounds: int = 1  # rounds in a program that runs several; 1: there is none
+    rounds_batches: tuple[int, ...] = ()  # requests in such a program

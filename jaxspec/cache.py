@@ -7,6 +7,7 @@ so pages are shared, reused and freed for both together.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import flax.struct
@@ -60,14 +61,32 @@ class Rows:
         kv = self.write(kv, layer, k, v)
         return paged_attention(q, kv, layer, self.table, self.start), kv
 
-    def write(self, kv: KV, layer: Int[Array, ""], k: Float[Array, "b t m h"], v: Float[Array, "b t m h"]) -> KV:
-        t, page_size = k.shape[1], kv.shape[4]
+    def write(self, kv: KV, layer: Array, k: Float[Array, "*l b t m h"], v: Float[Array, "*l b t m h"]) -> KV:
+        """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
+        t, page_size = k.shape[-3], kv.shape[4]
         positions = self.positions(t)
         entry = positions // page_size
         real = (jnp.arange(t) < self.count[:, None]) & (positions >= 0) & (entry < self.table.shape[1])
         page = jnp.take_along_axis(self.table, jnp.clip(entry, 0, self.table.shape[1] - 1), axis=1)
         page = jnp.where(real, page, 0)
-        return kv.at[layer, page, :, :, positions % page_size].set(jnp.stack([k, v], axis=2).astype(kv.dtype))
+        new = jnp.stack([k, v], axis=-3)
+        if jnp.finfo(kv.dtype).bits == 8:  # beyond its range lies NaN
+            new = jnp.clip(new, jnp.finfo(kv.dtype).min, jnp.finfo(kv.dtype).max)
+        return kv.at[layer, page, :, :, positions % page_size].set(new.astype(kv.dtype))
+
+
+POOL_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # XLA's own option: what it takes of a GPU, when first used
+
+
+def claim_device() -> None:
+    """Let XLA take nearly all of the GPU, unless the user set its share; no effect once a device has been used."""
+    os.environ.setdefault(POOL_SHARE, "0.95")
+
+
+def device_memory() -> tuple[int, int] | None:
+    """The device's memory and what XLA may use of it, in bytes; None where the device doesn't say (a CPU)."""
+    usable = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return None if usable is None else (int(usable / float(os.environ.get(POOL_SHARE, "0.75"))), usable)
 
 
 @dataclass(frozen=True)
@@ -95,7 +114,7 @@ class MemoryPlan:
             ("draft weights", self.draft_weight_bytes, ""),
             ("KV cache", self.kv_bytes, f"{self.tokens} tokens in pages of {self.page_size}"),
             ("request slots", self.slot_bytes, "histories and sampling settings"),
-            ("workspace", self.workspace_bytes, "activations and logits, estimated"),
+            ("workspace", self.workspace_bytes, "activations and logits of the largest program"),
         ]
         if self.device_bytes is not None:
             rows.append(("left", self.device_bytes - static - self.workspace_bytes, f"of {_gib(self.device_bytes)}"))
@@ -118,21 +137,21 @@ def plan_memory(
     max_total_tokens: int | None,
     most_useful_tokens: int,
 ) -> MemoryPlan:
-    """Give the page pool what `mem_fraction` of the device leaves after weights and slots.
+    """Give the page pool what `mem_fraction` of the device's memory leaves after weights and slots.
 
-    The pool never exceeds `most_useful_tokens`, what all slots together could ever hold; on a CPU it is at
-    most 2 GiB unless `max_total_tokens` says otherwise, since host memory is everyone's.
+    Programs keep `workspace_bytes` of what XLA may use. The pool never exceeds `most_useful_tokens`, what all slots
+    together could ever hold; on a CPU it is at most 2 GiB unless `max_total_tokens` says otherwise, since host memory
+    is everyone's.
 
     **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
     """
-    stats = jax.local_devices()[0].memory_stats() or {}
-    device = stats.get("bytes_limit")
+    device, usable = device_memory() or (None, None)
     if max_total_tokens is not None:
         tokens = max_total_tokens
     elif device is None:
         tokens = min(most_useful_tokens, max(2**31 // bytes_per_token, page_size))
     else:
-        budget = min(int(device * mem_fraction), device - workspace_bytes)
+        budget = min(int(device * mem_fraction), usable - workspace_bytes)
         free = budget - weight_bytes - draft_weight_bytes - slot_bytes
         if free < 2 * page_size * bytes_per_token:
             raise ConfigError(

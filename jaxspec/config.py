@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 
 
 class ConfigError(ValueError):
@@ -164,6 +165,8 @@ class EngineConfig:
     - `mem_fraction_static`: share of the device's memory for weights, caches and states together.
     - `max_total_tokens`: tokens in the page pool; overrides what `mem_fraction_static` gives.
     - `page_size`: tokens per KV page. `chunked_prefill_size`: most prompt tokens in one program.
+    - `num_continuous_decode_steps`: rounds in one program while no request waits. Tokens are streamed, and requests
+      taken in, that many rounds apart at most; it pays where a round is shorter than its dispatch.
     - `disable_overlap`: read each round's result before the next is dispatched.
     - `load_format`: `auto`, or `dummy` for random weights made from the config alone.
     - `revision`: branch, tag or commit of a hub id. `seed`: of dummy weights and of requests that give none.
@@ -182,8 +185,9 @@ class EngineConfig:
     max_running_requests: int | None = None
     mem_fraction_static: float = 0.88
     max_total_tokens: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     chunked_prefill_size: int | None = None
+    num_continuous_decode_steps: int | None = None
     disable_overlap: bool = False
     disable_prefix_cache: bool = False
     load_format: str = "auto"
@@ -197,7 +201,7 @@ class EngineConfig:
     def __post_init__(self):
         for name, allowed in (
             ("dtype", (None, *DTYPES)),
-            ("kv_cache_dtype", ("auto", *DTYPES)),
+            ("kv_cache_dtype", ("auto", *KV_DTYPES)),
             ("load_format", ("auto", "dummy")),
         ):
             if getattr(self, name) not in allowed:
@@ -210,6 +214,7 @@ class EngineConfig:
             ("max_total_tokens", 1),
             ("page_size", 1),
             ("chunked_prefill_size", 1),
+            ("num_continuous_decode_steps", 1),
             ("ngram_min", 1),
             ("ngram_max", 1),
             ("decode_log_interval", 0),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @flax.struct.dataclass
 class DraftBatch:
-    """The requests of a round, as a drafter sees them: b rows, some of them padding (`live` is False).
+    """The requests of a program, as a drafter sees them: b rows, some of them padding (`live` is False).
 
     Request r has tokens `history[r, :length[r]]`. The target has keys and values for all of them but the newest.
     """
@@ -58,7 +58,10 @@ class DraftBatch:
 
 @flax.struct.dataclass
 class PrefillBatch:
-    """Blocks of prompt: block i holds `tokens[i]` at positions `rows.start[i] ...`; `next_tokens` are one later."""
+    """Blocks of known text: block i holds `tokens[i]` at positions `rows.start[i] ...`; `next_tokens` are one later.
+
+    A prompt's last token isn't among `rows.count`, since what comes next isn't known yet. `commit` is called for it.
+    """
 
     slots: Int[Array, " b"]
     tokens: Int[Array, "b t"]
@@ -71,18 +74,22 @@ class Proposal:
     """Drafts for each request: `tokens[r, :count[r]]`, in order.
 
     `probs` is the distribution each was drawn from, for rejection sampling; None is a point mass on the token. `logits`
-    is for study (`jaxspec.propose`) and costs nothing in a round.
+    is for study (`jaxspec.propose`) and costs nothing in a round. `forced` is for benchmarks alone: so many drafts
+    stand, whatever the target says, and the text is no longer the target's.
     """
 
     tokens: Int[Array, "b d"]
     count: Int[Array, " b"]
     probs: Float[Array, "b d v"] | None = None
     logits: Float[Array, "b d w"] | None = None
+    forced: Int[Array, " b"] | None = None
 
 
 @flax.struct.dataclass
 class Verified:
     """What verification did: the q rows' input tokens at positions `length - 1 ...` and how many tokens it yielded.
+
+    q is the verify width, or 1 where a prompt's last token was given its successor and nothing had been drafted.
 
     `outputs[r, :accepted[r]]` are those tokens. `features` holds the target's residual stream after each of the
     drafter's `feature_layers`, for all q rows; rows from `accepted` on are to be ignored.
@@ -126,9 +133,12 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:
-        """Take note of a verification. `batch` is the one `propose` saw."""
+        """Take note of a verification. `batch` is the one `propose` saw; for a prompt's last token nobody was asked."""
         return state
 
     def prefill(self, params: Any, state: Any, batch: PrefillBatch, features: tuple[Array, ...]) -> Any:
-        """Take note of prompt tokens, whose target features are given as in `Verified`."""
+        """Take note of prompt tokens, whose target features are given as in `Verified`, for every row.
+
+        Also of the text of a preempted request, when that is computed anew.
+        """
         return state

@@ -1,4 +1,4 @@
-"""The loop: take in requests, plan, dispatch, and read the results of the round before the one just dispatched.
+"""The loop: take in requests, plan, dispatch, and read the results of all but the rounds just dispatched.
 
 `Engine` is single-threaded and owns scheduler and runner; `jaxspec.llm` drives it. Dispatching round n+1
 before reading round n is the whole of overlap: with `disable_overlap` each is read as soon as it is dispatched.
@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import EngineConfig
+from jaxspec.pallas.target import KERNELS
 from jaxspec.request import (
     MAX_LOGPROBS,
     MAX_STOP_IDS,
@@ -28,9 +29,9 @@ from jaxspec.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, LOGPROB_WIDTH, TOKENS
+from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, SAMPLED, TOKENS
 from jaxspec.runner import Runner
-from jaxspec.scheduler import Scheduler, Sequence
+from jaxspec.scheduler import Chunk, Scheduler, Sequence
 from jaxspec.scheduler import State as SequenceState
 from jaxspec.stats import DecodeLog
 from jaxspec.tokenizer import Detokenizer
@@ -61,7 +62,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     limit: int
-    greedy: bool  # needs nothing but the argmax
+    mode: str  # the first of `round.MODES` that serves it
     added: float
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -69,14 +70,14 @@ class Request:
 
 @dataclass(slots=True)
 class Flight:
-    """A dispatched program whose result hasn't been read: a round's rows, or one scored chunk of a prompt."""
+    """A dispatched program whose result hasn't been read, and what to do with that: `read(flight, result, deltas)`."""
 
+    read: Callable[[Flight, np.ndarray, list[Delta]], None]
     result: jax.Array
     rows: list[tuple[Sequence, int]]  # with the epoch at dispatch: a later one means the row is nobody's
-    started: float  # seconds on the monotonic clock
-    greedy: bool = True
-    score_start: int | None = None
-    score_count: int = 0
+    mode: str = GREEDY
+    chunk: Chunk | None = None  # the part of a prompt that was scored
+    started: float = field(default_factory=time.monotonic)  # seconds
 
 
 class Engine:
@@ -101,6 +102,8 @@ class Engine:
             score_tokens=shapes.score * shapes.block,
             context_length=self.config.context_length,
             prefix_cache=not self.config.disable_prefix_cache,
+            rounds=shapes.rounds,
+            rounds_rows=max(shapes.rounds_batches, default=0),
         )
         self.requests: dict[str, Request] = {}
         self.totals: Counter = Counter()
@@ -141,8 +144,9 @@ class Engine:
                 "stop_token_ids",
             )
         limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
-        plain = params.temperature == 0 and params.logprobs is None and not params.logit_bias and not params.min_tokens
+        plain = params.temperature == 0 and not params.logit_bias and not params.min_tokens
         unpenalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
+        mode = LOGPROBS if params.logprobs is not None else GREEDY if plain and unpenalised else SAMPLED
         return Request(
             id=request_id or secrets.token_hex(8),
             prompt=prompt if isinstance(prompt, str) else None,
@@ -151,7 +155,7 @@ class Engine:
             seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             limit=limit,
-            greedy=plain and unpenalised,
+            mode=mode,
             added=time.monotonic(),
         )
 
@@ -209,56 +213,72 @@ class Engine:
         for seq in plan.admit:
             self._admit(seq)
         if plan.prefill:
-            chunk = plan.prefill[0]
             scored = self.runner.prefill(plan.prefill, table)
             if scored is not None:
-                rows = [(chunk.seq, chunk.seq.epoch)]
-                self._flights.append(Flight(scored, rows, time.monotonic(), True, chunk.start, chunk.count))
+                (chunk,) = plan.prefill
+                self._fly(self._read_score, scored, [chunk.seq], chunk=chunk)
+        if plan.first:
+            mode = _mode(plan.first)
+            result = self.runner.first([seq.slot for seq in plan.first], table, mode)
+            self._fly(self._read_first, result, plan.first, mode)
         if plan.rows:
-            greedy = all(seq.owner.request.greedy for seq in plan.rows)
-            result = self.runner.round([seq.slot for seq in plan.rows], table, greedy)
-            rows = [(seq, seq.epoch) for seq in plan.rows]
-            self._flights.append(Flight(result, rows, time.monotonic(), greedy))
+            mode = _mode(plan.rows)
+            result = self.runner.round([seq.slot for seq in plan.rows], table, mode, plan.rounds)
+            self._fly(self._read_rounds, result, plan.rows, mode)
         self._read(deltas, keep=1 if plan.rows and not self.config.disable_overlap else 0)
         return deltas
+
+    def _fly(self, read: Callable, result: jax.Array, seqs: list[Sequence], mode=GREEDY, chunk=None) -> None:
+        self._flights.append(Flight(read, result, [(seq, seq.epoch) for seq in seqs], mode, chunk))
 
     def _admit(self, seq: Sequence) -> None:
         choice: Choice = seq.owner
         request = choice.request
         self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
-        if not choice.metrics.verify_rounds:
+        if not seq.preemptions:
             choice.metrics.cached_tokens = seq.cached
             self.totals["cached_tokens"] += seq.cached
 
     def _read(self, deltas: list[Delta], keep: int) -> None:
         while len(self._flights) > keep:
             flight = self._flights.popleft()
-            result = np.asarray(flight.result)
-            if flight.score_start is None:
-                self._read_round(flight, result, deltas)
-            else:
-                self._read_score(flight, result)
+            flight.read(flight, np.asarray(flight.result), deltas)
         if self._decode_log.due(idle=not self.scheduler.unfinished):
             self._decode_log.write(self)
 
-    def _read_round(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
-        width = self.runner.width
-        logprobs = None if flight.greedy else result[:, TOKENS + width :].reshape(len(result), width, LOGPROB_WIDTH)
-        live = 0
-        for i, ((seq, epoch), row) in enumerate(zip(flight.rows, result[: len(flight.rows)].tolist(), strict=True)):
-            if seq.epoch != epoch:
-                continue  # it finished, or was preempted, after this round was dispatched
-            live += 1
-            choice: Choice = seq.owner
-            tokens = row[TOKENS : TOKENS + row[EMITTED]]
-            self.scheduler.append(seq, tokens)
-            seq.score = False
-            self._count(choice.metrics, row[ACCEPTED], row[DRAFTED])
-            wanted = choice.request.params.logprobs
-            entries = None if wanted is None else _logprobs(logprobs[i, : len(tokens)], tokens, wanted)
-            deltas.append(self._advance(choice, tokens, entries, bool(row[DONE])))
-        self.totals["rounds"] += 1
-        self._decode_log.count(live, flight.started)
+    def _read_first(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
+        for choice, row, logprobs in self._live(flight, result, 1):
+            deltas.append(self._take(choice, row, logprobs))
+
+    def _read_rounds(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
+        for each in result.reshape(-1, *result.shape[-2:]):
+            live = self._live(flight, each, self.runner.width)
+            for choice, row, logprobs in live:
+                self._count(choice.metrics, row[ACCEPTED], row[DRAFTED])
+                deltas.append(self._take(choice, row, logprobs))
+            self.totals["rounds"] += 1
+            self._decode_log.count(len(live), flight.started)
+
+    def _live(self, flight: Flight, result: np.ndarray, width: int) -> list[tuple[Choice, list[int], Any]]:
+        """The rows of a round that are still somebody's: whose, the row, and its packed logprobs."""
+        logprobs = [None] * len(flight.rows)
+        if flight.mode == LOGPROBS:
+            logprobs = result[:, TOKENS + width :].reshape(len(result), width, LOGPROB_WIDTH)
+        rows = result[: len(flight.rows), : TOKENS + width].tolist()
+        return [
+            (seq.owner, row, logprobs[i])
+            for i, ((seq, epoch), row) in enumerate(zip(flight.rows, rows, strict=True))
+            if seq.epoch == epoch  # otherwise it finished, or was preempted, after this round was dispatched
+        ]
+
+    def _take(self, choice: Choice, row: list[int], logprobs: np.ndarray | None) -> Delta:
+        """Give a request the tokens of its row."""
+        tokens = row[TOKENS : TOKENS + row[EMITTED]]
+        self.scheduler.append(choice.seq, tokens)
+        choice.seq.score = False
+        wanted = choice.request.params.logprobs
+        entries = None if wanted is None else _logprobs(logprobs[: len(tokens)], tokens, wanted)
+        return self._advance(choice, tokens, entries, bool(row[DONE]))
 
     def _count(self, metrics: RequestMetrics, accepted: int, drafted: int) -> None:
         metrics.verify_rounds += 1
@@ -270,16 +290,14 @@ class Engine:
         for i in range(accepted - 1):
             self.accepted[i] += 1
 
-    def _read_score(self, flight: Flight, result: np.ndarray) -> None:
+    def _read_score(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
         ((seq, epoch),) = flight.rows
         if seq.epoch != epoch:
             return
-        request, first = seq.owner.request, flight.score_start + 1
-        rows = result.reshape(-1, LOGPROB_WIDTH)[: flight.score_count]
-        tokens = request.tokens[first : first + flight.score_count]
-        request.prompt_logprobs[first : first + len(tokens)] = _logprobs(
-            rows[: len(tokens)], tokens, request.params.prompt_logprobs
-        )
+        request, after = seq.owner.request, flight.chunk.start + 1
+        tokens = request.tokens[after : after + flight.chunk.count]  # the token after the prompt isn't the prompt's
+        rows = result.reshape(-1, LOGPROB_WIDTH)[: len(tokens)]
+        request.prompt_logprobs[after : after + len(tokens)] = _logprobs(rows, tokens, request.params.prompt_logprobs)
 
     def _advance(self, choice: Choice, tokens: list[int], entries: list | None, done: bool) -> Delta:
         """Turn new tokens into a delta: text, stop strings, and the end if it has come."""
@@ -348,9 +366,15 @@ class Engine:
             "compiles_total": self.runner.compiles["compiles"],
             "compiles_since_start": self.runner.compiles["compiles"] - self._compiles_at_start,
             "dispatches": dict(self.runner.programs.dispatches),
+            "kernels": dict(KERNELS),
             "requests_total": dict(self.finished),
             "memory_plan": dataclasses.asdict(self.runner.plan),
         }
+
+
+def _mode(seqs: list[Sequence]) -> str:
+    """The least that serves them all."""
+    return max((seq.owner.request.mode for seq in seqs), key=MODES.index)
 
 
 def _open(choice: Choice) -> bool:

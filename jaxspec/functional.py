@@ -107,20 +107,17 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
         limit=slots.limit.at[0].set(capacity),
         done=slots.done.at[0].set(False),
     )
-    state = programs.State(slots, layout.kv(model.config), drafter.drafter.init_state(layout, 2))
+    state = programs.empty_state(model.config, drafter.drafter, layout, 1, capacity, dtype).replace(slots=slots)
     table = np.arange(1, pages + 1)
     return _propose(model, drafter, state, table, length)
 
 
 def _propose(model: Model, drafter: LoadedDrafter, state: programs.State, table: np.ndarray, length: int) -> Proposed:
     args = model.params, drafter.params
-    if length > 1:
-        packed = np.array([[0, 0, length - 1, *table]], np.int32)
-        fill = partial(programs.prefill, model.config, drafter.drafter, length - 1, False)
-        state, _ = jax.jit(fill)(*args, state, packed)
-    packed = np.array([[0, *table]], np.int32)
-    decode = jax.jit(partial(programs.decode_round, model.config, drafter.drafter, True))
-    state, out = decode(*args, state, packed)  # this slot verifies no drafts, so the round yields one token
+    fill = partial(programs.prefill, model.config, drafter.drafter, length, False)
+    state, _ = jax.jit(fill)(*args, state, np.array([[0, 0, length, *table]], np.int32))
+    first = partial(programs.first, model.config, drafter.drafter, programs.GREEDY)
+    state, out = jax.jit(first)(*args, state, np.array([[0, *table]], np.int32))
 
     @jax.jit
     def draft(params, state):

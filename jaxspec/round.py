@@ -1,8 +1,8 @@
-"""The device programs: admission, prefill, and the round that drafts, verifies, accepts and commits.
+"""The device programs: admission, prefill, the first token, and the round that drafts, verifies, accepts and commits.
 
 Each is a pure function of (params, state, one packed int32 array); `Programs` compiles them, the state donated. What
-the next round needs stays in `State`, so a round can be dispatched before the previous one's result was read. Plain
-decoding is the round of a drafter that drafts nothing.
+the next program needs stays in `State`, so a round can be dispatched before the previous one's result was read. Plain
+decoding is the round of a drafter that drafts nothing, and a first token is the round whose rows the prefill has run.
 """
 
 from __future__ import annotations
@@ -24,24 +24,48 @@ from tqdm import tqdm
 from jaxspec import batch as packing
 from jaxspec import sampling, verify
 from jaxspec.batch import Shapes, Slots
-from jaxspec.cache import Rows
+from jaxspec.cache import PageLayout, Rows
 from jaxspec.config import ModelConfig
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.models import MODELS
 from jaxspec.request import MAX_LOGPROBS
 
-# Columns of a round's packed output: counts, then q output tokens, then (not in greedy programs) their logprobs.
+# What a program does with logits, each all that those before it do: take the argmax; sample and adjust; and report
+# log-probabilities. A batch runs in the first that serves all its requests.
+MODES = GREEDY, SAMPLED, LOGPROBS = "greedy", "sampled", "logprobs"
+
+# Columns of a round's packed output: counts, then q output tokens, then (in mode logprobs) what `_pack_logprobs` packs.
 EMITTED, ACCEPTED, DRAFTED, DONE, TOKENS = range(5)
 LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the values of the top ones
+
+# XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and spends most of
+# a compilation on making them fewer: so let its limit lie beyond what it counts.
+COMPILER_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
 
 
 @flax.struct.dataclass
 class State:
-    """All that changes from program to program: request slots, the target's cache, the drafter's own state."""
+    """All that changes from program to program: request slots, the target's cache, the drafter's own state.
+
+    `hidden` and `features` are the final hidden state and the drafter's features of each slot's last prompt token, from
+    the prefill that computed it until `first` has made a token of it.
+    """
 
     slots: Slots
     kv: Float[Array, "l p 2 m s h"]
     draft: Any
+    hidden: Float[Array, "r d"]
+    features: tuple[Float[Array, "r d"], ...]
+
+
+def empty_state(
+    config: ModelConfig, drafter: Drafter, layout: PageLayout, num_slots: int, capacity: int, dtype: str
+) -> State:
+    """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`."""
+    slots = packing.empty_slots(num_slots, capacity)
+    last = lambda: jnp.zeros((num_slots + 1, config.hidden_size), dtype)  # noqa: E731
+    draft = drafter.init_state(layout, num_slots + 1)
+    return State(slots, layout.kv(config), draft, last(), tuple(last() for _ in drafter.feature_layers))
 
 
 def admit(state: State, packed: Int[Array, " k"]) -> State:
@@ -51,10 +75,10 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 def prefill(
     config: ModelConfig, drafter: Drafter, block: int, score: bool, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "b t w"] | None]:
-    """Compute keys and values of prompt blocks. `packed[i]` is slot, start, count, then the slot's page table.
+    """Compute keys and values of blocks of known tokens. `packed[i]` is slot, start, count, the slot's page table.
 
-    A prefill never touches a request's newest token: the round that follows starts from it. With `score`, also returns
-    the packed logprobs of the token after each row.
+    A block that ends with the newest known token leaves what `first` needs of it. The drafter isn't shown that row: the
+    token after it isn't known yet. With `score`, also returns the packed logprobs of the token after each row.
     """
     slots, rows = packed[:, 0], Rows(packed[:, 1], packed[:, 2], packed[:, 3:])
     positions = rows.positions(block)
@@ -63,58 +87,110 @@ def prefill(
     tokens, next_tokens = at(positions), at(positions + 1)
     family = MODELS[config.model_type]
     hidden = family.forward(params, config, tokens, positions, rows.attend, state.kv, drafter.feature_layers)
-    draft = drafter.prefill(draft_params, state.draft, PrefillBatch(slots, tokens, next_tokens, rows), hidden.features)
-    state = state.replace(kv=hidden.cache, draft=draft)
+
+    newest = rows.start + rows.count == state.slots.length[slots]
+    known = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=rows.count - newest))
+    draft = drafter.prefill(draft_params, state.draft, known, hidden.features)
+    last = jnp.maximum(rows.count - 1, 0)[:, None, None]
+    into = jnp.where(newest, slots, len(state.hidden))  # out of range for all other blocks, whose rows are dropped
+    keep = lambda x, old: old.at[into].set(jnp.take_along_axis(x, last, axis=1)[:, 0], mode="drop")  # noqa: E731
+    kept = jax.tree.map(keep, (hidden.last, hidden.features), (state.hidden, state.features))
+    state = State(state.slots, hidden.cache, draft, *kept)
     if not score:
         return state, None
     return state, _pack_logprobs(family.unembed(params, hidden.last), next_tokens)
 
 
+def first(
+    config: ModelConfig, drafter: Drafter, mode: str, params: Any, draft_params: Any, state: State, packed
+) -> tuple[State, Int[Array, "b w"]]:
+    """The token after each prompt whose prefill has run to its end, for the requests in `packed`, as in a round.
+
+    A round of one row: what its forward would yield, the prefill has left in the state.
+    """
+    slots, batch = _batch(state, packed, mode)
+    nothing = Proposal(jnp.zeros((len(packed), 0), jnp.int32), jnp.zeros((len(packed),), jnp.int32))
+    hidden, features = jax.tree.map(lambda kept: kept[batch.slots][:, None], (state.hidden, state.features))
+    logits = MODELS[config.model_type].unembed(params, hidden)
+    return _conclude(drafter, mode, draft_params, state, slots, batch, nothing, logits, features)
+
+
 def decode_round(
-    config: ModelConfig, drafter: Drafter, greedy: bool, params: Any, draft_params: Any, state: State, packed
+    config: ModelConfig, drafter: Drafter, mode: str, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "b w"]]:
     """One round for the requests in `packed[i]` = slot, then the slot's page table.
 
-    `greedy` programs are for batches in which nobody samples, adjusts logits or wants logprobs. A request that is done
-    yields nothing and changes nothing.
+    `mode` is one of `MODES`. A request that is done yields nothing and changes nothing.
     """
+    slots, batch = _batch(state, packed, mode)
+    proposal, draft = drafter.propose(draft_params, state.draft, batch)
+    proposal = proposal.replace(count=jnp.where(batch.live, jnp.minimum(proposal.count, slots.drafts), 0))
+    tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
+    rows = Rows(slots.length - 1, jnp.where(batch.live, proposal.count + 1, 0), batch.table)
+    positions = rows.positions(tokens.shape[1])
+    family = MODELS[config.model_type]
+    hidden = family.forward(params, config, tokens, positions, rows.attend, state.kv, drafter.feature_layers)
+    state = state.replace(kv=hidden.cache, draft=draft)
+    logits = family.unembed(params, hidden.last)
+    return _conclude(drafter, mode, draft_params, state, slots, batch, proposal, logits, hidden.features)
+
+
+def decode_rounds(
+    config: ModelConfig, drafter: Drafter, mode: str, rounds: int, params: Any, draft_params: Any, state: State, packed
+) -> tuple[State, Int[Array, "k b w"]]:
+    """That many rounds, one after the other, and what each of them yields."""
+
+    def step(state, _):
+        return decode_round(config, drafter, mode, params, draft_params, state, packed)
+
+    return jax.lax.scan(step, state, length=rounds)
+
+
+def _batch(state: State, packed: Int[Array, "b k"], mode: str) -> tuple[Slots, DraftBatch]:
+    """The slots of the requests named in `packed`, and the same as a drafter sees them."""
     ids, table = packed[:, 0], packed[:, 1:]
     slots = jax.tree.map(lambda x: x[ids], state.slots)
-    live = ~slots.done
-    batch = DraftBatch(ids, slots.length, slots.history, table, live, slots.sampling, greedy)
-    proposal, draft = drafter.propose(draft_params, state.draft, batch)
-    count = jnp.where(live, jnp.minimum(proposal.count, slots.drafts), 0)
-    tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
-    rows = Rows(slots.length - 1, jnp.where(live, count + 1, 0), table)
-    family = MODELS[config.model_type]
-    positions = rows.positions(tokens.shape[1])
-    hidden = family.forward(params, config, tokens, positions, rows.attend, state.kv, drafter.feature_layers)
-    logits = family.unembed(params, hidden.last)
+    return slots, DraftBatch(ids, slots.length, slots.history, table, ~slots.done, slots.sampling, mode == GREEDY)
 
-    outputs, accepted = _accept(logits, slots, proposal, count, greedy)
-    accepted = jnp.where(live, accepted, 0)
+
+def _conclude(
+    drafter: Drafter,
+    mode: str,
+    draft_params: Any,
+    state: State,
+    slots: Slots,
+    batch: DraftBatch,
+    proposal: Proposal,
+    logits: Float[Array, "b q v"],
+    features: tuple[Float[Array, "b q d"], ...],
+) -> tuple[State, Int[Array, "b w"]]:
+    """From the logits of q rows to tokens: accept, stop, commit, advance, and pack what came out."""
+    outputs, accepted = _accept(logits, slots, proposal, mode)
+    if proposal.forced is not None:
+        accepted = jnp.minimum(proposal.forced, proposal.count) + 1
+    accepted = jnp.where(batch.live, accepted, 0)
     emitted, done = _stop(slots, outputs, accepted)
-    verified = Verified(tokens, outputs, emitted, hidden.features)
-    draft = drafter.commit(draft_params, draft, batch, verified)
-    state = State(_advance(state.slots, ids, slots.length, outputs, emitted, done), hidden.cache, draft)
+    tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
+    draft = drafter.commit(draft_params, state.draft, batch, Verified(tokens, outputs, emitted, features))
+    state = state.replace(slots=_advance(state.slots, batch.slots, slots.length, outputs, emitted, done), draft=draft)
 
-    columns = [jnp.stack([emitted, accepted, count, done.astype(jnp.int32)], axis=1), outputs]
-    if not greedy:
+    columns = [jnp.stack([emitted, accepted, proposal.count, done.astype(jnp.int32)], axis=1), outputs]
+    if mode == LOGPROBS:
         columns.append(_pack_logprobs(logits, outputs).reshape(outputs.shape[0], -1))
     return state, jnp.concatenate(columns, axis=1)
 
 
-def _accept(logits: Array, slots: Slots, proposal: Proposal, count: Array, greedy: bool) -> tuple[Array, Array]:
-    if greedy:
-        return verify.match(jnp.argmax(logits, axis=-1).astype(jnp.int32), proposal.tokens, count)
+def _accept(logits: Array, slots: Slots, proposal: Proposal, mode: str) -> tuple[Array, Array]:
+    if mode == GREEDY:
+        return verify.match(jnp.argmax(logits, axis=-1).astype(jnp.int32), proposal.tokens, proposal.count)
     settings = slots.sampling
     adjusted = sampling.adjust(logits, settings, slots.history, slots.prompt, slots.length, proposal.tokens)
     p = sampling.probabilities(adjusted, settings)
     if proposal.probs is not None:
-        return verify.reject(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
+        return verify.reject(p, proposal.tokens, proposal.count, proposal.probs, settings.seed, slots.length)
     at = slots.length[:, None] + jnp.arange(logits.shape[1])
     chosen = sampling.draw(p, sampling.keys(settings.seed, at, sampling.SAMPLE))
-    return verify.match(chosen, proposal.tokens, count)
+    return verify.match(chosen, proposal.tokens, proposal.count)
 
 
 def _stop(slots: Slots, outputs: Int[Array, "b q"], accepted: Int[Array, " b"]) -> tuple[Array, Array]:
@@ -178,8 +254,9 @@ class Programs:
         self._jits = {
             "prefill": jit(prefill, shapes.block, False),
             "score": jit(prefill, shapes.block, True),
-            "round_greedy": jit(decode_round, True),
-            "round_sampled": jit(decode_round, False),
+            **{f"first_{mode}": jit(first, mode) for mode in MODES},
+            **{f"round_{mode}": jit(decode_round, mode) for mode in MODES},
+            **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds) for mode in MODES},
         }
         self._admit = jax.jit(admit, donate_argnums=0)
         self._compiled: dict[tuple[str, int], Any] = {}
@@ -194,19 +271,32 @@ class Programs:
     def score(self, state: State, packed: np.ndarray) -> tuple[State, Array]:
         return self._call("score", state, packed)
 
-    def round(self, state: State, packed: np.ndarray, greedy: bool) -> tuple[State, Array]:
-        return self._call("round_greedy" if greedy else "round_sampled", state, packed)
+    def first(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
+        return self._call(f"first_{mode}", state, packed)
+
+    def round(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
+        return self._call(f"round_{mode}", state, packed)
+
+    def rounds(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
+        """`Shapes.rounds` rounds in one program; results have a leading axis for them."""
+        return self._call(f"rounds_{mode}", state, packed)
 
     def warm_up(self, state: State) -> None:
         """Compile every program of the ladder, several at a time."""
         shapes = self.shapes
         wanted = [("admit", packing.admission_size(shapes.capacity)), ("score", shapes.score)]
         wanted += [("prefill", blocks) for blocks in shapes.prefills]
-        wanted += [(kind, size) for size in shapes.batches for kind in ("round_greedy", "round_sampled")]
+        for kind, sizes in (("first", shapes.firsts), ("round", shapes.batches), ("rounds", shapes.rounds_batches)):
+            wanted += [(f"{kind}_{mode}", size) for size in sizes for mode in MODES]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             compiling = pool.map(lambda wanted: self._program(*wanted, state), wanted)
             for _ in tqdm(compiling, total=len(wanted), desc="compiling", unit="program"):
                 pass
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the most demanding of the compiled programs needs beside its operands and results."""
+        return max((p.memory_analysis().temp_size_in_bytes for p in self._compiled.values()), default=0)
 
     def padding(self, rows: int, columns: int) -> np.ndarray:
         """A packed batch of padding rows: the dummy slot, no tokens, the dummy page."""
@@ -223,7 +313,7 @@ class Programs:
             if kind == "admit":
                 lowered = self._admit.lower(state, np.zeros(size, np.int32))
             else:
-                columns = 1 if kind.startswith("round") else 3
+                columns = 3 if kind in ("prefill", "score") else 1
                 lowered = self._jits[kind].lower(*self._params, state, self.padding(size, columns))
-            program = self._compiled[kind, size] = lowered.compile()
+            program = self._compiled[kind, size] = lowered.compile(COMPILER_OPTIONS)
         return program

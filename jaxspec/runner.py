@@ -14,19 +14,59 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.batch import Shapes, empty_slots, fit, ladder, pack_admission
-from jaxspec.cache import MemoryPlan, PageLayout, kv_bytes_per_token, plan_memory
+from jaxspec.batch import Shapes, fit, ladder, pack_admission
+from jaxspec.cache import MemoryPlan, PageLayout, claim_device, kv_bytes_per_token, plan_memory
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
-from jaxspec.round import Programs, State, compile_counter
+from jaxspec.pallas.target import kernels_here
+from jaxspec.round import Programs, State, compile_counter, empty_state
 from jaxspec.scheduler import Chunk, Sequence
 
 log = logging.getLogger("jaxspec")
 
-BLOCK = 32  # prompt tokens in one row of a prefill: a chunk is padded to a whole number of these
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
+ROUNDS_BATCH = 8  # most requests in a program of several rounds: with more, a round is long enough to hide its dispatch
+SMALL_MODEL = 2**30  # bytes of weights below which that is worth it
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What options left to the machine come to there, and what else differs.
+
+    `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
+    `prefill_steps`: program sizes per doubling of a prefill's; on a CPU as few as can be: they take long to compile.
+    `least_rows`: rows that the smallest round has, padding included; on a GPU fewer cost as much or more.
+    """
+
+    block: int
+    page_size: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    prefill_steps: int
+    least_rows: int
+    small_model_rounds: int
+
+
+CPU = Defaults(
+    block=32,
+    page_size=16,
+    max_running_requests=4,
+    chunked_prefill_size=256,
+    prefill_steps=1,
+    least_rows=1,
+    small_model_rounds=1,
+)
+GPU = Defaults(
+    block=64,
+    page_size=64,
+    max_running_requests=128,
+    chunked_prefill_size=2048,
+    prefill_steps=8,
+    least_rows=8,
+    small_model_rounds=8,
+)
 
 
 def enable_compilation_cache() -> None:
@@ -45,7 +85,10 @@ class Runner:
     """
 
     def __init__(self, options: EngineConfig, model: Model | None = None, draft: LoadedDrafter | None = None):
+        claim_device()
         enable_compilation_cache()
+        if reason := kernels_here():
+            log.info("the plain path serves attention and matmuls, not the Hopper kernels: %s", reason)
         self.compiles = compile_counter()
         compiled, started = self.compiles["compiles"], time.monotonic()
         self.model = model or load_model(
@@ -64,9 +107,10 @@ class Runner:
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params
         )
         self.state = self._empty_state(layout)
-        log.info("%s", self.plan)
         if not self.config.skip_warmup:
             self.programs.warm_up(self.state)
+            self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
+        log.info("%s", self.plan)
         log.info(
             "ready in %.1f s: %s with --draft %s, %d programs compiled or read from the cache",
             time.monotonic() - started,
@@ -79,14 +123,16 @@ class Runner:
         config, shapes = self.config, self.shapes
         dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         per_token = kv_bytes_per_token(self.model.config, dtype) + self.draft.drafter.kv_bytes_per_token(dtype)
-        slots = jax.eval_shape(lambda: empty_slots(shapes.num_slots, shapes.capacity))
+        smallest = PageLayout(1, 1, dtype)
+        empty = jax.eval_shape(lambda: self._empty_state(smallest))
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         plan = plan_memory(
             weight_bytes=_bytes(self.model.params),
-            draft_weight_bytes=_bytes(self.draft.params),
+            draft_weight_bytes=_bytes(self.draft.params, self.model.params),
             bytes_per_token=per_token,
-            slot_bytes=_bytes(slots),
-            # logits and the few arrays of their size that sampling makes; an MLP's activations in a prefill
+            slot_bytes=_bytes((empty.slots, empty.hidden, empty.features)),
+            # an estimate, until the programs are compiled: logits and the few arrays of their size that sampling
+            # makes, or an MLP's activations in a prefill
             workspace_bytes=4 * (4 * rows * self.model.config.vocab_size)
             + 4 * shapes.prefills[-1] * shapes.block * 4 * self.model.config.mlp_size,
             page_size=config.page_size,
@@ -97,10 +143,9 @@ class Runner:
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
     def _empty_state(self, layout: PageLayout) -> State:
-        return State(
-            slots=empty_slots(self.shapes.num_slots, self.shapes.capacity),
-            kv=layout.kv(self.model.config),
-            draft=self.draft.drafter.init_state(layout, self.shapes.num_slots + 1),
+        shapes = self.shapes
+        return empty_state(
+            self.model.config, self.draft.drafter, layout, shapes.num_slots, shapes.capacity, self.config.dtype
         )
 
     def admit(self, seq: Sequence, params: Any, seed: int, stop_ids: list[int]) -> None:
@@ -137,47 +182,77 @@ class Runner:
         out.copy_to_host_async()
         return out
 
-    def round(self, slots: list[int], table: np.ndarray, greedy: bool) -> jax.Array:
-        """Dispatch a round for these slots; its packed output (see `round.decode_round`)."""
-        packed = self.programs.padding(fit(len(slots), self.shapes.batches), 1)
-        packed[: len(slots), 0] = slots
-        packed[: len(slots), 1:] = table[slots]
-        self.state, out = self.programs.round(self.state, packed, greedy)
+    def first(self, slots: list[int], table: np.ndarray, mode: str) -> jax.Array:
+        """Dispatch the first tokens of these slots, whose prompts are prefilled; packed like those of a round."""
+        self.state, out = self.programs.first(self.state, self._pack(slots, table, self.shapes.firsts), mode)
         out.copy_to_host_async()
         return out
 
+    def round(self, slots: list[int], table: np.ndarray, mode: str, rounds: int = 1) -> jax.Array:
+        """Dispatch a round for these slots, or `Shapes.rounds` of them; packed output (see `round.decode_round`)."""
+        shapes = self.shapes
+        if rounds == 1:
+            self.state, out = self.programs.round(self.state, self._pack(slots, table, shapes.batches), mode)
+        else:
+            self.state, out = self.programs.rounds(self.state, self._pack(slots, table, shapes.rounds_batches), mode)
+        out.copy_to_host_async()
+        return out
 
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    def _pack(self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+        packed = self.programs.padding(fit(len(slots), sizes), 1)
+        packed[: len(slots), 0] = slots
+        packed[: len(slots), 1:] = table[slots]
+        return packed
+
+
+def _bytes(tree: Any, beside: Any = None) -> int:
+    """Bytes of a tree's arrays. Those that `beside` has too aren't counted: a drafter may borrow the target's."""
+    counted = {id(x) for x in jax.tree.leaves(beside)}
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if id(x) not in counted)
+
+
+def _defaults() -> Defaults:
+    return CPU if jax.default_backend() == "cpu" else GPU
 
 
 def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> EngineConfig:
     """Fill in what was left to us, and refuse what doesn't fit together."""
-    cpu = jax.default_backend() == "cpu"
+    defaults = _defaults()
     context = options.context_length or model.config.max_position
     if context > model.config.max_position:
         raise ConfigError(
             f"--context-length {context} exceeds what {model.name} was made for, {model.config.max_position} positions"
         )
-    chunk = options.chunked_prefill_size or (256 if cpu else 2048)
+    chunk = options.chunked_prefill_size or defaults.chunked_prefill_size
+    small = _bytes(model.params) < SMALL_MODEL
     return dataclasses.replace(
         options,
         draft=draft.name,
         num_draft_tokens=draft.drafter.num_draft_tokens or None,
         dtype=str(jax.tree.leaves(model.params)[0].dtype),
         context_length=context,
-        max_running_requests=options.max_running_requests or (4 if cpu else 128),
-        chunked_prefill_size=-(-chunk // BLOCK) * BLOCK,
+        max_running_requests=options.max_running_requests or defaults.max_running_requests,
+        chunked_prefill_size=-(-chunk // defaults.block) * defaults.block,
+        page_size=options.page_size or defaults.page_size,
+        num_continuous_decode_steps=options.num_continuous_decode_steps
+        or (defaults.small_model_rounds if small else 1),
     )
 
 
 def _shapes(config: EngineConfig, width: int) -> Shapes:
+    defaults = _defaults()
+    slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
+    blocks = config.chunked_prefill_size // defaults.block
+    batches = tuple(size for size in ladder(slots) if size * width >= defaults.least_rows or size == slots)
     return Shapes(
-        num_slots=config.max_running_requests,
+        num_slots=slots,
         capacity=config.context_length,
-        pages_per_seq=-(-(config.context_length + 2 * width) // config.page_size),
-        block=BLOCK,
-        batches=ladder(config.max_running_requests),
-        prefills=ladder(config.chunked_prefill_size // BLOCK),
-        score=min(SCORE_TOKENS, config.chunked_prefill_size) // BLOCK,
+        pages_per_seq=-(-(config.context_length + width) // config.page_size),
+        block=defaults.block,
+        prefills=ladder(blocks, defaults.prefill_steps),
+        score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
+        firsts=tuple(sorted({1, min(slots, blocks)})),  # one alone, or as many prompts as a prefill can hold
+        batches=batches,
+        rounds=rounds,
+        rounds_batches=tuple(size for size in batches if size <= ROUNDS_BATCH) if rounds > 1 else (),
     )

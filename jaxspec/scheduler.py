@@ -1,8 +1,9 @@
 """Which sequence runs when, and in which pages: admit, chunk, grow, preempt, finish. Host data only, no jax.
 
-Invariant: of a sequence whose known tokens are x_0..x_{N-1}, KV is committed for positions 0..N-2; the newest token has
-none. *Prefill* computes KV of positions below N-1, chunk by chunk. A *round* then runs `width` rows at positions
-N-1..N-2+width and yields 1..width new tokens, after which the same holds of the larger N.
+Invariant: of a sequence that runs, with known tokens x_0..x_{N-1}, KV is committed for positions 0..N-2; the newest
+token has none. *Prefill* gets it there, chunk by chunk: all of a new prompt, after which its *first* token follows from
+the last position; of a sequence that had tokens already and was preempted, all but the newest. A *round* then runs
+`width` rows at positions N-1..N-2+width and yields 1..width new tokens, after which the same holds of the larger N.
 
 The engine dispatches a round before it has read the one before, so the host's N is up to `in_flight` rounds old, and
 pages are given for the largest N those rounds can lead to. The device runs programs in the order of dispatch: a page
@@ -47,7 +48,8 @@ class Sequence:
 
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
-    read yet; `epoch`, which moves on whenever slot and pages are lost, so that older results can be told apart.
+    read yet, of which the first token is one; `epoch`, which moves on whenever slot and pages are lost, so that older
+    results can be told apart.
     """
 
     tokens: list[int] = field(repr=False)
@@ -75,14 +77,17 @@ class Chunk(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to dispatch: set up the slots of `admit`, then one program for all of `prefill`, then a round of `rows`.
+    """What to dispatch: set up the slots of `admit`; one program for all of `prefill`; one for the first tokens of
+    `first`, whose prompts that completes; then one that runs `rounds` rounds of `rows`, one after the other.
 
     `drain`: pages ran out while results are unread. Nothing else is in the plan: read them all, then plan again.
     """
 
     admit: list[Sequence]
     prefill: list[Chunk]
+    first: list[Sequence]
     rows: list[Sequence]
+    rounds: int = 1
     drain: bool = False
 
 
@@ -95,6 +100,7 @@ class Scheduler:
     - `chunk_tokens`: prompt tokens in one prefill program, in whole blocks of `block`; a block holds tokens of one
       sequence, so a chunk costs its tokens rounded up. `score_tokens`: the most in a chunk that is scored.
     - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences that start alike.
+    - `rounds`: rounds in one program when nobody waits, for up to `rounds_rows` sequences.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
     the dummy slot, all 0. It changes in place: copy what a program is to read. `waiting`, `prefilling` and `running`
@@ -113,8 +119,10 @@ class Scheduler:
         score_tokens: int,
         context_length: int,
         prefix_cache: bool = True,
+        rounds: int = 1,
+        rounds_rows: int = 0,
     ):
-        sizes = {"num_slots": num_slots, "width": width, "block": block, "score_tokens": score_tokens}
+        sizes = {"num_slots": num_slots, "width": width, "block": block, "score_tokens": score_tokens, "rounds": rounds}
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -127,9 +135,11 @@ class Scheduler:
         self.score_tokens = score_tokens
         self.context_length = context_length
         self.prefix_cache = prefix_cache
+        self.rounds = rounds
+        self.rounds_rows = rounds_rows
         self.pool = PagePool(num_pages)
         self.tree = PrefixTree(self.pool, page_size)
-        self.pages_per_seq = self._pages_for(context_length + 2 * width)
+        self.pages_per_seq = self._pages_for(context_length + width)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: Sequence | None = None
@@ -158,7 +168,7 @@ class Scheduler:
 
         **Raises:** `RequestError` with the arithmetic if it could never be served, however idle the engine.
         """
-        context, usable, lookahead = self.context_length, self.pool.num_pages - 1, 2 * self.width
+        context, usable, lookahead = self.context_length, self.pool.num_pages - 1, self.width
         if prompt_len < 1:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
         completion = 1 if max_tokens is None else max_tokens
@@ -189,7 +199,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. **Raises:** `ValueError` if its tokens or limit are not such as `check` lets pass."""
-        fits = self._pages_for(seq.limit + 2 * self.width) < self.pool.num_pages
+        fits = self._pages_for(seq.limit + self.width) < self.pool.num_pages
         if not (1 <= len(seq.tokens) < seq.limit <= self.context_length and fits):
             raise ValueError(
                 f"a sequence of {len(seq.tokens)} tokens with limit {seq.limit} can't be served within a context of "
@@ -206,19 +216,27 @@ class Scheduler:
         its sequences.
         """
         if not self._grow():
-            return Plan([], [], [], drain=True)
+            return Plan([], [], [], [], drain=True)
         admit, prefill = self._fill()
-        for seq in self.running:
+        first = [chunk.seq for chunk in prefill if chunk.start + chunk.count == len(chunk.seq.tokens)]
+        for seq in first:
             seq.in_flight += 1
-        return Plan(admit, prefill, self.running.copy())
+        rows = [seq for seq in self.running if self._goes_on(seq)]
+        rounds = self._lookahead(rows)
+        for seq in rows:
+            seq.in_flight += rounds
+        return Plan(admit, prefill, first, rows, rounds)
 
     def append(self, seq: Sequence, tokens: list[int]) -> None:
         """Read the oldest round in flight of `seq`: these are its next tokens.
 
-        **Raises:** `ValueError` if none is in flight, as after a preemption or `finish`: then `epoch` has moved on.
+        **Raises:** `ValueError` if none is in flight, as after a preemption or `finish`: then `epoch` has moved on; and
+        for more tokens than the sequence's limit leaves room for.
         """
         if not seq.in_flight:
             raise ValueError(f"no round of {seq} is in flight; results from before its epoch moved on must be ignored")
+        if len(seq.tokens) + len(tokens) > seq.limit:
+            raise ValueError(f"{len(tokens)} more tokens would take {seq} past its limit, for which check() found room")
         seq.tokens += tokens
         seq.in_flight -= 1
 
@@ -288,31 +306,52 @@ class Scheduler:
             self.tree.evict(n - self.pool.free)
         return self.pool.alloc(n)
 
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Whether `seq` may still run once what is in flight was read. Each unread round yields a token at least."""
+        return len(seq.tokens) + seq.in_flight < seq.limit
+
+    def _missing(self, seq: Sequence, rounds: int) -> int:
+        """Pages that `seq` lacks for that many rounds more. The last of all rounds starts below the limit."""
+        end = len(seq.tokens) - 1 + (seq.in_flight + rounds) * self.width
+        return max(self._pages_for(min(end, seq.limit + self.width)) - len(seq.pages), 0)
+
+    def _give(self, seq: Sequence, pages: int) -> None:
+        held = len(seq.pages)
+        seq.pages += self._take(pages)
+        self.table[seq.slot, held : held + pages] = seq.pages[held:]
+
     def _grow(self) -> bool:
         """Pages for the next round of all that run, oldest first. False: short of them, and results are unread."""
-        width, page_size = self.width, self.page_size
         for seq in self.running:  # may lose its last elements on the way, `seq` itself among them; then the loop ends
-            end = len(seq.tokens) - 1 + (seq.in_flight + 1) * width
-            if end > len(seq.pages) * page_size and not self._extend(seq, end):
+            if self._goes_on(seq) and (missing := self._missing(seq, 1)) and not self._extend(seq, missing):
                 return False
         return True
 
-    def _extend(self, seq: Sequence, end: int) -> bool:
-        """Give `seq` pages for positions below `end`, preempting the youngest, at worst itself. False: as `_grow`."""
-        held = len(seq.pages)
-        missing = min(self._pages_for(end), self.pages_per_seq) - held
+    def _extend(self, seq: Sequence, missing: int) -> bool:
+        """Give `seq` that many pages, preempting the youngest, at worst itself. False: as `_grow`."""
         while missing > self._available():
             if any(other.in_flight for other in self.running):
                 return False  # their results may end some of them, and tell how much the others really need
             victim = self.prefilling or self.running[-1]
-            if victim is self.running[0]:
-                raise RuntimeError(f"{seq} alone outgrew the page pool; it went past the limit that check() gave it")
             self._preempt(victim)
             if victim is seq:
                 return True
-        seq.pages += self._take(missing)
-        self.table[seq.slot, held : held + missing] = seq.pages[held:]
+        self._give(seq, missing)
         return True
+
+    def _lookahead(self, rows: list[Sequence]) -> int:
+        """How many rounds to run in one program: several only if that holds nobody up and there are pages for them."""
+        rounds = self.rounds
+        if rounds == 1 or len(rows) > self.rounds_rows or self.waiting or self.prefilling:
+            return 1
+        if all(seq.limit - len(seq.tokens) - seq.in_flight < rounds for seq in rows):
+            return 1  # the last few tokens of the last to end: most of the program would run for nobody
+        missing = [self._missing(seq, rounds) for seq in rows]
+        if sum(missing) > self._available():
+            return 1
+        for seq, pages in zip(rows, missing, strict=True):
+            self._give(seq, pages)
+        return rounds
 
     def _fill(self) -> tuple[list[Sequence], list[Chunk]]:
         """Admissions and chunks within one program's budget: the unfinished prompt first, then new ones in order."""
@@ -324,21 +363,27 @@ class Scheduler:
                 if not (seq := self._admit_next(alone=not chunks)):
                     break
                 admit.append(seq)
-            if seq := self.prefilling:  # not one that needs no prefill: it runs already
-                most = min(blocks * self.block, self.score_tokens) if seq.score else blocks * self.block
-                chunks.append(self._next_chunk(seq, most))
-                blocks = 0 if seq.score else blocks - math.ceil(chunks[-1].count / self.block)
+            seq = self.prefilling
+            most = min(blocks * self.block, self.score_tokens) if seq.score else blocks * self.block
+            chunks.append(self._next_chunk(seq, most))
+            blocks = 0 if seq.score else blocks - math.ceil(chunks[-1].count / self.block)
         return admit, chunks
 
+    def _due(self, seq: Sequence) -> int:
+        """How many positions its prefill computes: the prompt's, or those that were committed before a preemption."""
+        return max(seq.prompt_len, len(seq.tokens) - 1)
+
     def _next_chunk(self, seq: Sequence, most: int) -> Chunk:
-        due = len(seq.tokens) - 1
+        due = self._due(seq)
         chunk = Chunk(seq, seq.computed, min(due - seq.computed, most))
         seq.computed += chunk.count
         # Published at once: this program is dispatched before any that can read these pages, and within it all KV of a
-        # layer is written before it is read.
-        self._publish(seq, seq.computed)
+        # layer is written before it is read. Of the newest token the drafter has seen nothing yet.
+        self._publish(seq, min(seq.computed, len(seq.tokens) - 1))
         if seq.computed == due:
-            self._start(seq)
+            self.prefilling = None
+            self.running.append(seq)
+            seq.state = State.RUNNING
         return chunk
 
     def _admit_next(self, alone: bool) -> Sequence | None:
@@ -348,10 +393,10 @@ class Scheduler:
         seq = self.waiting[0]
         if seq.score and not alone:
             return None
-        due = len(seq.tokens) - 1  # the newest token is always left to the round
         shares = self.prefix_cache and not seq.score
-        pages, node = self.tree.match(seq.tokens, due) if shares else ([], self.tree.root)
-        missing = self._pages_for(due + 2 * self.width) - len(pages)
+        # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
+        pages, node = self.tree.match(seq.tokens, self._due(seq) - 1) if shares else ([], self.tree.root)
+        missing = self._missing(seq, 2) - len(pages)  # up to the first round, and what comes before it yields a token
         # One page on top for each that runs: admitting into the last pages would only get someone preempted at once.
         if missing + len(self.running) > self._available():
             self.pool.release(pages)
@@ -367,14 +412,7 @@ class Scheduler:
         self.table[seq.slot, : len(seq.pages)] = seq.pages
         seq.state = State.PREFILL
         self.prefilling = seq
-        if seq.computed >= due:
-            self._start(seq)
         return seq
-
-    def _start(self, seq: Sequence) -> None:
-        self.prefilling = None
-        self.running.append(seq)
-        seq.state = State.RUNNING
 
     def _publish(self, seq: Sequence, end: int, leaving: bool = False) -> None:
         if seq.node:

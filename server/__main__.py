@@ -16,9 +16,10 @@ import sys
 import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError
+from jaxspec.flags import engine_options
 from jaxspec.tokenizer import TokenizerError
 from server.app import create_app
-from server.options import UsageError, engine_options, parse
+from server.options import UsageError, parse
 
 log = logging.getLogger("jaxspec.server")
 

@@ -1,60 +1,20 @@
-"""The command line: one flag per field of `EngineConfig`, the server's own, and `--config file.yaml`.
-
-Invariant: engine flags are generated from the dataclass; `ENGINE_HELP` adds words only, so the two can't drift.
-"""
+"""The command line: the engine's flags (`jaxspec.flags`), the server's own, and `--config file.yaml`."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
-import types
-import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
 
 import jaxspec
-from jaxspec.config import EngineConfig, flag
+from jaxspec.config import flag
+from jaxspec.flags import add_engine_flags
 
 SERVER_DEFAULTS = {"draft": "auto"}  # a server should be fast as it comes; the library defaults to no drafter
-
-# group -> field -> (metavar, help); None as metavar: on or off
-ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
-    "model": {
-        "model": ("M", "hub id, folder, .gguf file, or smollm2-135m-instruct, the demo"),
-        "revision": ("REV", "branch, tag or commit of a hub id"),
-        "dtype": ("TYPE", "of weights and activations: float32, bfloat16 or float16"),
-        "load_format": ("FORMAT", "auto, or dummy for random weights made from the config alone"),
-        "context_length": ("TOKENS", "most tokens of prompt and output together"),
-        "seed": ("N", "of dummy weights, and of requests that give none"),
-    },
-    "speculation": {
-        "draft": (
-            "D",
-            "none, auto, a method (ngram, standalone), method:path_or_id, a path or hub id, or module:Class",
-        ),
-        "num_draft_tokens": ("N", "most tokens drafted per request and round"),
-        "ngram_min": ("N", "shortest match of the last tokens that the ngram drafter takes"),
-        "ngram_max": ("N", "longest match that it tries"),
-    },
-    "memory and batching": {
-        "max_running_requests": ("N", "request slots, so also the largest decode batch"),
-        "mem_fraction_static": ("SHARE", "share of device memory for weights, caches and states together"),
-        "max_total_tokens": ("TOKENS", "tokens in the page pool; overrides what --mem-fraction-static gives"),
-        "kv_cache_dtype": ("TYPE", "of keys and values; auto is --dtype's"),
-        "page_size": ("TOKENS", "tokens per KV page"),
-        "chunked_prefill_size": ("TOKENS", "most prompt tokens in one program"),
-        "disable_prefix_cache": (None, "don't share the KV of common prefixes"),
-    },
-    "running": {
-        "disable_overlap": (None, "read each round's result before the next is dispatched"),
-        "skip_warmup": (None, "compile on first use instead of at start"),
-        "decode_log_interval": ("ROUNDS", "rounds between two decode log lines; 0 turns them off"),
-    },
-}
 
 
 class UsageError(ValueError):
@@ -88,19 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="least severe log lines to show (default: %(default)s)",
     )
     server.add_argument("--access-log", action="store_true", help="log a line per HTTP request")
-    hints = typing.get_type_hints(EngineConfig)
-    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)} | SERVER_DEFAULTS
-    for title, entries in ENGINE_HELP.items():
-        group = parser.add_argument_group(title)
-        for name, (metavar, text) in entries.items():
-            default = defaults[name]
-            if metavar is None:
-                group.add_argument(flag(name), action="store_true", default=default, help=text)
-                continue
-            shown = "chosen from model and machine" if default is None else default
-            shown = "none" if name in ("revision", "seed") else shown
-            help_text = f"{text} (default: {shown})"
-            group.add_argument(flag(name), type=_plain(hints[name]), default=default, metavar=metavar, help=help_text)
+    add_engine_flags(parser, SERVER_DEFAULTS)
     return parser
 
 
@@ -114,11 +62,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if config is None:
         return _parse_known(parser, argv)
     return _parse_known(parser, [*_from_file(parser, config), *argv])  # the last of two equal flags wins
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What of the command line is the engine's: keyword arguments of `AsyncLLM`."""
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -161,16 +104,9 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {name: action for action in parser._actions for name in action.option_strings if name.startswith("--")}
 
 
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else "; --help lists the flags"
-
-
-def _plain(hint: Any) -> type:
-    """`int | None` -> int: None is a default, not something to type."""
-    if isinstance(hint, types.UnionType):
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
-    return hint
 
 
 def _port(text: str) -> int:

@@ -4,16 +4,20 @@ import re
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxspec.cache import PageLayout, kv_bytes_per_token, plan_memory
+from jaxspec import LLM, SamplingParams
+from jaxspec.cache import POOL_SHARE, PageLayout, Rows, kv_bytes_per_token, plan_memory
 from jaxspec.config import ConfigError, ModelConfig
-from tests.tiny import tiny_config
+from tests.tiny import tiny_checkpoint, tiny_config
 
 MIB = 2**20
 
 
-def plan(monkeypatch, device_bytes, **changes):
+def plan(monkeypatch, device_bytes, share="1", **changes):
+    """A plan on a device of which XLA may use `device_bytes`, which is `share` of it."""
+    monkeypatch.setenv(POOL_SHARE, share)
     stats = None if device_bytes is None else {"bytes_limit": device_bytes}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     figures = {
@@ -39,6 +43,11 @@ def test_the_pool_gets_what_the_fraction_leaves(monkeypatch):
 
 def test_the_workspace_is_never_given_away(monkeypatch):
     assert plan(monkeypatch, 200 * MIB, mem_fraction=0.99).kv_bytes == (200 - 8 - 55) * MIB
+
+
+def test_the_fraction_is_of_the_whole_device(monkeypatch):
+    assert plan(monkeypatch, 200 * MIB, share="0.5", mem_fraction=0.4).kv_bytes == (0.4 * 400 - 55) * MIB
+    assert plan(monkeypatch, 200 * MIB, share="0.5", mem_fraction=0.9).kv_bytes == (200 - 8 - 55) * MIB
 
 
 def test_no_more_than_is_useful(monkeypatch):
@@ -89,3 +98,22 @@ def test_a_page_takes_what_the_plan_counts(dtype, size):
     assert kv.shape == (2, 7, 2, 2, 8, 16)
     assert kv_bytes_per_token(config, dtype) == 2 * 2 * 2 * 16 * size
     assert kv.nbytes == 7 * 8 * kv_bytes_per_token(config, dtype)
+
+
+def test_what_fp8_cannot_hold_is_clipped():
+    kv = jnp.zeros((1, 2, 2, 1, 4, 8), jnp.float8_e4m3fn)
+    rows = Rows(jnp.array([0]), jnp.array([2]), jnp.array([[1]]))
+    k = jnp.stack([jnp.full((1, 8), 1e6), jnp.full((1, 8), 1.5)])[None]
+    kv = rows.write(kv, jnp.int32(0), k, -k).astype(jnp.float32)
+    assert kv[0, 1, :, 0, :2, 0].tolist() == [[448.0, 1.5], [-448.0, -1.5]]
+
+
+def test_an_fp8_cache_serves_drafts_losslessly():
+    """Rounding keys and values changes the text, but for drafted and plain tokens alike."""
+    prompts, params = [[1, 2, 3, 1, 2, 3, 1, 2]], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    options = dict(model=str(tiny_checkpoint()), context_length=64, max_running_requests=1, skip_warmup=True)
+    plain, drafted = (
+        LLM(draft=draft, kv_cache_dtype="float8_e4m3fn", **options).generate(prompts, params)[0].token_ids
+        for draft in ("none", "ngram")
+    )
+    assert plain == drafted

@@ -184,7 +184,7 @@ def test_configs_are_frozen_and_hashable_so_jit_can_take_them_as_static():
     assert hash(config) == hash(ModelConfig.from_hf(as_transformers_5(LLAMA_31_8B)))
     with pytest.raises(AttributeError):
         config.vocab_size = 1
-    assert len({EngineConfig(), EngineConfig(page_size=16), EngineConfig(page_size=32)}) == 2
+    assert len({EngineConfig(), EngineConfig(page_size=None), EngineConfig(page_size=32)}) == 2
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,7 @@ def test_configs_are_frozen_and_hashable_so_jit_can_take_them_as_static():
         (dict(max_running_requests=2.0), ["--max-running-requests", "integer", "2.0"]),
         (dict(max_total_tokens=-1), ["--max-total-tokens"]),
         (dict(page_size=0), ["--page-size"]),
+        (dict(num_continuous_decode_steps=0), ["--num-continuous-decode-steps", "at least 1"]),
         (dict(page_size=True), ["--page-size", "True"]),
         (dict(chunked_prefill_size=0), ["--chunked-prefill-size"]),
         (dict(decode_log_interval=-1), ["--decode-log-interval", "at least 0"]),

@@ -21,7 +21,7 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import NoDrafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
-from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, TOKENS, Programs, State
+from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, Programs, empty_state
 from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.tiny import tiny_checkpoint
 
@@ -122,7 +122,7 @@ class Lanes:
         width, capacity = drafter.num_draft_tokens + 1, PAGE
         self.table = np.arange(1, n + 1)[:, None]  # a page each
         layout = PageLayout(n + 1, PAGE, "float32")
-        shapes = Shapes(n, capacity, 1, block=PAGE, batches=(n,), prefills=(n,), score=1)
+        shapes = Shapes(n, capacity, 1, block=PAGE, prefills=(n,), score=1, firsts=(n,), batches=(n,))
         self.programs = Programs(config, drafter, shapes, model().params, draft_params)
         some = slots_for(
             list(SETTINGS.values()),
@@ -135,7 +135,7 @@ class Lanes:
         )
         which = np.append(np.repeat(np.arange(len(SETTINGS)), LANES), len(SETTINGS))  # and the dummy
         self.slots = jax.tree.map(lambda x: np.asarray(x)[which], some)  # on the host: programs consume what they get
-        state = State(jax.device_put(self.slots), layout.kv(config), drafter.init_state(layout, n + 1))
+        state = empty_state(config, drafter, layout, n, capacity, "float32").replace(slots=jax.device_put(self.slots))
         blocks = np.column_stack([np.arange(n), np.zeros(n), np.full(n, KNOWN - 1), self.table]).astype(np.int32)
         self.state = self.programs.prefill(state, blocks)
         self.drafted = self.accepted = self.whole_rounds = 0
@@ -147,13 +147,13 @@ class Lanes:
         slots = self.slots.replace(sampling=self.slots.sampling.replace(seed=seeds))
         self.state = self.state.replace(slots=jax.device_put(slots))
         packed = np.column_stack([np.arange(n), self.table]).astype(np.int32)
-        self.state, out = self.programs.round(self.state, packed, greedy=False)
+        self.state, out = self.programs.round(self.state, packed, SAMPLED)
         first = np.asarray(out)
         self.drafted += first[:, DRAFTED].sum()
         self.accepted += first[:, ACCEPTED].sum() - n
         both = first[:, EMITTED] == 2
         self.whole_rounds += both.sum()
-        self.state, out = self.programs.round(self.state, packed, greedy=False)  # for those with one token so far
+        self.state, out = self.programs.round(self.state, packed, SAMPLED)  # for those with one token so far
         second = np.where(both, first[:, min(TOKENS + 1, first.shape[1] - 1)], np.asarray(out)[:, TOKENS])
         return np.column_stack([first[:, TOKENS], second])
 

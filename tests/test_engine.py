@@ -28,6 +28,7 @@ OPTIONS = {
     "context_length": CONTEXT,
     "max_running_requests": 3,
     "max_total_tokens": 208,  # so that three long requests preempt each other
+    "num_continuous_decode_steps": 4,  # which `set_rounds` turns on
     "skip_warmup": True,
 }
 
@@ -51,7 +52,9 @@ class CountUp(Drafter):
 def engine(draft):
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
     warm = {"skip_warmup": draft != "ngram"}  # that one is asked whether anything compiles later
-    return LLM(checkpoint(), draft.replace("self", checkpoint()), **OPTIONS | drafts | warm)
+    llm = LLM(checkpoint(), draft.replace("self", checkpoint()), **OPTIONS | drafts | warm)
+    set_rounds(llm, 1)
+    return llm
 
 
 SELF = "standalone:self"
@@ -63,6 +66,8 @@ DRAFTERS = ["ngram", SELF]
 def llm(request):
     llm = engine(request.param)
     yield llm
+    set_overlap(llm, True)
+    set_rounds(llm, 1)
     idle(llm.engine)
 
 
@@ -114,33 +119,54 @@ def set_overlap(llm, on):
     llm.engine.config = dataclasses.replace(llm.engine.config, disable_overlap=not on)
 
 
+def set_rounds(llm, rounds):
+    """How many rounds a program runs when nobody waits: 1, or 4 as in `OPTIONS`."""
+    llm.engine.scheduler.rounds = rounds
+
+
 # -- one round stale, never wrong --------------------------------------------------------------------------------------
 
 
 def test_overlap_changes_nothing_but_time(llm):
     outs = {}
-    for on in (True, False):
+    for rounds, on in itertools.product((1, 4), (True, False)):
         set_overlap(llm, on)
-        before = llm.engine.stats()["preemptions_total"]
-        outs[on] = [said(out) for out in llm.generate(*mixed_load())]
-        assert llm.engine.stats()["preemptions_total"] > before
+        set_rounds(llm, rounds)
+        before = llm.engine.stats()
+        outs[on, rounds] = [said(out) for out in llm.generate(*mixed_load())]
+        after = llm.engine.stats()
+        assert after["preemptions_total"] > before["preemptions_total"]
+        dispatched = Counter(after["dispatches"]) - Counter(before["dispatches"])
+        assert (rounds > 1) == any(program.startswith("rounds_") for program in dispatched)
         assert llm.engine.flush_cache()
-    set_overlap(llm, True)
-    assert outs[True] == outs[False]
+    assert all(out == outs[True, 1] for out in outs.values())
 
 
+@pytest.mark.parametrize("rounds", [1, 4])
 @pytest.mark.parametrize("overlap,waste", [(True, 1), (False, 0)])
-def test_a_request_wastes_at_most_one_round(monkeypatch, overlap, waste):
+def test_a_request_wastes_at_most_one_program(monkeypatch, overlap, waste, rounds):
     llm = engine("ngram")
     set_overlap(llm, overlap)
-    rounds = []
+    set_rounds(llm, rounds)
+    ran = []
     dispatch = llm.engine.runner.round
-    monkeypatch.setattr(llm.engine.runner, "round", lambda *a: rounds.append(1) or dispatch(*a))
-    for settings in ({}, {"stop_token_ids": list(range(0, VOCAB, 9))}, {"max_tokens": 1}):
-        rounds.clear()
+    monkeypatch.setattr(llm.engine.runner, "round", lambda *a: ran.append(a[-1]) or dispatch(*a))
+
+    def wasted(**settings):
+        ran.clear()
         (out,) = llm.generate([tokens(20)], params(**settings))
-        assert len(rounds) == out.metrics.verify_rounds + waste
+        assert out.finish_reason == ("stop" if "stop_token_ids" in settings else "length")
+        used = out.metrics.verify_rounds
+        while ran and used > 0:
+            used -= ran.pop(0)
+        return len(ran)
+
+    assert wasted(stop_token_ids=list(range(0, VOCAB, 12))) == waste
+    assert wasted() in (0, waste)
+    assert wasted(speculative=False) == 0  # that many rounds are needed, and not one more
+    assert wasted(max_tokens=1) == 0 and not ran  # the prefill says it all
     set_overlap(llm, True)
+    set_rounds(llm, 1)
     idle(llm.engine)
 
 
@@ -193,10 +219,13 @@ def test_nothing_compiles_after_warm_up():
     before = llm.engine.stats()["compiles_total"]
     prompts, settings = mixed_load()
     llm.generate(prompts, settings)
-    for count in (1, 2, 3):  # each bucket of requests, in greedy and in sampled programs
+    for rounds, count in itertools.product((1, 4), (1, 2, 3)):  # each bucket of requests, in programs of each mode
+        set_rounds(llm, rounds)
         llm.generate(prompts[:count], params())
         llm.generate(prompts[:count], params(temperature=1.0))
+        llm.generate(prompts[:count], params(logprobs=1))
         llm.engine.flush_cache()
+    set_rounds(llm, 1)
     stats = llm.engine.stats()
     assert stats["preemptions_total"] > 0
     assert stats["compiles_total"] == before
@@ -206,20 +235,34 @@ def test_nothing_compiles_after_warm_up():
 def test_each_program_counts_its_dispatches():
     llm = engine("ngram")
 
-    def gained(prompt, settings):
+    def gained(prompt, **settings):
         before = Counter(llm.engine.stats()["dispatches"])
-        (out,) = llm.generate([prompt], settings)
+        (out,) = llm.generate([prompt], params(max_tokens=6, speculative=False, **settings))
         llm.engine.flush_cache()
-        return Counter(llm.engine.stats()["dispatches"]) - before, out.metrics.verify_rounds + 1
+        assert out.metrics.verify_rounds == 5
+        return Counter(llm.engine.stats()["dispatches"]) - before
 
-    counts, rounds = gained(tokens(30), params())
-    assert counts == {"admit": 1, "prefill": 1, "round_greedy": rounds}
-    counts, rounds = gained(tokens(129), params(temperature=1.0))
-    assert counts == {"admit": 1, "prefill": 2, "round_sampled": rounds}
-    counts, rounds = gained(tokens(130), params(prompt_logprobs=0))
-    assert counts == {"admit": 1, "score": 3, "round_greedy": rounds}
-    counts, rounds = gained(tokens(1), params(logprobs=0))
-    assert counts == {"admit": 1, "round_sampled": rounds}
+    # max_tokens=6 without drafts: one token from the prefill, five rounds
+    assert gained(tokens(30)) == {"admit": 1, "prefill": 1, "first_greedy": 1, "round_greedy": 5}
+    sampled = gained(tokens(129), temperature=1.0)
+    assert sampled == {"admit": 1, "prefill": 3, "first_sampled": 1, "round_sampled": 5}
+    assert gained(tokens(130), prompt_logprobs=0) == {"admit": 1, "score": 3, "first_greedy": 1, "round_greedy": 5}
+    assert gained(tokens(1), logprobs=0) == {"admit": 1, "prefill": 1, "first_logprobs": 1, "round_logprobs": 5}
+    set_rounds(llm, 4)
+    assert gained(tokens(30)) == {"admit": 1, "prefill": 1, "first_greedy": 1, "rounds_greedy": 1, "round_greedy": 1}
+    set_rounds(llm, 1)
+
+
+def test_a_batch_runs_in_the_cheapest_mode_that_serves_it():
+    llm = engine("ngram")
+    plain, sampled, reported = params(), params(temperature=1.0, seed=1), params(logprobs=1, max_tokens=30)
+    before = Counter(llm.engine.stats()["dispatches"])
+    llm.generate([tokens(9), tokens(10)], [plain, sampled])
+    counts = Counter(llm.engine.stats()["dispatches"]) - before
+    assert not counts["round_logprobs"] and counts["round_sampled"]
+    llm.generate([tokens(9), tokens(10), tokens(11)], [plain, sampled, reported])
+    assert Counter(llm.engine.stats()["dispatches"])["round_logprobs"] > before["round_logprobs"]
+    idle(llm.engine)
 
 
 # -- pages balance -----------------------------------------------------------------------------------------------------
@@ -259,7 +302,7 @@ def test_pages_balance_when_a_prompt_is_aborted_halfway(llm):
     assert core.abort("nobody") == []
 
 
-@pytest.mark.parametrize("program", ["prefill", "round", "admit"])
+@pytest.mark.parametrize("program", ["prefill", "first", "round", "admit"])
 def test_a_failed_call_leaves_the_engine_clean(monkeypatch, program):
     """An interrupt between plan and dispatch: pages that were promised keys must not be believed."""
     llm = engine("ngram")
@@ -300,7 +343,7 @@ def test_self_draft_accepts_everything_after_a_prefix_hit():
     llm = engine(SELF)
     for overlap in (True, False):
         set_overlap(llm, overlap)
-        for length, first in itertools.product(range(33, 33 + PAGE), (3, 4, 8)):  # 4 and 8 are whole rounds
+        for length, first in itertools.product(range(33, 33 + PAGE), (3, 5, 9)):  # 1 + 4 and 1 + 8: whole rounds
             prompt = tokens(length, first)
             (out,) = llm.generate([prompt], params(max_tokens=first))
             (out,) = llm.generate([prompt + out.token_ids + [first]], params(max_tokens=17))
@@ -322,7 +365,7 @@ def test_self_draft_accepts_everything(n):
         settings = params(temperature=temperature, seed=6, max_tokens=50)
         (out,) = llm.generate([tokens(length, 6)], settings)
         assert out.metrics.accept_length == n + 1
-        assert out.metrics.verify_rounds == -(-50 // (n + 1))
+        assert out.metrics.verify_rounds == -(-49 // (n + 1))
     stats = llm.engine.stats()
     assert len(stats["drafted_per_position"]) == n
     idle(llm.engine)
@@ -397,7 +440,7 @@ def test_requests_without_speculation_run_among_those_with_it():
     settings = [params(max_tokens=30, logit_bias=bias, speculative=s) for s in (True, False)]
     drafted, plain = llm.generate([tokens(10), tokens(10)], settings)
     assert said(drafted) == said(plain)
-    assert plain.metrics.accept_length == 1.0 and plain.metrics.verify_rounds == 30
+    assert plain.metrics.accept_length == 1.0 and plain.metrics.verify_rounds == 29
     assert drafted.metrics.accept_length > 2.5
     idle(llm.engine)
 

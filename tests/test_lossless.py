@@ -28,6 +28,7 @@ OPTIONS = {
     "context_length": 192,
     "max_running_requests": 3,
     "max_total_tokens": 208,  # of the 3 x 192 that would never run short: long requests preempt each other
+    "num_continuous_decode_steps": 4,  # where a test asks for it
     "skip_warmup": True,
 }
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129)
@@ -82,7 +83,9 @@ def engine(family, draft):
     if method == "standalone":
         draft = f"standalone:{draft_folder(family, which)}"
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
-    return LLM(str(checkpoint(family)), draft, **OPTIONS, **drafts)
+    llm = LLM(str(checkpoint(family)), draft, **OPTIONS, **drafts)
+    llm.engine.scheduler.rounds = 1
+    return llm
 
 
 @functools.cache
@@ -124,17 +127,20 @@ def plain(family, scenario):
 SCENARIOS = ("edges", "alone", "two", "preempted", "prefixes", "stop ids", "stop strings")
 
 
+@pytest.mark.parametrize("rounds", [1, 4], ids=["one round", "four rounds"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 @pytest.mark.parametrize("family,draft", SETTINGS)
-def test_greedy_output_equals_plain(family, draft, overlap):
+def test_greedy_output_equals_plain(family, draft, overlap, rounds, monkeypatch):
     llm = engine(family, draft)
-    llm.engine.config = dataclasses.replace(llm.engine.config, disable_overlap=not overlap)
-    cases = 0
+    cases, before = 0, llm.engine.stats()["dispatches"].get("rounds_greedy", 0)
     for scenario in SCENARIOS:
         assert llm.engine.flush_cache()
         expected, batch = plain(family, scenario), scenarios(family)[scenario]
-        outs = run(llm, batch)
-        again = run(llm, batch) if scenario == "prefixes" else []
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "config", dataclasses.replace(llm.engine.config, disable_overlap=not overlap))
+            patch.setattr(llm.engine.scheduler, "rounds", rounds)
+            outs = run(llm, batch)
+            again = run(llm, batch) if scenario == "prefixes" else []
         for out, want in zip(outs + again, expected * (1 + bool(again)), strict=True):
             where = f"{scenario}, prompt of {len(out.prompt_token_ids)}"
             assert out.token_ids == want.token_ids, where
@@ -146,6 +152,7 @@ def test_greedy_output_equals_plain(family, draft, overlap):
             assert sum(out.metrics.preemptions for out in outs) > 0
         if scenario == "prefixes":
             assert all(out.metrics.cached_tokens >= len(out.prompt_token_ids) - 1 - 8 for out in again)
+    assert (llm.engine.stats()["dispatches"].get("rounds_greedy", 0) > before) == (rounds > 1)
     assert cases * len(SETTINGS) * 2 >= 200, "fewer cases than the claim is made for"
 
 

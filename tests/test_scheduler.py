@@ -30,8 +30,11 @@ def tokens_of(plan):
 
 
 def read(scheduler, plan, tokens=(1,)):
-    for seq in plan.rows:
-        scheduler.append(seq, list(tokens))
+    for seq in plan.first:
+        scheduler.append(seq, list(tokens[:1]))
+    for _ in range(plan.rounds):
+        for seq in plan.rows:
+            scheduler.append(seq, list(tokens[: seq.limit - len(seq.tokens)]))
 
 
 def chain(tokens, start=0):
@@ -101,7 +104,7 @@ class World:
         self.seen["preempted"] += s.preemptions - before
         if plan.drain:
             assert self.unread, "asked to read results, and there are none"
-            assert plan == Plan([], [], [], drain=True)
+            assert plan == Plan([], [], [], [], drain=True)
             self.seen["drained"] += 1
         else:
             self.check_plan(plan)
@@ -117,7 +120,17 @@ class World:
         if any(chunk.seq.score for chunk in plan.prefill):
             assert len(plan.prefill) == 1 and plan.prefill[0].count <= s.score_tokens
             self.seen["scored"] += 1
-        assert plan.rows == [seq for seq in self.arrival if seq.state is State.RUNNING]
+        running = [seq for seq in self.arrival if seq.state is State.RUNNING]
+        unread = Counter(seq for flight in self.unread for results in flight for seq, *_ in results)
+        unread.update(plan.first)
+        assert plan.rows == [seq for seq in running if len(seq.tokens) + unread[seq] < seq.limit]
+        for seq in running:
+            assert seq.in_flight == unread[seq] + plan.rounds * (seq in plan.rows)
+        assert plan.first == [seq for seq, start, n in plan.prefill if start + n == seq.prompt_len == len(seq.tokens)]
+        assert plan.rounds in (1, s.rounds)
+        if plan.rounds > 1:
+            assert not s.waiting and not s.prefilling and len(plan.rows) <= s.rounds_rows
+            self.seen["several rounds"] += 1
         admitted = [self.arrival[seq] for seq in self.live() if seq.slot >= 0]
         waiting = [self.arrival[seq] for seq in s.waiting]
         assert waiting == sorted(waiting)
@@ -127,7 +140,7 @@ class World:
         s = self.scheduler
         for seq in plan.admit:
             self.device[seq.slot] = list(seq.tokens)
-            start = next((chunk.start for chunk in plan.prefill if chunk.seq is seq), seq.computed)
+            start = next(chunk.start for chunk in plan.prefill if chunk.seq is seq)
             assert not (seq.score and start)
             self.borrowed[seq] = set(seq.pages[: start // s.page_size])
             self.seen["shared"] += bool(start)
@@ -136,10 +149,12 @@ class World:
             for position, kv in list(enumerate(chain(seq.tokens)))[start : start + count]:
                 page, offset = self.place(seq, position)
                 assert page not in self.borrowed[seq]
-                self.target[page, offset] = self.draft[page, offset] = kv
+                self.target[page, offset] = kv
+                self.draft[page, offset] = kv if position < len(seq.tokens) - 1 else JUNK  # its next token isn't known
         for seq, start, _ in plan.prefill:
             self.check_kv(seq, seq.tokens[:start])
-        self.unread.append([self.round(seq) for seq in plan.rows])
+        firsts = [[self.first(seq) for seq in plan.first]] if plan.first else []
+        self.unread.append(firsts + [[self.round(seq) for seq in plan.rows] for _ in range(plan.rounds)])
 
     def place(self, seq, position):
         page = int(self.scheduler.table[seq.slot, position // self.scheduler.page_size])
@@ -157,9 +172,18 @@ class World:
         assert self.scheduler.pool.refcount(place[0]) == 1, "a round wrote to a page that others can read"
         kvs[place] = kv
 
+    def first(self, seq):
+        tokens = self.device[seq.slot]
+        self.check_kv(seq, tokens, undrafted=1)
+        new = continuation(tokens, 1)
+        tokens += new
+        return seq, seq.epoch, new
+
     def round(self, seq):
         width, tokens = self.scheduler.width, self.device[seq.slot]
         n = len(tokens)
+        if n == seq.limit:
+            return seq, seq.epoch, []  # it is done, and the device knows
         self.check_kv(seq, tokens[:-1], undrafted=1)
         new = continuation(tokens, min(self.random.randint(1, width), seq.limit - n))
         kvs = [kv for kv in chain(tokens + new)]
@@ -167,7 +191,7 @@ class World:
             self.write(self.draft, seq, n - 2, kvs[n - 2])
             self.seen["drafter caught up"] += 1
         for j in range(width):
-            kv = kvs[n - 1 + j] if j < max(len(new), 1) else JUNK
+            kv = kvs[n - 1 + j] if j < len(new) else JUNK
             self.write(self.target, seq, n - 1 + j, kv)
             if j < width - 1:
                 self.write(self.draft, seq, n - 1 + j, kv)
@@ -186,7 +210,7 @@ class World:
 
     def read(self):
         s = self.scheduler
-        for seq, epoch, tokens in self.unread.popleft():
+        for seq, epoch, tokens in [result for results in self.unread.popleft() for result in results]:
             if epoch != seq.epoch:
                 self.seen["stale result"] += 1
                 continue
@@ -207,6 +231,8 @@ WORLDS = {
     "plain": dict(width=1, num_pages=14),
     "slots": dict(num_slots=2, chunk_tokens=4, block=4, score_tokens=4),
     "wide": dict(width=6, num_pages=22, chunk_tokens=10, block=3, context_length=60),
+    "several rounds": dict(rounds=4, rounds_rows=3, context_length=60),
+    "several, tight": dict(rounds=3, rounds_rows=9, num_pages=19, page_size=3, context_length=48, num_slots=2),
     "no cache": dict(num_pages=20, context_length=50, prefix_cache=False),
 }
 SEEN = Counter()
@@ -240,37 +266,43 @@ def test_the_mix_had_everything_in_it():
     if not SEEN:
         pytest.skip("runs after test_any_mix_of_operations")
     aborted = [f"abort {state}" for state in ("waiting", "prefill", "running")]
-    for event in ("done", "shared", "scored", "preempted", "drained", "stale result", "drafter caught up", *aborted):
+    events = ("done", "shared", "scored", "several rounds", "preempted", "drained", "stale result", "drafter caught up")
+    for event in (*events, *aborted):
         assert SEEN[event] > 10, (event, SEEN)
     assert not SEEN["drained at lag 0"]
 
 
-def test_first_round_comes_with_the_last_chunk():
+def test_first_token_and_first_round_come_with_the_last_chunk():
     s = make()
     seq = sequence(s, range(22))
-    plan = s.plan()
-    assert (plan.admit, plan.prefill, plan.rows) == ([seq], [Chunk(seq, 0, 16)], [])
-    plan = s.plan()
-    assert (plan.admit, plan.prefill, plan.rows) == ([], [Chunk(seq, 16, 5)], [seq])
-    assert (seq.state, seq.in_flight, seq.computed) == (State.RUNNING, 1, 21)
-    plan = s.plan()
-    assert (plan.admit, plan.prefill, plan.rows, plan.drain) == ([], [], [seq], False)
+    assert s.plan() == Plan([seq], [Chunk(seq, 0, 16)], [], [])
+    assert s.plan() == Plan([], [Chunk(seq, 16, 6)], [seq], [seq])
+    assert (seq.state, seq.in_flight, seq.computed) == (State.RUNNING, 2, 22)
+    assert s.plan() == Plan([], [], [], [seq])
     assert s.table[seq.slot, : len(seq.pages)].tolist() == seq.pages
 
 
-def test_one_token_prompt_needs_no_prefill():
+def test_a_prompt_of_one_token_starts_like_any_other():
     s = make()
     seq = sequence(s, [7])
-    plan = s.plan()
-    assert (plan.admit, plan.prefill, plan.rows) == ([seq], [], [seq])
+    assert s.plan() == Plan([seq], [Chunk(seq, 0, 1)], [seq], [seq])
+
+
+def test_no_round_is_planned_for_what_must_have_ended_by_then():
+    s = make(width=1)
+    one, three = sequence(s, [7], 1), sequence(s, [8], 3)
+    plans = [s.plan() for _ in range(4)]
+    assert [plan.rows for plan in plans] == [[three], [three], [], []]
+    assert plans[0].first == [one, three]
+    assert [seq.in_flight for seq in (one, three)] == [1, 3]
 
 
 def test_prompts_share_a_program_in_whole_blocks():
     s = make()
     first, second, third = (sequence(s, [i] * n) for i, n in enumerate((6, 4, 20)))
     plan = s.plan()
-    assert plan.prefill == [Chunk(first, 0, 5), Chunk(second, 0, 3), Chunk(third, 0, 4)]  # 2 + 1 + 1 blocks of 4
-    assert plan.rows == [first, second]
+    assert plan.prefill == [Chunk(first, 0, 6), Chunk(second, 0, 4), Chunk(third, 0, 4)]  # 2 + 1 + 1 blocks of 4
+    assert plan.first == plan.rows == [first, second]
     assert [chunk.seq for chunk in s.plan().prefill] == [third]
 
 
@@ -279,11 +311,11 @@ def test_scored_prompts_travel_alone_and_whole():
     plain = sequence(s, [1] * 9)
     scored = sequence(s, [2] * 13, score=True)
     after = sequence(s, [2] * 13)
-    assert s.plan().prefill == [Chunk(plain, 0, 8)]
+    assert s.plan().prefill == [Chunk(plain, 0, 9)]
     assert s.plan().prefill == [Chunk(scored, 0, 8)]
-    assert s.plan().prefill == [Chunk(scored, 8, 4)]
+    assert s.plan().prefill == [Chunk(scored, 8, 5)]
     assert scored.cached == 0
-    assert s.plan().prefill == []
+    assert s.plan().prefill == [Chunk(after, 12, 1)]
     assert after.cached == 12
     s.audit()
 
@@ -292,10 +324,21 @@ def test_equal_prompts_share_pages_within_one_plan():
     s = make()
     first, second = sequence(s, range(10)), sequence(s, range(10))
     plan = s.plan()
-    assert tokens_of(plan) == [(0, 9), (8, 1)]
+    assert tokens_of(plan) == [(0, 10), (8, 2)]
     assert first.pages[:2] == second.pages[:2]
     assert first.pages[2] != second.pages[2]
     assert (first.cached, second.cached) == (0, 8)
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed_again():
+    s = make()
+    first = sequence(s, range(12))
+    read(s, s.plan())
+    s.finish(first)
+    second = sequence(s, range(12))
+    assert s.plan().prefill == [Chunk(second, 8, 4)]  # of three full pages, the newest token's isn't taken over
+    third = sequence(s, range(9))
+    assert s.plan().prefill == [Chunk(third, 8, 1)]
 
 
 def test_no_prefix_cache():
@@ -387,14 +430,14 @@ def crowd(num_pages=16):
 def test_youngest_gives_way_and_nothing_is_lost():
     s, (first, second, third), plan = crowd()
     while not third.preemptions:
+        assert not plan.drain
         read(s, plan, [5, 6])
         plan = s.plan()
-        assert not plan.drain
         s.audit()
     assert plan.rows == [first, second]
     assert (third.state, third.epoch, third.slot, third.computed) == (State.WAITING, 1, -1, 0)
     tokens = list(third.tokens)
-    assert tokens == [2] * 8 + [5, 6] * ((len(tokens) - 8) // 2)
+    assert tokens == [2] * 8 + [5] + [5, 6] * ((len(tokens) - 9) // 2)
     assert s.preemptions == 1
     sequence(s, [9], 1)
     assert s.waiting[0] is third
@@ -403,12 +446,16 @@ def test_youngest_gives_way_and_nothing_is_lost():
     assert third in plan.admit
     assert third.tokens == tokens
     assert third.cached == 0  # of its first admission
-    assert plan.prefill[0].start % s.page_size == 0 < plan.prefill[0].start  # most of it was still in the tree
+    chunk = plan.prefill[0]
+    assert chunk.start % s.page_size == 0 < chunk.start  # most of it was still in the tree
+    assert chunk.start + chunk.count == len(tokens) - 1  # what was committed; rounds go on from there
+    assert third in plan.rows and third not in plan.first
 
 
 def test_preempts_as_many_as_it_takes():
     s, (first, second, third), _ = crowd(13)
-    for seq, gained in ((first, 28), (second, 1), (third, 1)):
+    for seq, gained in ((first, 27), (second, 0), (third, 0)):
+        s.append(seq, [1])
         s.append(seq, [1] * gained)
     plan = s.plan()
     assert (plan.admit, plan.rows, list(s.waiting)) == ([], [first], [second, third])
@@ -422,7 +469,7 @@ def test_drains_before_it_preempts():
     while not (plan := s.plan()).drain:
         unread.append(plan)
         read(s, unread.popleft(), [5, 6])
-    assert plan == Plan([], [], [], drain=True)
+    assert plan == Plan([], [], [], [], drain=True)
     assert s.preemptions == 0
     assert [seq.in_flight for seq in seqs] == [1, 1, 1]
     s.audit()
@@ -451,7 +498,69 @@ def test_growth_takes_pages_for_the_round_in_flight_too():
     for in_flight in range(4):
         plan = s.plan()
         assert plan.rows == [seq]
-        assert len(seq.pages) * s.page_size >= 1 + (in_flight + 1) * s.width
+        assert len(seq.pages) * s.page_size >= 2 + (in_flight + 1) * s.width
+
+
+def test_no_page_is_given_beyond_the_limit():
+    s = make(width=4, rounds=5, rounds_rows=1)
+    seq = sequence(s, [1] * 2, 7)
+    for _ in range(4):
+        s.plan()
+    assert len(seq.pages) * s.page_size == 16  # limit + width = 13
+
+
+def test_several_rounds_run_when_nobody_waits():
+    s = make(rounds=5, rounds_rows=2, num_slots=3)
+    first, second = sequence(s, [1] * 9, 30), sequence(s, [2] * 12, 30)
+    plan = s.plan()
+    assert (plan.rows, plan.rounds) == ([first], 1)  # the second prompt is unfinished
+    read(s, plan)
+    plan = s.plan()
+    assert (plan.first, plan.rows, plan.rounds) == ([second], [first, second], 5)
+    assert (first.in_flight, second.in_flight) == (5, 6)
+    for seq in (first, second):
+        assert len(seq.pages) * s.page_size >= len(seq.tokens) - 1 + seq.in_flight * s.width
+    third = sequence(s, [3], 9)
+    plan = s.plan()
+    assert (plan.rows, plan.rounds) == ([first, second, third], 1)  # more rows than such a program is for
+    s.finish(third)
+    assert s.plan().rounds == 5
+    s.audit()
+
+
+def test_one_round_runs_while_somebody_waits():
+    s = make(rounds=5, rounds_rows=4, num_slots=1)
+    sequence(s, [1], 30)
+    assert s.plan().rounds == 5
+    waiting = sequence(s, [2], 30)
+    assert s.plan().rounds == 1
+    s.finish(waiting)
+    assert s.plan().rounds == 5
+
+
+def test_one_round_runs_near_the_end_of_the_last():
+    s = make(rounds=5, rounds_rows=4)
+    sequence(s, [1], 3)
+    long = sequence(s, [1], 12)
+    plan = s.plan()
+    assert (len(plan.rows), plan.rounds) == (2, 5)  # most rounds are nobody's but the second's
+    read(s, plan)
+    assert len(long.tokens) == 7
+    plan = s.plan()
+    assert (plan.rows, plan.rounds) == ([long], 5)
+    read(s, plan)
+    plan = s.plan()
+    assert (plan.rows, plan.rounds) == ([long], 1)
+
+
+def test_one_round_runs_when_pages_for_more_are_not_free():
+    s = make(rounds=5, rounds_rows=4, num_pages=14, context_length=50)
+    first, second = sequence(s, [1] * 8, 30), sequence(s, [2] * 8, 30)
+    assert s.plan().rounds == 1  # 7 positions and 6 rounds of 3 would be 7 pages for each, and there are 13
+    assert (len(first.pages), len(second.pages)) == (4, 4)
+    s.finish(second)
+    assert s.plan().rounds == 5
+    s.audit()
 
 
 def test_growth_evicts_cached_pages_before_it_preempts():
@@ -459,7 +568,7 @@ def test_growth_evicts_cached_pages_before_it_preempts():
     old = sequence(s, [8] * 16)
     read(s, s.plan())
     s.finish(old)
-    assert s.cached_pages == 3
+    assert s.cached_pages == 4
     seq = sequence(s, [1] * 2, 38)
     while len(seq.tokens) < 39:
         read(s, s.plan(), [1])
@@ -497,10 +606,10 @@ def test_flush_keeps_pages_in_use():
 
 
 def test_check_gives_the_limit():
-    s = make(num_pages=13)  # 48 positions, less 6 of lookahead
+    s = make(num_pages=13)  # 48 positions, less 3 of lookahead
     assert s.check(10, 20) == 30
-    assert s.check(10, None) == 42
-    assert s.check(41, 1) == 42
+    assert s.check(10, None) == 45
+    assert s.check(44, 1) == 45
     assert make().check(10, None) == make().check(63, 1) == 64
 
 
@@ -515,9 +624,9 @@ def test_check_gives_the_limit():
         ),
         ((64, None), "prompt", "requested 65 tokens"),
         ((60, 5), "max_tokens", "requested 65 tokens (60 in the prompt, 5 in the completion)"),
-        ((30, 13), "max_tokens", "30 prompt tokens + 13 new tokens + 6 of lookahead = 13 pages of 4 tokens"),
-        ((42, None), "prompt", "and the page pool has 12"),
-        ((30, None, 13), "min_tokens", "leaves room for 12: at most 42 in all"),
+        ((30, 16), "max_tokens", "30 prompt tokens + 16 new tokens + 3 of lookahead = 13 pages of 4 tokens"),
+        ((45, None), "prompt", "and the page pool has 12"),
+        ((30, None, 16), "min_tokens", "leaves room for 15: at most 45 in all"),
     ],
 )
 def test_check_says_why_not(arguments, param, words):
@@ -529,7 +638,7 @@ def test_check_says_why_not(arguments, param, words):
 
 def test_add_takes_only_what_check_lets_pass():
     s = make(num_pages=13)
-    for tokens, limit in (([], 5), ([1] * 5, 5), ([1], 65), ([1], 43)):
+    for tokens, limit in (([], 5), ([1] * 5, 5), ([1], 65), ([1], 46)):
         with pytest.raises(ValueError, match=r"take the limit from check\(\)"):
             s.add(Sequence(tokens, len(tokens), limit))
     seq = sequence(s, [1])
@@ -539,12 +648,11 @@ def test_add_takes_only_what_check_lets_pass():
 
 
 def test_outgrowing_the_limit_is_an_error():
-    s = make(num_pages=4, context_length=60, width=1)
+    s = make()
     seq = sequence(s, [1], 5)
     s.plan()
-    s.append(seq, [1] * 20)
-    with pytest.raises(RuntimeError, match="went past the limit"):
-        s.plan()
+    with pytest.raises(ValueError, match=r"6 more tokens would take .* past its limit"):
+        s.append(seq, [1] * 6)
 
 
 def test_senseless_sizes():

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
+from jaxspec.round import MODES
 from server.app import create_app
 from tests.server.live import serving, wait_for
 from tests.test_lossless import checkpoint, draft_folder
@@ -206,7 +207,7 @@ def soak(draft: str, count: int, seconds: float) -> str:
         f"{left} clients left, and {aborted} completions were aborted"
     )  # others were over by then
     assert min(counts[mood] for mood in ("completed", "hung up", "impatient")) > 0
-    assert stats["dispatches"]["round_greedy"] and stats["dispatches"]["round_sampled"]
+    assert all(stats["dispatches"][f"{kind}_{mode}"] for kind in ("first", "round") for mode in MODES)
     assert stats["preemptions_total"] and stats["cached_tokens_total"], "pages never ran short, or were never shared"
     compared = check_answers(tally, work)
     growth = memory[-1] - memory[2]

@@ -1,8 +1,8 @@
 """Standalone drafting: any smaller model with the target's vocabulary, decoding ahead token by token.
 
-Its keys and values live in a cache of its own over the target's pages. After a round in which every draft was accepted
-its cache lacks the last of them, so the first forward of a round always runs the two newest tokens: one of them is
-usually known already, and rewriting it changes nothing.
+Its keys and values live in a cache of its own over the target's pages. After a prompt, that cache lacks the prompt's
+last token; after a round in which every draft was accepted, the last of those. So the first forward of a round always
+runs the two newest tokens: one of them is usually known already, and rewriting it changes nothing.
 """
 
 from __future__ import annotations

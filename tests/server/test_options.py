@@ -6,8 +6,9 @@ import socket
 import pytest
 
 from jaxspec.config import ConfigError, EngineConfig, flag
+from jaxspec.flags import ENGINE_HELP, engine_options
 from server import __main__ as command
-from server.options import ENGINE_HELP, UsageError, engine_options, make_parser, parse
+from server.options import UsageError, make_parser, parse
 
 
 def test_every_engine_option_has_a_flag_and_a_help_text():
@@ -58,7 +59,7 @@ def test_config_file(tmp_path):
     assert (args.page_size, args.draft, args.disable_overlap, args.skip_warmup) == (8, "ngram", True, False)
     assert (args.seed, args.max_total_tokens, args.port) == (-1, 0, 0)
     assert parse(["--draft", "ngram", *write(tmp_path, text)]).draft == "ngram", "wherever --config stands"
-    assert parse(write(tmp_path, "")).page_size == 16
+    assert parse(write(tmp_path, "")).decode_log_interval == 40
 
 
 @pytest.mark.parametrize(

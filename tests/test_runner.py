@@ -1,0 +1,53 @@
+"""What the options left to the machine come to, on a CPU and on a GPU."""
+
+import jax
+import pytest
+
+from jaxspec import load_drafter, load_model, runner
+from jaxspec.config import EngineConfig
+from tests.tiny import tiny_checkpoint
+
+
+@pytest.fixture
+def resolve(monkeypatch):
+    """The resolved config and the shapes of an engine for a tiny model, as if on that backend."""
+    model = load_model(str(tiny_checkpoint()), progress=False)
+    draft = load_drafter("ngram", model)
+
+    def on(backend, **options):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        config = runner._resolve(EngineConfig(draft="ngram", **options), model, draft)
+        return config, runner._shapes(config, draft.drafter.num_draft_tokens + 1)
+
+    return on
+
+
+def test_on_a_cpu_few_programs_are_compiled(resolve):
+    config, shapes = resolve("cpu")
+    assert (config.page_size, config.chunked_prefill_size, config.num_continuous_decode_steps) == (16, 256, 1)
+    assert (shapes.block, shapes.score, shapes.prefills) == (32, 4, (1, 2, 4, 8))
+    assert (shapes.firsts, shapes.batches, shapes.rounds, shapes.rounds_batches) == ((1, 4), (1, 2, 4), 1, ())
+
+
+def test_on_a_gpu_little_is_padding(resolve):
+    config, shapes = resolve("gpu")
+    assert (config.page_size, config.chunked_prefill_size, config.max_running_requests) == (64, 2048, 128)
+    assert (shapes.block, shapes.score, shapes.prefills) == (64, 2, (*range(1, 17), *range(18, 33, 2)))
+    assert (shapes.firsts, shapes.batches) == ((1, 32), (2, 4, 8, 16, 32, 64, 128))
+
+
+def test_small_models_run_several_rounds_in_a_program(resolve, monkeypatch):
+    config, shapes = resolve("gpu", max_running_requests=6)
+    assert (config.num_continuous_decode_steps, shapes.rounds, shapes.rounds_batches) == (8, 8, (2, 4, 6))
+    _, shapes = resolve("gpu", max_running_requests=12)
+    assert shapes.rounds_batches == (2, 4, 8)
+    monkeypatch.setattr(runner, "SMALL_MODEL", 1)
+    assert resolve("gpu")[1].rounds == 1
+    assert resolve("gpu", num_continuous_decode_steps=3)[1].rounds == 3
+
+
+@pytest.mark.parametrize("given,used", [(1, 64), (64, 64), (65, 128), (1000, 1024)])
+def test_chunks_are_whole_blocks(resolve, given, used):
+    config, shapes = resolve("gpu", chunked_prefill_size=given)
+    assert config.chunked_prefill_size == shapes.prefills[-1] * shapes.block == used
+    assert 1 <= shapes.score <= 2
