@@ -1,37 +1,80 @@
-"""`python -m jaxspec.bench`: one subcommand per thing measured, each of which prints a table and can write JSON."""
+"""`python -m jaxspec.bench`: one subcommand per thing measured; each prints a table and can write JSON and PNG.
+
+`report` turns the JSON files into markdown.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 
-from jaxspec.bench import host
+from jaxspec.bench import decode, host, kernels, parity, plots, prefill, report, serve
+from jaxspec.bench.results import BenchError, Result
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config import ConfigError
+from jaxspec.request import RequestError
+from jaxspec.tokenizer import TokenizerError
 
-SUBCOMMANDS = {"host": host}
+SUBCOMMANDS = {
+    "decode": decode,
+    "prefill": prefill,
+    "serve": serve,
+    "kernels": kernels,
+    "parity": parity,
+    "host": host,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m jaxspec.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in SUBCOMMANDS.items():
-        summary, _, method = module.__doc__.partition("\n\n")
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary}\n\n{method}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
+        command = _add(commands, name, module)
+        output = command.add_argument_group("output")
+        output.add_argument("--json", type=Path, metavar="FILE", help="write figures and circumstances here")
+        output.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG (needs matplotlib)")
+    _add(commands, "report", report)
     args = parser.parse_args(argv)
     try:
-        SUBCOMMANDS[args.command].run(args)
-    except (CheckpointError, ConfigError) as error:
+        if args.command == "report":
+            report.run(args.folder, {name: module.TABLES for name, module in SUBCOMMANDS.items()})
+        else:
+            _measure(SUBCOMMANDS[args.command], args, argv)
+    except (BenchError, CheckpointError, ConfigError, RequestError, TokenizerError) as error:
         parser.error(str(error))
     return 0
+
+
+def _add(commands: argparse._SubParsersAction, name: str, module: ModuleType) -> argparse.ArgumentParser:
+    summary, _, method = module.__doc__.partition("\n\n")
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary}\n\n{method}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(command)
+    return command
+
+
+def _measure(module: ModuleType, args: argparse.Namespace, argv: list[str]) -> None:
+    """Run a benchmark; its first table comes row by row, the others at the end."""
+    if args.plot is not None:
+        plots.check()
+    first, *others = module.TABLES
+    result = Result(args.command, argv, args, first, args.json)
+    module.run(args, result)
+    result.save()
+    for table in others:
+        print("\n" + table.plain(result.rows))
+    if args.plot is not None:
+        plots.draw(module.plot, result.document, args.plot)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,19 +26,37 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
+from tqdm import tqdm
 
 from jaxspec import batch
+from jaxspec.bench import plots
+from jaxspec.bench.results import Column, Document, Result, Table, counts, device_facts
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.engine import Engine
 from jaxspec.models import MODELS
 from jaxspec.request import SamplingParams
-from jaxspec.round import LOGPROB_WIDTH, Programs, State
+from jaxspec.round import MODES, Programs, State
 from jaxspec.tokenizer import Tokenizer, byte_alphabet
 
 PHASES = ("intake", "plan", "dispatch", "read")
 FIGURES = (*PHASES, "total", "cpu")
+COLUMNS = (
+    Column("requests", "requests"),
+    *(Column(f"{name}_ms", f"{name} ms", ".3f") for name in FIGURES),
+    Column("p99_ms", "99th percentile", ".3f"),
+    Column("tokens_per_s", "tok/s", ".0f"),
+)
+TABLES = (
+    Table(
+        "host time per round: medians, and the total's 99th percentile",
+        COLUMNS,
+        lambda row: [
+            row | {f"{name}_ms": row[name]["median_ms"] for name in FIGURES} | {"p99_ms": row["total"]["p99_ms"]}
+        ],
+    ),
+)
 PRINTABLE = 32, 127  # token ids that the empty program makes up: ASCII, where tokens are bytes
 SETTLING_ROUNDS = 50  # after the last of the first N requests has started
 
@@ -48,7 +64,11 @@ SETTLING_ROUNDS = 50  # after the last of the first N requests has started
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "--requests", type=_counts, default="1,8,32,64,128,256", metavar="N,N,...", help="running at once (%(default)s)"
+        "--requests",
+        type=counts("1,8,32"),
+        default="1,8,32,64,128,256",
+        metavar="N,N,...",
+        help="running at once (%(default)s)",
     )
     add("--rounds", type=int, default=1000, help="measured for each N (%(default)s)")
     add("--model", default="tiny", help="tiny (made up in memory), or anything that the server's --model takes")
@@ -63,41 +83,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context-length", type=int, default=4096, help="decides the size of page tables and histories (%(default)s)")
     add("--prompt-tokens", type=int, default=128, help="of every request (%(default)s)")
     add("--new-tokens", type=int, default=256, help="of a request on average, half as many to half again (%(default)s)")
-    add("--sampled", action="store_true", help="sample at temperature 1, which brings log-probabilities to the host")
-    add("--json", type=Path, metavar="FILE", help="write the figures, with the 99th percentile of every phase, here")
+    add("--sampled", action="store_true", help="sample at temperature 1")
 
 
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"must be positive integers like 1,8,32, got {text!r}")
-    return counts
-
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every number of requests, print the table, write the JSON.
+def run(args: argparse.Namespace, result: Result) -> None:
+    """Measure every number of requests.
 
     **Raises:** `ConfigError` or `CheckpointError` for options or a model that can't work.
     """
     engine = make_engine(args)
+    result.fact(**device_facts(), width=engine.runner.width)
     load = Load(engine, args.prompt_tokens, args.new_tokens, args.sampled)
-    header = f"{'requests':>8}" + "".join(f"{name:>10}" for name in (*FIGURES, "p99", "tokens/s"))
-    print(f"host time per round, ms: medians, and the total's 99th percentile; verify width {engine.runner.width}")
-    print(header)
-    rows = []
-    for count in args.requests:
-        row = load.measure(count, args.rounds)
-        rows.append(row)
-        cells = [*(row[name]["median_ms"] for name in FIGURES), row["total"]["p99_ms"]]
-        print(f"{count:>8}" + "".join(f"{cell:>10.3f}" for cell in cells) + f"{row['tokens_per_s']:>10.0f}", flush=True)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name not in ("json", "command")}
-        report = {"settings": settings, "device": jax.devices()[0].device_kind, "width": engine.runner.width}
-        args.json.write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
-    return rows
+    for count in tqdm(args.requests, desc="host", unit="load", disable=None):
+        result.add(load.measure(count, args.rounds))
 
 
 def make_engine(args: argparse.Namespace) -> Engine:
@@ -117,6 +115,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
         max_running_requests=most,
         max_total_tokens=2 * most * (longest + 64),  # as much again for the prefix tree to keep
         chunked_prefill_size=2048,
+        num_continuous_decode_steps=1,  # so that a step of the loop is a round
         seed=0,
         skip_warmup=True,  # the real programs are never compiled
     )
@@ -160,8 +159,8 @@ class EmptyPrograms(Programs):
         self._jits = {
             "prefill": prefill,
             "score": prefill,  # of the ladder, so compiled; no request here wants its prompt scored
-            "round_greedy": jit(partial(_empty_round, runner.width, True)),
-            "round_sampled": jit(partial(_empty_round, runner.width, False)),
+            **{f"first_{mode}": jit(partial(_empty_round, 1)) for mode in MODES},
+            **{f"round_{mode}": jit(partial(_empty_round, runner.width)) for mode in MODES},
         }
         self._admit = jax.jit(_empty_admit, donate_argnums=0, keep_unused=True)
 
@@ -172,7 +171,7 @@ def _empty_admit(state: State, packed: jax.Array) -> State:
 
 
 def _empty_round(
-    width: int, greedy: bool, params: Any, draft_params: Any, state: State, packed: jax.Array
+    width: int, params: Any, draft_params: Any, state: State, packed: jax.Array
 ) -> tuple[State, jax.Array]:
     """`round.decode_round` with made-up tokens: 1 to `width` of them, by slot and position, up to the limit."""
     slots, ids = state.slots, packed[:, 0]
@@ -184,9 +183,8 @@ def _empty_round(
     low, high = PRINTABLE
     tokens = low + (noise[:, None] + 7 * jnp.arange(width)) % (high - low)
     counts = jnp.stack([emitted, accepted, jnp.full_like(ids, width - 1), done.astype(jnp.int32)], axis=1)
-    columns = [counts, tokens] + ([] if greedy else [jnp.zeros((len(ids), width * LOGPROB_WIDTH), jnp.int32)])
     slots = slots.replace(length=slots.length.at[ids].set(length + emitted), done=slots.done.at[ids].set(done))
-    return state.replace(slots=slots), jnp.concatenate(columns, axis=1)
+    return state.replace(slots=slots), jnp.concatenate([counts, tokens], axis=1)
 
 
 class Load:
@@ -202,7 +200,7 @@ class Load:
         self._rng = np.random.default_rng(0)
         self._spent: Counter = Counter()
         self._time(engine.scheduler, "plan", "plan")
-        for name in ("admit", "prefill", "round"):
+        for name in ("admit", "prefill", "first", "round"):
             self._time(engine.runner, name, "dispatch")
 
     def measure(self, count: int, rounds: int) -> dict[str, Any]:
@@ -264,3 +262,13 @@ class Load:
 def _summary(seconds: list[float]) -> dict[str, float]:
     median, p99 = np.percentile(seconds, [50, 99]) * 1e3
     return {"median_ms": float(median), "mean_ms": float(np.mean(seconds) * 1e3), "p99_ms": float(p99)}
+
+
+def plot(document: Document, figure: Any) -> None:
+    """The phases of a round, one on the other, against the number of requests."""
+    axes = figure.subplots()
+    rows = document["rows"]
+    x = [row["requests"] for row in rows]
+    axes.stackplot(x, [[row[phase]["mean_ms"] for row in rows] for phase in PHASES], labels=PHASES)
+    axes.plot(x, [row["total"]["p99_ms"] for row in rows], "k--", label="total, 99th percentile")
+    plots.against(axes, x, "running requests", "ms per round on the host")

@@ -20,9 +20,10 @@ def test_the_command_prints_a_row_per_number_of_requests_and_writes_the_figures(
     assert bench.main(["host", *TINY, "--requests", "1,3", "--json", str(tmp_path / "host.json")]) == 0
     report = json.loads((tmp_path / "host.json").read_text())
     assert [row["requests"] for row in report["rows"]] == [1, 3]
-    assert report["settings"]["rounds"] == 40 and report["width"] == 5
+    assert report["arguments"]["rounds"] == 40 and report["facts"]["width"] == 5
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[-2:]] == ["1", "3"]
+    assert [line.split()[0] for line in lines] == ["host", "requests", "1", "3"]
+    assert [line.split()[5] for line in lines[2:]] == [f"{row['total']['median_ms']:.3f}" for row in report["rows"]]
     for row in report["rows"]:
         parts = sum(row[phase]["mean_ms"] for phase in host.PHASES)
         assert parts == pytest.approx(row["total"]["mean_ms"])
@@ -74,8 +75,8 @@ def test_more_weights_reach_the_program_with_more_layers():
 @pytest.mark.parametrize(
     "extra, said",
     [
-        (["--requests", "0,2"], "must be positive integers like 1,8,32"),
-        (["--requests", "many"], "must be positive integers like 1,8,32"),
+        (["--requests", "0,2"], "takes a list like 1,8,32 of integers from 1 on"),
+        (["--requests", "many"], "takes a list like 1,8,32 of integers from 1 on"),
         (["--new-tokens", "200"], "exceed --context-length 128"),
         (["--model", "no-such-model"], "no-such-model"),
     ],

@@ -1,0 +1,132 @@
+"""Time of a round while N requests decode, and tokens per second, against the floor.
+
+Offline, greedy, random weights unless --load-format says otherwise, random prompts that share nothing, no end tokens.
+For each N: N requests are queued at once, and rounds are timed while all N decode, from the last first token until
+just before the first request ends. `ms/round` is the median over them, `mean` their mean, `tok/s` what they yielded;
+`run tok/s` is all tokens over the whole run, prefill included. `context` is the mean number of tokens that a request
+had, which the floor counts.
+
+With --accept-rates drafts are accepted at those rates whatever the model says, so that a round's cost is measured apart
+from the drafter's quality. With --overlap both each N runs with overlap off and on, in the same engine. With
+--back-to-back the compiled round program is also dispatched by itself, over the same contexts with nothing read:
+`program` is its time per round, `engine` what the loop adds to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxspec.bench import engines, floors, plots
+from jaxspec.bench.forced import expected_length
+from jaxspec.bench.load import Load
+from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
+from jaxspec.engine import Engine
+
+COLUMNS = (
+    Column("concurrency", "requests"),
+    Column("overlap", "overlap"),
+    Column("ms_per_round", "ms/round", ".3f"),
+    Column("mean_ms", "mean", ".3f"),
+    Column("tokens_per_s", "tok/s", ".0f"),
+    Column("run_tokens_per_s", "run tok/s", ".0f"),
+    Column("accept_length", "accept len", ".2f"),
+    Column("context", "context", ".0f"),
+    Column("floor_ms", "floor ms", ".3f"),
+    Column("ratio", "ratio", ".2f"),
+    Column("overlap_gain", "gain", "+.1%"),
+    Column("program_ms", "program", ".3f"),
+    Column("engine_overhead", "engine", "+.1%"),
+)
+TABLES = (Table("decode: time per round, ms", COLUMNS),)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--concurrency", type=counts("1,8,32"), default="1,8,32,128", metavar="N,N,...", help="(%(default)s)")
+    add("--prompt-len", type=int, default=1024, metavar="TOKENS", help="of every request (%(default)s)")
+    add("--output-len", type=int, default=256, metavar="TOKENS", help="of every request (%(default)s)")
+    add("--overlap", choices=("on", "off", "both"), help="default: as --disable-overlap says")
+    add("--back-to-back", action="store_true", help="also time the round program by itself")
+    engines.add_accept_rates(parser)
+    floors.add_arguments(parser)
+    engines.add_arguments(parser)
+
+
+def run(args: argparse.Namespace, result: Result) -> None:
+    """Measure every concurrency, each with every overlap asked for."""
+    engine = engines.start(args, result, max(args.concurrency), args.accept_rates)
+    if args.accept_rates:
+        result.fact(expected_accept_length=expected_length(args.accept_rates))
+    result.fact(width=engine.runner.width, kv_dtype=engines.kv_dtype(engine))
+    modes = {"both": ("off", "on"), None: ("off" if args.disable_overlap else "on",)}.get(args.overlap, (args.overlap,))
+    loads = [(count, mode) for count in args.concurrency for mode in modes]
+    rng = np.random.default_rng(args.seed or 0)
+    before: Row = {}
+    for count, mode in tqdm(loads, desc="decode", unit="load", disable=None):
+        engine.config = dataclasses.replace(engine.config, disable_overlap=mode == "off")
+        load = Load(engine, rng, count, args.prompt_len)
+        if engine.config.skip_warmup:
+            load.run(args.output_len)  # only the same load meets the same programs
+        gc.collect()
+        row = {"concurrency": count, "overlap": mode} | load.run(args.output_len, args.back_to_back)
+        row |= against_floor(engine, args, row)
+        if args.overlap == "both":
+            same = before.get("concurrency") == count and before["ms_per_round"] and row["ms_per_round"]
+            row["overlap_gain"] = before["mean_ms"] / row["mean_ms"] - 1 if same else None
+            before = row
+        result.add(row)
+        tell(result, row, args)
+    result.fact(memory=memory_facts())
+
+
+def against_floor(engine: Engine, args: argparse.Namespace, row: Row) -> Row:
+    """The floor of a round of this row, and how many times that its median took."""
+    cost = floors.ModelCost.of(engine.runner.model, engines.kv_dtype(engine))
+    if row["ms_per_round"] is None:
+        return {"floor_ms": None, "ratio": None}
+    size, flops = cost.round(row["concurrency"], engine.runner.width, row["context"])
+    floor = floors.ceilings(args).seconds(size, flops) * 1e3
+    return {"bytes": size, "flops": flops, "floor_ms": floor, "ratio": row["ms_per_round"] / floor}
+
+
+def tell(result: Result, row: Row, args: argparse.Namespace) -> None:
+    """What makes a row mean less than it seems to."""
+    name = f"concurrency {row['concurrency']}, overlap {row['overlap']}"
+    if row["ms_per_round"] is None:
+        result.note(
+            f"{name}: there was no time at which all were decoding, or it was too short; raise --output-len "
+            f"{args.output_len}, or lower --prompt-len {args.prompt_len}"
+        )
+    elif args.back_to_back and row["program_ms"] is None:
+        result.note(f"{name}: too few rounds to time the program by itself; raise --output-len {args.output_len}")
+    if row["preemptions"]:
+        result.note(f"{name}: {row['preemptions']} preemptions for want of KV pages; the load doesn't fit")
+    if row["compiles"]:
+        result.note(f"{name}: {row['compiles']} programs were compiled meanwhile, in the whole run's time")
+
+
+def plot(document: Document, figure: Any) -> None:
+    """Round time and tokens per second against the number of requests, with the floor."""
+    time_axes, rate_axes = figure.subplots(1, 2)
+    width = document["facts"]["width"]
+    for mode in ("off", "on"):
+        rows = [row for row in document["rows"] if row["overlap"] == mode and row["ms_per_round"]]
+        if not rows:
+            continue
+        x = [row["concurrency"] for row in rows]
+        time_axes.plot(x, [row["ms_per_round"] for row in rows], "o-", label=f"round, overlap {mode}")
+        rate_axes.plot(x, [row["tokens_per_s"] for row in rows], "o-", label=f"overlap {mode}")
+    floor = {row["concurrency"]: row for row in document["rows"] if row["floor_ms"]}
+    x = list(floor)
+    time_axes.plot(x, [row["floor_ms"] for row in floor.values()], "k--", label="floor")
+    at_floor = [row["concurrency"] * row["accept_length"] / row["floor_ms"] * 1e3 for row in floor.values()]
+    rate_axes.plot(x, at_floor, "k--", label="floor")
+    verified = "1 row" if width == 1 else f"{width} rows"
+    plots.against(time_axes, x, "requests", f"ms per round of {verified} a request")
+    plots.against(rate_axes, x, "requests", "tokens per second")

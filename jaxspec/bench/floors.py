@@ -1,0 +1,79 @@
+"""The least time that the hardware needs: bytes over bandwidth or operations over arithmetic, whichever is longer.
+
+Counted is the target model's own work: its weights once, the keys and values that are there, its multiplications. The
+embedding table is read only if it is also the head. What a drafter does comes on top, so a round's ratio shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxspec.cache import kv_bytes_per_token
+from jaxspec.checkpoint import Model
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device can reach: bytes a second from its memory, operations a second in matrix multiplications."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, size: float, flops: float) -> float:
+        return max(size / self.bytes_per_s, flops / self.flops_per_s)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the floor")
+    help_text = "what a copy reaches, reads and writes counted (default: %(default)s, measured on an H200)"
+    group.add_argument("--bandwidth", type=float, default=4.3, metavar="TB/S", help=help_text)
+    help_text = "what a large bf16 matmul reaches (default: %(default)s, measured on an H200)"
+    group.add_argument("--flops", type=float, default=780.0, metavar="TFLOP/S", help=help_text)
+
+
+def ceilings(args: argparse.Namespace) -> Ceilings:
+    return Ceilings(args.bandwidth * 1e12, args.flops * 1e12)
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Bytes and operations of a model's forward. Operations count a multiply-add as two."""
+
+    weight_bytes: int  # read by a forward that unembeds
+    layer_flops: int  # per row, attention's scores and sums not included
+    head_flops: int  # per row that is unembedded
+    attention_flops: int  # per row and position that it sees
+    kv_bytes: int  # per token, in the cache
+
+    @classmethod
+    def of(cls, model: Model, kv_dtype: str) -> ModelCost:
+        config = model.config
+        tied = config.tie_embeddings
+        matrices = sum(x.size for x in jax.tree.leaves(model.params["layers"]) if x.ndim > 1)
+        head = model.params["embed"] if tied else model.params["head"]
+        return cls(
+            weight_bytes=_bytes(model.params) - (0 if tied else _bytes(model.params["embed"])),
+            layer_flops=2 * matrices,
+            head_flops=2 * head.size,
+            attention_flops=4 * config.num_heads * config.head_dim * config.num_layers,
+            kv_bytes=kv_bytes_per_token(config, kv_dtype),
+        )
+
+    def round(self, requests: int, width: int, context: float) -> tuple[float, float]:
+        """Bytes and operations of verifying `width` rows for each of `requests` with `context` tokens on average."""
+        rows = requests * width
+        flops = rows * (self.layer_flops + self.head_flops + self.attention_flops * context)
+        return self.weight_bytes + requests * context * self.kv_bytes, flops
+
+    def prefill(self, tokens: int) -> tuple[float, float]:
+        """Bytes and operations of a prompt up to its first token: only the last row is unembedded."""
+        flops = tokens * self.layer_flops + self.head_flops + self.attention_flops * tokens * (tokens + 1) / 2
+        return self.weight_bytes + tokens * self.kv_bytes, flops
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,0 +1,54 @@
+"""Forced acceptance: a drafter whose drafts are accepted at given rates, whatever the model says to them.
+
+So the cost of a round can be measured apart from how good the drafts are, on random weights too. Drafting, the forward
+over all rows, and the choice of a token at each row run as always; only the verdict is replaced, so the text means
+nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jaxspec import sampling
+from jaxspec.bench.results import BenchError
+from jaxspec.drafters import LoadedDrafter
+
+
+def force(draft: LoadedDrafter, rates: Sequence[float]) -> LoadedDrafter:
+    """`draft` with a full number of drafts in every round, of which the first i+1 stand with probability
+    `rates[0] * ... * rates[i]`: each rate is that of a position, given that all before it were accepted.
+
+    **Raises:** `BenchError` unless there is a rate for each draft token.
+    """
+    drafter = draft.drafter
+    if len(rates) != drafter.num_draft_tokens:
+        raise BenchError(
+            f"--accept-rates has {len(rates)} rates; --draft {draft.name} drafts {drafter.num_draft_tokens} tokens: "
+            "give one for each (--num-draft-tokens says how many)"
+        )
+
+    class Forced(type(drafter)):
+        """A subclass, so that whatever else the engine asks of a drafter is answered by the original."""
+
+        def propose(self, params, state, batch):
+            proposal, state = super().propose(params, state, batch)
+            position = batch.length[:, None] + jnp.arange(len(rates))
+            coin = sampling.uniform(sampling.keys(batch.sampling.seed, position, sampling.ACCEPT))
+            stand = jnp.cumprod(coin < jnp.asarray(rates), axis=1).sum(axis=1).astype(jnp.int32)
+            count = jnp.where(batch.live, len(rates), 0)  # an n-gram drafter finds nothing in random text
+            return proposal.replace(count=count, forced=stand), state
+
+    fields = {f.name: getattr(drafter, f.name) for f in dataclasses.fields(drafter) if f.init}
+    return LoadedDrafter(draft.name, Forced(**fields), draft.params)
+
+
+def expected_length(rates: Sequence[float]) -> float:
+    """Mean tokens per round at these rates, the bonus included."""
+    total, reach = 1.0, 1.0
+    for rate in rates:
+        reach *= rate
+        total += reach
+    return total

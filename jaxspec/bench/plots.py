@@ -1,0 +1,44 @@
+"""PNG files from documents. matplotlib comes with the extra `bench` and is loaded only when a plot is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.bench.results import BenchError, Document
+
+DOTS_PER_INCH = 120
+INCHES = 11, 4.5
+
+
+def check() -> None:
+    """**Raises:** `BenchError` if matplotlib isn't installed, before anything was measured for a plot."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise BenchError(f"--plot needs matplotlib ({error}); install it with: pip install 'jaxspec[bench]'") from error
+
+
+def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:
+    """Finish `axes` whose curves run over `x`, sizes that double or so: a tick at each, values from zero, a legend."""
+    ticks = sorted(set(x))
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def draw(plot: Callable[[Document, Any], None], document: Document, path: Path) -> None:
+    """Have `plot` fill a figure, and write it to `path`. No display is needed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    plot(document, figure)
+    facts = document["facts"]
+    what = document["arguments"].get("model"), *facts.get("devices", [])[:1], facts["commit"]
+    figure.suptitle(f"{document['benchmark']}: {', '.join(part for part in what if part)}", fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,0 +1,146 @@
+"""Time to the first token of single prompts, and tokens per second of many at once, against the floor.
+
+Offline, random weights unless --load-format says otherwise, random prompts that share nothing. For each length: the
+median over different prompts, served one after the other, of the time from a request's arrival to its first token; then
+prompts of that length are queued all at once, one new token each, and the prompts' tokens are divided by the time until
+the last is done. The floor counts the model's arithmetic (causal attention at half, one row unembedded) and its bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxspec.bench import engines, floors, plots
+from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
+from jaxspec.engine import Engine
+from jaxspec.request import SamplingParams
+
+COLUMNS = (
+    Column("length", "prompt"),
+    Column("ttft_ms", "TTFT ms", ".2f"),
+    Column("ttft_min_ms", "least", ".2f"),
+    Column("ttft_max_ms", "most", ".2f"),
+    Column("floor_ms", "floor ms", ".2f"),
+    Column("ratio", "ratio", ".2f"),
+    Column("tflops", "TFLOP/s", ".0f"),
+    Column("batch", "at once"),
+    Column("batch_tokens_per_s", "tok/s", ".0f"),
+    Column("batch_floor_tokens_per_s", "floor tok/s", ".0f"),
+    Column("batch_ratio", "ratio", ".2f"),
+)
+TABLES = (Table("prefill: time to first token, and throughput of many prompts", COLUMNS),)
+WARM_UPS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--lengths", type=counts("1024,8192"), default="1024,8192", metavar="TOKENS,...", help="(%(default)s)")
+    add("--repeats", type=int, default=7, metavar="N", help="single prompts timed for each length (%(default)s)")
+    add(
+        "--batched-tokens",
+        type=int,
+        default=65536,
+        metavar="TOKENS",
+        help="of all prompts queued at once together; 0 leaves that part out (%(default)s)",
+    )
+    floors.add_arguments(parser)
+    engines.add_arguments(parser)
+
+
+def run(args: argparse.Namespace, result: Result) -> None:
+    """Measure every length."""
+    most = max(_batch(args, length) for length in args.lengths)
+    engine = engines.start(args, result, min(most, 128))
+    cost, limits = floors.ModelCost.of(engine.runner.model, engines.kv_dtype(engine)), floors.ceilings(args)
+    prompts = Prompts(engine, np.random.default_rng(args.seed or 0))
+    for length in tqdm(args.lengths, desc="prefill", unit="length", disable=None):
+        size, flops = cost.prefill(length)
+        floor = limits.seconds(size, flops)
+        row = {"length": length, "bytes": size, "flops": flops} | single(prompts, length, args.repeats)
+        row |= {"floor_ms": floor * 1e3, "ratio": row["ttft_ms"] / floor / 1e3, "tflops": flops / row["ttft_ms"] / 1e9}
+        if count := _batch(args, length) if args.batched_tokens else 0:
+            row |= batched(prompts, length, count)
+            least = limits.seconds(cost.weight_bytes + count * length * cost.kv_bytes, count * flops)
+            row["batch_floor_tokens_per_s"] = count * length / least
+            row["batch_ratio"] = row["batch_floor_tokens_per_s"] / row["batch_tokens_per_s"]
+        result.add(row)
+        if compiles := row["compiles"] + row.get("batch_compiles", 0):
+            result.note(f"prompts of {length}: {compiles} programs were compiled while they were timed")
+    result.fact(memory=memory_facts())
+
+
+def _batch(args: argparse.Namespace, length: int) -> int:
+    return max(args.batched_tokens // length, 1)
+
+
+class Prompts:
+    """Random prompts through an engine, for one new token each."""
+
+    def __init__(self, engine: Engine, rng: np.random.Generator):
+        self.engine, self._rng = engine, rng
+
+    def serve(self, count: int, length: int) -> list[float]:
+        """Queue `count` prompts at once and serve them; seconds to each one's first token.
+
+        **Raises:** `RequestError` for a length that doesn't fit the engine.
+        """
+        engine = self.engine
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        prompts = self._rng.integers(0, engine.model_config.vocab_size, (count, length)).tolist()
+        gc.collect()
+        requests = [engine.prepare(prompt, params) for prompt in prompts]
+        for request in requests:
+            request.added = time.monotonic()  # checking all the others' tokens is none of its wait
+            engine.add(request)
+        first = {}
+        while engine.busy:
+            for delta in engine.step():
+                if delta.metrics is not None:
+                    first[delta.request_id] = delta.metrics.ttft
+        return [first[request.id] for request in requests]
+
+
+def single(prompts: Prompts, length: int, repeats: int) -> Row:
+    """Figures of prompts served one after the other."""
+    for _ in range(WARM_UPS):
+        prompts.serve(1, length)
+    before = prompts.engine.stats()["compiles_total"]
+    times = [prompts.serve(1, length)[0] * 1e3 for _ in range(repeats)]
+    return {
+        "ttft_ms": float(np.median(times)),
+        "ttft_min_ms": min(times),
+        "ttft_max_ms": max(times),
+        "ttft_each_ms": times,
+        "compiles": prompts.engine.stats()["compiles_total"] - before,
+    }
+
+
+def batched(prompts: Prompts, length: int, count: int) -> Row:
+    """Figures of `count` prompts queued at once."""
+    if prompts.engine.config.skip_warmup:
+        prompts.serve(count, length)
+    before = prompts.engine.stats()["compiles_total"]
+    times = prompts.serve(count, length)
+    compiles = prompts.engine.stats()["compiles_total"] - before
+    return {"batch": count, "batch_tokens_per_s": count * length / max(times), "batch_compiles": compiles}
+
+
+def plot(document: Document, figure: Any) -> None:
+    """Time to first token and batched throughput against the prompt's length, with the floors."""
+    rows = sorted(document["rows"], key=lambda row: row["length"])
+    batched_rows = [row for row in rows if "batch" in row]
+    time_axes, rate_axes = figure.subplots(1, 2)
+    for axes, lines, keys, what in (
+        (time_axes, rows, ("ttft_ms", "floor_ms"), "ms to first token"),
+        (rate_axes, batched_rows, ("batch_tokens_per_s", "batch_floor_tokens_per_s"), "prompt tokens per second"),
+    ):
+        x = [row["length"] for row in lines]
+        axes.plot(x, [row[keys[0]] for row in lines], "o-", label="measured")
+        axes.plot(x, [row[keys[1]] for row in lines], "k--", label="floor")
+        plots.against(axes, x, "prompt tokens", what)

@@ -1,0 +1,191 @@
+"""A server under load over HTTP: latencies as callers feel them, throughput, accept length, and programs compiled.
+
+The server is a running one (--url), or `python -m server` started here with the engine flags below and stopped at the
+end; its start to the first answer of /health is `ready_s` in the JSON. For each N of --concurrency: prompts of the
+dataset are sent as streams, at most N at a time, as soon as one may (--request-rate inf) or at random times of that
+many a second on average (Poisson). Random prompts run to their full length; questions end where the model ends them.
+
+TTFT is the time to a request's first output, TPOT the rest of its time over the rest of its tokens, ITL the gaps
+between outputs (a round's tokens come together), E2E the whole request; means and percentiles of all are printed at the
+end. With --offline the same prompts then go through an engine in this process, at the same concurrency and times, and
+`of offline` is what HTTP reached of its throughput.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+
+from jaxspec.bench import datasets, latency, plots, traffic
+from jaxspec.bench.client import Client, Reply
+from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
+from jaxspec.bench.spawn import running_server
+from jaxspec.bench.traffic import Load
+from jaxspec.config import EngineConfig
+from jaxspec.engine import Engine
+from jaxspec.flags import add_engine_flags, engine_options
+from jaxspec.request import SamplingParams
+
+COLUMNS = (
+    Column("load", "load", "<26", 26),
+    Column("completed", "requests"),
+    Column("output_tokens_per_s", "tok/s out", ".0f"),
+    Column("prompt_tokens_per_s", "tok/s in", ".0f"),
+    Column("accept_length", "accept len", ".2f"),
+    Column("ttft_p50_ms", "TTFT p50", ".1f"),
+    Column("ttft_p99_ms", "TTFT p99", ".1f"),
+    Column("tpot_p50_ms", "TPOT p50", ".2f"),
+    Column("tpot_p99_ms", "TPOT p99", ".2f"),
+    Column("itl_p99_ms", "ITL p99", ".2f"),
+    Column("e2e_p50_ms", "E2E p50", ".0f"),
+    Column("compiles", "compiled"),
+    Column("of_offline", "of offline", ".1%"),
+)
+TABLES = (Table("serve: streams over HTTP, ms", COLUMNS), latency.TABLE)
+WARM_UP = 4  # requests before the first load
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", help="of a running server, such as http://127.0.0.1:30000; without it one is started")
+    add("--concurrency", type=counts("1,8,32"), default="128", metavar="N,N,...", help="most at once (%(default)s)")
+    add("--request-rate", type=_rate, default=float("inf"), metavar="R", help="requests a second (%(default)s)")
+    add("--offline", action="store_true", help="also run the same prompts through an engine in this process")
+    datasets.add_arguments(parser)
+    add_engine_flags(parser)
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not rate > 0:
+        raise argparse.ArgumentTypeError(f"takes inf, or requests a second greater than 0, got {text}")
+    return rate
+
+
+def run(args: argparse.Namespace, result: Result) -> None:
+    """Every load over HTTP, then, if asked for, every load offline."""
+    if args.url and args.offline:
+        raise BenchError("--offline needs the engine's flags: let the benchmark start the server, without --url")
+    options = engine_options(args)
+    options["max_running_requests"] = options["max_running_requests"] or max(args.concurrency)
+    config = EngineConfig(**options)  # a mistake is told before a server is started
+    if args.url:
+        loads = asyncio.run(over_http(args.url, args, result))
+    else:
+        with running_server(options) as (url, ready_s):
+            result.fact(ready_s=ready_s)
+            loads = asyncio.run(over_http(url, args, result))
+    if args.offline:
+        offline(Engine(config), loads, result)
+
+
+async def over_http(url: str, args: argparse.Namespace, result: Result) -> list[Load]:
+    """Send every load, the warm-up first; the loads, for whoever wants to compare.
+
+    **Raises:** `BenchError` if the server can't be reached, or fails every request.
+    """
+    client = Client(url, os.environ.get("JAXSPEC_API_KEY"))
+    try:
+        info = await client.get("/server_info")
+        result.fact(url=url, **{key: info[key] for key in ("devices", "versions", "engine", "draft")})
+        loads = make_loads(args, info["model_config"]["vocab_size"])
+        _check(await traffic.send(client, loads[0]), result)
+        compiles = info["stats"]["compiles_total"]
+        for load in loads[1:]:
+            before = (await client.get("/server_info"))["stats"]
+            replies = await traffic.send(client, load)
+            _check(replies, result)
+            after = (await client.get("/server_info"))["stats"]
+            row = _row("http", load, replies, args.request_rate, before, after)
+            result.add(row | ({"of_offline": None} if args.offline else {}))
+        still = result.rows[-1]["compiles_total"]
+        moved = f"MOVED from {compiles} to {still}" if still != compiles else f"stayed at {still}"
+        result.note(f"the server's compile counter {moved} while it was under load")
+        return loads
+    finally:
+        await client.close()
+
+
+def make_loads(args: argparse.Namespace, vocab: int) -> list[Load]:
+    """A warm-up, then a load for each concurrency."""
+    take = datasets.source(args, vocab)
+    params = SamplingParams(
+        temperature=args.temperature,
+        max_tokens=args.output_len,
+        ignore_eos=args.dataset in datasets.SYNTHETIC,
+    )
+    loads = [Load(take(WARM_UP), [0.0] * WARM_UP, WARM_UP, params)]
+    for concurrency in args.concurrency:
+        prompts = take(args.num_prompts or 4 * concurrency)
+        gaps = np.random.default_rng(args.seed or 0).exponential(1 / args.request_rate, len(prompts))
+        loads.append(Load(prompts, np.cumsum(gaps).tolist(), concurrency, params))
+    return loads
+
+
+def offline(engine: Engine, loads: list[Load], result: Result) -> None:
+    """Run the loads through an engine of this process, and say what of its throughput HTTP reached."""
+    http = {row["concurrency"]: row for row in result.rows}
+    traffic.serve(engine, loads[0])
+    for load in loads[1:]:
+        same = http[load.concurrency]
+        before = engine.stats()
+        replies = traffic.serve(engine, load)
+        row = _row("offline", load, replies, same["request_rate"] or float("inf"), before, engine.stats())
+        row["of_offline"] = same["output_tokens_per_s"] / row["output_tokens_per_s"]
+        result.add(row)
+
+
+def _row(via: str, load: Load, replies: list[Reply], rate: float, before: Row, after: Row) -> Row:
+    """A load's figures; `before` and `after` are the engine's statistics around it."""
+    rounds, tokens = (after[key] - before[key] for key in ("verify_rounds_total", "verified_tokens_total"))
+    finite = rate < float("inf")
+    return {
+        "load": f"{via} {load.concurrency}" + (f", {rate:g}/s" if finite else ""),
+        "via": via,
+        "concurrency": load.concurrency,
+        "request_rate": rate if finite else None,
+        "failed": sum(reply.error is not None for reply in replies),
+        "accept_length": tokens / rounds if rounds else None,
+        "compiles": after["compiles_total"] - before["compiles_total"],
+        "compiles_total": after["compiles_total"],
+        "cached_tokens": after["cached_tokens_total"] - before["cached_tokens_total"],
+        "preemptions": after["preemptions_total"] - before["preemptions_total"],
+        **latency.figures(replies),
+    }
+
+
+def _check(replies: list[Reply], result: Result) -> None:
+    """Note failures. **Raises:** `BenchError` if nothing succeeded."""
+    errors = [reply.error for reply in replies if reply.error is not None]
+    if len(errors) == len(replies):
+        raise BenchError(f"every request failed; the first: {errors[0]}")
+    if errors:
+        result.note(f"{len(errors)} of {len(replies)} requests failed and are in no figure; the first: {errors[0]}")
+    silent = sum(reply.output_tokens > 1 and len(reply.arrivals) < 2 for reply in replies)
+    if 2 * silent > len(replies):
+        result.note(
+            "most streams brought all their text at once, so TTFT, TPOT and ITL say nothing: a model without a "
+            "tokenizer, or whose tokens have no text, sends none before the end"
+        )
+
+
+def plot(document: Document, figure: Any) -> None:
+    """Throughput, time to first token and time per token against concurrency."""
+    rate_axes, first_axes, token_axes = figure.subplots(1, 3)
+    for via in ("http", "offline"):
+        rows = [row for row in document["rows"] if row["via"] == via]
+        if not rows:
+            continue
+        x = [row["concurrency"] for row in rows]
+        rate_axes.plot(x, [row["output_tokens_per_s"] for row in rows], "o-", label=via)
+        for axes, kind in ((first_axes, "ttft"), (token_axes, "tpot")):
+            (line,) = axes.plot(x, [row[f"{kind}_p50_ms"] for row in rows], "o-", label=f"{via}, median")
+            above = [row[f"{kind}_p99_ms"] for row in rows]
+            axes.plot(x, above, "o:", color=line.get_color(), label=f"{via}, 99th percentile")
+    titles = ("output tokens per second", "ms to first token", "ms per output token")
+    for axes, what in zip((rate_axes, first_axes, token_axes), titles, strict=True):
+        plots.against(axes, x, "concurrency", what)

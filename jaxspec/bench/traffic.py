@@ -1,0 +1,75 @@
+"""The same traffic for a server and for an engine: prompts, the times at which they may start, how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from jaxspec.bench.client import Client, Reply
+from jaxspec.bench.datasets import Prompt
+from jaxspec.engine import Engine
+from jaxspec.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class Load:
+    """`prompts[i]` may start `starts[i]` seconds after the first, when fewer than `concurrency` are being served."""
+
+    prompts: list[Prompt]
+    starts: list[float]
+    concurrency: int
+    params: SamplingParams
+
+
+async def send(client: Client, load: Load) -> list[Reply]:
+    """Stream every prompt's completion over HTTP; the replies, failed ones too, in the prompts' order."""
+    gate = asyncio.Semaphore(load.concurrency)
+    params = load.params
+    settings = {"max_tokens": params.max_tokens, "temperature": params.temperature, "ignore_eos": params.ignore_eos}
+    began = time.perf_counter()
+
+    async def one(prompt: Prompt, start: float) -> Reply:
+        await asyncio.sleep(began + start - time.perf_counter())
+        async with gate:
+            path, body = prompt.request()
+            reply = await client.stream(path, body | settings)
+        bar.update()
+        return reply
+
+    with tqdm(total=len(load.prompts), desc=f"http {load.concurrency}", unit="request", disable=None) as bar:
+        return await asyncio.gather(*map(one, load.prompts, load.starts))
+
+
+def serve(engine: Engine, load: Load) -> list[Reply]:
+    """Run every prompt through an engine of this process.
+
+    **Raises:** `RequestError` for a prompt that doesn't fit the engine.
+    """
+    requests = [engine.prepare(prompt.ids(engine.tokenizer), load.params) for prompt in load.prompts]
+    waiting, replies = deque(zip(requests, load.starts, strict=True)), {}
+    began = time.perf_counter()
+    with tqdm(total=len(requests), desc=f"offline {load.concurrency}", unit="request", disable=None) as bar:
+        while waiting or engine.busy:
+            now = time.perf_counter()
+            while waiting and len(engine.requests) < load.concurrency and waiting[0][1] <= now - began:
+                request, _ = waiting.popleft()
+                engine.add(request)
+                replies[request.id] = Reply(now, prompt_tokens=len(request.tokens))
+            if not engine.busy:
+                time.sleep(max(began + waiting[0][1] - time.perf_counter(), 0))
+                continue
+            deltas = engine.step()
+            now = time.perf_counter()
+            for delta in deltas:
+                reply = replies[delta.request_id]
+                if delta.token_ids and reply.arrivals[-1:] != [now]:  # one delta a round: several came at once
+                    reply.arrivals.append(now)
+                reply.output_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    reply.ended = now
+                    bar.update()
+    return [replies[request.id] for request in requests]

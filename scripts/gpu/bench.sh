@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# The figures of docs/performance.md, on a machine with one H200 that has Python, jax with CUDA, flax, transformers and
+# matplotlib, but not this project installed. From the repository's root:
+#
+#     scripts/gpu/bench.sh OUT [PART...]
+#
+# PART is of: decode prefill ngram kernels serve start smollm2 parity; all by default, in that order. OUT receives a
+# JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and
+# for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder with Qwen3-8B's config.json (weights are
+# made up) and a tokenizer; SMOLLM2 the demo model's GGUF file; SPECBENCH Spec-Bench's question.jsonl.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+[ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+shift
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+status=0
+
+# bench NAME SECONDS ARGUMENTS...: one benchmark, its progress bars out of the log
+bench() {
+    local name=$1 limit=$2
+    shift 2
+    echo "== $name"
+    timeout "$limit" python3 -m jaxspec.bench "$@" --json "$out/$name.json" --plot "$out/$name.png" 2>"$out/$name.log" ||
+        { status=1; tail -n 5 "$out/$name.log"; }
+}
+
+for part in "${@:-decode prefill ngram kernels serve start smollm2 parity}"; do
+    for part in $part; do
+        case $part in
+            decode) bench decode 240 decode --model "$QWEN" --overlap both --back-to-back ;;
+            prefill) bench prefill 150 prefill --model "$QWEN" --max-running-requests 128 ;;
+            ngram) bench ngram 200 decode --model "$QWEN" --draft ngram --accept-rates 0.75,0.5,0.25 --back-to-back \
+                --skip-warmup ;;
+            kernels) bench kernels 120 kernels ;;
+            serve) bench serve 240 serve --model "$QWEN" --load-format dummy --concurrency 128 --offline ;;
+            start) # the second of two starts finds what the first compiled
+                for name in cold warm; do
+                    JAXSPEC_CACHE=$out/cache bench "start-$name" 150 decode --model "$QWEN" --concurrency 1 \
+                        --output-len 32 --max-running-requests 128
+                done
+                rm -rf "$out/cache" ;;
+            smollm2) for draft in none ngram; do
+                    bench "smollm2-$draft" 120 serve --model "$SMOLLM2" --draft "$draft" --dataset spec-bench \
+                        --data "$SPECBENCH" --num-prompts 40 --concurrency 1
+                done ;;
+            parity) bench parity 240 parity --model "$SMOLLM2" --dtype bfloat16 --draft ngram --data "$SPECBENCH" ;;
+            *) echo "no part $part" >&2; exit 2 ;;
+        esac
+    done
+done
+exit $status

@@ -1,0 +1,12 @@
+"""A tiny model for the benchmarks that run engines, and flags that keep these small."""
+
+import pytest
+
+from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny() -> list[str]:
+    """Engine flags of a model of one layer. The same for all tests, so that they compile the same programs."""
+    model = tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, num_hidden_layers=1)
+    return ["--model", str(model), "--context-length", "256", "--chunked-prefill-size", "32", "--skip-warmup"]

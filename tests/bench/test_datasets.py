@@ -1,0 +1,80 @@
+"""Prompts: random ones that share what they should, and questions from files in the published formats."""
+
+import argparse
+import json
+
+import pytest
+
+from jaxspec.bench import datasets
+from jaxspec.bench.results import BenchError
+from tests.server.fake import byte_tokenizer
+
+
+def arguments(*extra):
+    parser = argparse.ArgumentParser()
+    datasets.add_arguments(parser)
+    parser.add_argument("--seed", type=int)
+    return parser.parse_args(["--prompt-len", "10", "--prefix-len", "6", "--prefixes", "2", *extra])
+
+
+def lines(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--data", str(path)]
+
+
+def test_random_prompts_share_nothing_and_repeat_by_seed():
+    take = datasets.source(arguments(), 1000)
+    prompts = take(3) + take(3)
+    assert len({prompt.tokens[:4] for prompt in prompts}) == 6
+    assert all(len(prompt.tokens) == 10 and max(prompt.tokens) < 1000 for prompt in prompts)
+    assert datasets.source(arguments(), 1000)(3) == prompts[:3]
+    assert datasets.source(arguments("--seed", "1"), 1000)(3) != prompts[:3]
+    path, body = prompts[0].request()
+    assert path == "/v1/completions" and body == {"prompt": list(prompts[0].tokens)} and prompts[0].ids(None)
+
+
+def test_shared_prefixes_are_shared():
+    prompts = datasets.source(arguments("--dataset", "shared-prefix"), 1000)(5)
+    assert len({prompt.tokens[:6] for prompt in prompts}) == 2
+    assert len({prompt.tokens[6:] for prompt in prompts}) == 5
+    assert {len(prompt.tokens) for prompt in prompts} == {16}
+
+
+def test_spec_bench_takes_first_turns_from_all_categories(tmp_path):
+    rows = [{"category": c, "turns": [f"{c}{i}", "second"]} for c, n in (("qa", 3), ("math", 1)) for i in range(n)]
+    take = datasets.source(arguments("--dataset", "spec-bench", *lines(tmp_path / "q.jsonl", *rows)), 1000)
+    assert [prompt.question for prompt in take(3)] == ["qa0", "math0", "qa1"]
+    assert [prompt.question for prompt in take(2)] == ["qa2", "qa0"]  # and from the start again
+
+
+def test_gsm8k_questions_go_through_the_template_on_both_ways(tmp_path):
+    data = lines(tmp_path / "q.jsonl", {"question": "1+1?", "answer": "#### 2"})
+    args = arguments("--dataset", "gsm8k", *data, "--chat-template-kwargs", '{"enable_thinking": false}')
+    (prompt,) = datasets.source(args, 1000)(1)
+    path, body = prompt.request()
+    assert path == "/v1/chat/completions"
+    assert body["messages"] == [{"role": "user", "content": "1+1?"}]
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert byte_tokenizer().decode(prompt.ids(byte_tokenizer()), skip_special_tokens=True).startswith("user\n1+1?")
+    with pytest.raises(BenchError, match="need a model with a tokenizer"):
+        prompt.ids(None)
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        (None, "needs its file: --data FILE.jsonl"),
+        ({"question": "a GSM8K line"}, r"is not a spec-bench file \(KeyError: 'category'\)"),
+        ({"category": "qa", "turns": []}, "is not a spec-bench file"),
+        ((), "has no questions"),
+    ],
+)
+def test_a_file_that_is_not_the_dataset(row, said, tmp_path):
+    data = [] if row is None else lines(tmp_path / "q.jsonl", *([row] if row else []))
+    with pytest.raises(BenchError, match=said):
+        datasets.source(arguments("--dataset", "spec-bench", *data), 1000)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(BenchError, match="No such file"):
+        datasets.source(arguments("--dataset", "gsm8k", "--data", str(tmp_path / "none.jsonl")), 1000)

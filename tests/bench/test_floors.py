@@ -1,0 +1,68 @@
+"""Floors against arithmetic done by hand, and against what was measured for Qwen3-8B on an H200."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.bench.floors import Ceilings, ModelCost
+from jaxspec.checkpoint import Model
+from jaxspec.config import ModelConfig
+from jaxspec.models import MODELS
+from jaxspec.models.layers import Param
+from tests.tiny import tiny_config
+
+H200 = Ceilings(4.3e12, 780e12)
+QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+def cost(**overrides):
+    """The cost of a model that has shapes and no numbers, in bfloat16."""
+    config = ModelConfig.from_hf(tiny_config(**overrides))
+    params = jax.tree.map(
+        lambda param: jax.ShapeDtypeStruct(param.shape, jnp.bfloat16),
+        MODELS[config.model_type].parameters(config),
+        is_leaf=lambda leaf: isinstance(leaf, Param),
+    )
+    return ModelCost.of(Model(config, params, "shapes", None, None), "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return cost(**QWEN3_8B)
+
+
+@pytest.mark.parametrize("requests, floor_ms", [(1, 3.6), (8, 3.8), (32, 4.8), (128, 8.6)])
+def test_decoding_is_bound_by_bytes(qwen, requests, floor_ms):
+    size, flops = qwen.round(requests, 1, 1024 + 128)
+    assert H200.seconds(size, flops) * 1e3 == pytest.approx(floor_ms, abs=0.1)
+    assert H200.seconds(size, flops) == size / 4.3e12
+
+
+def test_verifying_many_rows_is_bound_by_arithmetic(qwen):
+    size, flops = qwen.round(128, 16, 1152)
+    assert H200.seconds(size, flops) == flops / 780e12 > size / 4.3e12
+
+
+def test_prompts_are_bound_by_arithmetic(qwen):
+    size, flops = qwen.prefill(1024)
+    assert H200.seconds(size, flops) * 1e3 == pytest.approx(18.5, abs=0.5)
+    # 8192 tokens: eight times the matrices' work, and attention that grows with the square
+    attention = 4 * 32 * 128 * 36 * 8192 * 8193 / 2
+    assert qwen.prefill(8192)[1] == pytest.approx(8 * (flops - attention / 64) + attention, rel=1e-3)
+
+
+def test_the_embedding_is_read_only_if_it_is_the_head():
+    apart, tied = cost(vocab=64), cost(vocab=64, tie_word_embeddings=True)
+    assert apart.weight_bytes == tied.weight_bytes  # one of the two tables, 64 x 32, either way
+    assert apart.head_flops == tied.head_flops == 2 * 64 * 32
+    # tiny: 2 layers; qkv 32 x 128, out 64 x 32, gate and up 32 x 128, down 64 x 32
+    assert apart.layer_flops == 2 * 2 * (32 * 128 + 64 * 32 + 32 * 128 + 64 * 32)
+    assert apart.kv_bytes == 2 * 2 * 2 * 16 * 2

@@ -1,0 +1,108 @@
+"""Kernel cases at small sizes: kernel and plain jax.numpy agree, and bytes and operations are those of the case."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.bench import __main__ as bench
+from jaxspec.bench import kernels
+from jaxspec.pallas import target
+from jaxspec.pallas.weight_stream import HALF
+
+
+def test_the_command_times_every_case(tmp_path, capsys):
+    assert bench.main(["kernels", "--small", "--repeats", "2", "--json", str(tmp_path / "x.json")]) == 0
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert {row["group"] for row in document["rows"]} == {"decode attention", "prompt attention"}
+    assert document["notes"] == [
+        "layer matmuls are left out (--small): their kernel runs on a Hopper GPU at full size only"
+    ]
+    for row in document["rows"]:
+        assert row["ran"] == "reference" and row["error"] < 1e-5  # a CPU has no kernels
+        assert row["tb_per_s"] == pytest.approx(row["bytes"] / row["us"] / 1e6)
+        assert row["ratio"] == pytest.approx(row["us"] / row["floor_us"])
+
+
+def test_only_and_no_plain(tmp_path, capsys):
+    argv = ["kernels", "--small", "--repeats", "1", "--only", "1 row", "--no-plain", "--json", str(tmp_path / "x.json")]
+    bench.main(argv)
+    (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert row["case"] == "decode attention 2 x 40, 1 row" and "error" not in row
+    with pytest.raises(SystemExit):
+        bench.main(["kernels", "--small", "--only", "nonsense"])
+    assert "--only nonsense: no case has this in its name; there are decode attention" in capsys.readouterr().err
+
+
+def test_a_wrong_kernel_shows_as_an_error(monkeypatch):
+    right = kernels.paged_attention
+    monkeypatch.setattr(
+        kernels, "paged_attention", lambda q, kv, layer, table, start: right(q, kv, layer, table, start - 1)
+    )
+    case = kernels.make_cases(small=True)[0]
+    assert kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), True, seed=0)["error"] > 1e-3
+
+
+def test_each_layer_has_its_own_share_of_the_cache():
+    case = kernels.decode_attention(2, 40, 1, layers=2, dtype="float32")
+    shared, cache = case.build(jax.random.key(0))
+    first, second = (case.op(layer, shared, cache) for layer in (0, 1))
+    assert cache.shape[0] == 2 and abs(first - second).max() > 1e-3
+
+
+def test_what_the_operation_chose_is_told(monkeypatch):
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+
+    def chooses(q, kv, layer, table, start):
+        assert target.chosen("some_kernel", None)
+        return kernels.reference(q, kv, layer, table, start)
+
+    monkeypatch.setattr(kernels, "paged_attention", chooses)
+    case = kernels.make_cases(small=True)[0]
+    assert kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), False, seed=0)["ran"] == "some_kernel"
+
+
+def test_a_program_calls_the_operation_on_each_layer():
+    called = []
+
+    def op(layer, shared, own):
+        called.append(layer)
+        return shared + own[layer]
+
+    seconds, first = kernels.timed(op, (jnp.float32(1), [jnp.float32(5), jnp.float32(6)]), 2, repeats=1)
+    assert called == [0, 1] and first == 6 and seconds > 0
+
+
+def test_sizes_are_those_of_the_model_they_stand_for():
+    cases = {case.name: case for case in kernels.make_cases(small=False)}
+    decode = cases["decode attention 32 x 4096, 1 row"]
+    assert decode.size == 2 * 32 * (4096 * 2 * 8 * 128 + 2 * 32 * 128)  # bf16: keys and values, queries and outputs
+    assert decode.flops == 4 * 32 * 4096 * 32 * 128
+    assert cases["prompt attention 1 x 8192"].flops == pytest.approx(4 * 32 * 128 * 8192**2 / 2, rel=1e-3)
+
+
+def test_layer_matmuls(monkeypatch):
+    """Stages, weights and scales reach the kernel in the order in which it takes them."""
+
+    def stream(stages, x, rows, weights, scales, eps):
+        weights, scales = list(weights), list(scales)
+        for stage in stages:
+            if stage == "norm":
+                x = x if rows is None else x + rows
+                rows = kernels.rms_norm(x, scales.pop(0), eps)
+            elif stage == "gated":
+                gate, up = jnp.moveaxis((rows @ weights.pop(0)).reshape(len(x), -1, 2, HALF), 2, 0)
+                rows = (jax.nn.silu(gate) * up).reshape(len(x), -1)
+            else:
+                rows = rows @ weights.pop(0)
+        return x, rows[None]
+
+    monkeypatch.setattr(kernels.weight_stream, "stream", stream)
+    case = kernels.layer_matmuls(8, 64, 128, 96, layers=2)
+    row = kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), True, seed=0)
+    assert row["error"] < 0.02  # this one rounds its last sum to bfloat16
+    weights = 64 * 64 + 64 * 256 + 128 * 64 + 64 * 96
+    assert row["flops"] == 2 * 8 * weights and row["bytes"] == 2 * (weights + 8 * (3 * 64 + 96))
+    _, own = case.build(jax.random.key(0))
+    assert len(own) == 2 and not (own[0][2][0] == own[1][2][0]).all()  # no layer finds another's weights in a cache

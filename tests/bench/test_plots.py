@@ -1,0 +1,56 @@
+"""A PNG for each benchmark, where matplotlib is installed; a plain word before measuring where it isn't."""
+
+import builtins
+
+import pytest
+
+from jaxspec.bench import __main__ as bench
+from jaxspec.bench import latency, plots
+
+FACTS = {"commit": None, "devices": ["cpu:0 cpu"], "width": 4}
+LATENCIES = {f"{kind}_{figure}_ms": 3.0 for kind in latency.KINDS for figure in latency.FIGURES}
+ROWS = {
+    "decode": [
+        {"concurrency": 1, "overlap": "off", "ms_per_round": None, "tokens_per_s": None, "floor_ms": None},
+        *(
+            {"concurrency": n, "overlap": "on", "ms_per_round": 5.0, "tokens_per_s": 9.0, "floor_ms": 4.0}
+            | {"accept_length": 2.0}
+            for n in (1, 8)
+        ),
+    ],
+    "prefill": [
+        {"length": 64, "ttft_ms": 3.0, "floor_ms": 2.0},
+        {"length": 32, "ttft_ms": 3.0, "floor_ms": 2.0, "batch": 2, "batch_tokens_per_s": 5.0}
+        | {"batch_floor_tokens_per_s": 9.0},
+    ],
+    "serve": [{"via": via, "concurrency": 8, "output_tokens_per_s": 9.0} | LATENCIES for via in ("http", "offline")],
+    "kernels": [
+        {"case": "one", "ratio": 1.5, "floor_us": 2.0},
+        {"case": "two", "ratio": 1.2, "floor_us": 2.0, "plain_us": 8.0},
+    ],
+    "host": [{"requests": n} | {name: {"mean_ms": 1.0, "p99_ms": 2.0} for name in bench.host.FIGURES} for n in (1, 8)],
+}
+
+
+@pytest.mark.parametrize("name", bench.SUBCOMMANDS)
+def test_every_benchmark_draws(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    document = {"benchmark": name, "arguments": {"model": "m"}, "facts": FACTS, "rows": ROWS[name]}
+    plots.draw(bench.SUBCOMMANDS[name].plot, document, tmp_path / "new" / "x.png")
+    assert (tmp_path / "new" / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_command_says_so_before_it_measures(monkeypatch, capsys):
+    load = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError("No module named 'matplotlib'")
+        return load(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr(bench.kernels, "run", lambda *_: pytest.fail("it measured"))
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["kernels", "--small", "--plot", "x.png"])
+    assert stop.value.code == 2
+    assert "pip install 'jaxspec[bench]'" in capsys.readouterr().err

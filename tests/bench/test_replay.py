@@ -1,0 +1,57 @@
+"""A replay of the round program runs through the contexts asked for, and the requests never notice."""
+
+import numpy as np
+import pytest
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.bench.replay import Replay
+
+PROMPTS = [list(range(1, 21)), list(range(40, 61))]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["1", "4"])
+def llm(request, tiny):
+    options = {"context_length": 256, "chunked_prefill_size": 32, "max_running_requests": 3, "skip_warmup": True}
+    return LLM(tiny[1], num_continuous_decode_steps=int(request.param), disable_prefix_cache=True, **options)
+
+
+def interrupted(llm, at, context):
+    """Generate for `PROMPTS`, with a replay once `at` tokens are there; the tokens, what it gave, lengths it saw."""
+    engine = llm.engine
+    requests = [engine.prepare(prompt, PARAMS) for prompt in PROMPTS]
+    gained = {request.id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    replay, seconds, seen = Replay(engine.runner), None, []
+    for name, program in replay._programs.items():
+        replay._programs[name] = lambda state, *rest, program=program: (
+            seen.append(np.asarray(state.slots.length)[:2].mean()),
+            program(state, *rest),
+        )[1]
+    while engine.busy:
+        for delta in engine.step():
+            gained[delta.request_id] += delta.token_ids
+        if seconds is None and min(map(len, gained.values())) >= at:
+            seen.clear()
+            seconds = replay.seconds(context, 1.0)
+            dispatched, seen = seen, []
+    replay.close()
+    return list(gained.values()), seconds, dispatched
+
+
+def test_requests_are_wound_back_and_never_notice(llm):
+    expected = [out.token_ids for out in llm.generate(PROMPTS, PARAMS)]
+    tokens, seconds, seen = interrupted(llm, at=60, context=50.0)
+    assert tokens == expected
+    assert seconds > 0
+    timed = np.array(seen[3:])  # after those that settle
+    step = llm.engine.config.num_continuous_decode_steps
+    assert len(timed) >= 4 and (np.diff(timed) == step).all()  # nobody ended, every round gained a token
+    assert (timed[0] + timed[-1] + step) / 2 == pytest.approx(50, abs=1.5)
+
+
+def test_there_must_be_something_to_wind_back_to(llm):
+    tokens, seconds, seen = interrupted(llm, at=20, context=1000.0)
+    assert seconds is None and not seen
+    assert [len(each) for each in tokens] == [80, 80]
