@@ -9,8 +9,8 @@ Few rows on a Hopper GPU take the same layers cut elsewhere: all matmuls from on
 
 from __future__ import annotations
 
+import itertools
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -92,9 +92,7 @@ def _plain_layers(params, config, x, positions, attention, cache):
     def decoder_layer(layer, i, x, cache):
         qkv = rms_norm(x, layer["attn_norm"], eps) @ layer["qkv"]
         mixed, cache = mix(layer, config, i, qkv, positions, attention, cache)
-        mixed = mixed @ layer["out"]
-        x = x + (mixed + layer["out_bias"] if config.attention_bias else mixed)
-        return x + mlp(layer, rms_norm(x, layer["mlp_norm"], eps)), cache
+        return _finish(layer, config, x, mixed), cache
 
     for i, layer in enumerate(params["layers"]):
         x, cache = decoder_layer(layer, jnp.int32(i), x, cache)
@@ -103,25 +101,25 @@ def _plain_layers(params, config, x, positions, attention, cache):
 
 
 def _streamed_layers(params, config, x, positions, attention, cache):
-    """The same in one kernel a layer beside attention, from its output to the next layer's q, k, v."""
-    stream, layers = partial(weight_stream.stream, eps=config.rms_norm_eps), params["layers"]
-    shape, outputs = x.shape, []
+    """The same, with one kernel a layer from attention's output to the next layer's q, k, v; the last has no next."""
+    eps, layers, outputs = config.rms_norm_eps, params["layers"], []
 
-    @jax.jit  # one lowering for all layers but the last
-    def decoder_layer(layer, norm, following, i, x, partials, cache):
-        qkv = partials.sum(0).astype(x.dtype).reshape(*shape[:2], -1)
+    @jax.jit
+    def decoder_layer(layer, following, i, x, qkv, cache):
         mixed, cache = mix(layer, config, i, qkv, positions, attention, cache)
-        stages = ("matmul", "norm", "gated", "matmul", "norm", "matmul")[: 5 + len(following)]
-        weights = [layer["out"], layer["gate_up"], layer["down"], *following]
-        return *stream(stages, x, mixed.reshape(len(x), -1), weights, [layer["mlp_norm"], norm]), cache
+        weights = [layer["out"], layer["gate_up"], layer["down"], following["qkv"]]
+        scales = [layer["mlp_norm"], following["attn_norm"]]
+        flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
+        out, partials = weight_stream.stream(flat(x), flat(mixed), weights, scales, eps)
+        return out.reshape(x.shape), partials.sum(0).astype(x.dtype).reshape(qkv.shape), cache
 
-    x, out = stream(("norm", "matmul"), x.reshape(-1, shape[2]), None, [layers[0]["qkv"]], [layers[0]["attn_norm"]])
-    for i, layer in enumerate(layers):
-        following = layers[i + 1 : i + 2]
-        norm = following[0]["attn_norm"] if following else params["norm"]
-        x, out, cache = decoder_layer(layer, norm, [f["qkv"] for f in following], jnp.int32(i), x, out, cache)
-        outputs.append(x.reshape(shape))
-    return out.reshape(shape), outputs, cache
+    qkv = rms_norm(x, layers[0]["attn_norm"], eps) @ layers[0]["qkv"]
+    for i, (layer, following) in enumerate(itertools.pairwise(layers)):
+        x, qkv, cache = decoder_layer(layer, following, jnp.int32(i), x, qkv, cache)
+        outputs.append(x)
+    mixed, cache = mix(layers[-1], config, jnp.int32(len(layers) - 1), qkv, positions, attention, cache)
+    x = _finish(layers[-1], config, x, mixed)
+    return rms_norm(x, params["norm"], eps), [*outputs, x], cache
 
 
 def _streamable(params: dict[str, Any], config: ModelConfig, rows: int) -> str | None:
@@ -144,6 +142,13 @@ def mix(layer, config, i, qkv, positions, attention, cache):
     frequencies = rope_frequencies(config)
     out, cache = attention(cache, i, rope(q, positions, frequencies), rope(k, positions, frequencies), v)
     return out.reshape(b, t, n * h), cache
+
+
+def _finish(layer, config, x, mixed):
+    """The rest of a layer after its attention: output projection and MLP, each added to the residual stream."""
+    mixed = mixed @ layer["out"]
+    x = x + (mixed + layer["out_bias"] if config.attention_bias else mixed)
+    return x + mlp(layer, rms_norm(x, layer["mlp_norm"], config.rms_norm_eps))
 
 
 def mlp(layer: dict[str, Array], x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

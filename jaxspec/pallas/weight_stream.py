@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+STAGES = ("matmul", "norm", "gated", "matmul", "norm", "matmul")
 HALF = 32  # columns of gate, then of up, in a `gated` weight
 TILE = 64  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
 MIN_ROWS, MAX_ROWS = 16, 128  # where it pays: with fewer rows, handing over costs more than XLA's launches do
@@ -94,34 +95,31 @@ def supported(rows: int, dtype: Any, *widths: int) -> str | None:
 
 
 def stream(
-    stages: tuple[str, ...],
     x: Float[Array, "b d"],
-    rows: Float[Array, "b k"] | None,
+    rows: Float[Array, "b k"],
     weights: list[Float[Array, "k n"]],
     scales: list[Float[Array, " d"]],
     eps: float,
     *,
     fused: bool = True,
     interpret: Any = False,
-) -> tuple[Float[Array, "b d"], Float[Array, "b d"] | Float[Array, "s b n"]]:
-    """Run a chain such as `norm matmul` (rows is None) or `matmul norm gated matmul norm matmul`.
+) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:
+    """Run `STAGES`: from attention's output `rows` and the residual stream `x` to the next layer's projections.
 
-    Each matmul takes the next weight, each norm the next scale; all bfloat16. Returns the residual stream, and the last
-    stage's result: rows, or partials (float32, to be summed over axis 0). `fused=False` makes each stage a kernel of
-    its own: what interpret mode, which has no counters between blocks, can run.
+    `weights` are those of the output projection, gate and up, down, and the next layer's q, k, v; `scales` those of the
+    two norms; all bfloat16. Returns the residual stream, and the projections as partials, float32, to be summed over
+    axis 0. `fused=False` makes each stage a kernel of its own: what interpret mode, which has no counters between
+    blocks, can run.
     """
     b, d = x.shape
     padded = -(-b // 8) * 8
     pad = lambda a: jnp.pad(a, ((0, padded - b), (0, 0)))  # noqa: E731
-    held = {"x": pad(x).reshape(padded, d // TILE, TILE)} | ({} if rows is None else {"rows": pad(rows)})
+    held = {"x": pad(x).reshape(padded, d // TILE, TILE), "rows": pad(rows)}
     weights, scales = list(weights), [s.reshape(-1, TILE) for s in scales]
-    for group in [stages] if fused else [(s,) for s in stages]:
-        taken = [(scales if stage == "norm" else weights).pop(0) for stage in group]
-        held = _launch(group, b, held, taken, eps, interpret)
-    x = held["x"].reshape(padded, d)[:b]
-    if stages[-1] == "norm":
-        return x, held["rows"].swapaxes(0, 1).reshape(padded, d)[:b]
-    return x, held["partial"].reshape(len(held["partial"]), padded, -1)[:, :b]
+    for stages in [STAGES] if fused else [(stage,) for stage in STAGES]:
+        taken = [(scales if stage == "norm" else weights).pop(0) for stage in stages]
+        held = _launch(stages, b, held, taken, eps, interpret)
+    return held["x"].reshape(padded, d)[:b], held["partial"].reshape(len(held["partial"]), padded, -1)[:, :b]
 
 
 @dataclass(frozen=True)
@@ -385,13 +383,11 @@ def _store(geometry, warpgroup, value, buffer, slot, target):
 
 def _norm(row, scale, eps, reads, writes, norm_s):
     """One row: add the partials to the residual stream, normalise, scale. Rounds where the plain layers do."""
-    x = reads["x"][row]
-    if "partial" in reads:
-        partials = reads["partial"]
-        total = partials[0, row]
-        for split in range(1, partials.shape[0]):
-            total = total + partials[split, row]
-        x = (x.astype(jnp.float32) + total.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+    x, partials = reads["x"][row], reads["partial"]
+    total = partials[0, row]
+    for split in range(1, partials.shape[0]):
+        total = total + partials[split, row]
+    x = (x.astype(jnp.float32) + total.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.sum(wide * wide) / math.prod(x.shape) + eps)
     normed = normed.astype(x.dtype).astype(jnp.float32) * scale[...].astype(jnp.float32)

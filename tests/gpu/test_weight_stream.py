@@ -15,7 +15,6 @@ from jaxspec.pallas.target import KERNELS
 from jaxspec.pallas.weight_stream import stream
 from tests.test_weight_stream import (
     EPS,
-    LAYER,
     assert_close,
     inputs,
     reference,
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("widths", [(512, 1024, 768), (4096, 12288, 6144)], ids=["narrow", "qwen3-8b"])
 def test_chain_matches_plain_layers(rows, widths):
     """Narrow shapes leave blocks without work and hand over quickly: where a missing wait would show."""
-    run = jax.jit(lambda *a: stream(LAYER, *a, EPS))
+    run = jax.jit(lambda *a: stream(*a, EPS))
     for seed in range(3):
         x, mixed, weights, scales = inputs(rows, *widths, seed=seed)
         got, partials = run(x, mixed, weights, scales)
