@@ -79,7 +79,7 @@ def forward(
     """
     x = params["embed"][tokens]
     fits = _streamable(params, config, tokens.size)
-    layers = _streamed_layers if chosen("weight_stream", fits) else _plain_layers
+    layers = _streamed_layers if chosen("weight_stream", fits, weight_stream.BLOCKS) else _plain_layers
     last, outputs, cache = layers(params, config, x, positions, attention, cache)
     return Hidden(last, tuple(outputs[i] for i in capture), cache)
 

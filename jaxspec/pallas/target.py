@@ -24,9 +24,14 @@ def kernels_here() -> str | None:
     return None
 
 
-def chosen(operation: str, reason: str | None) -> bool:
-    """Whether to use the kernel of `operation`, given `reason` why its shapes can't (None: they can). Counts it."""
+def chosen(operation: str, reason: str | None, processors: int = 1) -> bool:
+    """Whether to use the kernel of `operation`, given `reason` why its shapes can't (None: they can). Counts it.
+
+    `processors` is how many multiprocessors it needs: smaller Hopper cards have 114 instead of 132.
+    """
     if reason is not None or kernels_here() is not None:
+        return False
+    if (getattr(jax.devices()[0], "core_count", None) or processors) < processors:
         return False
     KERNELS[operation] += 1
     return True
