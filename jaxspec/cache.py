@@ -71,7 +71,8 @@ class Rows:
         page = jnp.where(real, page, 0)
         new = jnp.stack([k, v], axis=-3)
         if jnp.finfo(kv.dtype).bits == 8:  # beyond its range lies NaN
-            new = jnp.clip(new, jnp.finfo(kv.dtype).min, jnp.finfo(kv.dtype).max)
+            largest = float(jnp.finfo(kv.dtype).max)
+            new = jnp.clip(new, -largest, largest)
         return kv.at[layer, page, :, :, positions % page_size].set(new.astype(kv.dtype))
 
 

@@ -28,8 +28,8 @@ def serving(app: FastAPI) -> Iterator[str]:
         listener.close()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Return once `condition` holds; fail if it doesn't in time."""
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Return once `condition` holds; fail if it doesn't in time, which is long: on a busy machine programs compile."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
