@@ -105,11 +105,13 @@ class Drafter:
     """Base class with the answers of a drafter that keeps no state. Subclass it as a frozen dataclass.
 
     Static declarations: `num_draft_tokens`, the most tokens proposed (the verify width is one more), and
-    `feature_layers`, the target layers (0-based) whose outputs `commit` and `prefill` receive.
+    `feature_layers`, the target layers (0-based) whose outputs `commit` and `prefill` receive. `reach` is how many
+    tokens beyond a position its state by page depends on there: a cached page serves where so many after it match too.
     """
 
     num_draft_tokens: int
     feature_layers: tuple[int, ...] = ()
+    reach: int = 0
 
     @classmethod
     def load(cls, target: Model, source: str | None, options: EngineConfig) -> tuple[Drafter, Any]:

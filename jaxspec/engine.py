@@ -102,6 +102,7 @@ class Engine:
             score_tokens=shapes.score * shapes.block,
             context_length=self.config.context_length,
             prefix_cache=not self.config.disable_prefix_cache,
+            reach=self.runner.draft.drafter.reach,
             rounds=shapes.rounds,
             rounds_rows=max(shapes.rounds_batches, default=0),
         )

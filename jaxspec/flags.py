@@ -27,7 +27,8 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
     "speculation": {
         "draft": (
             "D",
-            "none, auto, a method (ngram, standalone), method:path_or_id, a path or hub id, or module:Class",
+            "none, auto, a method (ngram, standalone, eagle, eagle3, dflash), method:path_or_id, a path or hub id, "
+            "or module:Class",
         ),
         "num_draft_tokens": ("N", "most tokens drafted per request and round"),
         "ngram_min": ("N", "shortest match of the last tokens that the ngram drafter takes"),

@@ -107,12 +107,16 @@ class PrefixTree:
 
     Each node holds its page once. The queue of leaves is a heap by time of last use, put right lazily: each leaf has
     one entry, whose time may be out of date, and an entry whose node has since had children is dropped when it is met.
+
+    With `reach`, so many tokens after a page decide with those in it what it holds (a drafter's cache may depend on
+    the token that comes next). An edge then has them too, and a page is published and matched once they are known.
     """
 
-    def __init__(self, pool: PagePool, page_size: int):
+    def __init__(self, pool: PagePool, page_size: int, reach: int = 0):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}")
         self.page_size = page_size
+        self.reach = reach
         self._pool = pool
         self._clock = 0
         self._reset()
@@ -129,8 +133,8 @@ class PrefixTree:
         """
         self._clock += 1
         node, pages, size = self.root, [], self.page_size
-        for end in range(size, min(limit, len(tokens)) + 1, size):
-            child = node.children.get(tuple(tokens[end - size : end]))
+        for end in range(size, min(limit, len(tokens) - self.reach) + 1, size):
+            child = node.children.get(tuple(tokens[end - size : end + self.reach]))
             if child is None:
                 break
             child.used = self._clock
@@ -157,8 +161,8 @@ class PrefixTree:
         """
         self._clock += 1
         node, size = start or self.root, self.page_size
-        for depth in range(node.depth, min(limit, len(tokens)) // size):
-            key = tuple(tokens[depth * size : (depth + 1) * size])
+        for depth in range(node.depth, max(min(limit, len(tokens) - self.reach), 0) // size):
+            key = tuple(tokens[depth * size : (depth + 1) * size + self.reach])
             child = node.children.get(key)
             if child is None:
                 self._pool.cache(pages[depth])

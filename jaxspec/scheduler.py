@@ -100,6 +100,7 @@ class Scheduler:
     - `chunk_tokens`: prompt tokens in one prefill program, in whole blocks of `block`; a block holds tokens of one
       sequence, so a chunk costs its tokens rounded up. `score_tokens`: the most in a chunk that is scored.
     - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences that start alike.
+    - `reach`: tokens beyond a page that decide what it holds, see `PrefixTree`.
     - `rounds`: rounds in one program when nobody waits, for up to `rounds_rows` sequences.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
@@ -119,6 +120,7 @@ class Scheduler:
         score_tokens: int,
         context_length: int,
         prefix_cache: bool = True,
+        reach: int = 0,
         rounds: int = 1,
         rounds_rows: int = 0,
     ):
@@ -138,7 +140,7 @@ class Scheduler:
         self.rounds = rounds
         self.rounds_rows = rounds_rows
         self.pool = PagePool(num_pages)
-        self.tree = PrefixTree(self.pool, page_size)
+        self.tree = PrefixTree(self.pool, page_size, reach)
         self.pages_per_seq = self._pages_for(context_length + width)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
         self.waiting: deque[Sequence] = deque()

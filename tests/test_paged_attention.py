@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import Rows
-from jaxspec.pallas.paged_attention import reference
+from jaxspec.pallas.paged_attention import reference, span_attention
 
 LAYERS, LAYER, H = 2, 1, 8
 
@@ -107,3 +107,21 @@ def test_attend_sees_what_it_has_just_written():
     k, v = np.concatenate([k, new_k[0]]), np.concatenate([v, new_v[0]])
     for i in range(3):
         np.testing.assert_allclose(out[0, i], dense(q[0, i], k[: 7 + i], v[: 7 + i]), atol=2e-6)
+
+
+@pytest.mark.parametrize("block_tokens", [8, 32, 1024])
+def test_rows_see_their_span_and_nothing_else(block_tokens):
+    rng = np.random.default_rng(1)
+    t, lengths = 5, (5, 8, 31, 70)
+    kv, table, sequences = paged(rng, lengths, kv_heads=2, page_size=8, entries=9)
+    q = rng.standard_normal((len(lengths), t, 4, H), np.float32)
+    first = np.array([[rng.integers(-3, n) for _ in range(t)] for n in lengths], np.int32)
+    last = np.array([[rng.integers(max(f, 0) - 1, n) for f in row] for row, n in zip(first, lengths, strict=True)])
+    first[2], last[2] = 0, 30  # a block that sees all of itself
+    first[0, 0], last[0, 0] = -4, -1
+    out = span_attention(q, jnp.asarray(kv), jnp.int32(LAYER), table, first, last, block_tokens)
+    for b, (k, v) in enumerate(sequences):
+        for i in range(t):
+            begin, end = max(first[b, i], 0), last[b, i] + 1
+            expected = dense(q[b, i], k[begin:end], v[begin:end]) if end > begin else 0
+            np.testing.assert_allclose(out[b, i], expected, atol=2e-6, rtol=1e-5)

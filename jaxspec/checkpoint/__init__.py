@@ -1,7 +1,19 @@
 """Finding models and streaming them, one shard at a time, into params pytrees."""
 
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.checkpoint.find import Source, resolve
-from jaxspec.checkpoint.load import Model, load_model
+from jaxspec.checkpoint.find import Source, locate, resolve
+from jaxspec.checkpoint.load import Model, load_model, read_params
+from jaxspec.checkpoint.params import dummy
+from jaxspec.checkpoint.shards import ModelFolder
 
-__all__ = ["CheckpointError", "Model", "Source", "load_model", "resolve"]
+__all__ = [
+    "CheckpointError",
+    "Model",
+    "ModelFolder",
+    "Source",
+    "dummy",
+    "load_model",
+    "locate",
+    "read_params",
+    "resolve",
+]

@@ -50,6 +50,12 @@ def resolve(path_or_id: str, revision: str | None = None, *, load_format: str = 
 
     **Raises:** `CheckpointError` (what was tried, what to do); `ConfigError` for a model that isn't supported.
     """
+    files = locate(path_or_id, revision, load_format=load_format)
+    return Source(str(path_or_id), str(files.path), files.config, files)
+
+
+def locate(path_or_id: str, revision: str | None = None, *, load_format: str = "auto") -> ModelFolder | GgufFile:
+    """As `resolve`, without asking whether the config is a target model's: a drafter's often isn't."""
     name = str(path_or_id)
     if load_format not in LOAD_FORMATS:
         raise CheckpointError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
@@ -58,16 +64,14 @@ def resolve(path_or_id: str, revision: str | None = None, *, load_format: str = 
     if revision is not None and (path.exists() or not _HUB_ID.fullmatch(name)):
         raise CheckpointError(f"revision {revision!r} applies to hub ids only, and {name} isn't one")
     if name == demo.NAME and not path.exists():
-        files = GgufFile(demo.fetch())
-    elif path.is_file():
-        files = _file(path, weights)
-    elif path.is_dir():
-        files = _folder(path, weights)
-    elif _HUB_ID.fullmatch(name) and not name.startswith(".") and path.suffix != ".gguf":
-        files = _folder(_download(name, revision, weights), weights)
-    else:
-        raise CheckpointError(_unknown(name))
-    return Source(name, str(files.path), files.config, files)
+        return GgufFile(demo.fetch())
+    if path.is_file():
+        return _file(path, weights)
+    if path.is_dir():
+        return _folder(path, weights)
+    if _HUB_ID.fullmatch(name) and not name.startswith(".") and path.suffix != ".gguf":
+        return _folder(_download(name, revision, weights), weights)
+    raise CheckpointError(_unknown(name))
 
 
 def _file(path: Path, weights: bool) -> ModelFolder | GgufFile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,9 @@ from tqdm import tqdm
 
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import resolve
+from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.params import assemble, dummy
+from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import DTYPES, ModelConfig
 from jaxspec.models import MODELS
 from jaxspec.tokenizer import Tokenizer
@@ -70,20 +72,45 @@ def load_model(
     if load_format == "dummy":
         params = dummy(declared, dtype, seed)
     else:
-        found = source.files.tensors()
-        check(jax.tree.leaves(declared), found, source.path)
-        params = assemble(declared, _with_bar(source.files.read(), found, source.name, progress), dtype)
+        params = read_params(declared, source.files, source.name, dtype, progress=progress)
     return Model(config, params, source.name, source.path, source.files.tokenizer())
 
 
+def read_params(
+    declared: Any,
+    files: ModelFolder | GgufFile,
+    name: str,
+    dtype: str,
+    *,
+    rename: Callable[[str], str] = str,
+    skip: Container[str] = (),
+    progress: bool = True,
+) -> Any:
+    """Fill a pytree of `Param` from a checkpoint's files, whose tensors are called `rename(their name)`.
+
+    Those whose new name is in `skip` are left alone.
+
+    **Raises:** `CheckpointError` listing every tensor that is missing, unexpected or of another shape than declared.
+    """
+    found = {new: info for tensor, info in files.tensors().items() if (new := rename(tensor)) not in skip}
+    check(jax.tree.leaves(declared), found, str(files.path))
+    return assemble(declared, _with_bar(files.read(), rename, found, name, progress), dtype)
+
+
 def _with_bar(
-    tensors: Iterable[tuple[str, np.ndarray]], found: dict[str, TensorInfo], name: str, progress: bool
+    tensors: Iterable[tuple[str, np.ndarray]],
+    rename: Callable[[str], str],
+    found: dict[str, TensorInfo],
+    name: str,
+    progress: bool,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Pass tensors through, counting stored bytes."""
+    """Pass tensors through under their new names, counting stored bytes."""
     total = sum(info.nbytes for info in found.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {name}", disable=not progress) as bar:
-        for tensor in tensors:
-            key = tensor[0]
-            yield tensor
-            del tensor  # the caller is done with it; the next one may be large
+        for tensor, array in tensors:
+            key = rename(tensor)
+            if key not in found:
+                continue
+            yield key, array
+            del array  # the caller is done with it; the next one may be large
             bar.update(found[key].nbytes)

@@ -5,6 +5,7 @@ One shard is open at a time and one tensor is copied out of it at a time. Pickle
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,18 +20,38 @@ from jaxspec.config import ModelConfig
 from jaxspec.tokenizer import Tokenizer
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes that weights may have
+_INDICES = {"I64": 8, "BOOL": 1}  # and those of maps between vocabularies, which drafters come with
 _INDEX = "model.safetensors.index.json"
+_CONVERT = (
+    "A model: load it with torch, then safetensors.torch.save_model(model, 'model.safetensors'). Tensors by name, as "
+    "drafters come: save_file(torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')"
+)
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 class ModelFolder:
-    """A model folder whose config has been read and whose weights have been located, not opened."""
+    """A model folder whose config.json has been read (`hf`) and whose weights have been located, not opened."""
 
     def __init__(self, folder: Path, config_file: Path, weights: bool = True):
-        """**Raises:** `CheckpointError` or `ConfigError` naming the file that is missing or at fault."""
+        """**Raises:** `CheckpointError` naming the file that is missing or at fault, or weights that are quantized."""
         self.path = folder
-        self.config = read_config(config_file)
+        self.config_file = config_file
+        self.hf = read_json(config_file)
+        _refuse_quantized(config_file, self.hf)
         self.files = find_shards(folder) if weights else ()
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """What config.json says of a target model, with the end tokens of the generation_config.json beside it added.
+
+        **Raises:** `ConfigError` as `ModelConfig.from_hf`, `CheckpointError` for a file that can't be read.
+        """
+        generation = self.config_file.parent / "generation_config.json"
+        ends = [self.hf.get("eos_token_id")]
+        if generation.is_file():
+            ends.append(read_json(generation).get("eos_token_id"))
+        flat = [token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None]
+        return ModelConfig.from_hf({**self.hf, "eos_token_id": list(dict.fromkeys(flat))})
 
     def tensors(self) -> dict[str, TensorInfo]:
         """What the shards' headers list. **Raises:** `CheckpointError` for a damaged file or an unusable dtype."""
@@ -42,9 +63,9 @@ class ModelFolder:
                         raise CheckpointError(f"{file}: tensor {name} is also in another file of {self.path}")
                     view = shard.get_slice(name)
                     shape, dtype = tuple(view.get_shape()), view.get_dtype()
-                    if dtype not in _BYTES:
+                    if (size := (_BYTES | _INDICES).get(dtype)) is None:
                         raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {', '.join(_BYTES)}")
-                    found[name] = TensorInfo(shape, _BYTES[dtype] * int(np.prod(shape, dtype=np.int64)))
+                    found[name] = TensorInfo(shape, size * int(np.prod(shape, dtype=np.int64)))
         return found
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -53,6 +74,14 @@ class ModelFolder:
             with _open(file) as shard:
                 for name in shard.offset_keys():  # in the file's order, so that the disk is read forwards
                     yield name, shard.get_tensor(name)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """One of the tensors that `tensors` lists, as a host array in the dtype it is stored in."""
+        for file in self.files:
+            with _open(file) as shard:
+                if name in shard.keys():  # noqa: SIM118
+                    return shard.get_tensor(name)
+        raise KeyError(name)
 
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer, or None if it has no vocabulary. **Raises:** `TokenizerError` if it can't be read."""
@@ -98,31 +127,21 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
     if pickled := sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in folder.glob(pattern)):
         raise CheckpointError(
             f"{folder} has pickled weights only ({pickled[0]}), which can run code when opened, so they never are. "
-            "Convert them where you trust them: load them with torch, then safetensors.torch.save_model(model, "
-            "'model.safetensors')"
+            f"Convert them where you trust them. {_CONVERT}"
         )
-    raise CheckpointError(f"{folder} has no weights: no *.safetensors file. For random ones, use --load-format dummy")
+    raise CheckpointError(
+        f"{folder} has no weights: no *.safetensors file. If it was fetched, pickled ones (pytorch_model.bin) may be "
+        f"what there is: convert those where you trust them. {_CONVERT}. For random weights, use --load-format dummy"
+    )
 
 
-def read_config(file: Path) -> ModelConfig:
-    """A config.json, with the end tokens of the generation_config.json beside it added.
-
-    **Raises:** `CheckpointError` if a file is unreadable or the weights are quantized; `ConfigError` as
-    `ModelConfig.from_hf`.
-    """
-    config = read_json(file)
+def _refuse_quantized(file: Path, config: dict[str, Any]) -> None:
     if method := config.get("quantization_config"):
         kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
         raise CheckpointError(
             f"{file}: quantized weights (quantization_config, method {kind}) are not supported yet; "
             "use the unquantized checkpoint, or a GGUF file"
         )
-    generation = file.parent / "generation_config.json"
-    ends = [config.get("eos_token_id")]
-    if generation.is_file():
-        ends.append(read_json(generation).get("eos_token_id"))
-    flat = [token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None]
-    return ModelConfig.from_hf({**config, "eos_token_id": list(dict.fromkeys(flat))})
 
 
 def read_json(file: Path) -> dict[str, Any]:

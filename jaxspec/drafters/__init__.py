@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jaxspec.checkpoint import CheckpointError, resolve
+from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters import eagle_checkpoint
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.models import MODELS
@@ -19,10 +22,38 @@ from jaxspec.models import MODELS
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
 
-DRAFTERS: dict[str, type[Drafter]] = {"ngram": Ngram, "standalone": Standalone}
+DRAFTERS: dict[str, type[Drafter]] = {
+    "ngram": Ngram,
+    "standalone": Standalone,
+    "dflash": DFlash,
+    "eagle": Eagle,
+    "eagle3": Eagle3,
+}
+
+# The method of a checkpoint, by its config's `architectures`. A model that could be a target drafts by itself.
+ARCHITECTURES = {
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",  # which says what it lacks for it
+    "Eagle3DraftModel": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle": "eagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+}
 
 # Public drafters known to suit a target: method -> {target's name in lower case: drafter}.
 KNOWN: dict[str, dict[str, str]] = {
+    "dflash": {
+        "meta-llama/llama-3.1-8b-instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+        "qwen/qwen3-4b": "z-lab/Qwen3-4B-DFlash-b16",
+        "qwen/qwen3-8b": "z-lab/Qwen3-8B-DFlash-b16",  # trained with thinking disabled
+    },
+    "eagle": {},
+    "eagle3": {
+        "meta-llama/llama-3.1-8b-instruct": "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B",
+        "qwen/qwen3-8b": "AngelSlim/Qwen3-8B_eagle3",
+    },
     "standalone": {
         "qwen/qwen3-4b": "Qwen/Qwen3-0.6B",
         "qwen/qwen3-8b": "Qwen/Qwen3-0.6B",
@@ -75,7 +106,7 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     elif _is_class(draft):
         cls, source = _import(draft), None
     else:
-        cls, source = _by_config(draft), draft
+        cls, source = _by_config(draft, options.load_format), draft
     drafter, params = cls.load(model, source, options)
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
@@ -88,7 +119,7 @@ def _known(method: str, model: Model) -> str:
         return found
     raise ConfigError(
         f"--draft {method}: no public drafter is known for {model.name}. Name one with --draft {method}:PATH_OR_ID. "
-        f"Known targets: {', '.join(sorted(table))}"
+        f"Known targets: {', '.join(sorted(table)) or 'none'}"
     )
 
 
@@ -118,19 +149,26 @@ def _import(draft: str) -> type[Drafter]:
     return cls
 
 
-def _by_config(draft: str) -> type[Drafter]:
+def _by_config(draft: str, load_format: str) -> type[Drafter]:
     """The method of a drafter named by path or hub id alone."""
     try:
-        config = resolve(draft).config
+        files = locate(draft, load_format=load_format)
     except CheckpointError as e:
         allowed = ", ".join(("none", "auto", *DRAFTERS))
         raise ConfigError(
             f"--draft {draft} is no method ({allowed}), no module:Class, and no model that can be read: {e}"
         ) from e
-    return _method_of(draft, config)
-
-
-def _method_of(draft: str, config: Any) -> type[Drafter]:
-    if config.model_type in MODELS:
+    if not isinstance(files, ModelFolder):
         return Standalone
-    raise ConfigError(f"--draft {draft}: a drafter of type {config.model_type!r} is not supported")
+    architectures, model_type = files.hf.get("architectures") or (), files.hf.get("model_type")
+    for architecture in architectures:
+        if architecture in ARCHITECTURES:
+            return DRAFTERS[ARCHITECTURES[architecture]]
+    if method := eagle_checkpoint.recognise(files):
+        return DRAFTERS[method]
+    if model_type in MODELS:
+        return Standalone
+    raise ConfigError(
+        f"--draft {draft}: its config names architectures {', '.join(architectures) or 'none'} and model_type "
+        f"{model_type!r}; drafters are {', '.join(ARCHITECTURES)}, and models of type {', '.join(MODELS)}"
+    )

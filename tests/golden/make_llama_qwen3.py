@@ -86,9 +86,8 @@ def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    for folder in ("checkpoints", "expected"):
-        shutil.rmtree(HERE / folder, ignore_errors=True)
-    (HERE / "expected").mkdir()
+    shutil.rmtree(HERE / "checkpoints", ignore_errors=True)
+    (HERE / "expected").mkdir(exist_ok=True)
     for seed, (name, config) in enumerate(VARIANTS.items()):
         torch.manual_seed(seed)
         config._attn_implementation = "eager"

@@ -1,0 +1,224 @@
+"""EAGLE: one decoder layer that guesses the target's features, and from them its tokens.
+
+Row t pairs the target's features at position t with the token at t + 1, and its output predicts the token at t + 2
+(https://arxiv.org/abs/2401.15077). Drafting goes on from there: each draft is paired with the output that it was drawn
+from, in place of features that nobody knows yet. EAGLE-1 and 2 read the target's final hidden state; EAGLE-3 reads
+three layers and may draft from a smaller vocabulary (https://arxiv.org/abs/2503.01840). EAGLE-2 is EAGLE-1's weights
+under trees; as chains, the two are one.
+
+Between rounds, of a request with tokens x_0 .. x_(N-1), the rows of positions 0 .. N-2 are in the cache, all computed
+from the target's features, and `hidden` is the last one's output. What a round drafts is written behind them and
+overwritten by the next commit. As row t depends on token t + 1, a prefix's pages are shared only where the token after
+them matches too (`reach`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.cache import KV, Rows, kv_bytes_per_token
+from jaxspec.config import ModelConfig
+from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters import eagle_checkpoint
+from jaxspec.models import MODELS, llama
+from jaxspec.models.layers import rms_norm
+
+
+@dataclass(frozen=True)
+class Chain(Drafter):
+    """What the EAGLEs share: everything but what features, layer and head compute.
+
+    `config` is that of the drafter's one layer, `head_type` the model type whose head it ends in.
+
+    Sampled drafts are drawn as each request samples, for rejection with the drafter's probabilities: that accepts a
+    draft as often as drafter and target overlap, where a point mass on the drafter's favourite would be accepted as
+    often as the target draws just that. The price is one array [b, drafts, v] in rounds that sample.
+    """
+
+    config: ModelConfig
+    head_type: str
+    dtype: str
+    feature_layers: tuple[int, ...] = ()
+    num_draft_tokens: int = 3
+
+    reach = 1  # a row depends on the token after it
+
+    @staticmethod
+    def find(source: str, target: ModelConfig, load_format: str) -> eagle_checkpoint.Found:
+        """The checkpoint, its fit to the target checked."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, target, source, options):
+        """**Raises:** `ConfigError` for a drafter of another kind or for another model, `CheckpointError` for tensors
+        that are missing or don't fit. Both name what is wrong."""
+        found = cls.find(source, target.config, options.load_format)
+        theirs = target.params["embed"]
+        dtype, head_type = str(theirs.dtype), "llama"
+        params = found.read(dtype, options.seed or 0)
+        own = params.get("embed")
+        if own is None or (own.shape == theirs.shape and bool((own == theirs).all())):
+            params["embed"] = theirs  # drafters that bring one mostly bring a copy of this
+        if "head" not in params:
+            head_type = target.config.model_type
+            params["head"] = {name: target.params[name] for name in ("head", "embed") if name in target.params}
+        drafts = options.num_draft_tokens or 3
+        return cls(found.config, head_type, dtype, found.layers, drafts, **found.settings), params
+
+    def kv_bytes_per_token(self, dtype):
+        return kv_bytes_per_token(self.config, dtype)
+
+    def init_state(self, layout, num_slots):
+        hidden = jnp.zeros((num_slots, self.config.hidden_size), self.dtype)
+        return {"kv": layout.kv(self.config), "hidden": hidden}
+
+    def propose(self, params, state, batch):
+        hidden, kv = state["hidden"][batch.slots], state["kv"]
+        tokens, probs, logits = [], [], []
+        for step in range(self.num_draft_tokens):
+            if step:
+                out, kv = self._layer(
+                    params, kv, tokens[-1][:, None], self._feedback(params, hidden)[:, None], batch.rows(step - 2, 1)
+                )
+                hidden = out[:, 0]
+            logits.append(self._logits(params, hidden))
+            token, p = batch.choose(logits[-1], step)
+            token, p = self._as_targets(params, token, p)
+            tokens.append(token)
+            probs.append(p)
+        count = jnp.where(batch.live, self.num_draft_tokens, 0)
+        stacked = None if batch.greedy else jnp.stack(probs, axis=1)
+        proposal = Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1))
+        return proposal, {"kv": kv, "hidden": state["hidden"]}
+
+    def commit(self, params, state, batch, verified):
+        rows = Rows(batch.length - 1, verified.accepted, batch.table)
+        return self._take(params, state, batch.slots, verified.outputs, verified.features, rows, verified.accepted > 0)
+
+    def prefill(self, params, state, batch, features):
+        """Of several blocks of one request, the last one's output is kept."""
+        slots, rows = batch.slots, batch.rows
+        real = rows.count > 0
+        later = (slots[:, None] == slots) & (rows.start[:, None] < rows.start) & real
+        return self._take(params, state, slots, batch.next_tokens, features, rows, real & ~later.any(axis=1))
+
+    def _take(
+        self,
+        params: Any,
+        state: dict[str, Array],
+        slots: Int[Array, " b"],
+        tokens: Int[Array, "b t"],
+        features: tuple[Float[Array, "b t d"], ...],
+        rows: Rows,
+        keep: Bool[Array, " b"],
+    ) -> dict[str, Array]:
+        """Compute rows from the target's features and the tokens after them, and where `keep`, note the last output."""
+        out, kv = self._layer(params, state["kv"], tokens, self._fuse(params, features), rows)
+        last = jnp.take_along_axis(out, jnp.maximum(rows.count - 1, 0)[:, None, None], axis=1)[:, 0]
+        into = jnp.where(keep, slots, len(state["hidden"]))  # out of range for all others, which are dropped
+        return {"kv": kv, "hidden": state["hidden"].at[into].set(last, mode="drop")}
+
+    def _fuse(self, params: Any, features: tuple[Float[Array, "b t d"], ...]) -> Float[Array, "b t d"]:
+        """What stands for the target's features."""
+        raise NotImplementedError
+
+    def _layer(
+        self, params: Any, kv: KV, tokens: Int[Array, "b t"], hidden: Float[Array, "b t d"], rows: Rows
+    ) -> tuple[Float[Array, "b t d"], KV]:
+        """The decoder layer over pairs of token and hidden state: its output, before any norm."""
+        raise NotImplementedError
+
+    def _attend(
+        self, layer: dict[str, Array], kv: KV, x: Float[Array, "b t w"], residual: Float[Array, "b t d"], rows: Rows
+    ) -> tuple[Float[Array, "b t d"], KV]:
+        """Attention over what `x` projects to, then the MLP, each added to the residual stream."""
+        qkv = x @ layer["qkv"]
+        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv, rows.positions(x.shape[1]), rows.attend, kv)
+        mixed = mixed @ layer["out"]
+        residual = residual + (mixed + layer["out_bias"] if self.config.attention_bias else mixed)
+        return residual + llama.mlp(layer, rms_norm(residual, layer["mlp_norm"], self.config.rms_norm_eps)), kv
+
+    def _feedback(self, params: Any, out: Float[Array, "b d"]) -> Float[Array, "b d"]:
+        """What the next draft is paired with, of the output that it was drawn from."""
+        return out
+
+    def _logits(self, params: Any, out: Float[Array, "b d"]) -> Float[Array, "b w"]:
+        """Over the drafter's vocabulary."""
+        return MODELS[self.head_type].unembed(params["head"], out)
+
+    def _as_targets(
+        self, params: Any, token: Int[Array, " b"], p: Float[Array, "b w"] | None
+    ) -> tuple[Int[Array, " b"], Float[Array, "b v"] | None]:
+        """A draft and its probabilities, from the drafter's vocabulary to the target's."""
+        if "target_ids" not in params:
+            return token, p
+        token = params["target_ids"][token]
+        if p is None:
+            return token, None
+        return token, jnp.pad(p, ((0, 0), (0, 1)))[:, params["draft_ids"]]  # the column added is for all other tokens
+
+
+@dataclass(frozen=True)
+class Eagle(Chain):
+    """EAGLE-1 and 2. The feature is the final hidden state, after the target's norm (of `target_eps`); embedding and
+    head are the target's."""
+
+    target_eps: float = 1e-6
+
+    find = staticmethod(eagle_checkpoint.find_eagle)
+
+    @classmethod
+    def load(cls, target, source, options):
+        drafter, params = super().load(target, source, options)
+        return drafter, {**params, "target_norm": target.params["norm"]}
+
+    def _fuse(self, params, features):
+        return rms_norm(features[0], params["target_norm"], self.target_eps)
+
+    def _layer(self, params, kv, tokens, hidden, rows):
+        x = jnp.concatenate([params["embed"][tokens], hidden], axis=-1) @ params["fc"]
+        if "fc_bias" in params:
+            x = x + params["fc_bias"]
+        return self._attend(params["layer"], kv, x, x, rows)
+
+
+@dataclass(frozen=True)
+class Eagle3(Chain):
+    """EAGLE-3. Its layer attends to token and features side by side, each with a norm of its own.
+
+    **Arguments:**
+
+    - `norm_output`: feed the normed output back, not the residual stream (EAGLE 3.1).
+    - `norm_before_residual`: the residual stream starts from the normed features.
+    """
+
+    norm_output: bool = False
+    norm_before_residual: bool = False
+
+    find = staticmethod(eagle_checkpoint.find_eagle3)
+
+    def _fuse(self, params, features):
+        eps = self.config.rms_norm_eps
+        if "feature_norms" in params:
+            features = [rms_norm(x, norm, eps) for x, norm in zip(features, params["feature_norms"], strict=True)]
+        x = jnp.concatenate(features, axis=-1)
+        if "input_norm" in params:
+            x = rms_norm(x, params["input_norm"], eps)
+        x = x @ params["fc"]
+        return x + params["fc_bias"] if "fc_bias" in params else x
+
+    def _layer(self, params, kv, tokens, hidden, rows):
+        layer, eps = params["layer"], self.config.rms_norm_eps
+        normed = rms_norm(hidden, layer["hidden_norm"], eps)
+        x = jnp.concatenate([rms_norm(params["embed"][tokens], layer["attn_norm"], eps), normed], axis=-1)
+        return self._attend(layer, kv, x, normed if self.norm_before_residual else hidden, rows)
+
+    def _feedback(self, params, out):
+        return rms_norm(out, params["norm"], self.config.rms_norm_eps) if self.norm_output else out
+
+    def _logits(self, params, out):
+        return super()._logits(params, rms_norm(out, params["norm"], self.config.rms_norm_eps))

@@ -1,0 +1,307 @@
+"""DFlash against the `dflash` package's own generation loop; its cache under everything that the engine does.
+
+Expected tensors come from tests/golden/make_dflash.py. A random drafter is hardly ever right about a random target, so
+where a test needs rounds of several tokens, some drafts are replaced with the right ones (`Helped`).
+"""
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxspec
+from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
+from jaxspec import round as programs
+from jaxspec.batch import Shapes
+from jaxspec.cache import PageLayout
+from jaxspec.config import ModelConfig
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.models import qwen3
+from jaxspec.models.layers import Param, rms_norm, rope, rope_frequencies
+from tests import test_distribution as sampled
+from tests import test_lossless as lossless
+from tests.exact import ALPHA, slots_for
+from tests.tiny import tiny_config
+
+GOLDEN = Path(__file__).parent / "golden"
+VARIANTS = ("full", "sliding", "window")
+LENGTHS = (1, 2, 7, 16, 17, 33, 64, 150)
+ROUNDS, FEWER = 5, 3  # as in make_dflash.py
+PAGE, BLOCK = 16, 32
+
+
+@dataclass(frozen=True)
+class Helped(DFlash):
+    """Knows what plain decoding would say, `params["texts"]` i32[k, c], and says it in the first drafts of a round."""
+
+    def propose(self, params, state, batch):
+        proposal, state = super().propose(params, state, batch)
+        which = _text_of(params["texts"], batch)
+        at = batch.length[:, None] + jnp.arange(self.num_draft_tokens)
+        right = params["texts"][which[:, None], jnp.minimum(at, params["texts"].shape[1] - 1)]
+        helped = jnp.arange(self.num_draft_tokens) < help(batch.length[:, None] - 1, self.block_size)
+        return proposal.replace(tokens=jnp.where(helped, right, proposal.tokens)), state
+
+
+def help(position, block_size):  # as in make_dflash.py
+    return position * 37 // 8 % block_size
+
+
+def _text_of(texts, batch):
+    """Which of the texts each request is, so far."""
+    c = min(texts.shape[1], batch.history.shape[1])
+    known = jnp.arange(c) < batch.length[:, None]
+    same = (texts[None, :, :c] == batch.history[:, None, :c]) | ~known[:, None]
+    return jnp.argmax(same.all(-1), axis=1)
+
+
+# -- against the package -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def golden(variant):
+    model = load_model(str(GOLDEN / "dflash" / "target"), progress=False)
+    drafter = load_drafter(f"dflash:{GOLDEN / 'dflash' / variant}", model)
+    return model, drafter, load_file(GOLDEN / "expected" / f"dflash-{variant}.safetensors")
+
+
+class Rounds:
+    """The engine's programs over the golden prompts, all at once."""
+
+    def __init__(self, variant):
+        model, loaded, self.expected = golden(variant)
+        self.drafter = Helped(*(getattr(loaded.drafter, field.name) for field in dataclasses.fields(DFlash)))
+        texts = np.zeros((len(LENGTHS), 256), np.int32)
+        for text, n in zip(texts, LENGTHS, strict=True):
+            known = [*self.expected[f"ids_{n}"], *self.expected[f"output_{n}"]]
+            text[: len(known)] = known
+        self.params = {**loaded.params, "texts": jnp.asarray(texts)}
+        width, capacity, n = self.drafter.num_draft_tokens + 1, 224, len(LENGTHS)
+        pages = capacity // PAGE
+        table = np.arange(1, n * pages + 1, dtype=np.int32).reshape(n, pages)
+        prompts = [self.expected[f"ids_{length}"].tolist() for length in LENGTHS]
+        slots = slots_for(
+            [SamplingParams(temperature=0.0)] * n, prompts, [[]] * n,
+            capacity=capacity, new_tokens=60, drafts=width - 1,
+        )  # fmt: skip
+        blocks = [(i, at, min(BLOCK, m - at), *table[i]) for i, m in enumerate(LENGTHS) for at in range(0, m, BLOCK)]
+        shapes = Shapes(n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,))
+        self.programs = programs.Programs(model.config, self.drafter, shapes, model.params, self.params)
+        layout = PageLayout(n * pages + 1, PAGE, "float32")
+        state = programs.empty_state(model.config, self.drafter, layout, n, capacity, "float32").replace(slots=slots)
+        state = self.programs.prefill(state, np.array(blocks, np.int32))
+        self.packed = np.column_stack([np.arange(n), table]).astype(np.int32)
+        self.state, out = self.programs.first(state, self.packed, programs.GREEDY)
+        self.first = np.asarray(out)[:, programs.TOKENS]
+        self.propose = jax.jit(self._propose)
+
+    def _propose(self, state):
+        _, batch = programs._batch(state, self.packed, programs.GREEDY)
+        return DFlash.propose(self.drafter, self.params, state.draft, batch)[0]
+
+    def next(self):
+        """A round: the proposal without help, and how many tokens came out."""
+        proposal = self.propose(self.state)
+        self.state, out = self.programs.round(self.state, self.packed, programs.GREEDY)
+        return proposal, np.asarray(out)[:, programs.EMITTED]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rounds_equal_the_package(variant):
+    rounds = Rounds(variant)
+    expected = rounds.expected
+    np.testing.assert_array_equal(rounds.first, [expected[f"output_{n}"][0] for n in LENGTHS])
+    for i in range(ROUNDS):
+        proposal, yielded = rounds.next()
+        logits = np.stack([expected[f"logits_{n}"][i] for n in LENGTHS])
+        np.testing.assert_allclose(proposal.logits, logits, atol=5e-4, err_msg=f"round {i}")
+        np.testing.assert_array_equal(proposal.tokens, logits.argmax(-1))
+        np.testing.assert_array_equal(yielded, [expected[f"yielded_{n}"][i] for n in LENGTHS])
+    for slot, n in enumerate(LENGTHS):
+        output = expected[f"output_{n}"]
+        np.testing.assert_array_equal(rounds.state.slots.history[slot, n : n + len(output)], output)
+
+
+@pytest.mark.parametrize("variant,length", [("full", 1), ("full", 150), ("sliding", 33), ("window", 16)])
+def test_propose_equals_the_package(variant, length):
+    model, drafter, expected = golden(variant)
+    prompt = expected[f"ids_{length}"].tolist()
+    for n, logits in (
+        (drafter.drafter.block_size - 1, expected[f"logits_{length}"][0]),
+        (FEWER, expected[f"fewer_{length}"]),
+    ):
+        proposed = jaxspec.propose(model, drafter, prompt, n)
+        assert proposed.next_token == expected[f"output_{length}"][0] and proposed.count == n
+        np.testing.assert_allclose(proposed.logits, logits, atol=5e-4)
+        np.testing.assert_array_equal(proposed.tokens, logits.argmax(-1))
+
+
+def test_the_golden_rounds_are_of_all_kinds():
+    for variant in VARIANTS:
+        _, drafter, expected = golden(variant)
+        yielded = {int(y) for n in LENGTHS for y in expected[f"yielded_{n}"]}
+        assert len(yielded) >= 4 and {1, drafter.drafter.block_size} <= yielded
+
+
+# -- in the engine -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def drafter_folder(target_folder, seed=0, **overrides):
+    """A random DFlash checkpoint for a target: two layers, the second sliding, blocks of 5."""
+    hf = json.loads((Path(target_folder) / "config.json").read_text())
+    settings = {"mask_token_id": hf["vocab_size"] - 1, "target_layer_ids": [hf["num_hidden_layers"] - 1, 0]}
+    hf = tiny_config("qwen3", hf["vocab_size"], hidden_size=hf["hidden_size"]) | {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 5,
+        "num_target_layers": hf["num_hidden_layers"],
+        "layer_types": ["full_attention", "sliding_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 21,
+        "dflash_config": settings,
+        **overrides,
+    }
+    folder = Path(target_folder).with_name(f"dflash-{Path(target_folder).name}-{seed}-{len(overrides)}")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf))
+    target = ModelConfig.from_hf(json.loads((Path(target_folder) / "config.json").read_text()))
+    declared = DFlash.from_hf(hf, target).parameters()
+    rng, tensors = np.random.default_rng(seed), {}
+    for param in jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, Param)):
+        for name, width in zip(param.sources, param.splits, strict=True):
+            shape = (width, *param.shape[:-1]) if param.transpose else (width,)
+            noise = rng.standard_normal(shape, np.float32)
+            tensors[name] = noise * shape[1] ** -0.5 if param.transpose else 1 + 0.2 * noise
+    save_file({name: np.float32(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+def drafts_everywhere(loaded, text, features):
+    """Logits of the drafts behind each token of a text, f32[t, n, v], by one dense attention without pages."""
+    drafter, params, c, t = loaded.drafter, loaded.params, loaded.drafter.config, len(text)
+    n, m, h = drafter.num_draft_tokens, c.num_kv_heads, c.head_dim
+    context = rms_norm(jnp.concatenate(list(features), -1) @ params["fc"], params["hidden_norm"], c.rms_norm_eps)
+    position, frequencies = jnp.arange(t), rope_frequencies(c)
+    block = jnp.full((t, n + 1), drafter.mask_token).at[:, 0].set(text)
+    positions = position[:, None] + jnp.arange(n + 1)
+
+    def attention(_, layer, q, k, v):
+        weights = jnp.stack([p["qkv"] for p in params["layers"]])[layer][:, c.num_heads * h :]
+        norm = jnp.stack([p["k_norm"] for p in params["layers"]])[layer]
+        k_context, v_context = jnp.split((context @ weights).reshape(1, t, 2 * m, h), 2, axis=2)
+        k_context = rope(rms_norm(k_context, norm, c.rms_norm_eps), position[None], frequencies)
+        each = lambda x: jnp.broadcast_to(x, (t, t, m, h))  # noqa: E731
+        keys, values = jnp.concatenate([each(k_context), k], 1), jnp.concatenate([each(v_context), v], 1)
+        at = jnp.concatenate([jnp.broadcast_to(position, (t, t)), positions], 1)
+        real = jnp.concatenate([position < position[:, None], jnp.ones_like(block, bool)], 1)
+        row, key = positions[..., None], at[:, None]
+        seen = real[:, None] & (jnp.abs(row - key) < jnp.array(drafter.windows)[layer])
+        seen &= (key <= row) | ~jnp.array(drafter.causal)[layer]
+        keys, values = (jnp.repeat(x, c.num_heads // m, axis=2) for x in (keys, values))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, keys) * h**-0.5
+        weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", weights, values), None
+
+    hidden = qwen3.forward(params, c, block, positions, attention)
+    return qwen3.unembed(params, hidden.last[:, 1:])
+
+
+@dataclass(frozen=True)
+class Watched(Helped):
+    """Counts the drafts that are what they should be at that place of that text, and those that aren't."""
+
+    @classmethod
+    def load(cls, target, source, options):
+        source = drafter_folder(lossless.checkpoint("llama"))
+        drafter, params = super().load(target, source, options)
+        return drafter, {**params, **expected_drafts()}
+
+    def init_state(self, layout, num_slots):
+        return {"kv": super().init_state(layout, num_slots), "right": jnp.zeros((), int), "wrong": jnp.zeros((), int)}
+
+    def propose(self, params, state, batch):
+        proposal, kv = Helped.propose(self, params, state["kv"], batch)
+        drafts = jnp.argmax(proposal.logits, axis=-1)
+        at = _text_of(params["texts"], batch)[:, None], batch.length[:, None] - 1, jnp.arange(self.num_draft_tokens)
+        known = batch.live[:, None] & params["sure"][at]
+        right, wrong = (
+            (known & same).sum() for same in (drafts == params["drafts"][at], drafts != params["drafts"][at])
+        )
+        return proposal, {"kv": kv, "right": state["right"] + right, "wrong": state["wrong"] + wrong}
+
+    def commit(self, params, state, batch, verified):
+        return {**state, "kv": super().commit(params, state["kv"], batch, verified)}
+
+    def prefill(self, params, state, batch, features):
+        return {**state, "kv": super().prefill(params, state["kv"], batch, features)}
+
+
+@functools.cache
+def expected_drafts():
+    """What plain decoding says in each scenario, the drafts at each place of it, and where those aren't near-ties."""
+    context = lossless.OPTIONS["context_length"]
+    outs = [out for scenario in lossless.SCENARIOS for out in lossless.plain("llama", scenario)]
+    known = [out.prompt_token_ids + out.token_ids for out in outs]
+    texts = np.array([text + [0] * (context - len(text)) for text in known], np.int32)
+    model = lossless.engine("llama", "none").engine.runner.model
+    loaded = load_drafter(f"dflash:{drafter_folder(lossless.checkpoint('llama'))}", model)
+    features = jaxspec.hidden_states(model, texts, loaded.drafter.feature_layers)
+    top = jax.jit(lambda *text: jax.lax.top_k(drafts_everywhere(loaded, *text), 2))
+    values, tokens = map(np.stack, zip(*(top(texts[i], features[:, i]) for i in range(len(texts))), strict=True))
+    inside = np.arange(context) < np.array([len(text) for text in known])[:, None]
+    sure = (values[..., 0] - values[..., 1] > 1e-3) & inside[..., None]
+    return {"texts": jnp.asarray(texts), "drafts": jnp.asarray(tokens[..., 0]), "sure": jnp.asarray(sure)}
+
+
+@functools.cache
+def watched_engine():
+    llm = jaxspec.LLM(str(lossless.checkpoint("llama")), f"{__name__}:Watched", **lossless.OPTIONS)
+    llm.engine.scheduler.rounds = 1
+    return llm
+
+
+@pytest.mark.parametrize("overlap,rounds", [(True, 1), (False, 1), (True, 4)])
+def test_greedy_output_equals_plain_and_every_draft_is_the_texts_own(overlap, rounds, monkeypatch):
+    """Chunked prompts, prefix hits, preemption, stops: the text is plain decoding's, the drafter's cache is whole."""
+    llm = watched_engine()
+    before = {name: int(llm.engine.runner.state.draft[name]) for name in ("right", "wrong")}
+    for scenario in lossless.SCENARIOS:
+        assert llm.engine.flush_cache()
+        batch, expected = lossless.scenarios("llama")[scenario], lossless.plain("llama", scenario)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "config", dataclasses.replace(llm.engine.config, disable_overlap=not overlap))
+            patch.setattr(llm.engine.scheduler, "rounds", rounds)
+            outs = lossless.run(llm, batch)
+            again = lossless.run(llm, batch) if scenario == "prefixes" else []
+        for out, want in zip(outs + again, expected * (1 + bool(again)), strict=True):
+            where = f"{scenario}, prompt of {len(out.prompt_token_ids)}"
+            assert (out.token_ids, out.text, out.finish_reason) == (want.token_ids, want.text, want.finish_reason), (
+                where
+            )
+        if scenario == "preempted":
+            assert sum(out.metrics.preemptions for out in outs) > 0
+            assert 1.5 < sum(o.metrics.verified_tokens for o in outs) / sum(o.metrics.verify_rounds for o in outs) < 4
+        assert all(out.metrics.cached_tokens > 0 for out in again)
+    after = {name: int(llm.engine.runner.state.draft[name]) - before[name] for name in before}
+    assert after["wrong"] == 0 and after["right"] > 1000, after
+
+
+def test_sampled_output_has_the_targets_distribution(monkeypatch):
+    """Drafts drawn from each mask's own distribution, and rejection: what comes out is the target's."""
+    folder = drafter_folder(sampled.checkpoint(5), 3, num_hidden_layers=1, layer_types=None, use_sliding_window=False)
+    draft = f"dflash:{folder}"
+    loaded = load_drafter(draft, sampled.model(), EngineConfig(draft=draft, num_draft_tokens=2))
+    monkeypatch.setitem(sampled.DRAFTERS, "dflash", lambda: (loaded.drafter, loaded.params))
+    lanes, samples = sampled.Lanes("dflash"), 10_000
+    runs = [lanes.decode(run).reshape(len(sampled.SETTINGS), -1, 2) for run in range(-(-samples // sampled.LANES))]
+    pairs = dict(zip(sampled.SETTINGS, np.concatenate(runs, axis=1), strict=True))
+    assert lanes.drafted / 20 < lanes.accepted < lanes.drafted and lanes.whole_rounds > samples / 20
+    found = {name: sampled.p_values(pairs[name], sampled.exact(params)) for name, params in sampled.SETTINGS.items()}
+    assert min(min(p) for p in found.values()) > ALPHA, found
