@@ -6,7 +6,7 @@
 #
 # OUT receives device.txt, log.txt, junit.xml, figures.json and host.json. Needed as well, as wheels on PYTHONPATH
 # where it isn't installed: gguf. The demo model's GGUF file is $JAXSPEC_TEST_GGUF (else it is downloaded). Ends within
-# six minutes, with pytest's exit status.
+# ten minutes, with pytest's exit status.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 [ $# = 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
@@ -22,8 +22,9 @@ export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
 } >"$out/device.txt" 2>&1
 cat "$out/device.txt"
 
-# Fewest compilations first: what fails later leaves these results.
-timeout 290 python3 -m pytest -m gpu -s --durations=0 --junitxml="$out/junit.xml" \
+# Kernels first, then fewest compilations: what fails later leaves these results.
+timeout 520 python3 -m pytest -m gpu -s --durations=0 --junitxml="$out/junit.xml" \
+    tests/gpu/test_weight_stream.py tests/gpu/test_decode_attention.py tests/gpu/test_prompt_attention.py \
     tests/gpu/test_qwen3_8b.py tests/gpu/test_smollm2.py tests/gpu/test_lossless.py 2>&1 | tee "$out/log.txt"
 status=${PIPESTATUS[0]}
 timeout 60 python3 -m jaxspec.bench host --rounds 500 --json "$out/host.json" 2>&1 | tee -a "$out/log.txt"
