@@ -39,3 +39,14 @@ def test_a_kernel_whose_blocks_wait_for_one_another_needs_room_for_all(on):
     on(platform="gpu", compute_capability="9.0", core_count=114)
     assert target.chosen("op", None)
     assert not target.chosen("op", None, processors=132)
+
+
+def test_a_slow_path_on_a_fast_card_is_told_once(on, caplog):
+    target.tell.cache_clear()
+    on(platform="gpu", compute_capability="9.0")
+    for _ in range(2):
+        target.tell("op", "pages of 8 tokens")
+    assert [record.getMessage() for record in caplog.records] == [
+        "op runs in plain jax.numpy, which is slow: pages of 8 tokens"
+    ]
+    target.tell.cache_clear()

@@ -238,8 +238,7 @@ def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:
 
 def _stream(layer: int, shared: Any, own: Any) -> jax.Array:
     x, mixed, weights, scales = own[layer]
-    stages = "matmul", "norm", "gated", "matmul", "norm", "matmul"
-    return weight_stream.stream(stages, x, mixed, weights, scales, EPS)[1].sum(0)
+    return weight_stream.stream(x, mixed, weights, scales, EPS)[1].sum(0)
 
 
 def _stream_plain(layer: int, shared: Any, own: Any) -> jax.Array:

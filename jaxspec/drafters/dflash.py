@@ -25,6 +25,7 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.models import qwen3
 from jaxspec.models.layers import Param, linear, rms_norm, rope, rope_frequencies, scale
 from jaxspec.pallas.paged_attention import span_attention
+from jaxspec.pallas.target import tell
 
 NO_WINDOW = 2**30  # further than any two positions are apart
 
@@ -78,6 +79,7 @@ class DFlash(Drafter):
             drafter = cls.from_hf(files.hf, target.config, options.num_draft_tokens)
         except ConfigError as error:
             raise ConfigError(f"--draft {source} can't draft for {target.name}: {error}") from error
+        tell("DFlash attention", "no kernel sees ahead within a block yet")
         dtype = str(target.params["embed"].dtype)
         declared = drafter.parameters()
         if options.load_format == "dummy":

@@ -17,7 +17,7 @@ from jaxspec.pallas.decode_attention import decode_attention
 from jaxspec.pallas.decode_attention import supported as decode_attention_fits
 from jaxspec.pallas.prompt_attention import prompt_attention
 from jaxspec.pallas.prompt_attention import supported as prompt_attention_fits
-from jaxspec.pallas.target import chosen
+from jaxspec.pallas.target import chosen, tell
 
 DECODE_ROWS = 16  # up to here, rows of one request share a tile of the decode kernel whatever the model's grouping
 BLOCK_TOKENS = 128  # cached tokens that one step of the reference reads per request
@@ -40,6 +40,8 @@ def paged_attention(
     fits = (decode_attention_fits if few else prompt_attention_fits)(q.shape, kv.shape, kv.dtype)
     if q.dtype != jnp.bfloat16:
         fits = f"queries are {q.dtype.name}, not bfloat16"
+    if fits is not None:
+        tell(kernel.__name__, fits)
     run = kernel if chosen(kernel.__name__, fits) else reference
     return run(q, kv, layer, table, start)
 

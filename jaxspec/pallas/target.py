@@ -6,9 +6,13 @@ serves; `kernels_here` says so in words, and the runner logs them.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import Counter
 
 import jax
+
+log = logging.getLogger("jaxspec")
 
 KERNELS: Counter = Counter()  # by operation: how many times a trace chose its kernel
 
@@ -35,3 +39,10 @@ def chosen(operation: str, reason: str | None, processors: int = 1) -> bool:
         return False
     KERNELS[operation] += 1
     return True
+
+
+@functools.cache
+def tell(operation: str, reason: str) -> None:
+    """Log, once, that a device with kernels runs the slow plain path of an operation, and why."""
+    if kernels_here() is None:
+        log.warning("%s runs in plain jax.numpy, which is slow: %s", operation, reason)

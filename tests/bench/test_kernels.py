@@ -1,6 +1,7 @@
 """Kernel cases at small sizes: kernel and plain jax.numpy agree, and bytes and operations are those of the case."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import kernels
 from jaxspec.pallas import target
-from jaxspec.pallas.weight_stream import HALF
+from jaxspec.pallas.weight_stream import HALF, STAGES
 
 
 def test_the_command_times_every_case(tmp_path, capsys):
@@ -85,9 +86,9 @@ def test_sizes_are_those_of_the_model_they_stand_for():
 def test_layer_matmuls(monkeypatch):
     """Stages, weights and scales reach the kernel in the order in which it takes them."""
 
-    def stream(stages, x, rows, weights, scales, eps):
+    def stream(x, rows, weights, scales, eps):
         weights, scales = list(weights), list(scales)
-        for stage in stages:
+        for stage in STAGES:
             if stage == "norm":
                 x = x if rows is None else x + rows
                 rows = kernels.rms_norm(x, scales.pop(0), eps)
@@ -106,3 +107,11 @@ def test_layer_matmuls(monkeypatch):
     assert row["flops"] == 2 * 8 * weights and row["bytes"] == 2 * (weights + 8 * (3 * 64 + 96))
     _, own = case.build(jax.random.key(0))
     assert len(own) == 2 and not (own[0][2][0] == own[1][2][0]).all()  # no layer finds another's weights in a cache
+
+
+def test_layer_matmuls_call_the_kernel_as_it_is():
+    """Its own signature and shapes, up to CUDA's code: only a Hopper GPU could run it."""
+    case = kernels.layer_matmuls(16, 256, 512, 384, layers=2)
+    shared, own = jax.eval_shape(case.build, jax.random.key(0))
+    lowered = jax.jit(partial(case.op, 1)).trace(shared, own).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
