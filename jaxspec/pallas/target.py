@@ -6,15 +6,29 @@ serves; `kernels_here` says so in words, and the runner logs them.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import logging
 from collections import Counter
+from collections.abc import Iterator
 
 import jax
 
 log = logging.getLogger("jaxspec")
 
-KERNELS: Counter = Counter()  # by operation: how many times a trace chose its kernel
+KERNELS: Counter = Counter()  # by operation: how many times a program's trace chose its kernel
+_traced: contextvars.ContextVar[Counter | None] = contextvars.ContextVar("traced", default=None)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter]:
+    """Counts the choices of this thread's traces apart as well, so that they can be kept with a program."""
+    token = _traced.set(Counter())
+    try:
+        yield _traced.get()
+    finally:
+        _traced.reset(token)
 
 
 def kernels_here() -> str | None:
@@ -37,7 +51,9 @@ def chosen(operation: str, reason: str | None, processors: int = 1) -> bool:
         return False
     if (getattr(jax.devices()[0], "core_count", None) or processors) < processors:
         return False
-    KERNELS[operation] += 1
+    for counter in (KERNELS, _traced.get()):
+        if counter is not None:
+            counter[operation] += 1
     return True
 
 

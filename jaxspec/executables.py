@@ -1,0 +1,73 @@
+"""Compiled programs kept on disk, so that a second start neither traces nor lowers them, most of its time: XLA's
+own cache spares it only the compiling.
+
+A program is found again by all that made it: jaxspec's source, jax, the device, the flags of XLA, and what the caller
+names (`key`) with the arguments' shapes. Whatever can't be read is compiled anew. Files are pickles of our own; keep
+the cache folder yours.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+log = logging.getLogger("jaxspec")
+
+
+class Executables:
+    """The programs in `folder`, for this version of everything. `made_by` names what is the same for all of them."""
+
+    def __init__(self, folder: Path, made_by: Any):
+        device = jax.devices()[0]
+        told = made_by, jax.__version__, jaxlib.__version__, device.device_kind, device.client.platform_version
+        flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_", "LIBTPU_"))}
+        self._told = *told, sorted(flags.items()), jax.config.jax_default_matmul_precision, _source()
+        self._folder = folder
+
+    def load(self, key: Any, arguments: Any) -> tuple[jax.stages.Compiled, Any] | None:
+        """The program that was saved under `key` for arguments of these shapes, with its notes; or None."""
+        path = self._path(key, arguments)
+        try:
+            program, notes = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(*program), notes
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            log.warning("%s can't be used, so the program is compiled anew: %s", path, error)
+            return None
+
+    def save(self, key: Any, arguments: Any, program: jax.stages.Compiled, notes: Any) -> None:
+        """Keep a program and notes about it. One that can't be kept is compiled again at the next start."""
+        path = self._path(key, arguments)
+        try:
+            data = pickle.dumps((serialize_executable.serialize(program), notes))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            loose = path.with_suffix(f".{os.getpid()}")
+            loose.write_bytes(data)
+            os.replace(loose, path)  # so that no other process ever sees half a file
+        except Exception as error:
+            log.info("the program %s isn't kept on disk: %s", key, error)
+
+    def _path(self, key: Any, arguments: Any) -> Path:
+        leaves, tree = jax.tree.flatten(arguments)
+        shapes = [(x.shape, str(x.dtype)) for x in leaves]
+        told = repr((self._told, key, shapes, str(tree)))
+        return self._folder / hashlib.sha256(told.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _source(root: Path = Path(__file__).parent) -> str:
+    """A digest of every Python file below a folder, this package's by default."""
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

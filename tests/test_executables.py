@@ -1,0 +1,83 @@
+"""Programs on disk: found again by what made them, and whatever goes wrong costs a compilation, not a start.
+
+That programs do run again can be shown on a GPU only; here a stand-in for jax's serialisation is kept and found.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import executables
+from jaxspec.executables import Executables
+
+ARGUMENTS = {"a": jnp.zeros((2, 3)), "b": jnp.zeros((4,), jnp.int32)}
+
+
+@pytest.fixture(autouse=True)
+def plain_serialisation(monkeypatch):
+    """A "program" is any object that pickles; loading gives it back in a list."""
+    monkeypatch.setattr(executables.serialize_executable, "serialize", lambda program: (program, "in", "out"))
+    load = lambda program, inputs, outputs: [program, inputs, outputs]  # noqa: E731
+    monkeypatch.setattr(executables.serialize_executable, "deserialize_and_load", load)
+
+
+def test_a_program_is_found_again_with_its_notes(tmp_path):
+    Executables(tmp_path / "new", "model").save(("round", 8), ARGUMENTS, "program", {"kernel": 1})
+    store = Executables(tmp_path / "new", "model")
+    assert store.load(("round", 8), ARGUMENTS) == (["program", "in", "out"], {"kernel": 1})
+
+
+@pytest.mark.parametrize(
+    "made_by, key, arguments",
+    [
+        ("another model", ("round", 8), ARGUMENTS),
+        ("model", ("round", 16), ARGUMENTS),
+        ("model", ("round", 8), ARGUMENTS | {"a": jnp.zeros((2, 4))}),
+        ("model", ("round", 8), ARGUMENTS | {"a": jnp.zeros((2, 3), jnp.int32)}),
+        ("model", ("round", 8), {"a": ARGUMENTS["a"], "c": ARGUMENTS["b"]}),
+    ],
+)
+def test_it_is_found_for_nothing_else(tmp_path, made_by, key, arguments):
+    Executables(tmp_path, "model").save(("round", 8), ARGUMENTS, "program", {})
+    assert Executables(tmp_path, made_by).load(key, arguments) is None
+
+
+@pytest.mark.parametrize("changed", ["source", "flags"])
+def test_another_source_or_flag_makes_another_program(tmp_path, monkeypatch, changed):
+    Executables(tmp_path, "model").save("round", ARGUMENTS, "program", {})
+    if changed == "source":
+        monkeypatch.setattr(executables, "_source", lambda: "edited")
+    else:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    assert Executables(tmp_path, "model").load("round", ARGUMENTS) is None
+
+
+def test_the_source_is_every_file_below(tmp_path):
+    (tmp_path / "models").mkdir()
+    digests = set()
+    for name, text in (("a.py", ""), ("a.py", "x"), ("models/b.py", ""), ("models/b.py", "x"), ("models/c.py", "x")):
+        (tmp_path / name).write_text(text)
+        digests.add(executables._source.__wrapped__(tmp_path))
+    assert len(digests) == 5
+
+
+def test_a_file_that_cannot_be_read_is_told_of_and_ignored(tmp_path, caplog):
+    store = Executables(tmp_path, "model")
+    store.save("round", ARGUMENTS, "program", {})
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(pickle.dumps("program")[:-3])
+    with caplog.at_level(logging.WARNING, "jaxspec"):
+        assert store.load("round", ARGUMENTS) is None
+    assert str(path) in caplog.text
+
+
+def test_a_program_that_cannot_be_kept_stops_nothing(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    store = Executables(tmp_path / "file", "model")
+    with caplog.at_level(logging.INFO, "jaxspec"):
+        store.save("round", ARGUMENTS, "program", {})
+    assert "round isn't kept" in caplog.text
