@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.pallas.paged_attention import paged_attention
@@ -41,39 +41,68 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
 
 @flax.struct.dataclass
 class Rows:
-    """Where the rows of one forward stand: request r's row i is at position `start[r] + i`, real if `i < count[r]`.
+    """Where the rows of one forward stand: the keys and values of request r's row i at place `start[r] + i` of its
+    pages, real if `i < count[r]`.
 
-    `table[r]` lists the pages of request r. Rows outside `count`, before position 0 or past the table are padding.
+    `table[r]` lists the pages of request r. Rows outside `count`, before place 0 or past the table are padding.
+
+    The rows of a chain are the text's next, so their places are their positions, and each sees all up to its own. Those
+    of a tree share positions: `mask` says which of the last w places, up to the last row's own, each of them sees
+    besides everything before those (t <= w: earlier rows of the same tree may stand there), and `depth` how far behind
+    the first of these w places its position is.
     """
 
     start: Int[Array, " b"]
     count: Int[Array, " b"]
     table: Int[Array, "b p"]
+    depth: Int[Array, "b t"] | None = None
+    mask: Bool[Array, "b t w"] | None = None
 
     def positions(self, t: int) -> Int[Array, "b t"]:
-        return self.start[:, None] + jnp.arange(t, dtype=jnp.int32)
+        """Of each row in the text, as rotary embeddings have it."""
+        return self._places(t) if self.depth is None else self._window(t)[:, None] + self.depth
 
     def attend(self, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, KV]:
-        """Write these rows' keys and values, then attend causally to everything before and at each row.
+        """Write these rows' keys and values, then attend to everything that each row sees.
 
         An `Attention` (see `models.layers`), with the cache as its `cache`.
         """
         kv = self.write(kv, layer, k, v)
-        return paged_attention(q, kv, layer, self.table, self.start), kv
+        return paged_attention(q, kv, layer, self.table, self._window(q.shape[1]), self.mask), kv
 
     def write(self, kv: KV, layer: Array, k: Float[Array, "*l b t m h"], v: Float[Array, "*l b t m h"]) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
-        t, page_size = k.shape[-3], kv.shape[4]
-        positions = self.positions(t)
-        entry = positions // page_size
-        real = (jnp.arange(t) < self.count[:, None]) & (positions >= 0) & (entry < self.table.shape[1])
-        page = jnp.take_along_axis(self.table, jnp.clip(entry, 0, self.table.shape[1] - 1), axis=1)
-        page = jnp.where(real, page, 0)
+        places = self._places(k.shape[-3])
+        real = jnp.arange(k.shape[-3]) < self.count[:, None]
         new = jnp.stack([k, v], axis=-3)
         if jnp.finfo(kv.dtype).bits == 8:  # beyond its range lies NaN
             largest = float(jnp.finfo(kv.dtype).max)
             new = jnp.clip(new, -largest, largest)
-        return kv.at[layer, page, :, :, positions % page_size].set(new.astype(kv.dtype))
+        page = self._pages(places, real, kv.shape[4])
+        return kv.at[layer, page, :, :, places % kv.shape[4]].set(new.astype(kv.dtype))
+
+    def straighten(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
+        """Keep the path of a tree as the chain that it has become: move what all layers have of row `path[r, i]` to
+        place `start[r] + i`, for every i below `count[r]`. A path begins at row 0 and goes on to later rows."""
+        layers = jnp.arange(kv.shape[0])[:, None, None]
+        places = self.start[:, None] + path[:, 1:]
+        page = self._pages(places, jnp.arange(1, path.shape[1]) < count[:, None], kv.shape[4])
+        k, v = jnp.moveaxis(kv[layers, page, :, :, places % kv.shape[4]], 3, 0)
+        return Rows(self.start + 1, count - 1, self.table).write(kv, layers, k, v)
+
+    def _places(self, t: int) -> Int[Array, "b t"]:
+        return self.start[:, None] + jnp.arange(t, dtype=jnp.int32)
+
+    def _window(self, t: int) -> Int[Array, " b"]:
+        """The first of the places that the mask is about; without one, that of the first row."""
+        return self.start if self.mask is None else self.start + (t - self.mask.shape[2])
+
+    def _pages(self, places: Int[Array, "b t"], real: Bool[Array, "b t"], page_size: int) -> Int[Array, "b t"]:
+        """The pages that hold these places, the dummy page for those that aren't real or that the table lacks."""
+        entry = places // page_size
+        real = real & (places >= 0) & (entry < self.table.shape[1])
+        page = jnp.take_along_axis(self.table, jnp.clip(entry, 0, self.table.shape[1] - 1), axis=1)
+        return jnp.where(real, page, 0)
 
 
 POOL_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # XLA's own option: what it takes of a GPU, when first used

@@ -159,6 +159,8 @@ class EngineConfig:
     - `model`: hub id, folder, `.gguf` file, or `smollm2-135m-instruct`, the demo.
     - `draft`: `none`, `auto`, a method, `method:path_or_id`, a path or hub id, or `module:Class`.
     - `num_draft_tokens`: most tokens drafted per request and round. The verify width is one more.
+    - `topk`: 1, and drafts are a chain; or how many drafts at most follow one token in a tree.
+    - `num_steps`: how deep drafts go. A chain has one draft a step, so there it means the same as `num_draft_tokens`.
     - `dtype`: of weights and activations; `kv_cache_dtype`: of keys and values, `auto` is the same.
     - `context_length`: most tokens of prompt and output together.
     - `max_running_requests`: request slots, so also the largest decode batch.
@@ -179,6 +181,8 @@ class EngineConfig:
     model: str = "smollm2-135m-instruct"
     draft: str = "none"
     num_draft_tokens: int | None = None
+    num_steps: int | None = None
+    topk: int = 1
     dtype: str | None = None
     kv_cache_dtype: str = "auto"
     context_length: int | None = None
@@ -209,6 +213,8 @@ class EngineConfig:
                 raise ConfigError(f"{flag(name)} must be one of {shown}, got {getattr(self, name)!r}")
         for name, low in (
             ("num_draft_tokens", 1),
+            ("num_steps", 1),
+            ("topk", 1),
             ("context_length", 2),
             ("max_running_requests", 1),
             ("max_total_tokens", 1),
@@ -220,7 +226,9 @@ class EngineConfig:
             ("decode_log_interval", 0),
         ):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+            if value is None and name != "topk":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{flag(name)} must be an integer of at least {low}, got {value!r}")
         for name in ("model", "draft"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
@@ -235,11 +243,27 @@ class EngineConfig:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {share!r}")
         if self.ngram_min > self.ngram_max:
             raise ConfigError(f"--ngram-min ({self.ngram_min}) must not exceed --ngram-max ({self.ngram_max})")
-        if self.draft == "none" and self.num_draft_tokens is not None:
+        self._check_drafts()
+
+    def _check_drafts(self) -> None:
+        """That drafts, steps and top-k fit together. A chain's steps are its drafts; drafters read the latter alone."""
+        given = {"num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps}
+        given |= {"topk": None if self.topk == 1 else self.topk}
+        for name, value in given.items():
+            if self.draft == "none" and value is not None:
+                raise ConfigError(
+                    f"{flag(name)} {value} needs a drafter; --draft is none. "
+                    "Name one (for example --draft ngram) or drop the flag"
+                )
+        if self.topk > 1:
+            return
+        drafts, steps = self.num_draft_tokens, self.num_steps
+        if drafts is not None and steps is not None and drafts != steps:
             raise ConfigError(
-                f"--num-draft-tokens {self.num_draft_tokens} needs a drafter; --draft is none. "
-                "Name one (for example --draft ngram) or drop the flag"
+                f"--num-steps {steps} with --num-draft-tokens {drafts}: a chain has one draft a step. Drop one of the "
+                "two, or give --topk for a tree"
             )
+        object.__setattr__(self, "num_draft_tokens", drafts or steps)
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

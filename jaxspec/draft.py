@@ -73,9 +73,14 @@ class PrefillBatch:
 class Proposal:
     """Drafts for each request: `tokens[r, :count[r]]`, in order.
 
-    `probs` is the distribution each was drawn from, for rejection sampling; None is a point mass on the token. `logits`
-    is for study (`jaxspec.propose`) and costs nothing in a round. `forced` is for benchmarks alone: so many drafts
-    stand, whatever the target says, and the text is no longer the target's.
+    `parents` makes a tree of them: draft i hangs from row `parents[r, i]`, where row 0 is the newest token and row
+    j + 1 is draft j. Parents come before their children, so that any first few drafts are a tree too; of siblings, the
+    likeliest comes first. None is a chain.
+
+    `probs` is the distribution each draft of a chain was drawn from, for rejection sampling; None is a point mass on
+    the token, as in a tree. `logits` is for study (`jaxspec.propose`) and costs nothing in a round. `forced` is for
+    benchmarks alone: so many drafts stand, in a tree down the first child of each, whatever the target says, and the
+    text is no longer the target's.
     """
 
     tokens: Int[Array, "b d"]
@@ -83,13 +88,15 @@ class Proposal:
     probs: Float[Array, "b d v"] | None = None
     logits: Float[Array, "b d w"] | None = None
     forced: Int[Array, " b"] | None = None
+    parents: Int[Array, "b d"] | None = None
 
 
 @flax.struct.dataclass
 class Verified:
     """What verification did: the q rows' input tokens at positions `length - 1 ...` and how many tokens it yielded.
 
-    q is the verify width, or 1 where a prompt's last token was given its successor and nothing had been drafted.
+    q is the verify width; after a tree `longest + 1`, the rows being those of the accepted path; and 1 where a prompt's
+    last token was given its successor and nothing had been drafted.
 
     `outputs[r, :accepted[r]]` are those tokens. `features` holds the target's residual stream after each of the
     drafter's `feature_layers`, for all q rows; rows from `accepted` on are to be ignored.
@@ -107,11 +114,26 @@ class Drafter:
     Static declarations: `num_draft_tokens`, the most tokens proposed (the verify width is one more), and
     `feature_layers`, the target layers (0-based) whose outputs `commit` and `prefill` receive. `reach` is how many
     tokens beyond a position its state by page depends on there: a cached page serves where so many after it match too.
+    `topk` is 1, or for a drafter of trees the most drafts that hang from one row.
     """
 
     num_draft_tokens: int
     feature_layers: tuple[int, ...] = ()
     reach: int = 0
+    topk: int = 1
+
+    @property
+    def longest(self) -> int:
+        """Most drafts that one round can accept: those of a whole chain, or of a tree's longest path."""
+        return self.num_draft_tokens
+
+    @property
+    def lookahead(self) -> int:
+        """Places that a round may write to, from the newest token's on, for which pages are set aside.
+
+        The verified rows take `num_draft_tokens + 1`. A drafter that needs more while it drafts says so here.
+        """
+        return self.num_draft_tokens + 1
 
     @classmethod
     def load(cls, target: Model, source: str | None, options: EngineConfig) -> tuple[Drafter, Any]:

@@ -96,7 +96,8 @@ class Engine:
             num_slots=shapes.num_slots,
             num_pages=self.runner.plan.num_pages,
             page_size=self.config.page_size,
-            width=self.runner.width,
+            width=self.runner.yields,
+            lookahead=self.runner.draft.drafter.lookahead,
             chunk_tokens=shapes.prefills[-1] * shapes.block,
             block=shapes.block,
             score_tokens=shapes.score * shapes.block,
@@ -109,8 +110,8 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.totals: Counter = Counter()
         self.finished: Counter = Counter()
-        self.drafted = [0] * (self.runner.width - 1)
-        self.accepted = [0] * (self.runner.width - 1)
+        self.drafted = [0] * (self.runner.yields - 1)
+        self.accepted = [0] * (self.runner.yields - 1)
         self._flights: deque[Flight] = deque()
         self._seeds = np.random.default_rng(self.config.seed)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
@@ -226,7 +227,8 @@ class Engine:
             mode = _mode(plan.rows)
             result = self.runner.round([seq.slot for seq in plan.rows], table, mode, plan.rounds)
             self._fly(self._read_rounds, result, plan.rows, mode)
-        self._read(deltas, keep=1 if plan.rows and not self.config.disable_overlap else 0)
+        ahead = (plan.rows or plan.first) and not self.config.disable_overlap
+        self._read(deltas, keep=1 if ahead else 0)
         return deltas
 
     def _fly(self, read: Callable, result: jax.Array, seqs: list[Sequence], mode=GREEDY, chunk=None) -> None:
@@ -253,7 +255,7 @@ class Engine:
 
     def _read_rounds(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
         for each in result.reshape(-1, *result.shape[-2:]):
-            live = self._live(flight, each, self.runner.width)
+            live = self._live(flight, each, self.runner.yields)
             for choice, row, logprobs in live:
                 self._count(choice.metrics, row[ACCEPTED], row[DRAFTED])
                 deltas.append(self._take(choice, row, logprobs))

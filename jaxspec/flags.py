@@ -30,7 +30,9 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
             "none, auto, a method (ngram, standalone, eagle, eagle3, dflash), method:path_or_id, a path or hub id, "
             "or module:Class",
         ),
-        "num_draft_tokens": ("N", "most tokens drafted per request and round"),
+        "num_steps": ("S", "how deep drafts go; of a chain, the same as --num-draft-tokens"),
+        "topk": ("K", "drafts that may follow one token: above 1 they are a tree (eagle and eagle3 draft such)"),
+        "num_draft_tokens": ("N", "most tokens drafted per request and round, the whole tree's"),
         "ngram_min": ("N", "shortest match of the last tokens that the ngram drafter takes"),
         "ngram_max": ("N", "longest match that it tries"),
     },

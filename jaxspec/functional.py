@@ -77,26 +77,30 @@ def _hidden_states(config, layers, params, tokens):
 
 @flax.struct.dataclass
 class Proposed:
-    """What `propose` returns. `tokens[:count]` are drafts of the tokens after `next_token`, as target ids."""
+    """What `propose` returns. `tokens[:count]` are drafts of the tokens after `next_token`, as target ids.
+
+    In a tree, draft i follows `next_token` if `parents[i]` is 0, and draft `parents[i] - 1` otherwise.
+    """
 
     next_token: int
     tokens: Int[np.ndarray, " n"]
     count: int
     logits: Float[np.ndarray, "n w"] | None
+    parents: Int[np.ndarray, " n"] | None = None
 
 
 def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: int) -> Proposed:
-    """Run the target over a prompt, take its greedy next token, then draft `n` tokens after that.
+    """Run the target over a prompt, take its greedy next token, then draft `n` tokens after that, in a tree `n` in all.
 
-    `logits` are the drafter's own (over its draft vocabulary), None if it has none. The device programs are those that
-    the engine runs.
+    `logits` are those that the drafter took each draft from (over its draft vocabulary), None if it has none. The
+    device programs are those that the engine runs.
 
     **Raises:** `RequestError` for prompts as in `logits`, `ConfigError` if the drafter can't draft `n` tokens.
     """
     prompt = _checked(model, [prompt_tokens])[0]
     drafter = _resized(drafter, n)
-    width, length = n + 1, len(prompt)
-    capacity = length + 1 + 2 * width
+    length = len(prompt)
+    capacity = length + 1 + drafter.drafter.lookahead
     pages = -(-capacity // PAGE)
     dtype = str(model.params["embed"].dtype)
     layout = PageLayout(pages + 1, PAGE, dtype)
@@ -133,6 +137,7 @@ def _propose(model: Model, drafter: LoadedDrafter, state: programs.State, table:
         tokens=np.asarray(proposal.tokens[0]),
         count=int(proposal.count[0]),
         logits=None if proposal.logits is None else np.asarray(proposal.logits[0]),
+        parents=None if proposal.parents is None else np.asarray(proposal.parents[0]),
     )
 
 

@@ -27,14 +27,18 @@ from jaxspec.batch import Shapes, Slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.config import ModelConfig
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
+from jaxspec.executables import Executables
 from jaxspec.models import MODELS
+from jaxspec.pallas.target import KERNELS, counting
 from jaxspec.request import MAX_LOGPROBS
+from jaxspec.verify import Tree
 
 # What a program does with logits, each all that those before it do: take the argmax; sample and adjust; and report
 # log-probabilities. A batch runs in the first that serves all its requests.
 MODES = GREEDY, SAMPLED, LOGPROBS = "greedy", "sampled", "logprobs"
 
-# Columns of a round's packed output: counts, then q output tokens, then (in mode logprobs) what `_pack_logprobs` packs.
+# Columns of a round's packed output: counts, then as many tokens as it yields at most (q, or a tree's height and one),
+# then (in mode logprobs) what `_pack_logprobs` packs. DRAFTED is how many drafts it could have accepted.
 EMITTED, ACCEPTED, DRAFTED, DONE, TOKENS = range(5)
 LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the values of the top ones
 
@@ -126,13 +130,16 @@ def decode_round(
     proposal, draft = drafter.propose(draft_params, state.draft, batch)
     proposal = proposal.replace(count=jnp.where(batch.live, jnp.minimum(proposal.count, slots.drafts), 0))
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
+    tree = None if proposal.parents is None else Tree.of(proposal.parents, drafter.longest)
     rows = Rows(slots.length - 1, jnp.where(batch.live, proposal.count + 1, 0), batch.table)
+    if tree is not None:
+        rows = rows.replace(depth=tree.depth, mask=tree.follows)
     positions = rows.positions(tokens.shape[1])
     family = MODELS[config.model_type]
     hidden = family.forward(params, config, tokens, positions, rows.attend, state.kv, drafter.feature_layers)
     state = state.replace(kv=hidden.cache, draft=draft)
     logits = family.unembed(params, hidden.last)
-    return _conclude(drafter, mode, draft_params, state, slots, batch, proposal, logits, hidden.features)
+    return _conclude(drafter, mode, draft_params, state, slots, batch, proposal, logits, hidden.features, tree)
 
 
 def decode_rounds(
@@ -163,34 +170,72 @@ def _conclude(
     proposal: Proposal,
     logits: Float[Array, "b q v"],
     features: tuple[Float[Array, "b q d"], ...],
+    tree: Tree | None = None,
 ) -> tuple[State, Int[Array, "b w"]]:
     """From the logits of q rows to tokens: accept, stop, commit, advance, and pack what came out."""
-    outputs, accepted = _accept(logits, slots, proposal, mode)
-    if proposal.forced is not None:
-        accepted = jnp.minimum(proposal.forced, proposal.count) + 1
+    tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
+    drafted = proposal.count
+    if tree is None:
+        outputs, accepted = _accept(logits, slots, proposal, mode)
+    else:
+        outputs, path, accepted = _accept_path(logits, slots, proposal, tree, mode)
+        # What was accepted is a chain, and from here on nobody knows of the tree.
+        along = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
+        rows = Rows(slots.length - 1, jnp.where(batch.live, accepted, 0), batch.table)
+        state = state.replace(kv=rows.straighten(state.kv, path, rows.count))
+        tokens, features, logits = along(tokens), tuple(map(along, features)), along(logits)
+        within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
+        drafted = jnp.where(within, jnp.minimum(tree.depth, tree.height), 0).max(axis=1)
     accepted = jnp.where(batch.live, accepted, 0)
     emitted, done = _stop(slots, outputs, accepted)
-    tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     draft = drafter.commit(draft_params, state.draft, batch, Verified(tokens, outputs, emitted, features))
     state = state.replace(slots=_advance(state.slots, batch.slots, slots.length, outputs, emitted, done), draft=draft)
 
-    columns = [jnp.stack([emitted, accepted, proposal.count, done.astype(jnp.int32)], axis=1), outputs]
+    columns = [jnp.stack([emitted, accepted, drafted, done.astype(jnp.int32)], axis=1), outputs]
     if mode == LOGPROBS:
         columns.append(_pack_logprobs(logits, outputs).reshape(outputs.shape[0], -1))
     return state, jnp.concatenate(columns, axis=1)
 
 
 def _accept(logits: Array, slots: Slots, proposal: Proposal, mode: str) -> tuple[Array, Array]:
+    """Of a chain: the outputs, and how many of them count."""
+    settings, count = slots.sampling, proposal.count
+    if mode != GREEDY and proposal.probs is not None:
+        p = _probabilities(logits, slots, proposal, None)
+        outputs, accepted = verify.reject(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
+    else:
+        chosen = _choose(logits, slots, proposal, None, mode)
+        outputs, accepted = verify.match(chosen, proposal.tokens, count)
+    if proposal.forced is not None:
+        accepted = jnp.minimum(proposal.forced, count) + 1
+    return outputs, accepted
+
+
+def _accept_path(logits: Array, slots: Slots, proposal: Proposal, tree: Tree, mode: str) -> tuple[Array, Array, Array]:
+    """Of a tree: the outputs along the accepted path, its rows, and how many of them count."""
+    chosen = _choose(logits, slots, proposal, tree, mode)
+    if proposal.forced is None:
+        path, accepted = verify.walk(chosen, proposal.tokens, proposal.count, tree)
+    else:
+        within = jnp.arange(tree.parents.shape[1]) < proposal.count[:, None]
+        stand = tree.first_children() & (tree.depth[:, 1:] <= proposal.forced[:, None]) & within
+        path, accepted = tree.deepest(stand)
+    return jnp.take_along_axis(chosen, path, axis=1), path, accepted
+
+
+def _choose(logits: Array, slots: Slots, proposal: Proposal, tree: Tree | None, mode: str) -> Int[Array, "b q"]:
+    """The target's token at every row, as plain decoding would choose it there."""
     if mode == GREEDY:
-        return verify.match(jnp.argmax(logits, axis=-1).astype(jnp.int32), proposal.tokens, proposal.count)
-    settings = slots.sampling
-    adjusted = sampling.adjust(logits, settings, slots.history, slots.prompt, slots.length, proposal.tokens)
-    p = sampling.probabilities(adjusted, settings)
-    if proposal.probs is not None:
-        return verify.reject(p, proposal.tokens, proposal.count, proposal.probs, settings.seed, slots.length)
-    at = slots.length[:, None] + jnp.arange(logits.shape[1])
-    chosen = sampling.draw(p, sampling.keys(settings.seed, at, sampling.SAMPLE))
-    return verify.match(chosen, proposal.tokens, proposal.count)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    p = _probabilities(logits, slots, proposal, tree)
+    ahead = jnp.arange(logits.shape[1]) if tree is None else tree.depth
+    return sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + ahead, sampling.SAMPLE))
+
+
+def _probabilities(logits: Array, slots: Slots, proposal: Proposal, tree: Tree | None) -> Float[Array, "b q v"]:
+    follows = None if tree is None else tree.drafts
+    known = slots.history, slots.prompt, slots.length, proposal.tokens
+    return sampling.probabilities(sampling.adjust(logits, slots.sampling, *known, follows), slots.sampling)
 
 
 def _stop(slots: Slots, outputs: Int[Array, "b q"], accepted: Int[Array, " b"]) -> tuple[Array, Array]:
@@ -242,23 +287,32 @@ def compile_counter() -> Counter:
 class Programs:
     """The compiled programs of one engine, one for each kind and number of rows, and how often each was dispatched.
 
-    They are compiled ahead of their calls, by `warm_up` or on first use, so a call never traces. The state given to a
-    call is consumed.
+    They are compiled ahead of their calls, by `warm_up` or on first use, or found in `store`; so a call never traces.
+    The state given to a call is consumed.
     """
 
-    def __init__(self, config: ModelConfig, drafter: Drafter, shapes: Shapes, params: Any, draft_params: Any):
+    def __init__(
+        self,
+        config: ModelConfig,
+        drafter: Drafter,
+        shapes: Shapes,
+        params: Any,
+        draft_params: Any,
+        store: Executables | None = None,
+    ):
         self.shapes = shapes
+        self._store = store
         self.dispatches: Counter = Counter()
         self._params = params, draft_params
         jit = lambda f, *static: jax.jit(partial(f, config, drafter, *static), donate_argnums=2)  # noqa: E731
         self._jits = {
+            "admit": jax.jit(admit, donate_argnums=0),
             "prefill": jit(prefill, shapes.block, False),
             "score": jit(prefill, shapes.block, True),
             **{f"first_{mode}": jit(first, mode) for mode in MODES},
             **{f"round_{mode}": jit(decode_round, mode) for mode in MODES},
             **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds) for mode in MODES},
         }
-        self._admit = jax.jit(admit, donate_argnums=0)
         self._compiled: dict[tuple[str, int], Any] = {}
 
     def admit(self, state: State, packed: np.ndarray) -> State:
@@ -310,10 +364,26 @@ class Programs:
 
     def _program(self, kind: str, size: int, state: State) -> Any:
         if (program := self._compiled.get((kind, size))) is None:
-            if kind == "admit":
-                lowered = self._admit.lower(state, np.zeros(size, np.int32))
-            else:
-                columns = 3 if kind in ("prefill", "score") else 1
-                lowered = self._jits[kind].lower(*self._params, state, self.padding(size, columns))
-            program = self._compiled[kind, size] = lowered.compile(COMPILER_OPTIONS)
+            program = self._compiled[kind, size] = self._kept(kind, size, state) or self._compile(kind, size, state)
+        return program
+
+    def _arguments(self, kind: str, size: int, state: State) -> tuple:
+        if kind == "admit":
+            return state, np.zeros(size, np.int32)
+        return *self._params, state, self.padding(size, 3 if kind in ("prefill", "score") else 1)
+
+    def _kept(self, kind: str, size: int, state: State) -> Any:
+        if self._store is None or (kept := self._store.load((kind, size), self._arguments(kind, size, state))) is None:
+            return None
+        program, kernels = kept
+        KERNELS.update(kernels)
+        return program
+
+    def _compile(self, kind: str, size: int, state: State) -> Any:
+        arguments = self._arguments(kind, size, state)
+        with counting() as kernels:
+            lowered = self._jits[kind].lower(*arguments)
+        program = lowered.compile(COMPILER_OPTIONS)
+        if self._store is not None:
+            self._store.save((kind, size), arguments, program, kernels)
         return program

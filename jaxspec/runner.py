@@ -19,7 +19,9 @@ from jaxspec.cache import MemoryPlan, PageLayout, claim_device, kv_bytes_per_tok
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, load_drafter
+from jaxspec.executables import Executables
 from jaxspec.pallas.target import kernels_here
 from jaxspec.round import Programs, State, compile_counter, empty_state
 from jaxspec.scheduler import Chunk, Sequence
@@ -100,17 +102,27 @@ class Runner:
         )
         self.draft = draft or load_drafter(options.draft, self.model, options)
         self.config = _resolve(options, self.model, self.draft)
-        self.width = self.draft.drafter.num_draft_tokens + 1
-        self.shapes = _shapes(self.config, self.width)
+        drafter = self.draft.drafter
+        self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
+        self.yields = drafter.longest + 1  # most tokens that come of it
+        self.shapes = _shapes(self.config, drafter)
         self.plan, layout = self._plan()
         self.programs = Programs(
-            self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params
+            self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
         )
         self.state = self._empty_state(layout)
         if not self.config.skip_warmup:
             self.programs.warm_up(self.state)
             self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
         log.info("%s", self.plan)
+        if drafter.topk > 1:
+            log.info(
+                "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
+                "target draws it (target-only sampling), so a seed gives the text of plain decoding; chains (--topk 1) "
+                "use the drafter's probabilities too (rejection sampling)",
+                drafter.num_draft_tokens,
+                drafter.longest,
+            )
         log.info(
             "ready in %.1f s: %s with --draft %s, %d programs compiled or read from the cache",
             time.monotonic() - started,
@@ -141,6 +153,14 @@ class Runner:
             most_useful_tokens=shapes.num_slots * shapes.pages_per_seq * config.page_size,
         )
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
+
+    def _store(self) -> Executables | None:
+        """Where compiled programs are kept: not for a CPU, where jax can't, nor of drafters whose source isn't here."""
+        drafter = self.draft.drafter
+        if jax.default_backend() != "gpu" or not type(drafter).__module__.startswith("jaxspec.drafters"):
+            return None
+        made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes
+        return Executables(cache_folder() / "executables", made_by)
 
     def _empty_state(self, layout: PageLayout) -> State:
         shapes = self.shapes
@@ -229,6 +249,8 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
         options,
         draft=draft.name,
         num_draft_tokens=draft.drafter.num_draft_tokens or None,
+        num_steps=draft.drafter.longest or None,
+        topk=draft.drafter.topk,
         dtype=str(jax.tree.leaves(model.params)[0].dtype),
         context_length=context,
         max_running_requests=options.max_running_requests or defaults.max_running_requests,
@@ -239,15 +261,15 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
     )
 
 
-def _shapes(config: EngineConfig, width: int) -> Shapes:
-    defaults = _defaults()
+def _shapes(config: EngineConfig, drafter: Drafter) -> Shapes:
+    defaults, width = _defaults(), drafter.num_draft_tokens + 1
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
     blocks = config.chunked_prefill_size // defaults.block
     batches = tuple(size for size in ladder(slots) if size * width >= defaults.least_rows or size == slots)
     return Shapes(
         num_slots=slots,
         capacity=config.context_length,
-        pages_per_seq=-(-(config.context_length + width) // config.page_size),
+        pages_per_seq=-(-(config.context_length + drafter.lookahead) // config.page_size),
         block=defaults.block,
         prefills=ladder(blocks, defaults.prefill_steps),
         score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,

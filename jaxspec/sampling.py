@@ -1,8 +1,8 @@
 """From logits to tokens: what a request's settings do to a distribution, and the random numbers it draws.
 
 The order is vLLM's: minimum length and bias, then penalties, then temperature, min-p, top-k, top-p. Every function
-works on all q rows of a verify round; row j sees the tokens drafted before it. Random numbers depend on a request's
-seed, the position of the token and what it is drawn for, and on nothing else.
+works on all q rows of a verify round; row j sees the tokens drafted before it, in a tree those of its own branch.
+Random numbers depend on a request's seed, the position of the token and what it is drawn for, and on nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 ACCEPT, SAMPLE, DRAFT = range(3)  # what a random number is for
 
@@ -42,11 +42,12 @@ def adjust(
     prompt: Int[Array, " b"],
     length: Int[Array, " b"],
     drafts: Int[Array, "b d"],
+    follows: Bool[Array, "b q d"] | None = None,
 ) -> Float[Array, "b q v"]:
     """Minimum length, bias and penalties.
 
     `history[:, :length]` are the tokens so far, the first `prompt` of them the prompt's. Row j of `logits` follows
-    `drafts[:, :j]`, which count as generated tokens there.
+    `drafts[:, :j]`, or in a tree those that `follows[:, j]` names. They count as generated tokens there.
     """
     b, q, v = logits.shape
     each = jnp.arange(b)[:, None]
@@ -57,19 +58,28 @@ def adjust(
     counts = jnp.zeros((b, v), jnp.float32).at[each, _or_drop(history, generated, v)].add(1.0, mode="drop")
     stop_ids = _or_drop(sampling.stop_ids, sampling.stop_ids >= 0, v)
     bias_ids = _or_drop(sampling.bias_ids, sampling.bias_ids >= 0, v)
+
+    def one(row: Array, seen: Array, counts: Array, length: Array) -> Array:
+        early = (length < sampling.min_length)[:, None]
+        row = jnp.where(early, row.at[each, stop_ids].set(-jnp.inf, mode="drop"), row)
+        row = row.at[each, bias_ids].add(sampling.bias, mode="drop")
+        repetition = sampling.repetition[:, None]
+        row = jnp.where(seen, jnp.where(row > 0, row / repetition, row * repetition), row)
+        return row - sampling.frequency[:, None] * counts - sampling.presence[:, None] * (counts > 0)
+
+    def branch(row: Array, follows: Array) -> Array:
+        token = _or_drop(drafts, follows, v)
+        said = seen.at[each, token].set(True, mode="drop"), counts.at[each, token].add(1.0, mode="drop")
+        return one(row, *said, length + follows.sum(axis=1))
+
+    if follows is not None:
+        return jax.vmap(branch, in_axes=1, out_axes=1)(logits, follows)
     rows = []
     for j in range(q):
         if j:
             token = drafts[:, j - 1 : j]
             seen, counts = seen.at[each, token].set(True), counts.at[each, token].add(1.0)
-        row = logits[:, j]
-        early = (length + j < sampling.min_length)[:, None]
-        row = jnp.where(early, row.at[each, stop_ids].set(-jnp.inf, mode="drop"), row)
-        row = row.at[each, bias_ids].add(sampling.bias, mode="drop")
-        repetition = sampling.repetition[:, None]
-        row = jnp.where(seen, jnp.where(row > 0, row / repetition, row * repetition), row)
-        row = row - sampling.frequency[:, None] * counts - sampling.presence[:, None] * (counts > 0)
-        rows.append(row)
+        rows.append(one(logits[:, j], seen, counts, length + j))
     return jnp.stack(rows, axis=1)
 
 

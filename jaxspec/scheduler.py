@@ -2,8 +2,8 @@
 
 Invariant: of a sequence that runs, with known tokens x_0..x_{N-1}, KV is committed for positions 0..N-2; the newest
 token has none. *Prefill* gets it there, chunk by chunk: all of a new prompt, after which its *first* token follows from
-the last position; of a sequence that had tokens already and was preempted, all but the newest. A *round* then runs
-`width` rows at positions N-1..N-2+width and yields 1..width new tokens, after which the same holds of the larger N.
+the last position; of a sequence that had tokens already and was preempted, all but the newest. A *round* then writes to
+`lookahead` places from N-1 on and yields 1..width new tokens, after which the same holds of the larger N.
 
 The engine dispatches a round before it has read the one before, so the host's N is up to `in_flight` rounds old, and
 pages are given for the largest N those rounds can lead to. The device runs programs in the order of dispatch: a page
@@ -96,7 +96,8 @@ class Scheduler:
 
     **Arguments:**
 
-    - `width`: rows a round verifies per sequence, drafts plus one.
+    - `width`: most tokens that a round yields per sequence, drafts that it can accept plus one.
+    - `lookahead`: places that it may write to, from the newest token's on; at least `width`, more for trees.
     - `chunk_tokens`: prompt tokens in one prefill program, in whole blocks of `block`; a block holds tokens of one
       sequence, so a chunk costs its tokens rounded up. `score_tokens`: the most in a chunk that is scored.
     - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences that start alike.
@@ -115,6 +116,7 @@ class Scheduler:
         num_pages: int,
         page_size: int,
         width: int,
+        lookahead: int,
         chunk_tokens: int,
         block: int,
         score_tokens: int,
@@ -128,9 +130,12 @@ class Scheduler:
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if lookahead < width:
+            raise ValueError(f"lookahead ({lookahead}) must cover the width ({width})")
         if chunk_tokens < block:
             raise ValueError(f"chunk_tokens ({chunk_tokens}) must hold at least one block of {block} tokens")
         self.width = width
+        self.lookahead = lookahead
         self.page_size = page_size
         self.chunk_tokens = chunk_tokens
         self.block = block
@@ -141,7 +146,7 @@ class Scheduler:
         self.rounds_rows = rounds_rows
         self.pool = PagePool(num_pages)
         self.tree = PrefixTree(self.pool, page_size, reach)
-        self.pages_per_seq = self._pages_for(context_length + width)
+        self.pages_per_seq = self._pages_for(context_length + lookahead)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: Sequence | None = None
@@ -170,7 +175,7 @@ class Scheduler:
 
         **Raises:** `RequestError` with the arithmetic if it could never be served, however idle the engine.
         """
-        context, usable, lookahead = self.context_length, self.pool.num_pages - 1, self.width
+        context, usable, lookahead = self.context_length, self.pool.num_pages - 1, self.lookahead
         if prompt_len < 1:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
         completion = 1 if max_tokens is None else max_tokens
@@ -201,7 +206,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. **Raises:** `ValueError` if its tokens or limit are not such as `check` lets pass."""
-        fits = self._pages_for(seq.limit + self.width) < self.pool.num_pages
+        fits = self._pages_for(seq.limit + self.lookahead) < self.pool.num_pages
         if not (1 <= len(seq.tokens) < seq.limit <= self.context_length and fits):
             raise ValueError(
                 f"a sequence of {len(seq.tokens)} tokens with limit {seq.limit} can't be served within a context of "
@@ -314,8 +319,8 @@ class Scheduler:
 
     def _missing(self, seq: Sequence, rounds: int) -> int:
         """Pages that `seq` lacks for that many rounds more. The last of all rounds starts below the limit."""
-        end = len(seq.tokens) - 1 + (seq.in_flight + rounds) * self.width
-        return max(self._pages_for(min(end, seq.limit + self.width)) - len(seq.pages), 0)
+        end = len(seq.tokens) - 1 + (seq.in_flight + rounds - 1) * self.width + self.lookahead
+        return max(self._pages_for(min(end, seq.limit + self.lookahead)) - len(seq.pages), 0)
 
     def _give(self, seq: Sequence, pages: int) -> None:
         held = len(seq.pages)

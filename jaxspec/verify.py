@@ -1,13 +1,15 @@
-"""Acceptance of drafted chains. Whatever was drafted, the tokens that come out have the target's distribution.
+"""Acceptance of chains and trees. Whatever was drafted, the tokens that come out have the target's distribution.
 
-A round verifies q rows: the newest token and up to q-1 drafts. Row j's distribution is over the token after drafts
-1..j. The result is always at least one token: the accepted drafts and then one more, the bonus.
+A round verifies q rows: the newest token and up to q-1 drafts. Row j's distribution is over the token after the drafts
+that it follows: in a chain drafts 1..j, in a tree its ancestors and itself. The result is always at least one token:
+the accepted drafts and then one more, the bonus.
 """
 
 from __future__ import annotations
 
+import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec import sampling
 
@@ -58,3 +60,65 @@ def reject(
     bonus = sampling.draw(left, sampling.keys(seed, rows[row], sampling.SAMPLE))
     tokens = jnp.where(jnp.arange(q) < right[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), bonus[:, None])
     return tokens.astype(jnp.int32), right.astype(jnp.int32) + 1
+
+
+@flax.struct.dataclass
+class Tree:
+    """Where the q rows of a tree stand: row 0 is the newest token, the root; row j is draft j - 1.
+
+    `follows[r, j, i]`: row i is row j, or one of its ancestors. `depth[r, j]` counts the ancestors. Both are right down
+    to depth `height`; rows further down, which nobody will get to, are said to be just below.
+    """
+
+    parents: Int[Array, "b d"]
+    depth: Int[Array, "b q"]
+    follows: Bool[Array, "b q q"]
+    height: int = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, parents: Int[Array, "b d"], height: int) -> Tree:
+        """The tree in which draft i hangs from row `parents[r, i]`, down to `height`."""
+        b, d = parents.shape
+        up = jnp.pad(parents, ((0, 0), (1, 0)))  # the root is its own parent
+        row = jnp.broadcast_to(jnp.arange(d + 1), (b, d + 1))
+        depth, follows = jnp.zeros_like(row), jnp.broadcast_to(jnp.arange(d + 1) == 0, (b, d + 1, d + 1))
+        for _ in range(height):
+            follows = follows | (row[..., None] == jnp.arange(d + 1))
+            depth = depth + (row > 0)
+            row = jnp.take_along_axis(up, row, axis=1)
+        return cls(parents, depth + (row > 0), follows, height)
+
+    @property
+    def drafts(self) -> Bool[Array, "b q d"]:
+        """Which drafts each row follows."""
+        return self.follows[:, :, 1:]
+
+    def deepest(self, right: Bool[Array, "b d"]) -> tuple[Int[Array, "b k"], Int[Array, " b"]]:
+        """The longest path from the root over drafts that are `right`, as rows in order, and how many of them count.
+
+        k is `height` + 1. Of paths of the same length it is the first.
+        """
+        each = jnp.arange(len(right))
+        wrong = self.drafts & ~right[:, None]
+        stands = ~wrong.any(-1) & (self.depth <= self.height)
+        end = jnp.argmax(jnp.where(stands, self.depth, -1), axis=1)
+        on_path = self.follows[each, end]
+        at = on_path[:, None] & (self.depth[:, None] == jnp.arange(self.height + 1)[:, None])
+        return jnp.argmax(at, axis=2), self.depth[each, end] + 1
+
+    def first_children(self) -> Bool[Array, "b d"]:
+        """Whether each draft is the first that hangs from its parent: of siblings, the drafter's favourite."""
+        same = self.parents[:, :, None] == self.parents[:, None]
+        return ~jnp.tril(same, -1).any(-1)
+
+
+def walk(
+    chosen: Int[Array, "b q"], drafts: Int[Array, "b d"], count: Int[Array, " b"], tree: Tree
+) -> tuple[Int[Array, "b k"], Int[Array, " b"]]:
+    """As `match`, from the root of a tree down: wherever a child carries the token that the target chose, go there.
+
+    Exact for the same reason: which children there are decides how far a round gets, never what is said. The path, rows
+    i32[b, k] of which as many count as tokens are yielded, 1 to k: what was chosen at each of them.
+    """
+    within = jnp.arange(drafts.shape[1]) < count[:, None]
+    return tree.deepest((drafts == jnp.take_along_axis(chosen, tree.parents, axis=1)) & within)

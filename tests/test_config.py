@@ -211,6 +211,12 @@ def test_configs_are_frozen_and_hashable_so_jit_can_take_them_as_static():
         (dict(mem_fraction_static=float("nan")), ["--mem-fraction-static", "nan"]),
         (dict(mem_fraction_static="0.5"), ["--mem-fraction-static", "'0.5'"]),
         (dict(num_draft_tokens=3), ["--num-draft-tokens 3", "--draft is none", "--draft ngram"]),
+        (dict(num_steps=3), ["--num-steps 3", "--draft is none"]),
+        (dict(topk=2), ["--topk 2", "--draft is none"]),
+        (dict(draft="eagle", num_steps=0), ["--num-steps", "at least 1", "0"]),
+        (dict(draft="eagle", topk=0), ["--topk", "at least 1", "0"]),
+        (dict(draft="eagle", topk=None), ["--topk", "integer", "None"]),
+        (dict(draft="eagle", num_steps=3, num_draft_tokens=4), ["--num-steps 3", "--num-draft-tokens 4", "--topk"]),
     ],
 )
 def test_an_engine_option_is_refused_by_its_flag(options, words):
@@ -225,6 +231,14 @@ def test_engine_options_at_their_limits():
     EngineConfig(draft="ngram", num_draft_tokens=1, context_length=2, max_running_requests=1, page_size=1)
     EngineConfig(dtype="bfloat16", kv_cache_dtype="float16", load_format="dummy", decode_log_interval=0)
     EngineConfig(ngram_min=3, ngram_max=3, mem_fraction_static=0.01)
+
+
+def test_of_a_chain_steps_and_drafts_are_one_number():
+    for given in (dict(num_steps=5), dict(num_draft_tokens=5), dict(num_steps=5, num_draft_tokens=5)):
+        assert EngineConfig(draft="ngram", **given).num_draft_tokens == 5
+    tree = EngineConfig(draft="eagle", topk=2, num_steps=5)
+    assert (tree.num_steps, tree.num_draft_tokens) == (5, None)
+    assert EngineConfig(draft="eagle", topk=2, num_steps=5, num_draft_tokens=7).num_draft_tokens == 7
 
 
 def test_an_unknown_option_gets_the_nearest_name():

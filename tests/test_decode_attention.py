@@ -34,7 +34,8 @@ class Case:
     entries: int = 4
     fp8: bool = False
     scaled: bool = False
-    tree: bool = False
+    whole: bool = False  # the mask hides nothing
+    window: int = 0  # places that a mask is about, t of them the new rows' own; 0: rows are causal
     division: tuple[int, int] = (1, 1)  # blocks, warpgroups of a block
 
     def inputs(self, seed: int = 0) -> tuple[dict, dict]:
@@ -55,22 +56,23 @@ class Case:
             kv=jnp.asarray(kv).astype(op.FP8 if self.fp8 else jnp.bfloat16),
             layer=jnp.int32(LAYER),
             table=jnp.asarray(table),
-            start=jnp.asarray(self.lengths, jnp.int32) - self.t,
+            start=jnp.asarray(self.lengths, jnp.int32) - (self.window or self.t),
         )
         scales = jnp.asarray(rng.uniform(0.5, 2, (LAYERS, 2, self.kv_heads)), jnp.float32) if self.scaled else None
-        return args, dict(scales=scales, ancestors=self.ancestors(rng) if self.tree else None)
+        return args, dict(scales=scales, mask=self.mask(rng) if self.window else None)
 
-    def ancestors(self, rng) -> jax.Array:
-        """A random tree over the new rows for each request: bits of a row's parent, and its own."""
-        bits = np.zeros((len(self.lengths), self.t), np.uint32)
-        for request in bits:
-            for i in range(self.t):
-                parent = rng.integers(-1, i) if i else -1
-                request[i] = (request[parent] if parent >= 0 else 0) | 1 << i
-        return jnp.asarray(bits.view(np.int32))
+    def mask(self, rng) -> jax.Array:
+        """A random tree over the window for each request, the new rows its last: a row's ancestors and itself."""
+        follows = np.full((len(self.lengths), self.window, self.window), self.whole)
+        for request in follows:
+            for i in range(self.window):
+                if (parent := rng.integers(-1, i) if i else -1) >= 0:
+                    request[i] = request[parent]
+                request[i, i] = True
+        return jnp.asarray(follows[:, self.window - self.t :])
 
 
-def dense(q, kv, layer, table, start, scales, ancestors):
+def dense(q, kv, layer, table, start, scales, mask):
     """What `decode_attention` means: each row by itself, f64[b, t, n, h]."""
     q, kv = np.asarray(q, np.float64), np.asarray(kv[layer].astype(jnp.float32), np.float64)
     b, t, n, h = q.shape
@@ -80,12 +82,11 @@ def dense(q, kv, layer, table, start, scales, ancestors):
         if scales is not None:
             k, v = k * np.asarray(scales)[layer, 0, :, None], v * np.asarray(scales)[layer, 1, :, None]
         for i in range(t):
-            seen = np.arange(int(start[r]) + t)  # empty where that is negative
-            if ancestors is None:
-                seen = seen[seen <= start[r] + i]
-            else:
-                new = seen - int(start[r])
-                seen = seen[(new < 0) | (np.uint32(ancestors[r, i]) >> np.maximum(new, 0).astype(np.uint32) & 1 == 1)]
+            first = int(start[r])
+            seen = np.arange(first + i + 1)  # empty where that is negative
+            if mask is not None:
+                listed = first + np.flatnonzero(mask[r, i])
+                seen = np.concatenate([np.arange(first), listed[listed >= 0]])
             if len(seen):
                 kr, vr = (np.repeat(x[seen], n // m, axis=1) for x in (k, v))
                 scores = np.einsum("nh,snh->ns", q[r, i], kr) * h**-0.5
@@ -117,8 +118,12 @@ CASES = [
     Case("width 256, pages of 32", t=2, group=7, kv_heads=1, h=256, page=32, lengths=(100,)),
     Case("two tiles, cluster", t=9, group=8, kv_heads=1, page=128, entries=2, lengths=(131,), division=CLUSTER),
     Case("all rows", t=32, group=5, kv_heads=1, h=64, lengths=(100,)),
-    Case("tree", t=8, tree=True, lengths=(8, 72)),
-    Case("tree of all bits, two tiles, pair", t=32, tree=True, kv_heads=1, lengths=(90, 20), division=PAIR),
+    Case("tree", t=8, window=8, lengths=(8, 72)),
+    Case("tree of all bits, two tiles, pair", t=32, window=32, kv_heads=1, lengths=(90, 20), division=PAIR),
+    Case("a step of a tree, cluster", t=4, window=12, kv_heads=1, page=16, entries=9, lengths=(7, 12, 77, 130),
+         division=CLUSTER),
+    Case("a step of a tree, all bits", t=3, window=32, group=7, kv_heads=1, h=64, lengths=(32, 90)),
+    Case("block that sees ahead", t=16, window=16, whole=True, group=2, lengths=(16, 80)),
     Case("fp8", t=2, fp8=True, scaled=True, lengths=(130, 5)),
     Case("fp8, pair", t=4, group=1, fp8=True, scaled=True, h=64, page=32, entries=6, lengths=(150,), division=PAIR),
     Case("fp8, width 256, no scales", fp8=True, kv_heads=1, h=256, lengths=(70,)),
@@ -131,14 +136,15 @@ def test_equals_dense_softmax(case):
 
 
 @pytest.mark.parametrize("h", op.HEAD_WIDTHS)
-@pytest.mark.parametrize("page,group,t,fp8,tree,few", [
-    (64, 4, 1, False, False, False),
-    (16, 7, 4, False, True, True),
-    (32, 16, 4, False, False, True),
-    (128, 1, 32, True, True, True),
+@pytest.mark.parametrize("page,group,t,fp8,window,few", [
+    (64, 4, 1, False, 0, False),
+    (16, 7, 4, False, 16, True),
+    (32, 16, 4, False, 0, True),
+    (64, 4, 16, False, 16, False),
+    (128, 1, 32, True, 32, True),
 ])  # fmt: skip
-def test_lowers_for_cuda(h, page, group, t, fp8, tree, few):
-    case = Case("", t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, tree=tree, entries=2, lengths=(90,))
+def test_lowers_for_cuda(h, page, group, t, fp8, window, few):
+    case = Case("", t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, window=window, entries=2, lengths=(90,))
     args, named = case.inputs()
     division = op._division(1, h) if few else (1, 1)
     run = jax.jit(partial(op._attend, division=division, interpret=False))
@@ -178,6 +184,9 @@ def test_an_unsupported_call_is_refused():
     args, _ = Case("", page=8).inputs()
     with pytest.raises(ValueError, match="pages of 8 tokens"):
         op.decode_attention(**args)
+    args, named = Case("", window=33).inputs()
+    with pytest.raises(ValueError, match="a mask over 33 places; up to 32 are"):
+        op.decode_attention(**args, **named)
 
 
 @pytest.mark.parametrize("tiles,h,division", [

@@ -19,16 +19,18 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec import round as programs
-from jaxspec.batch import Shapes
+from jaxspec.batch import Shapes, empty_slots
 from jaxspec.cache import PageLayout
 from jaxspec.config import ModelConfig
+from jaxspec.draft import DraftBatch
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.models import qwen3
 from jaxspec.models.layers import Param, rms_norm, rope, rope_frequencies
+from jaxspec.pallas import target
 from tests import test_distribution as sampled
 from tests import test_lossless as lossless
 from tests.exact import ALPHA, slots_for
-from tests.tiny import tiny_config
+from tests.tiny import tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
 VARIANTS = ("full", "sliding", "window")
@@ -291,6 +293,28 @@ def test_greedy_output_equals_plain_and_every_draft_is_the_texts_own(overlap, ro
         assert all(out.metrics.cached_tokens > 0 for out in again)
     after = {name: int(llm.engine.runner.state.draft[name]) - before[name] for name in before}
     assert after["wrong"] == 0 and after["right"] > 1000, after
+
+
+@pytest.mark.parametrize("sliding", [0, 1, 2])
+def test_full_layers_take_the_kernel_and_sliding_ones_do_not(sliding, monkeypatch):
+    """Of a drafter with both, layers share a trace that has either; where it is compiled, each keeps its own."""
+    folder = tiny_checkpoint(head_dim=64)
+    kinds = ("full_attention",) * (2 - sliding) + ("sliding_attention",) * sliding
+    loaded = load_drafter(
+        drafter_folder(folder, 10 + sliding, head_dim=64, layer_types=kinds), load_model(str(folder), dtype="bfloat16")
+    )
+    slots = jax.tree.map(lambda x: x[:2], empty_slots(2, 64))
+    table = jnp.ones((2, 4), jnp.int32)
+    batch = DraftBatch(jnp.arange(2), slots.length, slots.history, table, ~slots.done, slots.sampling, greedy=True)
+    args = loaded.params, loaded.drafter.init_state(PageLayout(9, PAGE, "bfloat16"), 2), batch
+    compiled = jax.jit(loaded.drafter.propose).lower(*args).compile().as_text()
+    assert "conditional" not in compiled
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(target, "KERNELS", target.Counter())
+    again = jax.jit(lambda *args: loaded.drafter.propose(*args))  # a trace of its own, in which the choice is made anew
+    lowered = again.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert target.KERNELS["decode_attention"] == lowered.count("@mosaic_gpu") == (sliding < 2)
+    assert lowered.count("stablehlo.case") == (sliding == 1)
 
 
 def test_sampled_output_has_the_targets_distribution(monkeypatch):

@@ -1,11 +1,13 @@
 """Attention over pages against a dense softmax in float64, at the edges of pages and of the reference's blocks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.cache import Rows
-from jaxspec.pallas.paged_attention import reference, span_attention
+from jaxspec.pallas import target
+from jaxspec.pallas.paged_attention import paged_attention, reference, span_attention
 
 LAYERS, LAYER, H = 2, 1, 8
 
@@ -48,7 +50,7 @@ def test_equals_dense_softmax(heads, kv_heads, t, lengths, block_tokens):
     kv, table, sequences = paged(rng, lengths, kv_heads, page_size=8, entries=9)
     q = rng.standard_normal((len(lengths), t, heads, H), np.float32)
     start = np.array(lengths, np.int32) - t
-    out = reference(q, jnp.asarray(kv), jnp.int32(LAYER), table, start, block_tokens)
+    out = reference(q, jnp.asarray(kv), jnp.int32(LAYER), table, start, block_tokens=block_tokens)
     assert out.dtype == q.dtype
     for b, (k, v) in enumerate(sequences):
         for i in range(t):
@@ -125,3 +127,28 @@ def test_rows_see_their_span_and_nothing_else(block_tokens):
             begin, end = max(first[b, i], 0), last[b, i] + 1
             expected = dense(q[b, i], k[begin:end], v[begin:end]) if end > begin else 0
             np.testing.assert_allclose(out[b, i], expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("t,w,kernel", [
+    (16, 0, "decode_attention"),
+    (32, 0, "prompt_attention"),
+    (17, 17, "decode_attention"),  # which alone has masks
+    (4, 32, "decode_attention"),
+    (4, 33, "a mask over 33 places"),
+    (33, 33, "33 rows a request"),
+])  # fmt: skip
+def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, monkeypatch, caplog):
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(target, "KERNELS", target.Counter())
+    target.tell.cache_clear()
+    q, kv = jnp.zeros((1, t, 4, 64), jnp.bfloat16), jnp.zeros((1, 3, 2, 2, 64, 64), jnp.bfloat16)
+    mask = jnp.ones((1, t, w), bool) if w else None
+    run = jax.jit(lambda q, kv: paged_attention(q, kv, jnp.int32(0), jnp.array([[1, 2]]), jnp.array([9]), mask))
+    text = run.trace(q, kv).lower(lowering_platforms=("cuda",)).as_text()
+    told = [record.getMessage() for record in caplog.records]
+    if " " in kernel:
+        assert not target.KERNELS and "mosaic_gpu" not in text
+        assert len(told) == 1 and kernel in told[0]
+    else:
+        assert dict(target.KERNELS) == {kernel: 1} and "mosaic_gpu" in text and not told
+    target.tell.cache_clear()

@@ -17,7 +17,7 @@ def resolve(monkeypatch):
     def on(backend, **options):
         monkeypatch.setattr(jax, "default_backend", lambda: backend)
         config = runner._resolve(EngineConfig(draft="ngram", **options), model, draft)
-        return config, runner._shapes(config, draft.drafter.num_draft_tokens + 1)
+        return config, runner._shapes(config, draft.drafter)
 
     return on
 

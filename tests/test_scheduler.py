@@ -15,7 +15,8 @@ JUNK = None  # KV of a token that was drafted and not accepted
 
 def make(**sizes):
     defaults = dict(num_slots=4, num_pages=33, page_size=4, width=3, chunk_tokens=16, block=4)
-    return Scheduler(**{**defaults, "score_tokens": 8, "context_length": 64, **sizes})
+    sizes = {**defaults, "score_tokens": 8, "context_length": 64, **sizes}
+    return Scheduler(**{"lookahead": sizes["width"], **sizes})
 
 
 def sequence(scheduler, tokens, new=8, **fields):
@@ -190,10 +191,10 @@ class World:
         if n > 1 and self.draft[self.place(seq, n - 2)] != kvs[n - 2]:
             self.write(self.draft, seq, n - 2, kvs[n - 2])
             self.seen["drafter caught up"] += 1
-        for j in range(width):
+        for j in range(self.scheduler.lookahead):
             kv = kvs[n - 1 + j] if j < len(new) else JUNK
             self.write(self.target, seq, n - 1 + j, kv)
-            if j < width - 1:
+            if j != width - 1:
                 self.write(self.draft, seq, n - 1 + j, kv)
             elif j < len(new):
                 self.draft[self.place(seq, n - 1 + j)] = JUNK  # accepted to the last, which the drafter hasn't seen
@@ -233,6 +234,8 @@ WORLDS = {
     "wide": dict(width=6, num_pages=22, chunk_tokens=10, block=3, context_length=60),
     "several rounds": dict(rounds=4, rounds_rows=3, context_length=60),
     "several, tight": dict(rounds=3, rounds_rows=9, num_pages=19, page_size=3, context_length=48, num_slots=2),
+    "trees": dict(lookahead=11, num_pages=22),
+    "trees, several rounds": dict(width=2, lookahead=5, rounds=4, rounds_rows=3, page_size=3, num_slots=2),
     "no cache": dict(num_pages=20, context_length=50, prefix_cache=False),
 }
 SEEN = Counter()
@@ -499,6 +502,14 @@ def test_growth_takes_pages_for_the_round_in_flight_too():
         plan = s.plan()
         assert plan.rows == [seq]
         assert len(seq.pages) * s.page_size >= 2 + (in_flight + 1) * s.width
+
+
+def test_pages_are_for_the_last_rounds_lookahead_and_the_tokens_of_those_before():
+    s = make(page_size=1, num_pages=60, lookahead=10)
+    seq = sequence(s, [1] * 2, 30)
+    for in_flight in range(4):
+        s.plan()
+        assert len(seq.pages) == 2 - 1 + (in_flight + 1) * s.width + s.lookahead
 
 
 def test_no_page_is_given_beyond_the_limit():

@@ -2,7 +2,8 @@
 
 So the cost of a round can be measured apart from how good the drafts are, on random weights too. Drafting, the forward
 over all rows, and the choice of a token at each row run as always; only the verdict is replaced, so the text means
-nothing.
+nothing. How deep a tree gets depends on what is in it, which is nothing to measure by; so its first drafts are made one
+path, and that is what stands. All shapes, and so the work, are those of any other tree.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ def force(draft: LoadedDrafter, rates: Sequence[float]) -> LoadedDrafter:
     """`draft` with a full number of drafts in every round, of which the first i+1 stand with probability
     `rates[0] * ... * rates[i]`: each rate is that of a position, given that all before it were accepted.
 
-    **Raises:** `BenchError` unless there is a rate for each draft token.
+    **Raises:** `BenchError` unless there is a rate for each draft of a chain, or each step of a tree.
     """
     drafter = draft.drafter
-    if len(rates) != drafter.num_draft_tokens:
+    if len(rates) != drafter.longest:
+        drafts = f"{drafter.num_draft_tokens} tokens"
+        drafts, each, option = (
+            (drafts, "draft", "--num-draft-tokens")
+            if drafter.topk == 1
+            else (f"trees of {drafts}, {drafter.longest} deep", "step", "--num-steps")
+        )
         raise BenchError(
-            f"--accept-rates has {len(rates)} rates; --draft {draft.name} drafts {drafter.num_draft_tokens} tokens: "
-            "give one for each (--num-draft-tokens says how many)"
+            f"--accept-rates has {len(rates)} rates; --draft {draft.name} drafts {drafts}: give one for each {each} "
+            f"({option} says how many)"
         )
 
     class Forced(type(drafter)):
@@ -38,7 +45,11 @@ def force(draft: LoadedDrafter, rates: Sequence[float]) -> LoadedDrafter:
             position = batch.length[:, None] + jnp.arange(len(rates))
             coin = sampling.uniform(sampling.keys(batch.sampling.seed, position, sampling.ACCEPT))
             stand = jnp.cumprod(coin < jnp.asarray(rates), axis=1).sum(axis=1).astype(jnp.int32)
-            count = jnp.where(batch.live, len(rates), 0)  # an n-gram drafter finds nothing in random text
+            drafts = self.num_draft_tokens
+            count = jnp.where(batch.live, drafts, 0)  # an n-gram drafter finds nothing in random text
+            if proposal.parents is not None:
+                path = jnp.where(jnp.arange(drafts) < len(rates), jnp.arange(drafts), 0)
+                proposal = proposal.replace(parents=jnp.broadcast_to(path, proposal.parents.shape))
             return proposal.replace(count=count, forced=stand), state
 
     fields = {f.name: getattr(drafter, f.name) for f in dataclasses.fields(drafter) if f.init}

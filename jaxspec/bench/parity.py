@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if args.temperature:
         raise BenchError(f"parity is of greedy text; --temperature is {args.temperature}")
     plain = copy.copy(args)
-    plain.draft, plain.num_draft_tokens = "none", None
+    plain.draft, plain.num_draft_tokens, plain.num_steps, plain.topk = "none", None, None, 1
     engine = engines.start(plain, result, args.concurrency)
     questions = datasets.source(args, engine.model_config.vocab_size)(args.num_prompts)
     prompts = [prompt.ids(engine.tokenizer) for prompt in questions]

@@ -24,7 +24,7 @@ from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.models import qwen3
 from jaxspec.models.layers import Param, linear, rms_norm, rope, rope_frequencies, scale
-from jaxspec.pallas.paged_attention import span_attention
+from jaxspec.pallas.paged_attention import paged_attention, span_attention
 from jaxspec.pallas.target import tell
 
 NO_WINDOW = 2**30  # further than any two positions are apart
@@ -63,6 +63,11 @@ class DFlash(Drafter):
                 f"tokens, of which the first is known, so it drafts 1 to {self.block_size - 1}"
             )
 
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        """The layers whose rows don't see everything before them."""
+        return tuple(i for i, window in enumerate(self.windows) if window < NO_WINDOW)
+
     @classmethod
     def load(cls, target, source, options):
         """**Raises:** `ConfigError` for a config of another kind or for another model, `CheckpointError` for tensors
@@ -79,7 +84,8 @@ class DFlash(Drafter):
             drafter = cls.from_hf(files.hf, target.config, options.num_draft_tokens)
         except ConfigError as error:
             raise ConfigError(f"--draft {source} can't draft for {target.name}: {error}") from error
-        tell("DFlash attention", "no kernel sees ahead within a block yet")
+        if drafter.windowed:
+            tell("attention in DFlash's sliding layers", "no kernel keeps to a window yet")
         dtype = str(target.params["embed"].dtype)
         declared = drafter.parameters()
         if options.load_format == "dummy":
@@ -167,11 +173,24 @@ class DFlash(Drafter):
     def _attend(self, rows: Rows, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, KV]:
         """The context and the block, as far as this layer's rows see."""
         kv = rows.write(kv, layer, k, v)
-        position = rows.positions(q.shape[1])
-        window = jnp.array(self.windows)[layer]
-        end = jnp.where(jnp.array(self.causal)[layer], position, position[:, -1:])
-        first, last = position - window + 1, jnp.minimum(end, position + window - 1)
-        return span_attention(q, kv, layer, rows.table, first, last), kv
+        b, t = q.shape[:2]
+        causal = jnp.array(self.causal)[layer]
+
+        def near():
+            position = rows.positions(t)
+            window = jnp.array(self.windows)[layer]
+            end = jnp.where(causal, position, position[:, -1:])
+            first, last = position - window + 1, jnp.minimum(end, position + window - 1)
+            return span_attention(q, kv, layer, rows.table, first, last)
+
+        def far():
+            mask = jnp.tril(jnp.ones((t, t), bool)) | ~causal
+            return paged_attention(q, kv, layer, rows.table, rows.start, jnp.broadcast_to(mask, (b, t, t)))
+
+        if len(self.windowed) in (0, len(self.windows)):
+            return (near if self.windowed else far)(), kv
+        # All layers share one trace, in which the index is data. Where it is called it is a constant, and XLA decides.
+        return jax.lax.cond((layer == jnp.array(self.windowed)).any(), near, far), kv
 
     def _inject(self, params: Any, state: KV, rows: Rows, features: tuple[Float[Array, "b t d"], ...]) -> KV:
         """Write the keys and values that all layers here have of the target's features at these rows."""

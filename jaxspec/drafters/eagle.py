@@ -4,7 +4,7 @@ Row t pairs the target's features at position t with the token at t + 1, and its
 (https://arxiv.org/abs/2401.15077). Drafting goes on from there: each draft is paired with the output that it was drawn
 from, in place of features that nobody knows yet. EAGLE-1 and 2 read the target's final hidden state; EAGLE-3 reads
 three layers and may draft from a smaller vocabulary (https://arxiv.org/abs/2503.01840). EAGLE-2 is EAGLE-1's weights
-under trees; as chains, the two are one.
+under trees (`eagle_tree`), which EAGLE-3's grow as well; as chains, the two are one.
 
 Between rounds, of a request with tokens x_0 .. x_(N-1), the rows of positions 0 .. N-2 are in the cache, all computed
 from the target's features, and `hidden` is the last one's output. What a round drafts is written behind them and
@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
-from jaxspec.config import ModelConfig
+from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.drafters import eagle_checkpoint
+from jaxspec.drafters import eagle_checkpoint, eagle_tree
 from jaxspec.models import MODELS, llama
 from jaxspec.models.layers import rms_norm
 
@@ -34,9 +34,11 @@ class Chain(Drafter):
 
     `config` is that of the drafter's one layer, `head_type` the model type whose head it ends in.
 
-    Sampled drafts are drawn as each request samples, for rejection with the drafter's probabilities: that accepts a
-    draft as often as drafter and target overlap, where a point mass on the drafter's favourite would be accepted as
-    often as the target draws just that. The price is one array [b, drafts, v] in rounds that sample.
+    Sampled drafts of a chain are drawn as each request samples, for rejection with the drafter's probabilities: that
+    accepts a draft as often as drafter and target overlap, where a point mass on the drafter's favourite would be
+    accepted as often as the target draws just that. The price is one array [b, drafts, v] in rounds that sample.
+
+    With `topk` above 1 drafts are a tree, `num_steps` deep; None is a chain's, as many as there are drafts.
     """
 
     config: ModelConfig
@@ -44,8 +46,23 @@ class Chain(Drafter):
     dtype: str
     feature_layers: tuple[int, ...] = ()
     num_draft_tokens: int = 3
+    topk: int = 1
+    num_steps: int | None = None
 
     reach = 1  # a row depends on the token after it
+
+    def __post_init__(self):
+        if self.topk > 1 or self.num_steps is not None:
+            eagle_tree.check(self.num_steps, self.topk, self.num_draft_tokens)
+
+    @property
+    def longest(self):
+        return self.num_draft_tokens if self.num_steps is None else self.num_steps
+
+    @property
+    def lookahead(self):
+        drafting = 0 if self.num_steps is None else eagle_tree.places(self.num_steps, self.topk)
+        return max(self.num_draft_tokens + 1, drafting)
 
     @staticmethod
     def find(source: str, target: ModelConfig, load_format: str) -> eagle_checkpoint.Found:
@@ -57,6 +74,12 @@ class Chain(Drafter):
         """**Raises:** `ConfigError` for a drafter of another kind or for another model, `CheckpointError` for tensors
         that are missing or don't fit. Both name what is wrong."""
         found = cls.find(source, target.config, options.load_format)
+        steps, drafts = None, options.num_draft_tokens or 3
+        if options.topk > 1:
+            steps, drafts = eagle_tree.shape(options)
+            known = found.config.vocab_size if found.draft_ids is None else found.draft_ids
+            if options.topk > known:
+                raise ConfigError(f"--topk {options.topk}: --draft {source} knows {known} tokens")
         theirs = target.params["embed"]
         dtype, head_type = str(theirs.dtype), "llama"
         params = found.read(dtype, options.seed or 0)
@@ -66,8 +89,7 @@ class Chain(Drafter):
         if "head" not in params:
             head_type = target.config.model_type
             params["head"] = {name: target.params[name] for name in ("head", "embed") if name in target.params}
-        drafts = options.num_draft_tokens or 3
-        return cls(found.config, head_type, dtype, found.layers, drafts, **found.settings), params
+        return cls(found.config, head_type, dtype, found.layers, drafts, options.topk, steps, **found.settings), params
 
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)
@@ -78,6 +100,9 @@ class Chain(Drafter):
 
     def propose(self, params, state, batch):
         hidden, kv = state["hidden"][batch.slots], state["kv"]
+        if self.num_steps is not None:
+            proposal, kv = eagle_tree.propose(self, params, kv, hidden, batch)
+            return proposal, {"kv": kv, "hidden": state["hidden"]}
         tokens, probs, logits = [], [], []
         for step in range(self.num_draft_tokens):
             if step:
@@ -142,21 +167,24 @@ class Chain(Drafter):
         residual = residual + (mixed + layer["out_bias"] if self.config.attention_bias else mixed)
         return residual + llama.mlp(layer, rms_norm(residual, layer["mlp_norm"], self.config.rms_norm_eps)), kv
 
-    def _feedback(self, params: Any, out: Float[Array, "b d"]) -> Float[Array, "b d"]:
+    def _feedback(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         """What the next draft is paired with, of the output that it was drawn from."""
         return out
 
-    def _logits(self, params: Any, out: Float[Array, "b d"]) -> Float[Array, "b w"]:
+    def _logits(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b w"]:
         """Over the drafter's vocabulary."""
         return MODELS[self.head_type].unembed(params["head"], out)
+
+    def _target_ids(self, params: Any, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        return params["target_ids"][tokens] if "target_ids" in params else tokens
 
     def _as_targets(
         self, params: Any, token: Int[Array, " b"], p: Float[Array, "b w"] | None
     ) -> tuple[Int[Array, " b"], Float[Array, "b v"] | None]:
         """A draft and its probabilities, from the drafter's vocabulary to the target's."""
+        token = self._target_ids(params, token)
         if "target_ids" not in params:
             return token, p
-        token = params["target_ids"][token]
         if p is None:
             return token, None
         return token, jnp.pad(p, ((0, 0), (0, 1)))[:, params["draft_ids"]]  # the column added is for all other tokens

@@ -105,19 +105,23 @@ def _streamed_layers(params, config, x, positions, attention, cache):
     eps, layers, outputs = config.rms_norm_eps, params["layers"], []
 
     @jax.jit
-    def decoder_layer(layer, following, i, x, qkv, cache):
-        mixed, cache = mix(layer, config, i, qkv, positions, attention, cache)
+    def attend(layer, i, qkv, cache):
+        return mix(layer, config, i, qkv, positions, attention, cache)
+
+    @jax.jit
+    def stream(layer, following, x, mixed):
         weights = [layer["out"], layer["gate_up"], layer["down"], following["qkv"]]
         scales = [layer["mlp_norm"], following["attn_norm"]]
         flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
         out, partials = weight_stream.stream(flat(x), flat(mixed), weights, scales, eps)
-        return out.reshape(x.shape), partials.sum(0).astype(x.dtype).reshape(qkv.shape), cache
+        return out.reshape(x.shape), partials.sum(0).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
     qkv = rms_norm(x, layers[0]["attn_norm"], eps) @ layers[0]["qkv"]
     for i, (layer, following) in enumerate(itertools.pairwise(layers)):
-        x, qkv, cache = decoder_layer(layer, following, jnp.int32(i), x, qkv, cache)
+        mixed, cache = attend(layer, jnp.int32(i), qkv, cache)
+        x, qkv = stream(layer, following, x, mixed)
         outputs.append(x)
-    mixed, cache = mix(layers[-1], config, jnp.int32(len(layers) - 1), qkv, positions, attention, cache)
+    mixed, cache = attend(layers[-1], jnp.int32(len(layers) - 1), qkv, cache)
     x = _finish(layers[-1], config, x, mixed)
     return rms_norm(x, params["norm"], eps), [*outputs, x], cache
 

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 ROWS = 64  # of a tile: the M of a Hopper warpgroup's matmul
-MAX_ROWS = 32  # new rows a request, as many as a tree mask has bits
+MAX_ROWS = 32  # new rows a request
+MAX_WINDOW = 32  # places that a mask is about: bits of a word
 MAX_GROUP = 16
 HEAD_WIDTHS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -46,7 +47,7 @@ class _Plan:
     page: int
     entries: int
     fp8: bool
-    tree: bool
+    window: int  # places that a mask is about; 0: there is none, rows are causal
     splits: int  # blocks, forming a cluster, that share a request's tokens
     warpgroups: int  # of a block, that share those of the block
 
@@ -107,8 +108,9 @@ class _Plan:
         return -(-self.tile_tokens * self.group // self.pack) * self.pack
 
 
-def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype) -> str | None:
-    """Why the kernel can't serve queries [b, t, n, h] over a cache [l, p, 2, m, s, h] of this dtype; None if it can."""
+def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype, window: int = 0) -> str | None:
+    """Why the kernel can't serve queries [b, t, n, h] over a cache [l, p, 2, m, s, h] of this dtype, with a mask over
+    `window` places; None if it can."""
     _, t, n, h = q_shape
     m, s = kv_shape[3], kv_shape[4]
     if jnp.dtype(dtype) not in (jnp.bfloat16, FP8):
@@ -121,6 +123,8 @@ def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype) -> str
         return f"{n} query heads over {m} KV heads; whole groups of up to {MAX_GROUP} are"
     if t > MAX_ROWS:
         return f"{t} rows a request; up to {MAX_ROWS} are"
+    if window > MAX_WINDOW:
+        return f"a mask over {window} places; up to {MAX_WINDOW} are"
     return None
 
 
@@ -131,13 +135,13 @@ def _listed(values: tuple[int, ...]) -> str:
 def _division(tiles: int, h: int) -> tuple[int, int]:
     """Into how many blocks, and warpgroups of a block, to divide the tokens that each of `tiles` attends to.
 
-    As many blocks as there are processors, if it takes no cluster larger than can be placed freely. If tokens are
-    divided at all, then by two warpgroups in each block as well.
+    As many blocks as there are processors, if it takes no cluster larger than can be placed freely. If those are few
+    all the same, two warpgroups of each divide its tokens once more.
     """
     splits = 1
     while splits < MAX_CLUSTER and 2 * splits * tiles <= PROCESSORS:
         splits *= 2
-    return splits, 2 if splits > 1 and h < 256 else 1
+    return splits, 2 if 2 * splits * tiles <= PROCESSORS and h < 256 else 1
 
 
 def decode_attention(
@@ -148,38 +152,39 @@ def decode_attention(
     start: Int[Array, " b"],
     *,
     scales: Float[Array, "l 2 m"] | None = None,
-    ancestors: Int[Array, "b t"] | None = None,
+    mask: Bool[Array, "b t w"] | None = None,
     interpret=False,
 ) -> Float[Array, "b t n h"]:
-    """Attention of rows at positions `start + 0..t-1`, whose keys and values are already in `kv`.
+    """Attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
 
     **Arguments:** `q` in bfloat16, unscaled: scores are scaled by h**-0.5. `kv` in bfloat16 or float8_e4m3fn, and for
     the latter `scales`, float32, which the keys (0) and values (1) of each head are multiplied with. `table[b]` lists a
-    request's pages in order of position. Row i sees positions up to its own; or, with `ancestors`, all positions before
-    `start` and those `start + j` for which bit j of `ancestors[b, i]` is set. `interpret`: as in `plgpu.kernel`.
+    request's pages in order. Row i sees places up to its own; or, with a `mask`, all before `start` and those
+    `start + j` where `mask[b, i, j]`, wherever its own keys are. `interpret`: as in `plgpu.kernel`.
 
-    Returns the mix of values in bfloat16. Rows at negative positions are zero.
+    Returns the mix of values in bfloat16. Rows that see nothing, as those at negative places, are zero.
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
-    if reason := supported(q.shape, kv.shape, kv.dtype):
+    if reason := supported(q.shape, kv.shape, kv.dtype, 0 if mask is None else mask.shape[2]):
         raise ValueError(f"decode_attention doesn't support {reason}")
     if q.dtype != jnp.bfloat16:
         raise ValueError(f"decode_attention doesn't support queries in {q.dtype}; bfloat16 is")
-    return _attend(q, kv, layer, table, start, scales, ancestors, interpret=interpret)
+    return _attend(q, kv, layer, table, start, scales, mask, interpret=interpret)
 
 
 @partial(jax.jit, static_argnames=("interpret", "division"))
-def _attend(q, kv, layer, table, start, scales, ancestors, *, interpret, division=None):
+def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=None):
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]
     tiles = -(-t // min(t, ROWS // (n // m)))
     division = division or _division(b * m * tiles, h)
-    plan = _Plan(b, t, n, m, h, s, table.shape[1], kv.dtype == FP8, ancestors is not None, *division)
+    window = 0 if mask is None else mask.shape[2]
+    plan = _Plan(b, t, n, m, h, s, table.shape[1], kv.dtype == FP8, window, *division)
     operands = [q, kv, table, start, layer.reshape(1)]
     if scales is not None:
         operands.append(scales)
-    if ancestors is not None:
-        operands.append(_row_bits(plan, ancestors))
+    if mask is not None:
+        operands.append(_row_bits(plan, mask))
     out_type = [jax.ShapeDtypeStruct((b, t, n, h), q.dtype)]
     if plan.parts > 1:
         parts = (b, m, plan.tiles, plan.parts)
@@ -201,9 +206,11 @@ def _attend(q, kv, layer, table, start, scales, ancestors, *, interpret, divisio
     return out
 
 
-def _row_bits(plan: _Plan, ancestors):
-    """The tree mask of each row of each tile, i32[b, tiles, ROWS]."""
-    bits = jnp.pad(ancestors, ((0, 0), (0, plan.tiles * plan.tile_tokens - plan.t)))
+def _row_bits(plan: _Plan, mask):
+    """The mask of each row of each tile, a bit for each place: i32[b, tiles, ROWS]."""
+    bits = (mask.astype(jnp.uint32) << jnp.arange(plan.window, dtype=jnp.uint32)).sum(2, dtype=jnp.uint32)
+    bits = lax.bitcast_convert_type(bits, jnp.int32)
+    bits = jnp.pad(bits, ((0, 0), (0, plan.tiles * plan.tile_tokens - plan.t)))
     bits = jnp.repeat(bits.reshape(plan.b, plan.tiles, plan.tile_tokens), plan.group, axis=2)
     return jnp.pad(bits, ((0, 0), (0, 0), (0, ROWS - bits.shape[2])))
 
@@ -239,7 +246,7 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
     """What one warpgroup of one block does."""
     refs = list(refs)
     scales_g = refs.pop(0) if scaled else None
-    bits_g = refs.pop(0) if plan.tree else None
+    bits_g = refs.pop(0) if plan.window else None
     b, head, tile, split, w = (lax.axis_index(name) for name in ("b", "m", "tile", "split", "warpgroup"))
     part = split * plan.warpgroups + w
     ring, part_s = (ring, None) if plan.parts == 1 else (ring[0], ring[1].at[w, 0])
@@ -247,7 +254,7 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
 
     layer, start = layer_g[0], start_g[b]
     first = start + tile * plan.tile_tokens
-    end = start + plan.t if plan.tree else first + plan.tile_tokens
+    end = start + plan.window if plan.window else first + plan.tile_tokens
     end = jnp.clip(end, 0, plan.entries * plan.page)
     steps = lax.div(end + (plan.step - 1), jnp.int32(plan.step))
     share = lax.div(steps + (plan.parts - 1), jnp.int32(plan.parts))
@@ -287,7 +294,7 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
     key_scale, value_scale = (scales_g[layer, 0, head], scales_g[layer, 1, head]) if scaled else (None, None)
     factor = plan.h**-0.5 * math.log2(math.e)
     factor = factor * key_scale if scaled else jnp.float32(factor)
-    bits = plgpu.load(bits_g.at[b, tile], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) if plan.tree else None
+    bits = plgpu.load(bits_g.at[b, tile], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) if plan.window else None
 
     def operand(stage, kind):
         plgpu.barrier_wait(ready.at[w, stage, kind])
@@ -318,7 +325,7 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
         return acc, new_top, total
 
     # Steps that every row sees in full need no mask; there may be none.
-    whole = jnp.maximum(start if plan.tree else first + 1, 0)
+    whole = jnp.maximum(start if plan.window else first + 1, 0)
     whole = jnp.clip(lax.div(whole, jnp.int32(plan.step)) - lo, 0, count)
     carry = lax.fori_loop(jnp.int32(0), whole, partial(body, False), _nothing(plan))
     acc, top, total = lax.fori_loop(whole, count, partial(body, True), carry)
@@ -378,12 +385,12 @@ def _seen(plan: _Plan, position, start, first, bits):
     """Which tokens of the step at `position` each row sees, bool[ROWS, step]."""
     shape, layout = (ROWS, plan.step), plgpu.Layout.WGMMA
     position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + position
-    if not plan.tree:
+    if not plan.window:
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
         return position <= first + lax.div(row, jnp.int32(plan.group))
     new = position - start
-    bit = lax.shift_right_logical(lax.broadcast_in_dim(bits, shape, [0]), jnp.clip(new, 0, 31)) & 1
-    return (new < 0) | ((new < plan.t) & (bit == 1))
+    bit = lax.shift_right_logical(lax.broadcast_in_dim(bits, shape, [0]), jnp.clip(new, 0, MAX_WINDOW - 1)) & 1
+    return (new < 0) | ((new < plan.window) & (bit == 1))
 
 
 def _write_rows(plan: _Plan, acc, total, rows_s, out_g, tile, head):

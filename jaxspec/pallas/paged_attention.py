@@ -1,4 +1,4 @@
-"""Attention of new rows over a paged cache: decode, verify and prompt chunks are one operation.
+"""Attention of new rows over a paged cache: decode, verify (chains and trees) and prompt chunks are one operation.
 
 `paged_attention` chooses: on Hopper a kernel for few rows a request or one for blocks of a prompt, elsewhere the
 reference. That one streams over the pages of the longest request in blocks, keeping a running maximum and sum (online
@@ -7,11 +7,12 @@ softmax, https://arxiv.org/abs/2112.05682), so its cost follows the tokens that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.decode_attention import decode_attention
 from jaxspec.pallas.decode_attention import supported as decode_attention_fits
@@ -29,27 +30,35 @@ def paged_attention(
     layer: Int[Array, ""],
     table: Int[Array, "b e"],
     start: Int[Array, " b"],
+    mask: Bool[Array, "b t w"] | None = None,
 ) -> Float[Array, "b t n h"]:
-    """Causal attention of rows at positions `start + 0..t-1`, whose keys and values are already in `kv`.
+    """Causal attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
 
-    `table[b]` lists a request's pages in order of position; scores are scaled by h**-0.5 and summed in float32.
-    Returns the mix of values, in q's dtype. Rows whose position is negative return zeros.
+    With a `mask`, row i sees all places before `start`, and `start + j` if `mask[b, i, j]`: the rows of a tree, or of a
+    block that sees ahead. `table[b]` lists a request's pages in order; scores are scaled by h**-0.5 and summed in
+    float32. Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
     """
-    few = q.shape[1] <= DECODE_ROWS
-    kernel = decode_attention if few else prompt_attention
-    fits = (decode_attention_fits if few else prompt_attention_fits)(q.shape, kv.shape, kv.dtype)
+    few = mask is not None or q.shape[1] <= DECODE_ROWS
+    if few:
+        window = 0 if mask is None else mask.shape[2]
+        kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, window)
+    else:
+        kernel, fits = prompt_attention, prompt_attention_fits(q.shape, kv.shape, kv.dtype)
     if q.dtype != jnp.bfloat16:
         fits = f"queries are {q.dtype.name}, not bfloat16"
     if fits is not None:
         tell(kernel.__name__, fits)
-    run = kernel if chosen(kernel.__name__, fits) else reference
-    return run(q, kv, layer, table, start)
+    if not chosen(kernel.__name__, fits):
+        return reference(q, kv, layer, table, start, mask)
+    return kernel(q, kv, layer, table, start, **({} if mask is None else {"mask": mask}))
 
 
-def reference(q: Array, kv: Array, layer: Array, table: Array, start: Array, block_tokens: int = BLOCK_TOKENS) -> Array:
+def reference(q, kv, layer, table, start, mask=None, *, block_tokens: int = BLOCK_TOKENS) -> Array:
     """`paged_attention` in plain jnp, for any shapes and dtypes."""
-    position = start[:, None] + jnp.arange(q.shape[1])
-    return span_attention(q, kv, layer, table, jnp.zeros_like(position), position, block_tokens)
+    if mask is not None:
+        return _masked_attention(q, kv, layer, table, start, mask, block_tokens)
+    last = start[:, None] + jnp.arange(q.shape[1])
+    return span_attention(q, kv, layer, table, jnp.zeros_like(last), last, block_tokens)
 
 
 @partial(jax.jit, static_argnames="block_tokens")
@@ -62,11 +71,41 @@ def span_attention(
     last: Int[Array, "b t"],
     block_tokens: int = BLOCK_TOKENS,
 ) -> Float[Array, "b t n h"]:
-    """Attention of rows that each see positions `first` to `last`, in plain jnp; otherwise as `paged_attention`.
+    """Attention of rows that each see places `first` to `last`, in plain jnp; otherwise as `paged_attention`.
 
-    A causal row ends at its own position, a row of a block that sees all of itself at the block's end, and a window
-    moves the beginning. Rows that see no position return zeros.
+    A causal row ends at its own place, a row of a block that sees all of itself at the block's end, and a window moves
+    the beginning. Rows that see no place return zeros.
     """
+
+    def seen(place):
+        return (place >= first[..., None]) & (place <= last[..., None])
+
+    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(last), block_tokens)
+
+
+@partial(jax.jit, static_argnames="block_tokens")
+def _masked_attention(q, kv, layer, table, start, mask, block_tokens):
+    w = mask.shape[2]
+
+    def seen(place):
+        new = place - start[:, None]
+        listed = jnp.take_along_axis(mask, jnp.clip(new, 0, w - 1)[:, None], axis=2)
+        return (new < 0)[:, None] | (listed & (new < w)[:, None])
+
+    return _stream(q, kv, layer, table, seen, jnp.int32(0), jnp.max(start) + w - 1, block_tokens)
+
+
+def _stream(
+    q: Array,
+    kv: Array,
+    layer: Array,
+    table: Array,
+    seen: Callable[[Int[Array, " s"]], Bool[Array, "#b t s"]],
+    first: Int[Array, ""],
+    last: Int[Array, ""],
+    block_tokens: int,
+) -> Array:
+    """Attention of rows to the places that `seen` says, of those from `first` to `last`."""
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]
     pages = max(1, min(block_tokens // s, table.shape[1]))
@@ -79,9 +118,7 @@ def span_attention(
         k, v = jnp.moveaxis(kv[layer, ids], 2, 0)  # each [b, pages, m, s, h]
         scores = jnp.einsum("btmgh,bpmsh->bmgtps", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
         scores = scores.reshape(b, m, n // m, t, pages * s)
-        position = i * pages * s + jnp.arange(pages * s)
-        seen = (position >= first[..., None]) & (position <= last[..., None])
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        scores = jnp.where(seen(i * pages * s + jnp.arange(pages * s))[:, None, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         safe = jnp.where(jnp.isneginf(new_top), 0.0, new_top)  # rows that have seen nothing yet
         weights, shrink = jnp.exp(scores - safe[..., None]), jnp.exp(top - safe)
@@ -95,8 +132,8 @@ def span_attention(
 
     shape = (b, m, n // m, t)
     empty = (jnp.zeros((*shape, h)), jnp.full(shape, -jnp.inf), jnp.zeros(shape))
-    begin = jnp.maximum(jnp.min(first) // (pages * s), 0)
-    end = jnp.clip(jnp.max(last) // (pages * s), -1, table.shape[1] // pages - 1) + 1
+    begin = jnp.maximum(first // (pages * s), 0)
+    end = jnp.clip(last // (pages * s), -1, table.shape[1] // pages - 1) + 1
     acc, _, total = jax.lax.fori_loop(begin, end, step, empty)
     out = acc / jnp.maximum(total, 1e-30)[..., None]
     return jnp.moveaxis(out, 3, 1).reshape(b, t, n, h).astype(q.dtype)

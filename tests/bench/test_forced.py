@@ -1,16 +1,21 @@
 """Forced acceptance: each position is accepted at its rate, in an engine whose drafts no model would accept."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import load_model
 from jaxspec.batch import empty_slots
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError
-from jaxspec.draft import DraftBatch, Proposal
+from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.ngram import Ngram
+from tests.tiny import tiny_checkpoint
+from tests.trees import Session
 
 ROWS = 4000
 NGRAM = LoadedDrafter("ngram", Ngram(num_draft_tokens=3), {})
@@ -55,6 +60,37 @@ def test_the_rest_of_the_drafter_is_the_original():
     assert isinstance(made, Ngram) and (made.num_draft_tokens, made.max_match) == (3, 5)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bush(Drafter):
+    """All drafts hang from the newest token, so no path is longer than one."""
+
+    num_draft_tokens: int = 7
+    topk: int = 7
+
+    @property
+    def longest(self):
+        return 3
+
+    def propose(self, params, state, batch):
+        tokens = jnp.zeros((len(batch.length), self.num_draft_tokens), jnp.int32)
+        return Proposal(tokens, jnp.zeros(len(tokens), jnp.int32), parents=tokens), state
+
+
+@pytest.mark.parametrize("stand", [0, 2, 3])
+def test_a_trees_first_drafts_are_the_path_that_stands(stand):
+    model = load_model(str(tiny_checkpoint()), dtype="float32", progress=False)
+    rates = [1.0] * stand + [0.0] * (3 - stand)
+    drafter = forced.force(LoadedDrafter("bush", Bush(), {}), rates).drafter
+    session = Session(model, drafter, {}, [[1, 2, 3], [4]], new_tokens=13)
+    full = 12 // (stand + 1)  # the first token is no round's
+    for accepted, drafted in zip(session.accepted, session.drafted, strict=True):
+        assert accepted[:full] == [stand + 1] * full and set(drafted) == {3}
+
+
 def test_rates_must_be_as_many_as_drafts():
-    with pytest.raises(BenchError, match="has 2 rates; --draft ngram drafts 3 tokens: give one for each"):
+    with pytest.raises(
+        BenchError, match="has 2 rates; --draft bush drafts trees of 7 tokens, 3 deep: give one for each s"
+    ):
+        forced.force(LoadedDrafter("bush", Bush(), {}), [0.5, 0.5])
+    with pytest.raises(BenchError, match="has 2 rates; --draft ngram drafts 3 tokens: give one for each draft"):
         forced.force(NGRAM, [0.5, 0.5])

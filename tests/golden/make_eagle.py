@@ -12,6 +12,9 @@ jaxspec and its tests. Once, make an environment for them and a copy of SafeAILa
 `target` and `DRAFTER` are Hugging Face folders; weights are in bfloat16 for their size, and computed with in float32.
 `DRAFTER.npz` holds `ids` i32[150] and, for the prompts `ids[:n]` of each n in `lengths`: `next`, the target's greedy
 next token, `tokens` i32[lengths, 4], the greedy drafts as target ids, and `logits` f32[lengths, 4, draft vocabulary].
+`DRAFTER-trees.npz`, of SafeAILab's two, has its trees after the same prompts, for each of `TREES`: with n drafts
+`tokens_SHAPE` i32[lengths, n], `depth_SHAPE` i32[lengths, n + 1] and `mask_SHAPE` bool[lengths, n + 1, n + 1], the root
+first; and `SHAPE` as in `2x3_6`.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 HERE = Path(__file__).resolve().parent / "eagle"
 LENGTHS = (1, 2, 3, 16, 17, 64, 150)
 DRAFTS = 4
+TREES = ((2, 2, 4), (2, 3, 6), (4, 1, 3), (4, 2, 20), (4, 5, 8), (8, 6, 59))  # top-k, steps, drafts
 VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS = 96, 40, 32, 8
 EPS = 0.02  # large enough that leaving it out, or using another, shows
 
@@ -134,6 +138,27 @@ def record(name: str, target: Qwen3ForCausalLM, start: Callable[[], Step], layer
     print(name, f"logits spread {logits.std():.2f}, {len(np.unique(tokens))} tokens drafted")
 
 
+def record_trees(name: str, target: Qwen3ForCausalLM, model: torch.nn.Module, layers: tuple[int, ...] | None) -> None:
+    """Write `name-trees.npz`, what SafeAILab's `topK_genrate` makes. Its depth is one less than the steps, the first of
+    which needs no forward."""
+    ids = torch.randint(0, VOCAB, (max(LENGTHS),), generator=torch.Generator().manual_seed(7))
+    found: dict[str, list[np.ndarray]] = {}
+    for topk, steps, drafts in TREES:
+        model.top_k, model.depth, model.total_tokens = topk, steps - 1, drafts
+        model.init_tree()
+        for n in LENGTHS:
+            following, outputs, last = target_outputs(target, ids[:n])
+            features = last if layers is None else torch.cat([outputs[i] for i in layers], dim=-1)
+            text = torch.cat([ids[:n], torch.tensor([following])])[None]
+            model.reset_kv()
+            tokens, _, mask, depth = model.topK_genrate(features, text, target.lm_head, None)
+            tree = {"tokens": tokens[0, 1:].int(), "depth": depth.int(), "mask": mask[0, 0].bool()}
+            for key, value in tree.items():
+                found.setdefault(f"{key}_{topk}x{steps}_{drafts}", []).append(value.numpy())
+    np.savez_compressed(HERE / f"{name}-trees.npz", **{key: np.stack(rows) for key, rows in found.items()})
+    print(name, f"trees as deep as {max(int(d.max()) for d in found['depth_8x6_59'])}")
+
+
 def safeailab_config(config: dict) -> SimpleNamespace:
     """What its models read of a config; its own class of configs needs transformers 4."""
     return SimpleNamespace(**config, rope_scaling=None, pretraining_tp=1, pad_token_id=0)
@@ -161,6 +186,7 @@ def safeailab_eagle(target: Qwen3ForCausalLM) -> None:
         return step
 
     record("safeailab-eagle", target, start, None, None)
+    record_trees("safeailab-eagle", target, model, None)
 
 
 def safeailab_eagle3(target: Qwen3ForCausalLM) -> None:
@@ -184,7 +210,9 @@ def safeailab_eagle3(target: Qwen3ForCausalLM) -> None:
 
         return step
 
-    record("safeailab-eagle3", target, start, (1, LAYERS // 2 - 1, LAYERS - 4), model.d2t)
+    layers = (1, LAYERS // 2 - 1, LAYERS - 4)
+    record("safeailab-eagle3", target, start, layers, model.d2t)
+    record_trees("safeailab-eagle3", target, model, layers)
 
 
 def specforge_eagle3(target: Qwen3ForCausalLM) -> None:

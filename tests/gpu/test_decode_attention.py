@@ -17,11 +17,15 @@ SERVED = [
     Case("alone, long", t=4, kv_heads=8, entries=300, lengths=(18001,), division=None),
     Case("few, of many lengths", t=4, kv_heads=8, entries=20, lengths=(4, 63, 1000, 1280), division=None),
     Case("many, of many lengths", t=4, kv_heads=8, entries=20, lengths=tuple(range(5, 1280, 35)), division=None),
-    Case("tree", t=16, tree=True, kv_heads=8, entries=20, lengths=(900, 17), division=None),
+    Case("tree", t=16, window=16, kv_heads=8, entries=20, lengths=(900, 17), division=None),
+    Case("a step of a tree", t=4, window=16, kv_heads=8, entries=20, lengths=(1000, 17, 64), division=None),
+    Case("a step of a tree, all bits", t=8, window=32, kv_heads=8, entries=20, lengths=(1000, 40), division=None),
+    Case("block that sees ahead", t=16, window=16, whole=True, kv_heads=8, entries=20, lengths=(1000, 16, 71),
+         division=None),
     Case("width 64", t=4, group=3, kv_heads=3, h=64, page=16, entries=80, lengths=(1000, 7), division=None),
     Case("width 256", t=4, group=8, kv_heads=2, h=256, entries=20, lengths=(1000, 7), division=None),
     Case("fp8", t=4, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7), division=None),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*CASES, *SERVED], ids=lambda case: case.name)
