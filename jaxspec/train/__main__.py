@@ -1,0 +1,205 @@
+"""`python -m jaxspec.train`: have a model write texts, train a drafter on them, evaluate it.
+
+    python -m jaxspec.train eagle3 --model M --data self --num-samples 50000 --minutes 8 --output O
+
+leaves in O: `data.jsonl`, the texts; `drafter/`, to be served with `--draft eagle3:O/drafter`; `metrics.jsonl`,
+`loss.png`, `acceptance.json`, `acceptance.png`. The same command again resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.cache import claim_device
+from jaxspec.checkpoint import CheckpointError, Model, load_model
+from jaxspec.config import ConfigError
+from jaxspec.flags import engine_options
+from jaxspec.llm import LLM
+from jaxspec.request import RequestError
+from jaxspec.runner import enable_compilation_cache
+from jaxspec.tokenizer import TokenizerError
+from jaxspec.train import evaluate, export, flags, loop, plots, synthesise
+from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompts, read_texts, split
+from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.eagle3 import Eagle3Objective
+from jaxspec.train.objective import Objective
+from jaxspec.train.packing import pack
+
+# Flags that change neither what is trained nor how its steps are counted: a run may be resumed with others.
+_FREE = {
+    "command", "output", "save_every", "log_every", "concurrency", "num_draft_tokens", "max_new_tokens",
+    "no_evaluation", "no_plots",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status."""
+    parser = flags.parser()
+    args = parser.parse_args(argv)
+    claim_device()
+    try:
+        {"data": _data, "evaluate": _evaluate}.get(args.command, _train)(args)
+    except (CheckpointError, ConfigError, RequestError, TokenizerError, TrainError) as error:
+        parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
+    return 0
+
+
+def _data(args: argparse.Namespace) -> None:
+    path = _texts_file(args)
+    print(f"texts: {path}")
+
+
+def _train(args: argparse.Namespace) -> None:
+    if not args.no_plots:
+        plots.check()
+    path = _texts_file(args)
+    enable_compilation_cache()  # a run that resumes doesn't compile again
+    target = load_model(args.model, _dtype(args))
+    texts = read_texts(path, target.config.vocab_size)
+    training, held_out = split(texts)
+    data = pack(training, args.row_length, args.batch_size, args.seed)
+    settings = _settings(args)
+    facts = {name: value for name, value in vars(args).items() if name not in _FREE}
+    run = loop.Run(args.output, facts | {"method": args.command, "texts": len(texts)})
+    fresh, objective = (_eagle3 if args.command == "eagle3" else _dflash)(args, target, training)
+    answers = sum(end - begin for text in training for begin, end in text.answers)
+    print(
+        f"{len(training)} texts, {answers:,} answer tokens in {len(data.rows)} rows ({data.steps} steps an epoch); "
+        f"drafter of {loop.parameter_bytes(fresh.trained) / 1e6:.2f} MB"
+    )
+    trained = loop.train(run, objective, fresh.trained, fresh.frozen, target.params, data, settings)
+    weights = fresh.save(trained)
+    print(f"drafter: {fresh.folder} ({weights.stat().st_size / 1e6:.2f} MB)")
+    if not args.no_plots:
+        plots.draw_loss(run.history(), args.output / "loss.png")
+    if not args.no_evaluation:
+        drafter = f"{args.command}:{fresh.folder}"
+        del target, fresh, objective, trained
+        gc.collect()  # the engine takes what memory is free
+        _serve_held_out(args, drafter, held_out)
+
+
+def _settings(args: argparse.Namespace) -> loop.Settings:
+    return loop.Settings(
+        steps=args.steps,
+        minutes=args.minutes,
+        learning_rate=args.learning_rate,
+        warm_up=args.warm_up,
+        weight_decay=args.weight_decay,
+        clip=args.clip,
+        seed=args.seed,
+        log_every=args.log_every,
+        save_every=args.save_every,
+    )
+
+
+def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
+    vocabulary, size = None, args.draft_vocab_size
+    if size > target.config.vocab_size:
+        raise TrainError(f"--draft-vocab-size {size} is more than the target's {target.config.vocab_size} tokens")
+    if size:
+        counts = count(texts, target.config.vocab_size)
+        vocabulary = np.sort(np.argsort(-counts, kind="stable")[:size])
+        print(f"draft vocabulary: {size} tokens, {counts[vocabulary].sum() / counts.sum():.2%} of the answers' tokens")
+    fresh = export.fresh_eagle3(args.output / "drafter", target, _shape(args, 1), vocabulary, args.seed)
+    dtype = str(target.params["embed"].dtype)
+    return fresh, Eagle3Objective(
+        fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay, jax.device_count()
+    )
+
+
+def _dflash(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
+    mask, size = args.mask_token_id, args.block_size
+    if mask is None:
+        seen = np.zeros(target.config.vocab_size, bool)
+        for text in texts:
+            seen[text.tokens] = True
+        if seen.all():
+            raise TrainError("every token of the vocabulary is in the texts: name one for the masks by --mask-token-id")
+        mask = int(np.flatnonzero(~seen)[-1])
+    fresh = export.fresh_dflash(args.output / "drafter", target, _shape(args, 3), size, mask, args.seed)
+    anchors, gamma = args.anchors or max(args.row_length // size, 1), args.gamma or size / 2
+    dtype = str(target.params["embed"].dtype)
+    return fresh, DFlashObjective(fresh.drafter, target.config, dtype, args.loss, anchors, gamma, jax.device_count())
+
+
+def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:
+    return export.Shape(
+        args.num_layers or num_layers, args.mlp_size, args.num_heads, args.num_kv_heads, args.target_layers
+    )
+
+
+def _texts_file(args: argparse.Namespace) -> Path:
+    """The texts to train on: those named, or those that the model has written, or does now, into the output folder."""
+    if args.data != "self" and holds_texts(Path(args.data)):
+        return Path(args.data)
+    path = args.output / "data.jsonl"
+    if not path.exists():
+        recipe = synthesise.Recipe(
+            args.temperature, args.max_answer_tokens, args.max_prompt_tokens, args.row_length, args.seed
+        )
+        llm = _engine(args, "none", args.row_length, concurrency=args.concurrency)
+        synthesise.synthesise(llm, args.data, path, args.num_samples, recipe)
+        del llm
+        gc.collect()
+    return path
+
+
+def _engine(args: argparse.Namespace, draft: str, context: int, **options: Any) -> LLM:
+    concurrency = options.pop("concurrency", None) or (8 if _on_cpu() else 256)
+    return LLM(
+        args.model,
+        draft,
+        dtype=_dtype(args),
+        context_length=context,
+        max_running_requests=concurrency,
+        decode_log_interval=0,
+        skip_warmup=True,  # a load like this meets few of the programs
+        **options,
+    )
+
+
+def _serve_held_out(args: argparse.Namespace, drafter: str, held_out: list[Text]) -> None:
+    context = args.row_length + args.max_new_tokens
+    llm = _engine(args, drafter, context, concurrency=args.concurrency, num_draft_tokens=args.num_draft_tokens)
+    figures = evaluate.evaluate(llm, evaluate.held_out_prompts(held_out), args.max_new_tokens)
+    _show(figures, args.output, {"model": args.model, "draft": drafter, "data": "held out"}, not args.no_plots)
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    if args.output and not args.no_plots:
+        plots.check()
+    prompts = [prompt for path in args.data for prompt in read_prompts(path)]
+    llm = LLM(**engine_options(args))
+    figures = evaluate.evaluate(llm, evaluate.chat_prompts(llm, prompts, args.prompts), args.max_new_tokens)
+    facts = {"model": args.model, "draft": args.draft, "data": [path.name for path in args.data]}
+    _show(figures, args.output, facts, not args.no_plots)
+
+
+def _show(figures: list[evaluate.Figures], folder: Path | None, facts: dict[str, Any], charts: bool) -> None:
+    print(evaluate.table(figures))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        evaluate.save(figures, folder / "acceptance.json", facts)
+        if charts:
+            plots.draw_acceptance(figures, folder / "acceptance.png")
+
+
+def _dtype(args: argparse.Namespace) -> str:
+    return args.dtype or ("float32" if _on_cpu() else "bfloat16")
+
+
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

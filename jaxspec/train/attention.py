@@ -1,0 +1,88 @@
+"""Attention over packed rows: several texts side by side in one row, each position seeing a span of its own text.
+
+No array of all scores exists: queries are taken in blocks, and a block's scores are computed again in the backward
+pass instead of being kept.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.layers import Attention
+
+BLOCK = 256  # query rows whose scores exist at once
+_UNSEEN = -1e30  # finite, so that no gradient is the difference of infinities
+
+Pair = tuple[Array, Array]  # keys and values
+
+
+def span_attention(
+    q: Float[Array, "b a r n h"],
+    k: Float[Array, "b s m h"],
+    v: Float[Array, "b s m h"],
+    first: Int[Array, "b a"],
+    last: Int[Array, "b a"],
+    own: Pair | None = None,
+    *,
+    causal: bool = False,
+) -> Float[Array, "b a r n h"]:
+    """Attention of `a` groups of `r` rows: each group sees positions `first` to `last` of k and v, and its own.
+
+    **Arguments:**
+
+    - `own`: keys and values `[b, a, o, m, h]` that only the group's rows see.
+    - `causal`: group i sees nothing behind position i, so what lies behind a block of groups isn't looked at.
+
+    A group must see something. Scores are scaled by h**-0.5 and summed in float32; the result has q's dtype.
+    """
+    a, r = q.shape[1], q.shape[2]
+    block = max(BLOCK // r, 1)
+    parts = []
+    for start in range(0, a, block):
+        end = min(start + block, a)
+        keys = end if causal else k.shape[1]
+        cut = lambda x, start=start, end=end: x[:, start:end]  # noqa: E731
+        mine = None if own is None else tuple(map(cut, own))
+        parts.append(_mix(cut(q), k[:, :keys], v[:, :keys], cut(first), cut(last), mine))
+    return jnp.concatenate(parts, axis=1)
+
+
+@jax.checkpoint
+def _mix(q: Array, k: Array, v: Array, first: Array, last: Array, own: Pair | None) -> Array:
+    b, a, r, n, h = q.shape
+    s, m = k.shape[1:3]
+    q = (q.astype(jnp.float32) * h**-0.5).astype(q.dtype).reshape(b, a, r, m, n // m, h)
+    scores = jnp.einsum("barmgh,bsmh->bmgars", q, k, preferred_element_type=jnp.float32)
+    seen = (jnp.arange(s) >= first[..., None]) & (jnp.arange(s) <= last[..., None])
+    scores = jnp.where(seen[:, None, None, :, None], scores, _UNSEEN)
+    if own is not None:
+        mine = jnp.einsum("barmgh,baomh->bmgaro", q, own[0], preferred_element_type=jnp.float32)
+        scores = jnp.concatenate([scores, mine], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bmgars,bsmh->barmgh", weights[..., :s], v)
+    if own is not None:
+        out = out + jnp.einsum("bmgaro,baomh->barmgh", weights[..., s:], own[1])
+    return out.reshape(b, a, r, n, h)
+
+
+def packed_attention(first: Int[Array, "b t"]) -> Attention:
+    """Causal attention within texts, of which `first` is the row that each row's text begins at. No cache."""
+
+    def attention(cache, layer, q, k, v):
+        return causal_attention(q, k, v, first), cache
+
+    return attention
+
+
+def causal_attention(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t m h"],
+    v: Float[Array, "b t m h"],
+    first: Int[Array, "b t"],
+    own: Pair | None = None,
+) -> Float[Array, "b t n h"]:
+    """Each row sees its text up to itself, and its own `own` [b, t, o, m, h]."""
+    last = jnp.broadcast_to(jnp.arange(q.shape[1]), first.shape)
+    return span_attention(q[:, :, None], k, v, first, last, own, causal=True)[:, :, 0]

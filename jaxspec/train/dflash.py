@@ -1,0 +1,113 @@
+"""DFlash's training: blocks that begin at random tokens of the answers, many of a text in one pass.
+
+A block is an anchor and masks. It sees the context before the anchor, as keys and values made of the target's features,
+and itself (https://arxiv.org/abs/2602.06036). What a wrong draft costs falls with its distance from the anchor, since
+nothing behind it would stand: draft j counts exp(-(j - 1) / gamma). Layers and context are `drafters.dflash.DFlash`'s
+own; what differs is where the keys are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.drafters.dflash import DFlash, _context_projection
+from jaxspec.models import qwen3
+from jaxspec.train.attention import span_attention
+from jaxspec.train.losses import Rows, Scorer
+from jaxspec.train.objective import Batch, Objective, check_rows, matmul_weights, report
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Stands where the drafter expects `cache.Rows`: the "cache" is just the keys and values written."""
+
+    batch: Batch
+
+    def positions(self, t: int) -> Int[Array, "b t"]:
+        return self.batch.positions
+
+    def write(self, cache, layers, k, v):
+        return k, v
+
+
+@dataclass(frozen=True)
+class DFlashObjective(Objective):
+    """`anchors` blocks are drawn in each row of a batch."""
+
+    drafter: DFlash
+    anchors: int = 128
+    gamma: float = 4.0
+    devices: int = 1
+
+    @property
+    def positions(self):
+        return self.drafter.block_size - 1
+
+    def loss(self, trained, frozen, target_params, batch, key):
+        n = self.positions
+        hidden = self.read(target_params, batch)
+        cast = self.cast(trained)
+        params = {**frozen, **cast, **_context_projection(self.drafter.config, cast["layers"])}
+        anchors, drawn = self._draw(batch, key)
+        out = self._blocks(params, hidden.features, batch, anchors)[:, :, 1:]
+        take = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)  # noqa: E731
+        ahead = jnp.arange(1, n + 1)
+        at = jnp.minimum(anchors[..., None] + ahead, batch.tokens.shape[1] - 1)
+        valid = jnp.stack([take(batch.draftable(j), anchors) & drawn for j in range(1, n + 1)])  # [n, b, a]
+        weights = valid * jnp.exp(-(ahead - 1.0) / self.gamma)[:, None, None]
+        b, a = anchors.shape
+        flat = at.reshape(b, a * n)
+        rows = Rows(
+            student=out.reshape(1, b, a * n, -1),
+            teacher=take(hidden.last, jnp.maximum(flat - 1, 0)),
+            text=take(batch.tokens, flat),
+            weights=jnp.moveaxis(weights, 0, 2).reshape(1, b, a * n),
+        )
+        total, right = Scorer(self.kind, self.target, _logits)({}, frozen, target_params, rows, self.devices)
+        return report(total, jnp.moveaxis(right.reshape(b, a, n), 2, 0), valid, weights)
+
+    def flops(self, trained, row_length):
+        target, config = self.target, self.drafter.config
+        head = target.hidden_size * target.vocab_size
+        context = config.num_layers * config.hidden_size * 2 * config.num_kv_heads * config.head_dim
+        blocks = self.anchors / row_length * (
+            self.drafter.block_size * 6 * matmul_weights(config) + self.positions * (2 + 4) * head
+        )  # fmt: skip
+        return 2 * matmul_weights(target) + 6 * (trained["fc"].size + context) + blocks
+
+    def _draw(self, batch: Batch, key: Array) -> tuple[Int[Array, "b a"], Bool[Array, "b a"]]:
+        """Anchors, and which of them are real: a row may have fewer tokens that a block could begin with."""
+        able = batch.draftable(1)
+        order = jnp.where(able, jax.random.uniform(key, able.shape), -1.0)
+        value, anchors = jax.lax.top_k(order, min(self.anchors, able.shape[1]))
+        return anchors, value >= 0
+
+    def _blocks(self, params: Any, features: tuple[Array, ...], batch: Batch, anchors: Int[Array, "b a"]) -> Array:
+        """Final hidden states [b, a, block, d] of the blocks at these anchors."""
+        drafter, (b, a), size = self.drafter, anchors.shape, self.drafter.block_size
+        context = drafter._inject(params, None, _Context(batch), features)  # each [l, b, t, m, h]
+        take = lambda x: jnp.take_along_axis(x, anchors, axis=1)  # noqa: E731
+        masks = jnp.full((b, a, size - 1), drafter.mask_token, batch.tokens.dtype)
+        tokens = jnp.concatenate([take(batch.tokens)[..., None], masks], axis=2)
+        positions = take(batch.positions)[..., None] + jnp.arange(size)
+        first = take(batch.first)
+
+        def attend(cache, layer, q, k, v):
+            blocks = lambda x: x.reshape(b, a, size, *x.shape[2:])  # noqa: E731
+            seen = [jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache]
+            out = span_attention(blocks(q), *seen, first, anchors - 1, (blocks(k), blocks(v)))
+            return out.reshape(q.shape), cache
+
+        check_rows(tokens.size)
+        flat = lambda x: x.reshape(b, a * size)  # noqa: E731
+        hidden = qwen3.forward(params, drafter.config, flat(tokens), flat(positions), attend, context)
+        return hidden.last.reshape(b, a, size, -1)
+
+
+def _logits(head: Any, frozen: Any, hidden: Array) -> Array:
+    return qwen3.unembed(frozen, hidden)

@@ -1,0 +1,96 @@
+"""EAGLE-3's training: the drafter is unrolled on its own outputs, as it will be when it drafts.
+
+Row t pairs the target's features at t with the token at t + 1 and predicts the one at t + 2. In step i of the unrolled
+chain (https://arxiv.org/abs/2503.01840, "training-time test") row t reads its own output of step i - 1 in place of
+features, and the text's token at t + 1 + i; it sees what a chain that started at t would: the first step's keys up to
+t, and its own of the steps since. The layer is `drafters.eagle.Eagle3`'s own; what differs is where its keys are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.drafters.eagle import Eagle3
+from jaxspec.train.attention import causal_attention
+from jaxspec.train.losses import Rows, Scorer
+from jaxspec.train.objective import Batch, Objective, matmul_weights, report
+
+HEAD = ("norm", "head")  # params that turn the layer's output into logits
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Stands where the drafter expects `cache.Rows`. Its cache is a list of (keys, values), one of each step."""
+
+    batch: Batch
+    step: int
+
+    def positions(self, t: int) -> Int[Array, "b t"]:
+        return self.batch.positions + self.step
+
+    def attend(self, cache, layer, q, k, v):
+        cache = [*cache, (k, v)]
+        own = [jnp.stack(each, axis=2) for each in zip(*cache[1:], strict=True)]
+        return causal_attention(q, *cache[0], self.batch.first, tuple(own) or None), cache
+
+
+@dataclass(frozen=True)
+class Eagle3Objective(Objective):
+    """`steps` are unrolled; step i counts `decay**i`."""
+
+    drafter: Eagle3
+    steps: int = 7
+    decay: float = 0.8
+    devices: int = 1
+
+    @property
+    def positions(self):
+        return self.steps
+
+    def loss(self, trained, frozen, target_params, batch, key):
+        hidden = self.read(target_params, batch)
+        outputs = self._unroll({**frozen, **self.cast(trained)}, hidden.features, batch)
+        # All guesses at a token in one column, where the target's own stands: step i guessed it from i + 1 rows before.
+        align = lambda x, i: jnp.roll(x, i + 1, axis=1)  # noqa: E731
+        valid = [jnp.roll(batch.draftable(i + 1), -1, axis=1) & self._same(batch, i) for i in range(self.steps)]
+        weights = jnp.stack([align(v, i) * self.decay**i for i, v in enumerate(valid)])
+        rows = Rows(
+            student=jnp.stack([align(out, i) for i, out in enumerate(outputs)]),
+            teacher=hidden.last,
+            text=jnp.roll(batch.tokens, -1, axis=1),
+            weights=weights,
+        )
+        head = {name: trained[name] for name in HEAD if name in trained}
+        total, right = Scorer(self.kind, self.target, self._logits)(head, frozen, target_params, rows, self.devices)
+        right = jnp.stack([jnp.roll(x, -(i + 1), axis=1) for i, x in enumerate(right)])
+        return report(total, right, jnp.stack(valid), weights)
+
+    def flops(self, trained, row_length):
+        target, config = self.target, self.drafter.config
+        own = "head" in trained
+        size = trained["head"]["head"].shape[1] if own else target.vocab_size
+        layer = matmul_weights(config) + config.hidden_size * trained["layer"]["qkv"].shape[1]  # it reads two vectors
+        step = 6 * layer + (6 if own else 4) * config.hidden_size * size
+        target_flops = 2 * matmul_weights(target) + 2 * target.hidden_size * target.vocab_size
+        return target_flops + 6 * trained["fc"].size + self.steps * step
+
+    def _unroll(self, params: Any, features: tuple[Array, ...], batch: Batch) -> list[Array]:
+        hidden, cache, outputs = self.drafter._fuse(params, features), [], []
+        for i in range(self.steps):
+            tokens = jnp.roll(batch.tokens, -(i + 1), axis=1)
+            out, cache = self.drafter._layer(params, cache, tokens, hidden, _Step(batch, i))
+            outputs.append(out)
+            hidden = self.drafter._feedback(params, out)
+        return outputs
+
+    def _same(self, batch: Batch, step: int) -> Array:
+        """Whether the token that step predicts at a row belongs to the row's own text."""
+        ahead, t = step + 2, batch.tokens.shape[1]
+        return (jnp.roll(batch.first, -ahead, axis=1) == batch.first) & (jnp.arange(t) < t - ahead)
+
+    def _logits(self, head: Any, frozen: Any, out: Array) -> Array:
+        return self.drafter._logits({**frozen, **self.cast(head)}, out)

@@ -1,0 +1,182 @@
+"""Drafters as folders in the public layouts: what a training starts from, and what it leaves behind.
+
+EAGLE-3 as SpecForge and SGLang write it (`midlayer.*`, `d2t`, `t2d`), DFlash as z-lab does. A new drafter is made by
+writing its config and having the drafter's own loader make up weights for it, so names, shapes and checks are those
+that serving uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+from safetensors.numpy import save
+
+from jaxspec.checkpoint import Model
+from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.draft import Drafter
+from jaxspec.drafters import DRAFTERS
+from jaxspec.drafters.dflash import _feature_layers
+from jaxspec.drafters.eagle_checkpoint import _vocabulary, find_eagle3
+from jaxspec.models.layers import Param
+from jaxspec.train.data import TrainError
+
+_TRAINED_DTYPE, _STORED_DTYPE = "float32", jnp.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a drafter is to be; None: as the target's layers are."""
+
+    num_layers: int = 1
+    mlp_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    target_layers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Fresh:
+    """A drafter to train: its folder with the config, what is declared in its checkpoint, and its params, apart.
+
+    `trained` are the declared ones, float32; `frozen` the target's and ids, in the target's dtype.
+    """
+
+    folder: Path
+    drafter: Drafter
+    declared: dict[str, Any]
+    trained: dict[str, Any]
+    frozen: dict[str, Any]
+    prefixes: tuple[str, str] = ("", "")  # of the declared names, and what they become in the file
+
+    def save(self, trained: Any) -> Path:
+        """Write `trained` as the folder's weights, in bfloat16."""
+        tensors = {
+            name.replace(*self.prefixes, 1): tensor
+            for name, tensor in checkpoint_tensors(self.declared, trained).items()
+        }
+        if "target_ids" in self.frozen:
+            ids, reverse = (np.asarray(self.frozen[name], np.int64) for name in ("target_ids", "draft_ids"))
+            tensors |= {"d2t": ids - np.arange(len(ids)), "t2d": reverse < len(ids)}
+        path = self.folder / "model.safetensors"
+        part = path.with_suffix(".part")
+        part.write_bytes(save(dict(sorted(tensors.items())), metadata={"format": "pt"}))
+        part.replace(path)
+        return path
+
+
+def fresh_eagle3(
+    folder: Path, target: Model, shape: Shape, vocabulary: Int[np.ndarray, " w"] | None, seed: int
+) -> Fresh:
+    """An EAGLE-3 drafter for `target`, with a head of its own over the `vocabulary`'s tokens (sorted target ids), which
+    starts as the target's; or, without one, with the target's head.
+
+    **Raises:** `TrainError`, `ConfigError` for a shape that can't be.
+    """
+    if shape.num_layers != 1:
+        raise TrainError(
+            f"--num-layers {shape.num_layers}: an EAGLE-3 drafter has one layer; make it wider by --mlp-size"
+        )
+    c = target.config
+    layers = shape.target_layers or (1, c.num_layers // 2 - 1, c.num_layers - 4)
+    config = {
+        **_layer_config(c, shape),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "target_hidden_size": c.hidden_size,
+        "draft_vocab_size": None if vocabulary is None else len(vocabulary),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
+    }
+    drafter, params = _load("eagle3", folder, config, target, seed)
+    declared = find_eagle3(str(folder), c, "dummy").declared
+    if vocabulary is not None:
+        offsets = vocabulary - np.arange(len(vocabulary))
+        params |= _vocabulary(offsets, len(vocabulary), c.vocab_size, str(folder))
+        head = target.params["head"] if "head" in target.params else target.params["embed"].T
+        params["head"] = {"head": head[:, vocabulary]}
+    fresh = _fresh(folder, drafter, declared, params, target)
+    return dataclasses.replace(fresh, prefixes=("layers.0.", "midlayer."))
+
+
+def fresh_dflash(folder: Path, target: Model, shape: Shape, block_size: int, mask_token: int, seed: int) -> Fresh:
+    """A DFlash drafter for `target`. **Raises:** `TrainError`, `ConfigError` for a shape that can't be."""
+    c = target.config
+    layers = _feature_layers(list(shape.target_layers) if shape.target_layers else None, shape.num_layers, c.num_layers)
+    config = {
+        **_layer_config(c, shape),
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "layer_types": ["full_attention"] * shape.num_layers,
+        "num_target_layers": c.num_layers,
+        "block_size": block_size,
+        "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": list(layers)},
+    }
+    drafter, params = _load("dflash", folder, config, target, seed)
+    return _fresh(folder, drafter, drafter.parameters(), params, target)
+
+
+def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:
+    """A pytree of params as checkpoint tensors, bfloat16: `checkpoint.params.assemble` undone."""
+    tensors: dict[str, np.ndarray] = {}
+    leaves = jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, Param))
+    for param, array in zip(leaves, jax.tree.leaves(params), strict=True):
+        array = np.asarray(array.astype(_STORED_DTYPE))
+        if param.interleave:
+            runs = array.reshape(*array.shape[:-1], -1, len(param.splits), param.interleave)
+            parts = [runs[..., i, :].reshape(*array.shape[:-1], -1) for i in range(len(param.splits))]
+        else:
+            parts = np.split(array, np.cumsum(param.splits)[:-1], axis=-1)
+        for name, part in zip(param.sources, parts, strict=True):
+            tensors[name] = np.ascontiguousarray(part.T if param.transpose else part)
+    return tensors
+
+
+def _layer_config(c: ModelConfig, shape: Shape) -> dict[str, Any]:
+    """The part of a `config.json` that says how the drafter's layers look."""
+    rope: dict[str, Any] = {"rope_theta": c.rope_theta}
+    if c.rope_scaling is not None:
+        scaling = dataclasses.asdict(c.rope_scaling)
+        original = scaling.pop("original_max_position")
+        rope["rope_scaling"] = {"rope_type": "llama3", **scaling, "original_max_position_embeddings": original}
+    return {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": shape.mlp_size or c.mlp_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads or c.num_heads,
+        "num_key_value_heads": shape.num_kv_heads or c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        **rope,
+        "max_position_embeddings": c.max_position,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": c.bos_token_id,
+        "eos_token_id": list(c.eos_token_ids) or None,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _load(method: str, folder: Path, config: dict[str, Any], target: Model, seed: int) -> tuple[Drafter, dict]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    options = EngineConfig(draft=method, load_format="dummy", seed=seed)
+    return DRAFTERS[method].load(target, str(folder), options)
+
+
+def _fresh(folder: Path, drafter: Drafter, declared: dict, params: dict, target: Model) -> Fresh:
+    """Split the params. The last norm starts as the target's: what it feeds is the target's head, or starts as that."""
+    trained = {name: params[name] for name in declared} | {"norm": target.params["norm"]}
+    trained = jax.tree.map(lambda x: jnp.array(x, _TRAINED_DTYPE), trained)  # a copy: steps overwrite it
+    frozen = {name: value for name, value in params.items() if name not in declared}
+    for name in ("context", "context_norm", "context_bias"):
+        frozen.pop(name, None)  # made of trained params, anew in each step
+    return Fresh(folder, drafter, declared, trained, frozen)

@@ -1,0 +1,252 @@
+"""The training loop: AdamW under a warm-up and a cosine, data-parallel, resumable.
+
+All that a step depends on is the state (params, moments), the step's number, the data and the run's settings; batches,
+anchors and learning rates are functions of the number. So a run that was killed goes on from its last checkpoint to the
+very losses it would have had. An output folder is one run's: `run.json` says which.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from jaxspec.train.data import TrainError
+from jaxspec.train.objective import Objective, Report
+from jaxspec.train.packing import Packed
+
+TIMED_STEPS = 30  # after which a budget in minutes becomes one in steps
+_COMPILING = 3  # first steps that aren't timed
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bfloat16, a device
+
+
+@dataclass(frozen=True)
+class Settings:
+    """**Arguments:** `steps` or `minutes`: the budget, exactly one of them. `save_every`, in seconds. `warm_up`, in
+    steps. `weight_decay` is AdamW's, on matrices alone. `log_every`, in steps."""
+
+    steps: int | None = None
+    minutes: float | None = None
+    learning_rate: float = 1e-3
+    warm_up: int = 100
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+    log_every: int = 10
+    save_every: float = 60.0
+
+    def __post_init__(self):
+        if (self.steps is None) == (self.minutes is None):
+            raise TrainError("give either --steps or --minutes")
+        for name in ("steps", "minutes", "learning_rate", "clip", "log_every"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise TrainError(f"--{name.replace('_', '-')} must be positive, got {value}")
+
+
+class Run:
+    """An output folder: `run.json`, `metrics.jsonl`, `checkpoints/`.
+
+    **Raises:** `TrainError` if the folder holds a run with other settings.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any]):
+        self.folder, self.file, self.metrics = folder, folder / "run.json", folder / "metrics.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = json.loads(json.dumps(facts, default=str))
+        record = json.loads(self.file.read_text()) if self.file.exists() else {"settings": facts, "steps": None}
+        theirs = record["settings"]
+        if other := [name for name in sorted({*facts, *theirs}) if facts.get(name) != theirs.get(name)]:
+            shown = ", ".join(f"{name} {theirs.get(name)!r}, not {facts.get(name)!r}" for name in other[:5])
+            raise TrainError(
+                f"--output {folder} holds another run: it has {shown}. Name another folder, or repeat that run's flags "
+                "to resume it"
+            )
+        self.steps: int | None = record["steps"]
+        self._settings = facts
+
+    def claim(self, steps: int | None) -> None:
+        """Note in the folder that it is this run's, and how many steps that has in all, once it is known."""
+        self.steps = steps
+        part = self.file.with_suffix(".part")
+        part.write_text(json.dumps({"settings": self._settings, "steps": steps}, indent=1) + "\n")
+        part.replace(self.file)
+
+    def log(self, record: dict[str, Any]) -> None:
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def cut(self, step: int) -> None:
+        """Forget what was logged behind a checkpoint: it is about to be done again."""
+        kept = [record for record in self.history() if record["step"] <= step]
+        self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+    def history(self) -> list[dict[str, Any]]:
+        """What was logged, in order; a line that was cut off by a kill is left out."""
+        if not self.metrics.exists():
+            return []
+        whole = self.metrics.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in whole]
+
+
+def train(
+    run: Run, objective: Objective, trained: Any, frozen: Any, target_params: Any, data: Packed, settings: Settings
+) -> Any:
+    """Train to the end of the budget, from the run's last checkpoint if it has one; the trained params.
+
+    **Raises:** `TrainError` if the batch can't be shared by the devices, or the loss is no longer a number.
+    """
+    devices = jax.devices()
+    if data.batch_size % len(devices):
+        raise TrainError(f"--batch-size {data.batch_size} must be a multiple of the {len(devices)} devices present")
+    mesh = Mesh(np.array(devices), ("data",))
+    everywhere, shared = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    optimizer = _optimizer(settings)
+    step_function = _step_function(objective, optimizer, settings)
+    state = jax.device_put({"params": trained, "moments": optimizer.init(trained)}, everywhere)
+    frozen, target_params = jax.device_put((frozen, target_params), everywhere)
+    run.claim(run.steps or settings.steps)
+    key = jax.random.key(settings.seed)
+    with _checkpoints(run.folder) as manager:
+        step, state = _restore(manager, run, state)
+        meter = Meter(run, objective, trained, data, step)
+        clock = _Clock(settings, run)
+        while run.steps is None or step < run.steps:
+            batch = jax.device_put(data.batch(step), shared)
+            rate = np.float32(learning_rate(settings, step, run.steps))
+            state, report = step_function(state, frozen, target_params, batch, rate, jax.random.fold_in(key, step))
+            step += 1
+            clock.tick(step, report)
+            if step % settings.log_every == 0 or step == run.steps:
+                meter.show(step, report, float(rate))
+            if clock.save_due() or step == run.steps:
+                manager.save(step, args=ocp.args.StandardSave(state))
+        meter.close()
+        manager.wait_until_finished()
+    return jax.device_get(state["params"])
+
+
+def learning_rate(settings: Settings, step: int, steps: int | None) -> float:
+    """Rises over the warm-up, then follows a cosine to a hundredth. While `steps` isn't known, it only rises."""
+    rise = min((step + 1) / settings.warm_up, 1.0) if settings.warm_up else 1.0
+    if steps is None or step < settings.warm_up:
+        return settings.learning_rate * rise
+    done = (step - settings.warm_up) / max(steps - settings.warm_up, 1)
+    return settings.learning_rate * (0.01 + 0.99 * 0.5 * (1 + np.cos(np.pi * min(done, 1.0))))
+
+
+def _optimizer(settings: Settings) -> optax.GradientTransformation:
+    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
+    return optax.chain(
+        optax.clip_by_global_norm(settings.clip),
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.add_decayed_weights(settings.weight_decay, matrices),
+    )
+
+
+def _step_function(objective: Objective, optimizer: optax.GradientTransformation, settings: Settings) -> Callable:
+    def step(state, frozen, target_params, batch, rate, key):
+        loss = jax.value_and_grad(objective.loss, has_aux=True)
+        (_, report), gradients = loss(state["params"], frozen, target_params, batch, key)
+        updates, moments = optimizer.update(gradients, state["moments"], state["params"])
+        params = jax.tree.map(lambda p, u: p - rate * u, state["params"], updates)
+        return {"params": params, "moments": moments}, report
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _checkpoints(folder: Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    return ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options)
+
+
+def _restore(manager: ocp.CheckpointManager, run: Run, state: Any) -> tuple[int, Any]:
+    step = manager.latest_step()
+    run.cut(step or 0)
+    if step is None:
+        return 0, state
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return step, manager.restore(step, args=ocp.args.StandardRestore(abstract))
+
+
+class _Clock:
+    """When to save, and what a budget in minutes comes to in steps."""
+
+    def __init__(self, settings: Settings, run: Run):
+        self._settings, self._run = settings, run
+        self._saved = self._started = time.monotonic()
+        self._ticks = 0
+
+    def tick(self, step: int, report: Report) -> None:
+        self._ticks += 1
+        if self._run.steps is not None or self._ticks not in (_COMPILING, TIMED_STEPS):
+            return
+        jax.block_until_ready(report)
+        if self._ticks == _COMPILING:
+            self._started = time.monotonic()
+            return
+        each = (time.monotonic() - self._started) / (TIMED_STEPS - _COMPILING)
+        left = self._settings.minutes * 60 - each * TIMED_STEPS
+        self._run.claim(step + max(int(left / each), 1))
+
+    def save_due(self) -> bool:
+        # Not before the number of steps is settled: up to there, learning rates don't depend on it.
+        if self._run.steps is None or time.monotonic() - self._saved < self._settings.save_every:
+            return False
+        self._saved = time.monotonic()
+        return True
+
+
+class Meter:
+    """The progress bar and `metrics.jsonl`: loss, acceptance by position, tokens a second, MFU."""
+
+    def __init__(self, run: Run, objective: Objective, trained: Any, data: Packed, step: int):
+        self._run, self._at, self._step = run, time.monotonic(), step
+        self._tokens = data.batch_size * data.row_length
+        devices = jax.devices()
+        peak = next((f for name, f in PEAK_FLOPS.items() if name in devices[0].device_kind), None)
+        flops = objective.flops(trained, data.row_length)
+        self._utilisation = None if peak is None else flops / (peak * len(devices))
+        self._bar = tqdm(total=run.steps, initial=step, desc="training", unit="step")
+
+    def show(self, step: int, report: Report, rate: float) -> None:
+        """**Raises:** `TrainError` if the loss is no longer a number."""
+        report, now = jax.device_get(report), time.monotonic()
+        if not np.isfinite(report.loss):
+            raise TrainError(f"the loss is {report.loss} at step {step}: resume with a lower --learning-rate elsewhere")
+        speed = (step - self._step) * self._tokens / (now - self._at)
+        stand = report.accepted / np.maximum(report.rounds, 1.0)
+        record = {
+            "step": step,
+            "loss": float(report.loss),
+            "accepted": [round(float(x), 4) for x in stand],
+            "accept_length": round(1 + float(stand.sum()), 4),
+            "learning_rate": rate,
+            "tokens_per_s": round(speed),
+        }
+        if self._utilisation is not None:
+            record["mfu"] = round(self._utilisation * speed, 4)
+        self._run.log(record)
+        self._bar.total = self._run.steps
+        self._bar.update(step - self._step)
+        live = "/".join(f"{x:.2f}" for x in stand[:5])
+        self._bar.set_postfix_str(f"loss {report.loss:.3f}, accepted {live}, {speed / 1e3:.0f}k tokens/s")
+        self._at, self._step = now, step
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def parameter_bytes(trained: Any) -> int:
+    """Of the drafter as it is saved, in bfloat16."""
+    return 2 * sum(x.size for x in jax.tree.leaves(trained))

@@ -1,0 +1,124 @@
+"""How wrong a drafter's logits are, against the target's, without ever holding the logits of a whole batch.
+
+Rows are taken in chunks. As the result is one number, each chunk's gradient is taken on the spot (`over_chunks`), so
+its logits are computed once and dropped. All steps of an unrolled chain that predict the same token share the
+target's logits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.config import ModelConfig
+from jaxspec.models import MODELS
+
+KINDS = {
+    "soft": "cross-entropy to the target's distribution over the drafter's vocabulary",
+    "hard": "cross-entropy to the text",
+    "overlap": "minus the logarithm of how often rejection sampling would accept",
+}
+CHUNK_LOGITS = 2**27  # of the drafter, on one device, at once
+
+
+@flax.struct.dataclass
+class Rows:
+    """What is scored: hidden states of `s` guesses at each of r tokens, and the target's final hidden state there."""
+
+    student: Float[Array, "s b r d"]
+    teacher: Float[Array, "b r d"]
+    text: Int[Array, "b r"]  # the token that stands there
+    weights: Float[Array, "s b r"]  # 0: not counted
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """`student(head, frozen, x)` gives a drafter's logits f32[..., w]; `head` is trained, `frozen` isn't."""
+
+    kind: str
+    target: ModelConfig
+    student: Callable[[Any, Any, Array], Array]
+
+    def __call__(
+        self, head: Any, frozen: Any, target_params: Any, rows: Rows, devices: int = 1
+    ) -> tuple[Float[Array, ""], Bool[Array, "s b r"]]:
+        """The weighted sum of losses, and where the drafter's favourite is the target's.
+
+        Not counted are rows whose right answer isn't in the drafter's vocabulary: no drafter could do better.
+        """
+        s, b, r, _ = rows.student.shape
+        size = self.target.vocab_size if "target_ids" not in frozen else len(frozen["target_ids"])
+        chunk = max(min(CHUNK_LOGITS * devices // (s * b * size), r), 1)
+        count = -(-r // chunk)
+        pad = count * chunk - r
+
+        def split(x: Array, axis: int) -> Array:
+            x = jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)])
+            x = x.reshape(*x.shape[:axis], count, chunk, *x.shape[axis + 1 :])
+            return jnp.moveaxis(x, axis, 0)
+
+        student = split(rows.student, 2)
+        given = split(rows.teacher, 1), split(rows.text, 1), split(rows.weights, 2)
+        total, right = over_chunks(self._chunk, head, student, given, (frozen, target_params))
+        return total, jnp.moveaxis(right, 0, 2).reshape(s, b, count * chunk)[:, :, :r]
+
+    def _chunk(self, head, student, given, fixed):
+        teacher, text, weights = given
+        frozen, target_params = fixed
+        logits = self.student(head, frozen, student)
+        truth = MODELS[self.target.model_type].unembed(target_params, teacher)
+        favourite, guess = jnp.argmax(truth, axis=-1), jnp.argmax(logits, axis=-1)
+        everything = jax.nn.logsumexp(truth, axis=-1, keepdims=True)
+        answer = text if self.kind == "hard" else favourite
+        if "target_ids" in frozen:
+            ids, own = frozen["target_ids"], frozen["draft_ids"]
+            guess, truth = ids[guess], truth[..., ids]
+            weights = jnp.where(own[answer] < len(ids), weights, 0.0)
+            answer = jnp.minimum(own[answer], len(ids) - 1)
+        losses = self._losses(jax.nn.log_softmax(logits, axis=-1), truth, everything, answer)
+        return jnp.sum(losses * weights), guess == favourite
+
+    def _losses(
+        self, log_q: Float[Array, "s b c w"], truth: Float[Array, "b c w"], everything: Array, answer: Int[Array, "b c"]
+    ) -> Float[Array, "s b c"]:
+        if self.kind == "soft":
+            return -jnp.sum(jax.nn.softmax(truth, axis=-1) * log_q, axis=-1)
+        if self.kind == "overlap":
+            return -jnp.log(jnp.sum(jnp.minimum(jnp.exp(truth - everything), jnp.exp(log_q)), axis=-1) + 1e-9)
+        return -jnp.take_along_axis(log_q, jnp.broadcast_to(answer, log_q.shape[:-1])[..., None], axis=-1)[..., 0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def over_chunks(loss: Callable, head: Any, hidden: Array, given: Any, fixed: Any) -> tuple[Array, Any]:
+    """The sum of `loss(head, hidden[i], given[i], fixed)[0]` over i, and the second results, stacked.
+
+    Differentiable in `head` and `hidden`.
+    """
+    return _forward(loss, head, hidden, given, fixed)[0]
+
+
+def _forward(loss, head, hidden, given, fixed):
+    def step(carry, chunk):
+        total, d_head = carry
+        (value, aux), (dh, dx) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(head, *chunk, fixed)
+        return (total + value, jax.tree.map(jnp.add, d_head, dh)), (aux, dx)
+
+    start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, head)
+    (total, d_head), (aux, d_hidden) = jax.lax.scan(step, start, (hidden, given))
+    return (total, aux), (d_head, d_hidden)
+
+
+def _backward(loss, gradients, cotangents):
+    scale = cotangents[0]
+    d_head, d_hidden = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
+    return d_head, d_hidden, None, None
+
+
+over_chunks.defvjp(_forward, _backward)

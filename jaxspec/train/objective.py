@@ -1,0 +1,117 @@
+"""What both methods share: a batch of packed texts, the target's reading of it, and what a step of training reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.config import ModelConfig
+from jaxspec.draft import Drafter
+from jaxspec.models import MODELS
+from jaxspec.models.layers import Hidden
+from jaxspec.pallas.target import kernels_here
+from jaxspec.pallas.weight_stream import MAX_ROWS
+from jaxspec.train.attention import packed_attention
+from jaxspec.train.data import TrainError
+
+
+@flax.struct.dataclass
+class Batch:
+    """Packed texts. `first` is the row that the text at each row begins at; rows of padding are a text of their own."""
+
+    tokens: Int[Array, "b t"]
+    first: Int[Array, "b t"]
+    answer: Bool[Array, "b t"]  # the target wrote this token
+
+    @property
+    def positions(self) -> Int[Array, "b t"]:
+        """Of each token in its own text."""
+        return jnp.arange(self.tokens.shape[1]) - self.first
+
+    def draftable(self, ahead: int) -> Bool[Array, "b t"]:
+        """Where a round can begin with the token at a row, and the answer goes on for `ahead` tokens after it."""
+        there = lambda x: jnp.roll(x, -ahead, axis=1)  # noqa: E731
+        inside = jnp.arange(self.tokens.shape[1]) < self.tokens.shape[1] - ahead
+        return self.answer & there(self.answer) & (there(self.first) == self.first) & inside
+
+
+@flax.struct.dataclass
+class Report:
+    """Of one batch: the mean loss of a draft, and by draft position, how many rounds there were and how many of them
+    accepted all drafts up to this one, were every draft the drafter's favourite and the target greedy."""
+
+    loss: Float[Array, ""]
+    accepted: Float[Array, " n"]
+    rounds: Float[Array, " n"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A method's loss. `loss(trained, frozen, target_params, batch, key)` is pure; `positions` drafts are reported.
+
+    `dtype` is what activations are computed in; trained params are float32.
+    """
+
+    drafter: Drafter
+    target: ModelConfig
+    dtype: str
+    kind: str
+
+    @property
+    def positions(self) -> int:
+        raise NotImplementedError
+
+    def loss(
+        self, trained: Any, frozen: Any, target_params: Any, batch: Batch, key: Array
+    ) -> tuple[Float[Array, ""], Report]:
+        raise NotImplementedError
+
+    def flops(self, trained: Any, row_length: int) -> float:
+        """Floating-point operations in matrix multiplications by weights, for one token of one training step."""
+        raise NotImplementedError
+
+    def read(self, target_params: Any, batch: Batch) -> Hidden:
+        """The target's forward: what the drafter is told, and what it is to learn. No gradient flows into it."""
+        check_rows(batch.tokens.size)
+        forward = MODELS[self.target.model_type].forward
+        attention = packed_attention(batch.first)
+        layers = self.drafter.feature_layers
+        hidden = forward(target_params, self.target, batch.tokens, batch.positions, attention, None, layers)
+        return jax.lax.stop_gradient(hidden)
+
+    def cast(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(self.dtype), tree)
+
+
+def check_rows(rows: int) -> None:
+    """**Raises:** `TrainError` for so few that models would run in a kernel for decoding, which has no gradient."""
+    if rows <= MAX_ROWS and kernels_here() is None:
+        raise TrainError(
+            f"a step has {rows} rows, and takes more than {MAX_ROWS}: raise --batch-size or --row-length, or "
+            "DFlash's --anchors"
+        )
+
+
+def report(
+    total: Float[Array, ""], right: Bool[Array, "n ..."], valid: Bool[Array, "n ..."], weights: Float[Array, "n ..."]
+) -> tuple[Float[Array, ""], Report]:
+    """The mean of a summed loss, and the report: draft i of a round stands if all before it do. Leading axis: drafts.
+
+    `valid` is where a draft has an answer to be compared to, `weights` how much it counted.
+    """
+    mean = total / jnp.maximum(weights.sum(), 1.0)
+    standing = jnp.cumprod(right & valid, axis=0)
+    axes = tuple(range(1, right.ndim))
+    return mean, Report(mean, standing.sum(axes).astype(jnp.float32), valid.sum(axes).astype(jnp.float32))
+
+
+def matmul_weights(config: ModelConfig) -> int:
+    """Weights that one token is multiplied by in a decoder, its head not counted."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    d = config.hidden_size
+    return config.num_layers * (d * heads + config.num_heads * config.head_dim * d + 3 * d * config.mlp_size)

@@ -1,0 +1,173 @@
+"""Has the target write the training texts, through the engine: answers to prompts, and prompts too if there are none.
+
+A drafter is accepted as far as it knows what *this* model says, so nobody else's answers are of use. Without prompts,
+the model writes the user's turn itself: that is what it goes on with from the chat template's opening
+(https://arxiv.org/abs/2406.08464). Left alone it would mostly ask what it likes best, so most turns begin with a few
+words of ours, which are its categories too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxspec.llm import LLM
+from jaxspec.request import SamplingParams
+from jaxspec.tokenizer import Tokenizer
+from jaxspec.train.data import Prompt, Text, TrainError, read_prompts
+
+WAVE = 8192  # texts between two writes; a wave ends with its longest, so few waves are faster
+MARK = "\u2603"  # stands for the user's words while the template's own are looked up
+
+OPENINGS: dict[str, tuple[str, ...]] = {
+    "free": ("", "", "", "I", "The", "Can you", "Please", "My"),
+    "writing": ("Write a short story about", "Compose a", "Draft an email to", "Write a blog post", "Write an essay"),
+    "roleplay": ("Imagine you are", "You are a", "Pretend to be", "Act as"),
+    "reasoning": ("Which of these", "Suppose that", "If all", "Is it true that", "Compare"),
+    "mathematics": ("Solve", "Calculate", "What is the sum", "A train", "How many", "If a", "Tom has", "Find the"),
+    "word problem": ("Anna buys", "A farmer", "There are", "A bakery sells", "In a class of", "Sam earns", "John's"),
+    "coding": ("Write a Python function", "Implement", "Write a C++ program", "How do I", "Fix this code:", "Given an"),
+    "extraction": ("Given the following text,", "Extract", "From this paragraph,", "Identify the", "List all"),
+    "science": ("Explain", "What happens when", "Describe how", "How does", "Why is", "What causes"),
+    "humanities": ("Discuss", "What was the", "Analyze", "How did", "What are the main differences between"),
+    "summary": ("Summarize this article:", "Summarize the following", "Give a summary of this text:", "Shorten:"),
+    "translation": ("Translate to English:", "Translate this German sentence:", "What does the French"),
+    "question": ("Who", "When did", "Where is", "What is the name of", "How long", "In which", "what", "who"),
+    "context": ("Answer the question using the passages below.\n\n", "Context:", "Read this and answer:", "Passage 1:"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the target is sampled. `temperatures` take turns over the texts; 0 is greedy. `longest`: a whole text."""
+
+    temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
+    max_answer: int = 512
+    max_prompt: int = 384
+    longest: int = 1024
+    seed: int = 0
+
+    def answering(self, i: int, prompt_length: int) -> SamplingParams:
+        """For answer i. Draws keep away from what is most unlikely (min-p), as those who sample do."""
+        temperature = self.temperatures[i % len(self.temperatures)]
+        return SamplingParams(
+            temperature=temperature,
+            min_p=0.05 if temperature else 0.0,
+            seed=self.seed * 2**40 + 2 * i,
+            max_tokens=min(self.max_answer, self.longest - prompt_length),
+        )
+
+    def asking(self, i: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+        seed = self.seed * 2**40 + 2 * i + 1
+        return SamplingParams(
+            temperature=1.0, min_p=0.05, seed=seed, max_tokens=self.max_prompt, stop_token_ids=stop_ids
+        )
+
+
+def synthesise(llm: LLM, source: str, path: Path, num_samples: int | None, recipe: Recipe) -> None:
+    """Write `path`, a file of texts, from prompts at `source` or, if that is "self", from `num_samples` of its own.
+
+    Waves are appended to `path` + ".part", which is continued if it is there and renamed at the end.
+
+    **Raises:** `TrainError` for a source or a model that can't be used.
+    """
+    if llm.engine.tokenizer is None or llm.engine.tokenizer.chat_template is None:
+        name = llm.engine.runner.model.name
+        raise TrainError(f"{name} has no chat template to write texts with; give --data a file of texts, as token ids")
+    prompts = None if source == "self" else read_prompts(Path(source))[:num_samples]
+    total = num_samples if prompts is None else len(prompts)
+    if total is None:
+        raise TrainError("--data self needs --num-samples N: how many texts the model is to write")
+    if not total:
+        raise TrainError(f"--data {source} is empty")
+    part = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = _whole_waves(part)
+    bar = tqdm(total=total, initial=done, desc="texts", unit="text")
+    started, tokens = time.monotonic(), 0
+    with part.open("a", encoding="utf-8") as file:
+        while done < total:
+            indices = range(done, min(done + WAVE, total))
+            asked = [prompts[i] for i in indices] if prompts is not None else _ask(llm, indices, recipe)
+            for text in _answer(llm, asked, indices, recipe):
+                file.write(text.line())
+                tokens += sum(end - begin for begin, end in text.answers)
+            file.flush()
+            os.fsync(file.fileno())
+            done = indices.stop
+            bar.update(len(indices))
+            bar.set_postfix(answer_tokens_per_s=round(tokens / (time.monotonic() - started)))
+    bar.close()
+    part.replace(path)
+
+
+def _whole_waves(part: Path) -> int:
+    """How many texts a part holds. A wave that was being written when the process ended is cut off."""
+    if not part.exists():
+        return 0
+    lines = part.read_bytes().splitlines(keepends=True)
+    count = sum(line.endswith(b"\n") for line in lines) // WAVE * WAVE
+    part.write_bytes(b"".join(lines[:count]))
+    return count
+
+
+def template_ends(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Token ids of the chat template before and after the words of a user's first turn.
+
+    **Raises:** `TrainError` for a template that changes the words.
+    """
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], add_generation_prompt=True)
+    before, found, after = tokenizer.decode(ids, skip_special_tokens=False).partition(MARK)
+    if not found:
+        raise TrainError("--data self: the chat template changes what users say, so the model can't write their turn")
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    return encode(before), encode(after)
+
+
+def _ask(llm: LLM, indices: Sequence[int], recipe: Recipe) -> list[Prompt]:
+    """Prompts of the model's own, their category and opening drawn at random."""
+    tokenizer = llm.engine.tokenizer
+    before, after = template_ends(tokenizer)
+    rng, categories = np.random.default_rng((recipe.seed, indices[0])), list(OPENINGS)
+    kinds = [categories[k] for k in rng.integers(len(categories), size=len(indices))]
+    words = [OPENINGS[kind][rng.integers(len(OPENINGS[kind]))] for kind in kinds]
+    started = [before + tokenizer.encode(w, add_special_tokens=False) if w else before for w in words]
+    outs = llm.generate(started, [recipe.asking(i, tuple(after[:1])) for i in indices])
+    return [
+        Prompt(((word + out.text).strip() or word or "Hello",), category=kind)
+        for word, kind, out in zip(words, kinds, outs, strict=True)
+    ]
+
+
+def _answer(llm: LLM, prompts: Sequence[Prompt], indices: Sequence[int], recipe: Recipe) -> Iterator[Text]:
+    """Each prompt's text, in order: its turns answered one after another, until it is as long as it may be."""
+    tokenizer, longest = llm.engine.tokenizer, recipe.longest
+    chats = [[{"role": "system", "content": p.system}] if p.system else [] for p in prompts]
+    texts: list[tuple[list[int], tuple[tuple[int, int], ...]]] = [([], ()) for _ in prompts]
+    for turn in range(max(len(p.turns) for p in prompts)):
+        starts: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            if turn >= len(prompt.turns):
+                continue
+            chats[i].append({"role": "user", "content": prompt.turns[turn]})
+            ids = tokenizer.apply_chat_template(chats[i], add_generation_prompt=True)
+            if turn == 0:
+                starts[i] = ids[: longest - 2]  # the beginning of a prompt that is too long is a prompt as well
+            elif len(ids) < longest - 2:
+                starts[i] = ids
+        outs = llm.generate(
+            list(starts.values()), [recipe.answering(indices[i], len(ids)) for i, ids in starts.items()]
+        )
+        for (i, ids), out in zip(starts.items(), outs, strict=True):
+            old, spans = texts[i]
+            kept = spans if ids[: len(old)] == old else ()  # an answer's text may have other tokens than it was made of
+            texts[i] = ids + out.token_ids, (*kept, (len(ids), len(ids) + len(out.token_ids)))
+            chats[i].append({"role": "assistant", "content": out.text})
+    for (ids, spans), prompt in zip(texts, prompts, strict=True):
+        yield Text(np.array(ids, np.int32), spans, prompt.category)

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Make the drafters of the demo model, on a machine with one H200 that has Python, jax with CUDA, flax, transformers,
+# optax, orbax-checkpoint and matplotlib, but not this project installed. From the repository's root:
+#
+#     scripts/gpu/train.sh OUT [PART...]
+#
+# PART is of: data eagle3 dflash evaluate; all by default, in that order. Each can be run again to go on where it was
+# ended, and ends by itself after LIMIT seconds (570) with status 124. OUT receives texts/data.jsonl, and in eagle3/ and
+# dflash/ the drafter, its checkpoints, metrics.jsonl, run.json, acceptance.json and the charts. SMOLLM2 is the demo
+# model's GGUF file; for evaluate, SPECBENCH is Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. Needed as
+# well, as wheels on PYTHONPATH where they aren't installed: gguf, and what optax and orbax-checkpoint need.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+[ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+shift
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+status=0
+
+# run NAME ARGUMENTS...: one command of the trainer; progress goes to NAME.log
+run() {
+    local name=$1
+    shift
+    echo "== $name"
+    timeout "${LIMIT:-570}" python3 -m jaxspec.train "$@" 2>>"$out/$name.log" ||
+        { status=$?; tail -c 2000 "$out/$name.log" | tr '\r' '\n' | tail -n 5; }
+}
+
+# evaluate NAME DRAFT FLAGS...: tokens a round on Spec-Bench and GSM8K, by category
+evaluate() {
+    local name=$1 draft=$2
+    shift 2
+    run "evaluate-$name" evaluate --model "$SMOLLM2" --draft "$draft" --data "$SPECBENCH" "$GSM8K" --prompts 80 \
+        --max-new-tokens 256 --dtype bfloat16 --context-length 2048 --max-running-requests 128 --skip-warmup --output "$out/evaluate-$name" "$@"
+}
+
+for part in "${@:-data eagle3 dflash evaluate}"; do
+    for part in $part; do
+        case $part in
+            data) run data data --model "$SMOLLM2" --data self --num-samples 24576 --output "$out/texts" ;;
+            eagle3) run eagle3 eagle3 --model "$SMOLLM2" --data "$out/texts/data.jsonl" --output "$out/eagle3" \
+                --minutes ${MINUTES:-8} --learning-rate 2e-3 --mlp-size 2048 --unroll 6 ;;
+            dflash) run dflash dflash --model "$SMOLLM2" --data "$out/texts/data.jsonl" --output "$out/dflash" \
+                --minutes ${MINUTES:-8} --learning-rate 2e-3 --num-layers 3 --mlp-size 448 --block-size 8 ;;
+            evaluate)
+                evaluate eagle3-3 "eagle3:$out/eagle3/drafter" --num-draft-tokens 3
+                evaluate eagle3-5 "eagle3:$out/eagle3/drafter" --num-draft-tokens 5
+                evaluate eagle3-tree "eagle3:$out/eagle3/drafter" --topk 4 --num-steps 5 --num-draft-tokens 16
+                evaluate dflash "dflash:$out/dflash/drafter" ;;
+            *) echo "no part $part" >&2; exit 2 ;;
+        esac
+    done
+done
+exit $status

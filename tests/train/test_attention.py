@@ -1,0 +1,44 @@
+"""Packed rows attend as each text would alone, in blocks as at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models import layers
+from jaxspec.train import attention
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("block", [3, 256])
+def test_packed_texts_dont_see_each_other(block, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", block)
+    q, k, v = draw(1, 11, 4, 8), draw(1, 11, 2, 8, seed=1), draw(1, 11, 2, 8, seed=2)
+    first = jnp.array([[0] * 4 + [4] * 7])
+
+    def packed(q):
+        return attention.packed_attention(first)(None, None, q, k, v)[0]
+
+    def alone(q):
+        parts = [layers.causal_attention(None, None, q[:, s], k[:, s], v[:, s])[0] for s in (slice(4), slice(4, 11))]
+        return jnp.concatenate(parts, axis=1)
+
+    np.testing.assert_allclose(jax.jit(packed)(q), jax.jit(alone)(q), atol=1e-6)
+    gradient = lambda f: jax.jit(jax.grad(lambda q: (f(q) ** 2).sum()))(q)  # noqa: E731
+    np.testing.assert_allclose(gradient(packed), gradient(alone), atol=1e-5)
+
+
+def test_a_group_sees_its_span_and_its_own():
+    q, k, v = draw(1, 3, 2, 2, 4), draw(1, 6, 1, 4, seed=1), draw(1, 6, 1, 4, seed=2)
+    own = draw(1, 3, 5, 1, 4, seed=3), draw(1, 3, 5, 1, 4, seed=4)
+    first, last = jnp.array([[0, 2, 4]]), jnp.array([[1, 5, 3]])  # the last one sees nothing but its own
+    out = attention.span_attention(q, k, v, first, last, own)
+    for g in range(3):
+        seen = slice(int(first[0, g]), int(last[0, g]) + 1)
+        keys = jnp.concatenate([k[0, seen, 0], own[0][0, g, :, 0]])
+        values = jnp.concatenate([v[0, seen, 0], own[1][0, g, :, 0]])
+        expected = jax.nn.softmax(jnp.einsum("rnh,sh->rns", q[0, g], keys) / 2) @ values
+        np.testing.assert_allclose(out[0, g], expected, atol=1e-6)

@@ -1,0 +1,192 @@
+"""Training: it learns, it can be killed and goes on as if it hadn't been, on one device and on several."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.checkpoint import load_model
+from jaxspec.drafters import load_drafter
+from jaxspec.pallas import weight_stream
+from jaxspec.train import loop
+from jaxspec.train.__main__ import main
+from jaxspec.train.data import Text, TrainError
+from jaxspec.train.loop import Settings, learning_rate
+from tests.tiny import tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SIZES = {"mlp_size": "16", "num_heads": "2", "num_kv_heads": "1"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return str(tiny_checkpoint("llama", vocab=40, num_hidden_layers=5))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Texts that count upwards: something that can be learnt in a few steps."""
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    path.write_text("".join(Text((np.arange(20) + i) % 30, ((4, 20),)).line() for i in range(30)))
+    return path
+
+
+def arguments(method, model, texts, output, steps=12, **more):
+    flags = {
+        "model": model, "data": texts, "output": output, "steps": steps, "row_length": 24, "batch_size": 4,
+        "warm_up": 2, "log_every": 1, "learning_rate": 0.01, "loss": "hard", **SIZES, **more,
+    }  # fmt: skip
+    return [method, *(x for k, v in flags.items() for x in (f"--{k.replace('_', '-')}", str(v))), "--no-evaluation",
+            "--no-plots"]  # fmt: skip
+
+
+def losses(output):
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(model, texts, tmp_path_factory):
+    """A run that nobody disturbed."""
+    output = tmp_path_factory.mktemp("whole")
+    assert main(arguments("eagle3", model, texts, output, unroll=2, draft_vocab_size=32)) == 0
+    return output
+
+
+def test_loss_falls(whole):
+    curve = losses(whole)
+    assert len(curve) == 12 and min(curve[-3:]) < 0.8 * curve[0]
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_run_resumes_to_the_same_losses(whole, model, texts, tmp_path):
+    command = arguments("eagle3", model, texts, tmp_path, unroll=2, draft_vocab_size=32, save_every=0.001)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxspec.train", *command], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL
+    ) as process:
+        metrics = tmp_path / "metrics.jsonl"
+        while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 6):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()]
+    assert saved and max(saved) < 12, "it must have been killed in the middle"
+    assert main(command) == 0
+    assert losses(tmp_path) == losses(whole)
+    assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == (
+        whole / "drafter" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_another_runs_folder_is_refused(whole, model, texts, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments("eagle3", model, texts, whole, unroll=3, draft_vocab_size=32))
+    assert stop.value.code == 2
+    assert "holds another run: it has unroll 2, not 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
+    from jaxspec.train import export
+
+    target = load_model(model, "float32", progress=False)
+    mlp_size = 3 * weight_stream.HALF  # so that gate and up alternate in several runs
+    shape = export.Shape(1 if method == "eagle3" else 2, mlp_size, 2, 1, (0, 3, 4))
+    make = {
+        "eagle3": lambda: export.fresh_eagle3(tmp_path, target, shape, np.array([1, 5, 9, 30]), 0),
+        "dflash": lambda: export.fresh_dflash(tmp_path, target, shape, 4, 39, 0),
+    }
+    fresh = make[method]()
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(fresh.trained))
+    rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), fresh.trained)
+    fresh.save(fresh.trained)
+    loaded = load_drafter(f"{method}:{tmp_path}", target)
+    assert loaded.drafter == fresh.drafter and loaded.drafter.feature_layers == (0, 3, 4)
+    served = {name: loaded.params[name] for name in fresh.trained}
+    jax.tree.map(np.testing.assert_array_equal, served, rounded)
+    if method == "eagle3":
+        assert loaded.params["target_ids"].tolist() == [1, 5, 9, 30]
+        np.testing.assert_array_equal(fresh.trained["head"]["head"], target.params["head"][:, [1, 5, 9, 30]])
+
+
+def test_without_a_vocabulary_the_head_is_the_targets(model, tmp_path):
+    from jaxspec.train import export
+
+    target = load_model(model, "float32", progress=False)
+    fresh = export.fresh_eagle3(tmp_path, target, export.Shape(mlp_size=16), None, 0)
+    assert "head" not in fresh.trained and fresh.frozen["head"]["head"] is target.params["head"]
+    with pytest.raises(TrainError, match="--num-layers 2: an EAGLE-3 drafter has one layer"):
+        export.fresh_eagle3(tmp_path, target, export.Shape(2), None, 0)
+
+
+def test_two_devices_make_the_steps_of_one(whole, model, texts, tmp_path):
+    command = arguments("eagle3", model, texts, tmp_path, unroll=2, draft_vocab_size=32)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxspec.train", *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(tmp_path), losses(whole), rtol=1e-3)
+
+
+def test_a_batch_that_devices_cant_share_is_refused(model, texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop.jax, "devices", lambda: [None, None])
+    with pytest.raises(SystemExit):
+        main(arguments("eagle3", model, texts, tmp_path, unroll=2, draft_vocab_size=32, batch_size=3))
+    assert "--batch-size 3 must be a multiple of the 2 devices present" in capsys.readouterr().err
+
+
+def test_dflash_learns(model, texts, tmp_path):
+    assert main(arguments("dflash", model, texts, tmp_path, block_size=4, num_layers=1, target_layers="1,3")) == 0
+    curve = losses(tmp_path)
+    assert min(curve[-3:]) < 0.8 * curve[0]
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert config["dflash_config"] == {"mask_token_id": 39, "target_layer_ids": [1, 3]} and config["block_size"] == 4
+
+
+def test_a_budget_in_minutes_becomes_steps_once(tmp_path, monkeypatch):
+    run, clock = loop.Run(tmp_path, {"a": 1}), [0.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
+    watch = loop._Clock(Settings(minutes=1, save_every=5), run)
+    for step in range(1, 40):
+        clock[0] += 20 if step <= 3 else 0.5  # compiling isn't counted
+        watch.tick(step, None)
+        assert (run.steps is not None) == (step >= loop.TIMED_STEPS)
+        assert run.steps is not None or not watch.save_due()
+    assert run.steps == 120 and watch.save_due() and not watch.save_due()
+    assert loop.Run(tmp_path, {"a": 1}).steps == 120
+    shutil.rmtree(tmp_path)
+
+
+def test_learning_rate_rises_then_falls():
+    settings = Settings(steps=100, learning_rate=2.0, warm_up=10)
+    rates = [learning_rate(settings, step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2) and max(rates) == rates[9] == rates[10] == 2.0
+    assert all(a > b for a, b in itertools.pairwise(rates[10:])) and rates[-1] < 0.03
+    assert [learning_rate(settings, step, None) for step in range(11)] == rates[:11]
+
+
+@pytest.mark.parametrize("given", [{}, {"steps": 1, "minutes": 1.0}, {"steps": 3, "clip": 0.0}, {"minutes": -1.0}])
+def test_senseless_settings_are_refused(given):
+    with pytest.raises(TrainError, match="--"):
+        Settings(**given)
+
+
+def test_metrics_behind_the_checkpoint_are_forgotten(tmp_path):
+    run = loop.Run(tmp_path, {})
+    for step in (1, 2, 3):
+        run.log({"step": step})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 4')  # a kill in mid-write
+    run.cut(2)
+    assert [record["step"] for record in run.history()] == [1, 2]

@@ -1,0 +1,74 @@
+"""Losses in chunks are the losses, and their gradients the gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config import ModelConfig
+from jaxspec.train import losses
+from jaxspec.train.losses import Rows, Scorer
+from tests.tiny import tiny_config
+
+V, D, S, B, R = 40, 8, 2, 2, 7
+CONFIG = ModelConfig.from_hf(tiny_config("llama", vocab=V, hidden_size=D, tie_word_embeddings=True))
+IDS = np.array([1, 3, 4, 9, 20, 33])
+FROZEN = {
+    "target_ids": jnp.asarray(IDS),
+    "draft_ids": jnp.full(V, len(IDS)).at[IDS].set(jnp.arange(len(IDS))),
+}
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    text = jnp.asarray(rng.choice(IDS, (B, R)))
+    weights = jnp.asarray(rng.random((S, B, R)), jnp.float32).at[:, :, 2].set(0)
+    embed = draw(V, D).at[IDS].multiply(4)  # so that many right answers are in the vocabulary
+    return draw(D, len(IDS)), {"embed": embed}, Rows(draw(S, B, R, D), draw(B, R, D), text, weights)
+
+
+def student(head, frozen, x):
+    return x @ head
+
+
+def plain(kind, head, target_params, rows):
+    """The same, written down at once."""
+    truth = rows.teacher @ target_params["embed"].T
+    known = FROZEN["draft_ids"][rows.text if kind == "hard" else truth.argmax(-1)]
+    log_q = jax.nn.log_softmax(rows.student @ head)
+    if kind == "soft":
+        each = -(jax.nn.softmax(truth[..., IDS]) * log_q).sum(-1)
+    elif kind == "overlap":
+        each = -jnp.log(jnp.minimum(jax.nn.softmax(truth)[..., IDS], jnp.exp(log_q)).sum(-1) + 1e-9)
+    else:
+        each = -jnp.take_along_axis(log_q, jnp.broadcast_to(known, log_q.shape[:-1])[..., None], -1)[..., 0]
+    return (each * rows.weights * (known < len(IDS))).sum()
+
+
+@pytest.mark.parametrize("kind", losses.KINDS)
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_chunks_add_up_to_loss_and_gradient(kind, chunk, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk * S * B * len(IDS))
+    head, target_params, rows = inputs()
+
+    def ours(head, x):
+        return Scorer(kind, CONFIG, student)(head, FROZEN, target_params, rows.replace(student=x))[0] * 0.5
+
+    def theirs(head, x):
+        return plain(kind, head, target_params, rows.replace(student=x)) * 0.5
+
+    for a, b in zip(
+        jax.tree.leaves(jax.value_and_grad(ours, (0, 1))(head, rows.student)),
+        jax.tree.leaves(jax.value_and_grad(theirs, (0, 1))(head, rows.student)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_right_is_the_targets_favourite_over_its_whole_vocabulary():
+    head, target_params, rows = inputs()
+    right = Scorer("soft", CONFIG, student)(head, FROZEN, target_params, rows)[1]
+    favourite = np.asarray(rows.teacher @ target_params["embed"].T).argmax(-1)
+    guess = IDS[np.asarray(rows.student @ head).argmax(-1)]
+    assert right.tolist() == (guess == favourite).tolist() and right.any()

@@ -1,0 +1,97 @@
+"""What is trained is what drafts: the objectives' logits are those of `jaxspec.propose`, in a row that others share."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.checkpoint import load_model
+from jaxspec.drafters import load_drafter
+from jaxspec.models import qwen3
+from jaxspec.train import objective
+from jaxspec.train.data import TrainError
+from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.eagle3 import Eagle3Objective
+from jaxspec.train.objective import Batch
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+BEFORE, PROMPT = 9, 12  # tokens of another text in the row, and of the prompt
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_model(str(GOLDEN / "eagle" / "target"), "float32", progress=False)
+
+
+def drafted(target, method, n):
+    """A drafter, its proposal after a prompt, and a batch in which the text goes on as it drafted."""
+    loaded = load_drafter(f"{method}:{GOLDEN / 'trained' / method}", target)
+    ids = np.load(GOLDEN / "trained" / f"{method}.npz")["ids"]
+    prop = jaxspec.propose(target, loaded, ids[:PROMPT].tolist(), n)
+    row = [*ids[-BEFORE:], *ids[:PROMPT], prop.next_token, *prop.tokens, 3, 1]
+    first = [0] * BEFORE + [BEFORE] * (len(row) - BEFORE)
+    answer = [i >= BEFORE + PROMPT for i in range(len(row))]
+    return loaded, prop, Batch(jnp.array([row]), jnp.array([first]), jnp.array([answer]))
+
+
+def test_the_unrolled_chain_is_the_drafted_one(target):
+    loaded, prop, batch = drafted(target, "eagle3", 4)
+    ours = Eagle3Objective(loaded.drafter, target.config, "float32", "soft", steps=4)
+    features = jax.jit(ours.read)(target.params, batch).features
+    outputs = jax.jit(ours._unroll)(loaded.params, features, batch)
+    at = BEFORE + PROMPT - 1
+    for out, logits in zip(outputs, prop.logits, strict=True):
+        np.testing.assert_allclose(loaded.drafter._logits(loaded.params, out[0, at]), logits, atol=1e-4)
+
+
+def test_a_trained_block_is_the_drafted_one(target):
+    loaded, prop, batch = drafted(target, "dflash", 5)
+    ours = DFlashObjective(loaded.drafter, target.config, "float32", "soft", anchors=2)
+    features = jax.jit(ours.read)(target.params, batch).features
+    anchors = jnp.array([[BEFORE + PROMPT + 2, BEFORE + PROMPT]])
+    out = jax.jit(ours._blocks)(loaded.params, features, batch, anchors)
+    np.testing.assert_allclose(qwen3.unembed(loaded.params, out[0, 1, 1:]), prop.logits, atol=1e-4)
+
+
+def test_rounds_are_counted_where_an_answer_can_be_drafted(target):
+    loaded, _, batch = drafted(target, "eagle3", 4)
+    ours = Eagle3Objective(loaded.drafter, target.config, "float32", "soft", steps=3)
+    split = lambda params, names: {k: v for k, v in params.items() if (k in names)}  # noqa: E731
+    trained = split(loaded.params, ("fc", "layer", "norm", "head"))
+    frozen = split(loaded.params, ("embed", "target_ids", "draft_ids"))
+    loss = jax.jit(ours.loss)
+    _, report = loss(trained, frozen, target.params, batch, jax.random.key(0))
+    # Of 7 answer tokens, 6 have one after them, 5 two, 4 three.
+    assert report.rounds.tolist() == [6, 5, 4]
+    nothing = dataclasses.replace(batch, answer=jnp.zeros_like(batch.answer))
+    value, report = loss(trained, frozen, target.params, nothing, jax.random.key(0))
+    assert value == 0 and report.rounds.tolist() == [0, 0, 0]
+
+
+def test_anchors_begin_blocks_of_answers_only(target):
+    loaded, _, batch = drafted(target, "dflash", 5)
+    ours = DFlashObjective(loaded.drafter, target.config, "float32", "soft", anchors=64)
+    anchors, drawn = ours._draw(batch, jax.random.key(1))
+    last = batch.tokens.shape[1] - 1
+    assert sorted(anchors[drawn].tolist()) == list(range(BEFORE + PROMPT, last))
+
+
+def test_acceptance_counts_unbroken_chains():
+    from jaxspec.train.objective import report
+
+    right = jnp.array([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]], bool)
+    valid = jnp.array([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]], bool)
+    _, got = report(jnp.float32(6), right, valid, valid * 1.0)
+    assert got.accepted.tolist() == [3, 2, 1] and got.rounds.tolist() == [4, 4, 3]
+    assert np.isclose(got.loss, 6 / 11)
+
+
+def test_steps_too_small_for_a_gradient_are_refused(target, monkeypatch):
+    monkeypatch.setattr(objective, "kernels_here", lambda: None)  # as on a Hopper GPU
+    loaded, _, batch = drafted(target, "dflash", 5)
+    with pytest.raises(TrainError, match="a step has 29 rows, and takes more than"):
+        DFlashObjective(loaded.drafter, target.config, "float32", "soft").read(target.params, batch)
