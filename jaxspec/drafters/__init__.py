@@ -110,6 +110,8 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     drafter, params = cls.load(model, source, options)
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
+    if options.topk > 1 and drafter.topk == 1:
+        raise ConfigError(f"--topk {options.topk}: --draft {draft} drafts chains, not trees; eagle and eagle3 do both")
     return LoadedDrafter(draft, drafter, params)
 
 
