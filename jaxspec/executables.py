@@ -29,7 +29,7 @@ class Executables:
     def __init__(self, folder: Path, made_by: Any):
         device = jax.devices()[0]
         told = made_by, jax.__version__, jaxlib.__version__, device.device_kind, device.client.platform_version
-        flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_", "LIBTPU_"))}
+        flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))}
         self._told = *told, sorted(flags.items()), jax.config.jax_default_matmul_precision, _source()
         self._folder = folder
 

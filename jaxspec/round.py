@@ -301,6 +301,7 @@ class Programs:
         store: Executables | None = None,
     ):
         self.shapes = shapes
+        self.found: list[tuple[str, int]] = []  # of the store's, those that were used
         self._store = store
         self.dispatches: Counter = Counter()
         self._params = params, draft_params
@@ -377,6 +378,7 @@ class Programs:
             return None
         program, kernels = kept
         KERNELS.update(kernels)
+        self.found.append((kind, size))
         return program
 
     def _compile(self, kind: str, size: int, state: State) -> Any:

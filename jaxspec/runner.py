@@ -128,7 +128,7 @@ class Runner:
             time.monotonic() - started,
             self.model.name,
             self.draft.name,
-            self.compiles["compiles"] - compiled,
+            self.compiles["compiles"] - compiled + len(self.programs.found),
         )
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
