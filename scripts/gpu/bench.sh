@@ -4,10 +4,11 @@
 #
 #     scripts/gpu/bench.sh OUT [PART...]
 #
-# PART is of: decode prefill ngram kernels serve start smollm2 parity; all by default, in that order. OUT receives a
-# JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and
-# for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder with Qwen3-8B's config.json (weights are
-# made up) and a tokenizer; SMOLLM2 the demo model's GGUF file; SPECBENCH Spec-Bench's question.jsonl.
+# PART is of: decode prefill ngram eagle3 dflash kernels serve start smollm2 parity; all by default, in that order. OUT
+# receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they aren't installed:
+# gguf, and for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder with Qwen3-8B's config.json
+# (weights are made up) and a tokenizer, EAGLE3 and DFLASH folders with its drafters' config.json; SMOLLM2 the demo
+# model's GGUF file; SPECBENCH Spec-Bench's question.jsonl.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 [ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
@@ -26,13 +27,17 @@ bench() {
         { status=1; tail -n 5 "$out/$name.log"; }
 }
 
-for part in "${@:-decode prefill ngram kernels serve start smollm2 parity}"; do
+for part in "${@:-decode prefill ngram eagle3 dflash kernels serve start smollm2 parity}"; do
     for part in $part; do
         case $part in
             decode) bench decode 240 decode --model "$QWEN" --overlap both --back-to-back ;;
             prefill) bench prefill 150 prefill --model "$QWEN" --max-running-requests 128 ;;
             ngram) bench ngram 200 decode --model "$QWEN" --draft ngram --accept-rates 0.75,0.5,0.25 --back-to-back \
                 --skip-warmup ;;
+            eagle3) bench eagle3 240 decode --model "$QWEN" --draft "eagle3:$EAGLE3" --accept-rates 0.75,0.5,0.25 \
+                --back-to-back --skip-warmup ;;
+            dflash) bench dflash 240 decode --model "$QWEN" --draft "dflash:$DFLASH" --back-to-back --skip-warmup \
+                --accept-rates "$(python3 -c 'print(*[0.87] * 15, sep=",")')" ;;
             kernels) bench kernels 120 kernels ;;
             serve) bench serve 240 serve --model "$QWEN" --load-format dummy --concurrency 128 --offline ;;
             start) # the second of two starts finds what the first compiled
