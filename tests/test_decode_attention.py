@@ -191,7 +191,8 @@ def test_an_unsupported_call_is_refused():
 
 @pytest.mark.parametrize("tiles,h,division", [
     (8, 128, (8, 2)),
-    (64, 128, (2, 2)),
+    (16, 128, (8, 1)),
+    (64, 128, (2, 1)),
     (256, 128, (1, 1)),
     (8, 256, (8, 1)),
 ])  # fmt: skip

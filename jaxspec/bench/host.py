@@ -157,12 +157,12 @@ class EmptyPrograms(Programs):
         jit = partial(jax.jit, donate_argnums=2, keep_unused=True)
         prefill = jit(lambda params, draft_params, state, packed: (state, None))
         self._jits = {
+            "admit": jax.jit(_empty_admit, donate_argnums=0, keep_unused=True),
             "prefill": prefill,
             "score": prefill,  # of the ladder, so compiled; no request here wants its prompt scored
             **{f"first_{mode}": jit(partial(_empty_round, 1)) for mode in MODES},
             **{f"round_{mode}": jit(partial(_empty_round, runner.width)) for mode in MODES},
         }
-        self._admit = jax.jit(_empty_admit, donate_argnums=0, keep_unused=True)
 
 
 def _empty_admit(state: State, packed: jax.Array) -> State:
