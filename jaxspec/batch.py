@@ -174,4 +174,3 @@ class Shapes:
     firsts: tuple[int, ...]  # requests that get their first token at once
     batches: tuple[int, ...]  # requests in a round
     rounds: int = 1  # rounds in a program that runs several; 1: there is none
-    rounds_batches: tuple[int, ...] = ()  # requests in such a program

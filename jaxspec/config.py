@@ -167,8 +167,8 @@ class EngineConfig:
     - `mem_fraction_static`: share of the device's memory for weights, caches and states together.
     - `max_total_tokens`: tokens in the page pool; overrides what `mem_fraction_static` gives.
     - `page_size`: tokens per KV page. `chunked_prefill_size`: most prompt tokens in one program.
-    - `num_continuous_decode_steps`: rounds in one program while no request waits. Tokens are streamed, and requests
-      taken in, that many rounds apart at most; it pays where a round is shorter than its dispatch.
+    - `num_continuous_decode_steps`: rounds in one program while no request can be taken in. Tokens are streamed, and
+      requests taken in, that many rounds apart at most; it pays where a round is shorter than its dispatch.
     - `disable_overlap`: read each round's result before the next is dispatched.
     - `load_format`: `auto`, or `dummy` for random weights made from the config alone.
     - `revision`: branch, tag or commit of a hub id. `seed`: of dummy weights and of requests that give none.

@@ -105,7 +105,6 @@ class Engine:
             prefix_cache=not self.config.disable_prefix_cache,
             reach=self.runner.draft.drafter.reach,
             rounds=shapes.rounds,
-            rounds_rows=max(shapes.rounds_batches, default=0),
         )
         self.requests: dict[str, Request] = {}
         self.totals: Counter = Counter()
@@ -250,38 +249,45 @@ class Engine:
             self._decode_log.write(self)
 
     def _read_first(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
-        for choice, row, logprobs in self._live(flight, result, 1):
-            deltas.append(self._take(choice, row, logprobs))
+        for choice, rows, logprobs in self._live(flight, result[None], 1):
+            deltas.append(self._take(choice, rows, logprobs))
 
     def _read_rounds(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
-        for each in result.reshape(-1, *result.shape[-2:]):
-            live = self._live(flight, each, self.runner.yields)
-            for choice, row, logprobs in live:
+        rounds = result.reshape(-1, *result.shape[-2:])
+        live = Counter()  # by round of the program, requests that hadn't ended before it
+        for choice, rows, logprobs in self._live(flight, rounds, self.runner.yields):
+            ended = next((i for i, row in enumerate(rows) if row[DONE]), len(rows) - 1)
+            rows = rows[: ended + 1]  # the program's later rounds ran for nobody
+            for i, row in enumerate(rows):
                 self._count(choice.metrics, row[ACCEPTED], row[DRAFTED])
-                deltas.append(self._take(choice, row, logprobs))
-            self.totals["rounds"] += 1
-            self._decode_log.count(len(live), flight.started)
+                live[i] += 1
+            deltas.append(self._take(choice, rows, logprobs, len(rounds)))
+        self.totals["rounds"] += len(rounds)
+        for i in range(len(rounds)):
+            self._decode_log.count(live[i], flight.started)
 
-    def _live(self, flight: Flight, result: np.ndarray, width: int) -> list[tuple[Choice, list[int], Any]]:
-        """The rows of a round that are still somebody's: whose, the row, and its packed logprobs."""
+    def _live(self, flight: Flight, rounds: np.ndarray, width: int) -> list[tuple[Choice, list[list[int]], Any]]:
+        """The requests of a program that are still somebody's: whose, its row of each round, its packed logprobs."""
         logprobs = [None] * len(flight.rows)
         if flight.mode == LOGPROBS:
-            logprobs = result[:, TOKENS + width :].reshape(len(result), width, LOGPROB_WIDTH)
-        rows = result[: len(flight.rows), : TOKENS + width].tolist()
+            logprobs = rounds[..., TOKENS + width :].reshape(*rounds.shape[:2], width, LOGPROB_WIDTH).swapaxes(0, 1)
+        requests = rounds[:, : len(flight.rows), : TOKENS + width].swapaxes(0, 1).tolist()
         return [
-            (seq.owner, row, logprobs[i])
-            for i, ((seq, epoch), row) in enumerate(zip(flight.rows, rows, strict=True))
-            if seq.epoch == epoch  # otherwise it finished, or was preempted, after this round was dispatched
+            (seq.owner, rows, logprobs[i])
+            for i, ((seq, epoch), rows) in enumerate(zip(flight.rows, requests, strict=True))
+            if seq.epoch == epoch  # otherwise it finished, or was preempted, after this program was dispatched
         ]
 
-    def _take(self, choice: Choice, row: list[int], logprobs: np.ndarray | None) -> Delta:
-        """Give a request the tokens of its row."""
-        tokens = row[TOKENS : TOKENS + row[EMITTED]]
-        self.scheduler.append(choice.seq, tokens)
+    def _take(self, choice: Choice, rows: list[list[int]], logprobs: np.ndarray | None, rounds: int = 1) -> Delta:
+        """Give a request the tokens of its rows, those of `rounds` rounds in flight."""
+        tokens = [token for row in rows for token in row[TOKENS : TOKENS + row[EMITTED]]]
+        self.scheduler.append(choice.seq, tokens, rounds)
         choice.seq.score = False
-        wanted = choice.request.params.logprobs
-        entries = None if wanted is None else _logprobs(logprobs[: len(tokens)], tokens, wanted)
-        return self._advance(choice, tokens, entries, bool(row[DONE]))
+        entries, wanted = None, choice.request.params.logprobs
+        if wanted is not None:
+            packed = np.concatenate([each[: row[EMITTED]] for each, row in zip(logprobs, rows, strict=False)])
+            entries = _logprobs(packed, tokens, wanted)
+        return self._advance(choice, tokens, entries, bool(rows[-1][DONE]))
 
     def _count(self, metrics: RequestMetrics, accepted: int, drafted: int) -> None:
         metrics.verify_rounds += 1

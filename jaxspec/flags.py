@@ -46,7 +46,7 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
         "disable_prefix_cache": (None, "don't share the KV of common prefixes"),
     },
     "running": {
-        "num_continuous_decode_steps": ("K", "rounds in one program while no request waits; pays for small models"),
+        "num_continuous_decode_steps": ("K", "rounds in one program while none can be taken in; pays for small models"),
         "disable_overlap": (None, "read each round's result before the next is dispatched"),
         "skip_warmup": (None, "compile on first use instead of at start"),
         "decode_log_interval": ("ROUNDS", "rounds between two decode log lines; 0 turns them off"),

@@ -339,9 +339,10 @@ class Programs:
     def warm_up(self, state: State) -> None:
         """Compile every program of the ladder, several at a time."""
         shapes = self.shapes
+        several = [("rounds", shapes.batches)] if shapes.rounds > 1 else []
         wanted = [("admit", packing.admission_size(shapes.capacity)), ("score", shapes.score)]
         wanted += [("prefill", blocks) for blocks in shapes.prefills]
-        for kind, sizes in (("first", shapes.firsts), ("round", shapes.batches), ("rounds", shapes.rounds_batches)):
+        for kind, sizes in (("first", shapes.firsts), ("round", shapes.batches), *several):
             wanted += [(f"{kind}_{mode}", size) for size in sizes for mode in MODES]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             compiling = pool.map(lambda wanted: self._program(*wanted, state), wanted)

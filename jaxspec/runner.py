@@ -29,7 +29,6 @@ from jaxspec.scheduler import Chunk, Sequence
 log = logging.getLogger("jaxspec")
 
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
-ROUNDS_BATCH = 8  # most requests in a program of several rounds: with more, a round is long enough to hide its dispatch
 SMALL_MODEL = 2**30  # bytes of weights below which that is worth it
 
 
@@ -210,11 +209,8 @@ class Runner:
 
     def round(self, slots: list[int], table: np.ndarray, mode: str, rounds: int = 1) -> jax.Array:
         """Dispatch a round for these slots, or `Shapes.rounds` of them; packed output (see `round.decode_round`)."""
-        shapes = self.shapes
-        if rounds == 1:
-            self.state, out = self.programs.round(self.state, self._pack(slots, table, shapes.batches), mode)
-        else:
-            self.state, out = self.programs.rounds(self.state, self._pack(slots, table, shapes.rounds_batches), mode)
+        run = self.programs.round if rounds == 1 else self.programs.rounds
+        self.state, out = run(self.state, self._pack(slots, table, self.shapes.batches), mode)
         out.copy_to_host_async()
         return out
 
@@ -276,5 +272,4 @@ def _shapes(config: EngineConfig, drafter: Drafter) -> Shapes:
         firsts=tuple(sorted({1, min(slots, blocks)})),  # one alone, or as many prompts as a prefill can hold
         batches=batches,
         rounds=rounds,
-        rounds_batches=tuple(size for size in batches if size <= ROUNDS_BATCH) if rounds > 1 else (),
     )

@@ -112,17 +112,17 @@ def probabilities(logits: Float[Array, "b q v"], sampling: Sampling) -> Float[Ar
 def _keep_top(p: Array, weights: Array, target: Array) -> Array:
     """Zero all but the largest values, as few as have `weights` summing to `target`. No sort.
 
-    The threshold is found bit by bit: non-negative floats are ordered as their bit patterns are, so the largest
-    pattern whose tail still reaches the target is built from the top bit down.
+    The threshold is found two bits at a time: non-negative floats are ordered as their bit patterns are, so the largest
+    pattern whose tail still reaches the target is built from the top bits down.
     """
-    bits = jax.lax.bitcast_convert_type(p, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(p, jnp.uint32)
 
     def step(i, threshold):
-        higher = threshold | (1 << (30 - i))
-        tail = jnp.sum(jnp.where(bits >= higher, weights, 0.0), axis=-1, keepdims=True)
-        return jnp.where(tail >= target, higher, threshold)
+        unit = jnp.uint32(1) << (30 - 2 * i).astype(jnp.uint32)
+        tails = [jnp.sum(jnp.where(bits >= threshold + n * unit, weights, 0.0), -1, keepdims=True) for n in (1, 2, 3)]
+        return threshold + unit * sum((tail >= target).astype(jnp.uint32) for tail in tails)
 
-    threshold = jax.lax.fori_loop(0, 31, step, jnp.zeros((*p.shape[:-1], 1), jnp.int32))
+    threshold = jax.lax.fori_loop(0, 16, step, jnp.zeros((*p.shape[:-1], 1), jnp.uint32))
     return jnp.where(bits >= threshold, p, 0.0)
 
 

@@ -102,7 +102,7 @@ class Scheduler:
       sequence, so a chunk costs its tokens rounded up. `score_tokens`: the most in a chunk that is scored.
     - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences that start alike.
     - `reach`: tokens beyond a page that decide what it holds, see `PrefixTree`.
-    - `rounds`: rounds in one program when nobody waits, for up to `rounds_rows` sequences.
+    - `rounds`: rounds in one program when nobody can be taken in.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
     the dummy slot, all 0. It changes in place: copy what a program is to read. `waiting`, `prefilling` and `running`
@@ -124,7 +124,6 @@ class Scheduler:
         prefix_cache: bool = True,
         reach: int = 0,
         rounds: int = 1,
-        rounds_rows: int = 0,
     ):
         sizes = {"num_slots": num_slots, "width": width, "block": block, "score_tokens": score_tokens, "rounds": rounds}
         for name, value in sizes.items():
@@ -143,7 +142,6 @@ class Scheduler:
         self.context_length = context_length
         self.prefix_cache = prefix_cache
         self.rounds = rounds
-        self.rounds_rows = rounds_rows
         self.pool = PagePool(num_pages)
         self.tree = PrefixTree(self.pool, page_size, reach)
         self.pages_per_seq = self._pages_for(context_length + lookahead)
@@ -234,18 +232,21 @@ class Scheduler:
             seq.in_flight += rounds
         return Plan(admit, prefill, first, rows, rounds)
 
-    def append(self, seq: Sequence, tokens: list[int]) -> None:
-        """Read the oldest round in flight of `seq`: these are its next tokens.
+    def append(self, seq: Sequence, tokens: list[int], rounds: int = 1) -> None:
+        """Read the oldest rounds in flight of `seq`, all those of a program: these are its next tokens.
 
-        **Raises:** `ValueError` if none is in flight, as after a preemption or `finish`: then `epoch` has moved on; and
-        for more tokens than the sequence's limit leaves room for.
+        **Raises:** `ValueError` if they aren't in flight, as after a preemption or `finish`: then `epoch` has moved on;
+        and for more tokens than the sequence's limit leaves room for.
         """
-        if not seq.in_flight:
-            raise ValueError(f"no round of {seq} is in flight; results from before its epoch moved on must be ignored")
+        if seq.in_flight < rounds:
+            raise ValueError(
+                f"{rounds} unread rounds of {seq} aren't in flight; results from before its epoch moved on must be "
+                "ignored"
+            )
         if len(seq.tokens) + len(tokens) > seq.limit:
             raise ValueError(f"{len(tokens)} more tokens would take {seq} past its limit, for which check() found room")
         seq.tokens += tokens
-        seq.in_flight -= 1
+        seq.in_flight -= rounds
 
     def finish(self, seq: Sequence) -> None:
         """Done or aborted, in whatever state: its slot and pages are free at once. A second call does nothing."""
@@ -347,9 +348,12 @@ class Scheduler:
         return True
 
     def _lookahead(self, rows: list[Sequence]) -> int:
-        """How many rounds to run in one program: several only if that holds nobody up and there are pages for them."""
+        """How many rounds to run in one program: several only if none can be taken in, and there are pages for them.
+
+        Where requests wait for a slot, one that ends is replaced after the program instead of after the round.
+        """
         rounds = self.rounds
-        if rounds == 1 or len(rows) > self.rounds_rows or self.waiting or self.prefilling:
+        if rounds == 1 or self.prefilling or (self.waiting and self._free_slots):
             return 1
         if all(seq.limit - len(seq.tokens) - seq.in_flight < rounds for seq in rows):
             return 1  # the last few tokens of the last to end: most of the program would run for nobody

@@ -26,7 +26,7 @@ def test_on_a_cpu_few_programs_are_compiled(resolve):
     config, shapes = resolve("cpu")
     assert (config.page_size, config.chunked_prefill_size, config.num_continuous_decode_steps) == (16, 256, 1)
     assert (shapes.block, shapes.score, shapes.prefills) == (32, 4, (1, 2, 4, 8))
-    assert (shapes.firsts, shapes.batches, shapes.rounds, shapes.rounds_batches) == ((1, 4), (1, 2, 4), 1, ())
+    assert (shapes.firsts, shapes.batches, shapes.rounds) == ((1, 4), (1, 2, 4), 1)
 
 
 def test_on_a_gpu_little_is_padding(resolve):
@@ -38,9 +38,7 @@ def test_on_a_gpu_little_is_padding(resolve):
 
 def test_small_models_run_several_rounds_in_a_program(resolve, monkeypatch):
     config, shapes = resolve("gpu", max_running_requests=6)
-    assert (config.num_continuous_decode_steps, shapes.rounds, shapes.rounds_batches) == (8, 8, (2, 4, 6))
-    _, shapes = resolve("gpu", max_running_requests=12)
-    assert shapes.rounds_batches == (2, 4, 8)
+    assert (config.num_continuous_decode_steps, shapes.rounds) == (8, 8)
     monkeypatch.setattr(runner, "SMALL_MODEL", 1)
     assert resolve("gpu")[1].rounds == 1
     assert resolve("gpu", num_continuous_decode_steps=3)[1].rounds == 3

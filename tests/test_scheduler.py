@@ -130,7 +130,7 @@ class World:
         assert plan.first == [seq for seq, start, n in plan.prefill if start + n == seq.prompt_len == len(seq.tokens)]
         assert plan.rounds in (1, s.rounds)
         if plan.rounds > 1:
-            assert not s.waiting and not s.prefilling and len(plan.rows) <= s.rounds_rows
+            assert not (s.waiting and s._free_slots) and not s.prefilling
             self.seen["several rounds"] += 1
         admitted = [self.arrival[seq] for seq in self.live() if seq.slot >= 0]
         waiting = [self.arrival[seq] for seq in s.waiting]
@@ -232,10 +232,10 @@ WORLDS = {
     "plain": dict(width=1, num_pages=14),
     "slots": dict(num_slots=2, chunk_tokens=4, block=4, score_tokens=4),
     "wide": dict(width=6, num_pages=22, chunk_tokens=10, block=3, context_length=60),
-    "several rounds": dict(rounds=4, rounds_rows=3, context_length=60),
-    "several, tight": dict(rounds=3, rounds_rows=9, num_pages=19, page_size=3, context_length=48, num_slots=2),
+    "several rounds": dict(rounds=4, context_length=60),
+    "several, tight": dict(rounds=3, num_pages=19, page_size=3, context_length=48, num_slots=2),
     "trees": dict(lookahead=11, num_pages=22),
-    "trees, several rounds": dict(width=2, lookahead=5, rounds=4, rounds_rows=3, page_size=3, num_slots=2),
+    "trees, several rounds": dict(width=2, lookahead=5, rounds=4, page_size=3, num_slots=2),
     "no cache": dict(num_pages=20, context_length=50, prefix_cache=False),
 }
 SEEN = Counter()
@@ -374,7 +374,7 @@ def test_finish_twice_and_in_flight():
     assert not s.table.any()
     s.finish(seq)
     assert (seq.epoch, s.unfinished) == (1, 0)
-    with pytest.raises(ValueError, match=r"no round of .* is in flight"):
+    with pytest.raises(ValueError, match=r"unread rounds of .* aren't in flight"):
         s.append(seq, [1])
     s.audit()
 
@@ -513,15 +513,15 @@ def test_pages_are_for_the_last_rounds_lookahead_and_the_tokens_of_those_before(
 
 
 def test_no_page_is_given_beyond_the_limit():
-    s = make(width=4, rounds=5, rounds_rows=1)
+    s = make(width=4, rounds=5)
     seq = sequence(s, [1] * 2, 7)
     for _ in range(4):
         s.plan()
     assert len(seq.pages) * s.page_size == 16  # limit + width = 13
 
 
-def test_several_rounds_run_when_nobody_waits():
-    s = make(rounds=5, rounds_rows=2, num_slots=3)
+def test_several_rounds_run_when_nobody_can_be_taken_in():
+    s = make(rounds=5, num_slots=3)
     first, second = sequence(s, [1] * 9, 30), sequence(s, [2] * 12, 30)
     plan = s.plan()
     assert (plan.rows, plan.rounds) == ([first], 1)  # the second prompt is unfinished
@@ -531,26 +531,42 @@ def test_several_rounds_run_when_nobody_waits():
     assert (first.in_flight, second.in_flight) == (5, 6)
     for seq in (first, second):
         assert len(seq.pages) * s.page_size >= len(seq.tokens) - 1 + seq.in_flight * s.width
-    third = sequence(s, [3], 9)
-    plan = s.plan()
-    assert (plan.rows, plan.rounds) == ([first, second, third], 1)  # more rows than such a program is for
-    s.finish(third)
     assert s.plan().rounds == 5
     s.audit()
 
 
-def test_one_round_runs_while_somebody_waits():
-    s = make(rounds=5, rounds_rows=4, num_slots=1)
+def test_several_rounds_run_while_those_who_wait_have_no_slot():
+    s = make(rounds=5, num_slots=1)
     sequence(s, [1], 30)
     assert s.plan().rounds == 5
-    waiting = sequence(s, [2], 30)
-    assert s.plan().rounds == 1
-    s.finish(waiting)
+    sequence(s, [2], 30)
     assert s.plan().rounds == 5
+
+
+def test_one_round_runs_while_somebody_waits_for_pages():
+    s = make(rounds=5, num_slots=2, num_pages=10)
+    sequence(s, [1], 12)
+    assert s.plan().rounds == 5
+    waiting = sequence(s, [2] * 15, 18)
+    plan = s.plan()
+    assert (plan.admit, plan.rounds) == ([], 1)
+    s.finish(waiting)
+
+
+def test_the_rounds_of_a_program_are_read_together():
+    s = make(rounds=5)
+    seq = sequence(s, [1], 30)
+    plan = s.plan()
+    s.append(seq, [1])
+    s.append(seq, [1] * 7, plan.rounds)
+    assert (seq.in_flight, len(seq.tokens)) == (0, 9)
+    s.plan()
+    with pytest.raises(ValueError, match=r"6 unread rounds of .* aren't in flight"):
+        s.append(seq, [1], 6)
 
 
 def test_one_round_runs_near_the_end_of_the_last():
-    s = make(rounds=5, rounds_rows=4)
+    s = make(rounds=5)
     sequence(s, [1], 3)
     long = sequence(s, [1], 12)
     plan = s.plan()
@@ -565,7 +581,7 @@ def test_one_round_runs_near_the_end_of_the_last():
 
 
 def test_one_round_runs_when_pages_for_more_are_not_free():
-    s = make(rounds=5, rounds_rows=4, num_pages=14, context_length=50)
+    s = make(rounds=5, num_pages=14, context_length=50)
     first, second = sequence(s, [1] * 8, 30), sequence(s, [2] * 8, 30)
     assert s.plan().rounds == 1  # 7 positions and 6 rounds of 3 would be 7 pages for each, and there are 13
     assert (len(first.pages), len(second.pages)) == (4, 4)
