@@ -93,6 +93,7 @@ def _settings(args: argparse.Namespace) -> loop.Settings:
         minutes=args.minutes,
         learning_rate=args.learning_rate,
         warm_up=args.warm_up,
+        optimizer=args.optimizer,
         weight_decay=args.weight_decay,
         clip=args.clip,
         seed=args.seed,

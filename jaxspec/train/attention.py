@@ -51,20 +51,25 @@ def span_attention(
 
 @jax.checkpoint
 def _mix(q: Array, k: Array, v: Array, first: Array, last: Array, own: Pair | None) -> Array:
+    """Heads come first and scores stay as they are multiplied, so that only what is small is ever transposed."""
     b, a, r, n, h = q.shape
     s, m = k.shape[1:3]
-    q = (q.astype(jnp.float32) * h**-0.5).astype(q.dtype).reshape(b, a, r, m, n // m, h)
-    scores = jnp.einsum("barmgh,bsmh->bmgars", q, k, preferred_element_type=jnp.float32)
+    g = n // m
+    q = (q.astype(jnp.float32) * h**-0.5).astype(q.dtype).reshape(b, a, r, m, g, h)
+    q = q.transpose(0, 3, 4, 1, 2, 5).reshape(b, m, g * a * r, h)
+    k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
+    scores = jnp.einsum("bmqh,bmsh->bmqs", q, k, preferred_element_type=jnp.float32).reshape(b, m, g, a, r, s)
     seen = (jnp.arange(s) >= first[..., None]) & (jnp.arange(s) <= last[..., None])
     scores = jnp.where(seen[:, None, None, :, None], scores, _UNSEEN)
     if own is not None:
-        mine = jnp.einsum("barmgh,baomh->bmgaro", q, own[0], preferred_element_type=jnp.float32)
+        grouped = q.reshape(b, m, g, a, r, h)
+        mine = jnp.einsum("bmgarh,baomh->bmgaro", grouped, own[0], preferred_element_type=jnp.float32)
         scores = jnp.concatenate([scores, mine], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bmgars,bsmh->barmgh", weights[..., :s], v)
+    out = jnp.einsum("bmqs,bmsh->bmqh", weights[..., :s].reshape(b, m, g * a * r, s), v).reshape(b, m, g, a, r, h)
     if own is not None:
-        out = out + jnp.einsum("bmgaro,baomh->barmgh", weights[..., s:], own[1])
-    return out.reshape(b, a, r, n, h)
+        out = out + jnp.einsum("bmgaro,baomh->bmgarh", weights[..., s:], own[1])
+    return out.transpose(0, 3, 4, 1, 2, 5).reshape(b, a, r, n, h)
 
 
 def packed_attention(first: Int[Array, "b t"]) -> Attention:

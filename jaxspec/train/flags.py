@@ -74,6 +74,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=_positive, default=16, metavar="ROWS", help="rows of a step, over all GPUs (%(default)s)")
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="at its highest (%(default)s)")
     add("--warm-up", type=int, default=100, metavar="STEPS", help="(%(default)s)")
+    add(
+        "--optimizer", choices=("muon", "adamw"), default="muon", help="Muon for matrices, or AdamW alone (%(default)s)"
+    )
     add("--weight-decay", type=float, default=0.01, metavar="X", help="(%(default)s)")
     add("--clip", type=float, default=1.0, metavar="NORM", help="of the gradient (%(default)s)")
     losses = "; ".join(f"{name}: {text}" for name, text in KINDS.items())

@@ -1,4 +1,4 @@
-"""The training loop: AdamW under a warm-up and a cosine, data-parallel, resumable.
+"""The training loop: Muon or AdamW under a warm-up and a cosine, data-parallel, resumable.
 
 All that a step depends on is the state (params, moments), the step's number, the data and the run's settings; batches,
 anchors and learning rates are functions of the number. So a run that was killed goes on from its last checkpoint to the
@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  
 @dataclass(frozen=True)
 class Settings:
     """**Arguments:** `steps` or `minutes`: the budget, exactly one of them. `save_every`, in seconds. `warm_up`, in
-    steps. `weight_decay` is AdamW's, on matrices alone. `log_every`, in steps."""
+    steps. `optimizer`: adamw, or muon (https://arxiv.org/abs/2502.16982) for matrices within the network.
+    `weight_decay` is on matrices alone. `log_every`, in steps."""
 
     steps: int | None = None
     minutes: float | None = None
     learning_rate: float = 1e-3
     warm_up: int = 100
+    optimizer: str = "muon"
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
@@ -146,12 +149,30 @@ def learning_rate(settings: Settings, step: int, steps: int | None) -> float:
 
 
 def _optimizer(settings: Settings) -> optax.GradientTransformation:
+    """What a step adds to the params, were the learning rate 1."""
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
-    return optax.chain(
-        optax.clip_by_global_norm(settings.clip),
-        optax.scale_by_adam(b1=0.9, b2=0.95),
-        optax.add_decayed_weights(settings.weight_decay, matrices),
-    )
+    clip = optax.clip_by_global_norm(settings.clip)
+    if settings.optimizer == "muon":
+        muon = optax.contrib.muon(
+            1.0,
+            weight_decay=settings.weight_decay,
+            adam_b1=0.9,
+            adam_b2=0.95,
+            consistent_rms=0.2,  # updates as large as AdamW's, so that its learning rates hold
+            muon_weight_dimension_numbers=_inner,
+        )
+        return optax.chain(clip, muon)
+    adam = optax.scale_by_adam(b1=0.9, b2=0.95)
+    return optax.chain(clip, adam, optax.add_decayed_weights(settings.weight_decay, matrices), optax.scale(-1.0))
+
+
+def _inner(params: dict[str, Any]) -> dict[str, Any]:
+    """Which params Muon is for. A head's columns are tokens, each a vector by itself, so it isn't one of them."""
+
+    def of(name: str, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        return optax.contrib.MuonDimensionNumbers() if x.ndim > 1 and name != "head" else None
+
+    return {name: jax.tree.map(partial(of, name), tree) for name, tree in params.items()}
 
 
 def _step_function(objective: Objective, optimizer: optax.GradientTransformation, settings: Settings) -> Callable:
@@ -159,7 +180,7 @@ def _step_function(objective: Objective, optimizer: optax.GradientTransformation
         loss = jax.value_and_grad(objective.loss, has_aux=True)
         (_, report), gradients = loss(state["params"], frozen, target_params, batch, key)
         updates, moments = optimizer.update(gradients, state["moments"], state["params"])
-        params = jax.tree.map(lambda p, u: p - rate * u, state["params"], updates)
+        params = jax.tree.map(lambda p, u: p + rate * u, state["params"], updates)
         return {"params": params, "moments": moments}, report
 
     return jax.jit(step, donate_argnums=0)

@@ -161,10 +161,11 @@ def _answer(llm: LLM, prompts: Sequence[Prompt], indices: Sequence[int], recipe:
                 starts[i] = ids[: longest - 2]  # the beginning of a prompt that is too long is a prompt as well
             elif len(ids) < longest - 2:
                 starts[i] = ids
-        outs = llm.generate(
-            list(starts.values()), [recipe.answering(indices[i], len(ids)) for i, ids in starts.items()]
-        )
-        for (i, ids), out in zip(starts.items(), outs, strict=True):
+        params = {i: recipe.answering(indices[i], len(ids)) for i, ids in starts.items()}
+        order = sorted(starts, key=lambda i: params[i].temperature)  # a round that only takes the argmax is quicker
+        outs = llm.generate([starts[i] for i in order], [params[i] for i in order])
+        for i, out in zip(order, outs, strict=True):
+            ids = starts[i]
             old, spans = texts[i]
             kept = spans if ids[: len(old)] == old else ()  # an answer's text may have other tokens than it was made of
             texts[i] = ids + out.token_ids, (*kept, (len(ids), len(ids) + len(out.token_ids)))
