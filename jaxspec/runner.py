@@ -261,15 +261,16 @@ def _shapes(config: EngineConfig, drafter: Drafter) -> Shapes:
     defaults, width = _defaults(), drafter.num_draft_tokens + 1
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
     blocks = config.chunked_prefill_size // defaults.block
+    few = config.few_programs
     batches = tuple(size for size in ladder(slots) if size * width >= defaults.least_rows or size == slots)
     return Shapes(
         num_slots=slots,
         capacity=config.context_length,
         pages_per_seq=-(-(config.context_length + drafter.lookahead) // config.page_size),
         block=defaults.block,
-        prefills=ladder(blocks, defaults.prefill_steps),
+        prefills=ladder(blocks, 1 if few else defaults.prefill_steps),
         score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
         firsts=tuple(sorted({1, min(slots, blocks)})),  # one alone, or as many prompts as a prefill can hold
-        batches=batches,
+        batches=batches[-1:] if few else batches,
         rounds=rounds,
     )

@@ -36,6 +36,11 @@ def test_on_a_gpu_little_is_padding(resolve):
     assert (shapes.firsts, shapes.batches) == ((1, 32), (2, 4, 8, 16, 32, 64, 128))
 
 
+def test_few_programs_are_for_one_batch_and_doubling_prompts(resolve):
+    _, shapes = resolve("gpu", few_programs=True)
+    assert (shapes.batches, shapes.prefills) == ((128,), (1, 2, 4, 8, 16, 32))
+
+
 def test_small_models_run_several_rounds_in_a_program(resolve, monkeypatch):
     config, shapes = resolve("gpu", max_running_requests=6)
     assert (config.num_continuous_decode_steps, shapes.rounds) == (8, 8)

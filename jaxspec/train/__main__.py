@@ -163,7 +163,8 @@ def _engine(args: argparse.Namespace, draft: str, context: int, **options: Any) 
         context_length=context,
         max_running_requests=concurrency,
         decode_log_interval=0,
-        skip_warmup=True,  # a load like this meets few of the programs
+        skip_warmup=_on_cpu(),  # there, programs take long, and a load like this meets few of them
+        few_programs=True,
         **options,
     )
 

@@ -5,7 +5,7 @@
 #     scripts/gpu/train.sh OUT [PART...]
 #
 # PART is of: data eagle3 dflash evaluate; all by default, in that order. Each can be run again to go on where it was
-# ended, and ends by itself after LIMIT seconds (570) with status 124. SAMPLES (65536) texts are written, and MINUTES (8)
+# ended, and ends by itself after LIMIT seconds (570) with status 124. SAMPLES (131072) texts are written, and MINUTES (12)
 # spent on each drafter. OUT receives texts/data.jsonl, and in eagle3/ and
 # dflash/ the drafter, its checkpoints, metrics.jsonl, run.json, acceptance.json and the charts. SMOLLM2 is the demo
 # model's GGUF file; for evaluate, SPECBENCH is Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. Needed as
@@ -39,11 +39,11 @@ evaluate() {
 for part in "${@:-data eagle3 dflash evaluate}"; do
     for part in $part; do
         case $part in
-            data) run data data --model "$SMOLLM2" --data self --num-samples "${SAMPLES:-65536}" --output "$out/texts" ;;
+            data) run data data --model "$SMOLLM2" --data self --num-samples "${SAMPLES:-131072} --temperature 0,0,0,0.8" --output "$out/texts" ;;
             eagle3) run eagle3 eagle3 --model "$SMOLLM2" --data "$out/texts/data.jsonl" --output "$out/eagle3" \
-                --minutes "${MINUTES:-8}" --learning-rate 2e-3 --mlp-size 2048 --unroll 6 ;;
+                --minutes "${MINUTES:-12}" --learning-rate 2e-3 --batch-size 8 --mlp-size 2048 --unroll 4 ;;
             dflash) run dflash dflash --model "$SMOLLM2" --data "$out/texts/data.jsonl" --output "$out/dflash" \
-                --minutes "${MINUTES:-8}" --learning-rate 2e-3 --num-layers 3 --mlp-size 448 --block-size 8 ;;
+                --minutes "${MINUTES:-12}" --learning-rate 2e-3 --num-layers 3 --mlp-size 448 --block-size 8 ;;
             evaluate)
                 evaluate eagle3-3 "eagle3:$out/eagle3/drafter" --num-draft-tokens 3
                 evaluate eagle3-5 "eagle3:$out/eagle3/drafter" --num-draft-tokens 5

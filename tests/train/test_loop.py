@@ -147,7 +147,8 @@ def test_a_batch_that_devices_cant_share_is_refused(model, texts, tmp_path, monk
 
 
 def test_dflash_learns(model, texts, tmp_path):
-    assert main(arguments("dflash", model, texts, tmp_path, block_size=4, num_layers=1, target_layers="1,3", learning_rate=0.03)) == 0
+    shape = {"block_size": 4, "num_layers": 1, "target_layers": "1,3"}
+    assert main(arguments("dflash", model, texts, tmp_path, learning_rate=0.03, **shape)) == 0
     curve = losses(tmp_path)
     assert min(curve[-3:]) < 0.8 * curve[0]
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
