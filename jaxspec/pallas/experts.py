@@ -1,42 +1,28 @@
 """Gated MLPs of many experts, each over its own tokens: who computes what, in plain jnp or by the kernel.
 
 A (token, expert) pair is a row of work. Rows of one expert stand together, from a multiple of `ALIGN` rows on (what a
-bulk copy can start at), and are cut into items of at most n rows: item i takes rows of `x` through expert i's weights.
-What is done is proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
+bulk copy can start at), and are cut into items of at most n rows, which go through that expert's weights. What is done
+is proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
-Up to `ALIGN` tokens need no grouping: there an item is a pair, and all tokens' rows go through its expert, since a
-matmul of one row costs what one of eight does. The first pair of each expert does it for the others.
+Up to `FEW` tokens need no grouping: there an item is a pair, and all tokens' rows go through its expert, since on
+tensor cores that costs no more than one row does. The first pair of each expert does it for the others.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-ALIGN = 8  # rows
+from jaxspec.pallas import expert_stream
+from jaxspec.pallas.expert_stream import ALIGN, Items
+from jaxspec.pallas.target import chosen, tell
+
+FEW = 16  # tokens; with more, grouping costs less than the rows that nobody asked for
 ITEM_ROWS = (8, 16, 32, 64, 128)
 CHUNK = 256  # pairs that are ranked against one another at once
-
-
-@flax.struct.dataclass
-class Items:
-    """Work items: item i multiplies rows `ALIGN * source[i]` and on, `ALIGN * blocks[i]` of them, by `expert[i]`.
-
-    Results go to rows `ALIGN * target[i]` and on of `capacity` rows. Of the arrays' items the first `count[0]` are
-    real, and of those some may have no blocks, so nothing to do. Reading `rows` rows from an item's first is safe.
-    """
-
-    expert: Int[Array, " i"]
-    source: Int[Array, " i"]
-    target: Int[Array, " i"]
-    blocks: Int[Array, " i"]
-    count: Int[Array, " 1"]
-    rows: int = flax.struct.field(pytree_node=False)
-    capacity: int = flax.struct.field(pytree_node=False)
 
 
 def experts_mlp(
@@ -50,9 +36,21 @@ def experts_mlp(
 
     A token's experts must be distinct. Each expert's result is rounded to x's dtype before it is weighted.
     """
-    rows, items, place = plan(x, ids, len(gate_up))
-    out = reference(rows, gate_up, down, items)
-    return jnp.einsum("tkd,tk->td", out[place].astype(jnp.float32), weights)
+    num_experts, d, f = down.shape
+    rows, items, place = plan(x, ids, num_experts)
+    fits = expert_stream.supported(x.dtype, d, f)
+    if fits is not None:
+        tell("experts", fits)
+    if chosen("experts", fits, expert_stream.BLOCKS):
+        out = expert_stream.stream(rows, gate_up, down, items, busy=expected_experts(*ids.shape, num_experts))
+    else:
+        out = reference(rows, gate_up, down, items)
+    return jnp.sum(out[place].astype(jnp.float32) * weights[..., None], axis=1)
+
+
+def expected_experts(tokens: float, each: int, num_experts: int) -> float:
+    """How many different experts `tokens` tokens choose, if all are equally likely."""
+    return num_experts * (1 - (1 - each / num_experts) ** tokens)
 
 
 def plan(
@@ -60,9 +58,9 @@ def plan(
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
     """Rows to multiply, the items over them, and the row of the result that each pair's is."""
     t, k = ids.shape
-    if t <= ALIGN:
+    if t <= FEW:
         items, place = _by_pair(ids)
-        return jnp.pad(x, ((0, ALIGN - t), (0, 0))), items, place
+        return jnp.pad(x, ((0, items.rows - t), (0, 0))), items, place
     items, place = _by_expert(ids, num_experts, rows_per_item(t * k / num_experts))
     token = jnp.zeros(items.capacity, jnp.int32)
     token = token.at[place.reshape(-1)].set(jnp.repeat(jnp.arange(t), k), unique_indices=True)
@@ -77,18 +75,19 @@ def rows_per_item(mean: float) -> int:
 def _by_pair(ids: Int[Array, "t k"]) -> tuple[Items, Int[Array, "t k"]]:
     """Items of a few tokens: all of them through the expert of each pair that is its expert's first."""
     t, k = ids.shape
-    flat, pair = ids.reshape(-1), jnp.arange(t * k)
+    blocks = -(-t // ALIGN)
+    flat, pair = ids.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
     first = pair if t == 1 else jnp.argmax(flat[None] == flat[:, None], axis=1)
     items = Items(
         expert=flat,
         source=jnp.zeros(t * k, jnp.int32),
-        target=pair.astype(jnp.int32),
-        blocks=(first == pair).astype(jnp.int32),
-        count=jnp.full(1, t * k, jnp.int32),
-        rows=ALIGN,
-        capacity=ALIGN * t * k,
+        target=blocks * pair,
+        blocks=jnp.where(first == pair, blocks, 0),
+        count=None,
+        rows=ALIGN * blocks,
+        capacity=ALIGN * blocks * t * k,
     )
-    return items, ALIGN * first.reshape(t, k) + jnp.arange(t)[:, None]
+    return items, ALIGN * blocks * first.reshape(t, k) + jnp.arange(t)[:, None]
 
 
 def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Items, Int[Array, "t k"]]:
@@ -158,4 +157,5 @@ def reference(
         return jax.lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
 
     out = jnp.zeros((items.capacity, rows.shape[1]), rows.dtype)
-    return jax.lax.fori_loop(0, items.count[0], one, out)
+    count = len(items.expert) if items.count is None else items.count[0]
+    return jax.lax.fori_loop(0, count, one, out)

@@ -1,0 +1,53 @@
+"""The experts' kernel on the device: up and down hand over through counters, which interpret mode can't run."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.pallas import experts
+from jaxspec.pallas.expert_stream import COLUMNS, Tiling, stream
+from jaxspec.pallas.target import KERNELS
+from tests.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.test_moe import random_case
+
+pytestmark = pytest.mark.gpu
+
+
+def draw(model: str, tokens: int, skew: float, seed: int):
+    d, f, e, k = MODELS[model]
+    x, ids, weights = (bfloat16(random_case(tokens, e, k, skew, d=d, f=1, seed=seed))[i] for i in (0, 3, 4))
+    keys = jax.random.split(jax.random.key(seed))
+    gate_up = jax.random.normal(keys[0], (e, 2 * f, d), jnp.bfloat16) * d**-0.5
+    down = jax.random.normal(keys[1], (e, d, f), jnp.bfloat16) * f**-0.5
+    return x, gate_up, down, ids, weights
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 11, 16, 17, 32, 100, 128, 512, 2048])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+def test_kernel_matches_the_reference(model, tokens):
+    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
+    for seed, skew in enumerate((0.0, 0.5)):
+        case = draw(model, tokens, skew, seed)
+        before = KERNELS["experts"]
+        run = jax.jit(lambda *a: experts.experts_mlp(*a))
+        got = run(*case)
+        assert KERNELS["experts"] == before + 1
+        np.testing.assert_array_equal(got, run(*case))
+        rows, items, place = jax.jit(experts.plan, static_argnums=2)(case[0], case[3], len(case[1]))
+        out = jax.jit(experts.reference)(rows, *case[1:3], items)[place].astype(jnp.float32)
+        assert_close(got, jnp.sum(out * case[4][..., None], axis=1))
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("tokens", [4, 40, 300])
+def test_every_tiling_hands_over(tokens, columns):
+    """A narrow model: blocks without work, and hand-overs right away, over and over."""
+    for seed in range(5):
+        x, gate_up, down, ids, _ = bfloat16(random_case(tokens, 16, 2, d=256, f=128, seed=seed))
+        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, 16)
+        sizes = Tiling(items.rows, columns, 64)
+        got = jax.jit(lambda *a, sizes=sizes: stream(*a, sizes=sizes))(rows, gate_up, down, items)
+        assert_close(got[place], jax.jit(experts.reference)(rows, gate_up, down, items)[place])
