@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import jaxspec
+from jaxspec.checkpoint import params
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.checkpoint.load import read_params
+from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.models import moe
 from jaxspec.models.layers import Param
 from jaxspec.pallas import experts
-from tests.tiny import tiny_config
+from jaxspec.train.objective import matmul_weights
+from tests.tiny import tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -131,9 +135,8 @@ def test_item_rows_follow_the_mean():
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_both_layouts_give_the_same_stack(stacked):
-    config, rng = config_of(), np.random.default_rng(0)
-    params = moe.parameters(config, "mlp.")
-    whole = {name: rng.standard_normal(p.shape, np.float32) for name, p in params.items() if p.stacked}
+    declared, rng = moe.parameters(config_of(), "mlp."), np.random.default_rng(0)
+    whole = {name: rng.standard_normal(p.shape, np.float32) for name, p in declared.items() if p.stacked}
     tensors = {"mlp.gate.weight": np.zeros((8, 32), np.float32)}
     if stacked:
         tensors |= {f"mlp.experts.{n}": whole[f"experts_{n[:-5]}"] for n in ("gate_up_proj", "down_proj")}
@@ -142,9 +145,37 @@ def test_both_layouts_give_the_same_stack(stacked):
             gate, up = np.split(whole["experts_gate_up"][e], 2)
             each = {"gate_proj": gate, "up_proj": up, "down_proj": whole["experts_down"][e]}
             tensors |= {f"mlp.experts.{e}.{name}.weight": matrix for name, matrix in each.items()}
-    layer = read_params(params, Tensors(tensors), "x", "float32", progress=False)
+    layer = read_params(declared, Tensors(tensors), "x", "float32", progress=False)
     for name, expected in whole.items():
         np.testing.assert_array_equal(layer[name], expected)
+
+
+def test_dummy_stacks_are_made_matrix_by_matrix():
+    """Of 61 GB of weights there is no room for random bits and float32 numbers of a whole stack beside them."""
+    declared = moe.parameters(config_of(hidden_size=128, moe_intermediate_size=64, num_experts=32), "")
+    layer = dummy(declared, "bfloat16", seed=0)
+    for name, param in declared.items():
+        assert layer[name].shape == param.shape and layer[name].dtype == jnp.bfloat16
+    gate_up = np.asarray(layer["experts_gate_up"], np.float32)
+    assert gate_up.std() == pytest.approx(128**-0.5, rel=0.05)
+    assert abs(np.corrcoef(gate_up[0].ravel(), gate_up[31].ravel())[0, 1]) < 0.05
+    stack = params._normal_stack.lower(jax.random.key(0), gate_up.shape, 1.0, "bfloat16").compile()
+    assert stack.memory_analysis().temp_size_in_bytes < 0.5 * gate_up.size * 2
+
+
+def test_eagle3_reads_a_targets_layers_with_experts():
+    folder = tiny_checkpoint("qwen3_moe", 96, num_hidden_layers=8, mlp_only_layers=(3,))
+    target = jaxspec.load_model(str(folder), dtype="float32", progress=False)
+    source = str(GOLDEN / "eagle" / "specforge-eagle3")
+    drafter = jaxspec.load_drafter(source, target, jaxspec.EngineConfig(draft=source))
+    drafts = jaxspec.propose(target, drafter, [5, 6, 7], 3)
+    assert drafts.count == 3 and drafts.next_token == int(jnp.argmax(jaxspec.logits(target, [[5, 6, 7]])[0, -1]))
+
+
+def test_training_counts_the_weights_that_are_chosen():
+    config = config_of(num_hidden_layers=3, mlp_only_layers=[0], shared_expert_intermediate_size=8)
+    attention = 32 * 8 * 16 + 4 * 16 * 32
+    assert matmul_weights(config) == 3 * attention + 3 * 32 * (64 + 2 * (2 * 24 + 8))
 
 
 def test_a_stack_says_what_it_is_made_of():

@@ -45,6 +45,11 @@ def experts_mlp(
         out = expert_stream.stream(rows, gate_up, down, items, busy=expected_experts(*ids.shape, num_experts))
     else:
         out = reference(rows, gate_up, down, items)
+    return combine(out, place, weights)
+
+
+def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
+    """Each token's weighted sum, float32, of the rows that hold its experts' results."""
     return jnp.sum(out[place].astype(jnp.float32) * weights[..., None], axis=1)
 
 
