@@ -92,6 +92,24 @@ def test_router_probabilities_are_float32_whatever_the_dtype(norm):
     np.testing.assert_allclose(weights, expected / expected.sum(-1, keepdims=True) if norm else expected, rtol=1e-5)
 
 
+def test_equal_probabilities_choose_the_first_experts():
+    ids, weights = moe.route(jnp.zeros((32, 8)), config_of(num_experts_per_tok=3), jnp.ones((2, 32)))
+    assert ids.tolist() == [[0, 1, 2]] * 2
+    np.testing.assert_allclose(weights, 1 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("t", [5, 40])
+def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
+    config, router = config_of(), jax.random.normal(jax.random.key(0), (32, 8))
+    _, gate_up, down, *_ = random_case(1, 8, 2)
+    layer = {"router": router, "experts_gate_up": gate_up, "experts_down": down}
+    rows = jax.random.normal(jax.random.key(1), (t, 32))
+    run = jax.jit(lambda x: moe.moe(layer, config, x[None])[0])
+    broken = run(rows.at[3].set(jnp.nan))
+    assert jnp.isnan(broken[3]).all()
+    np.testing.assert_allclose(jnp.delete(broken, 3, axis=0), jnp.delete(run(rows), 3, axis=0), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("t,e,k,skew", [
     (1, 8, 2, 0), (8, 8, 3, 0), (8, 16, 2, 5), (9, 8, 2, 0), (40, 16, 4, 0), (60, 8, 2, 5), (300, 8, 4, 0),
 ])  # fmt: skip

@@ -82,7 +82,7 @@ def _by_pair(ids: Int[Array, "t k"]) -> tuple[Items, Int[Array, "t k"]]:
     t, k = ids.shape
     blocks = -(-t // ALIGN)
     flat, pair = ids.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
-    first = pair if t == 1 else jnp.argmax(flat[None] == flat[:, None], axis=1)
+    first = pair if t == 1 else jnp.min(jnp.where(flat[None] == flat[:, None], pair, t * k), axis=1)
     items = Items(
         expert=flat,
         source=jnp.zeros(t * k, jnp.int32),
