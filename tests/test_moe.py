@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxspec
+from jaxspec.cache import Rows
 from jaxspec.checkpoint import params
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.checkpoint.load import read_params
@@ -46,11 +47,13 @@ def config_of(**overrides) -> ModelConfig:
 
 
 def naive(x, gate_up, down, ids, weights):
-    """One pair at a time, float64."""
+    """One pair at a time, float64; an id of e is none."""
     x, gate_up, down = (np.asarray(a, np.float64) for a in (x, gate_up, down))
     out = np.zeros(x.shape)
     for t, chosen in enumerate(np.asarray(ids)):
         for j, e in enumerate(chosen):
+            if e == len(down):
+                continue
             gate, up = np.split(gate_up[e] @ x[t], 2)
             out[t] += float(weights[t, j]) * (down[e] @ (gate / (1 + np.exp(-gate)) * up))
     return out
@@ -92,6 +95,19 @@ def test_router_probabilities_are_float32_whatever_the_dtype(norm):
     np.testing.assert_allclose(weights, expected / expected.sum(-1, keepdims=True) if norm else expected, rtol=1e-5)
 
 
+def test_padding_reads_no_experts(monkeypatch):
+    """The rows of a program that aren't real are marked all the way down to the items."""
+    seen = []
+    monkeypatch.setattr(moe, "experts_mlp", lambda x, gate_up, down, ids, w: seen.append(ids) or jnp.zeros(x.shape))
+    model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
+    rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))
+    attend = lambda kv, layer, q, k, v: (q, kv)  # noqa: E731
+    with jax.disable_jit():
+        tokens = jnp.zeros((2, 3), jnp.int32)
+        model.family.forward(model.params, model.config, tokens, rows.marked_positions(3), attend)
+    assert (seen[0] == 8).all(axis=1).tolist() == [False, False, True, True, True, True]
+
+
 def test_equal_probabilities_choose_the_first_experts():
     ids, weights = moe.route(jnp.zeros((32, 8)), config_of(num_experts_per_tok=3), jnp.ones((2, 32)))
     assert ids.tolist() == [[0, 1, 2]] * 2
@@ -115,7 +131,12 @@ def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
 ])  # fmt: skip
 def test_experts_match_one_pair_at_a_time(t, e, k, skew):
     case = random_case(t, e, k, skew)
-    np.testing.assert_allclose(jax.jit(experts.experts_mlp)(*case), naive(*case), rtol=0, atol=2e-5)
+    run = jax.jit(experts.experts_mlp)
+    np.testing.assert_allclose(run(*case), naive(*case), rtol=0, atol=2e-5)
+    x, gate_up, down, ids, weights = case
+    ids = jnp.where(jnp.arange(t)[:, None] % 3 == 1, e, ids)  # padding
+    case = x.at[1::3].set(jnp.nan), gate_up, down, ids, weights
+    np.testing.assert_allclose(run(*case), naive(*case), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("skew", [0, 0.3, 5])
@@ -123,6 +144,7 @@ def test_experts_match_one_pair_at_a_time(t, e, k, skew):
 def test_items_hold_each_pair_once(t, e, k, skew):
     """Whatever the routing: a pair's row of the result is its expert's work on its token, and items don't overlap."""
     ids = random_case(t, e, k, skew)[3]
+    ids = ids.at[t // 2 :: 4].set(e) if skew == 0.3 else ids  # padding
     x = jnp.arange(1.0, t + 1)[:, None]
     rows, items, place = jax.tree.map(np.asarray, jax.jit(experts.plan, static_argnums=2)(x, ids, e))
     count, written = len(items.expert) if items.count is None else int(items.count[0]), {}
@@ -135,9 +157,9 @@ def test_items_hold_each_pair_once(t, e, k, skew):
             assert target + r not in written
             written[target + r] = int(items.expert[i]), float(rows[source + r, 0])
     for (token, j), row in np.ndenumerate(place):
-        assert written[int(row)] == (int(ids[token, j]), token + 1)
-    done = {int(e) for e, blocks in zip(items.expert[:count], items.blocks, strict=False) if blocks}
-    assert done == set(np.unique(ids).tolist())
+        assert row == -1 if ids[token, j] == e else written[int(row)] == (int(ids[token, j]), token + 1)
+    done = {int(expert) for expert, blocks in zip(items.expert[:count], items.blocks, strict=False) if blocks}
+    assert done == set(np.unique(ids).tolist()) - {e}
 
 
 def test_many_pairs_are_ranked_chunk_by_chunk():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import Param, expert_stack, linear
@@ -41,10 +41,17 @@ def parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
     return tree
 
 
-def moe(layer: dict[str, Array], config: ModelConfig, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    """The weighted sum of each token's experts, and of the shared expert if there is one."""
+def moe(
+    layer: dict[str, Array], config: ModelConfig, x: Float[Array, "b t d"], real: Bool[Array, "b t"] | None = None
+) -> Float[Array, "b t d"]:
+    """The weighted sum of each token's experts, and of the shared expert if there is one.
+
+    Tokens that aren't `real` (None: all are) choose no expert: their weights would be read for nothing.
+    """
     rows = x.reshape(-1, x.shape[-1])
     ids, weights = route(layer["router"], config, rows)
+    if real is not None:
+        ids = jnp.where(real.reshape(-1, 1), ids, config.num_experts)
     out = experts_mlp(rows, layer["experts_gate_up"], layer["experts_down"], ids, weights)
     if "shared_gate" in layer:
         gate, up = jnp.split(rows @ layer["shared_gate_up"], 2, axis=-1)

@@ -34,7 +34,8 @@ def experts_mlp(
 ) -> Float[Array, "t d"]:
     """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in float32.
 
-    A token's experts must be distinct. Each expert's result is rounded to x's dtype before it is weighted.
+    A token's experts must be distinct; an id of e stands for none. Each expert's result is rounded to x's dtype before
+    it is weighted.
     """
     num_experts, d, f = down.shape
     rows, items, place = plan(x, ids, num_experts)
@@ -49,8 +50,9 @@ def experts_mlp(
 
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
-    """Each token's weighted sum, float32, of the rows that hold its experts' results."""
-    return jnp.sum(out[place].astype(jnp.float32) * weights[..., None], axis=1)
+    """Each token's weighted sum, float32, of the rows that hold its experts' results; row -1 is no expert's."""
+    chosen = jnp.where(place[..., None] >= 0, out[jnp.maximum(place, 0)], 0)  # what nobody wrote may be NaN
+    return jnp.sum(chosen.astype(jnp.float32) * weights[..., None], axis=1)
 
 
 def expected_experts(tokens: float, each: int, num_experts: int) -> float:
@@ -61,14 +63,16 @@ def expected_experts(tokens: float, each: int, num_experts: int) -> float:
 def plan(
     x: Float[Array, "t d"], ids: Int[Array, "t k"], num_experts: int
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
-    """Rows to multiply, the items over them, and the row of the result that each pair's is."""
+    """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert."""
     t, k = ids.shape
     if t <= FEW:
-        items, place = _by_pair(ids)
+        items, place = _by_pair(ids, num_experts)
         return jnp.pad(x, ((0, items.rows - t), (0, 0))), items, place
     items, place = _by_expert(ids, num_experts, rows_per_item(t * k / num_experts))
+    flat, pair = place.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
     token = jnp.zeros(items.capacity, jnp.int32)
-    token = token.at[place.reshape(-1)].set(jnp.repeat(jnp.arange(t), k), unique_indices=True)
+    into = jnp.where(flat < 0, items.capacity + pair, flat)
+    token = token.at[into].set(pair // k, unique_indices=True, mode="drop")
     return x[token], items, place
 
 
@@ -77,22 +81,25 @@ def rows_per_item(mean: float) -> int:
     return next((rows for rows in ITEM_ROWS if rows >= 2.5 * mean), ITEM_ROWS[-1])
 
 
-def _by_pair(ids: Int[Array, "t k"]) -> tuple[Items, Int[Array, "t k"]]:
+def _by_pair(ids: Int[Array, "t k"], num_experts: int) -> tuple[Items, Int[Array, "t k"]]:
     """Items of a few tokens: all of them through the expert of each pair that is its expert's first."""
     t, k = ids.shape
     blocks = -(-t // ALIGN)
     flat, pair = ids.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
     first = pair if t == 1 else jnp.min(jnp.where(flat[None] == flat[:, None], pair, t * k), axis=1)
+    works = (first == pair) & (flat < num_experts)
     items = Items(
         expert=flat,
         source=jnp.zeros(t * k, jnp.int32),
         target=blocks * pair,
-        blocks=jnp.where(first == pair, blocks, 0),
-        count=None,
+        blocks=jnp.where(works, blocks, 0),
+        # padding stands behind what is real, more often than not
+        count=None if t == 1 else jnp.max(jnp.where(works, pair + 1, 0), keepdims=True),
         rows=ALIGN * blocks,
         capacity=ALIGN * blocks * t * k,
     )
-    return items, ALIGN * blocks * first.reshape(t, k) + jnp.arange(t)[:, None]
+    place = ALIGN * blocks * first.reshape(t, k) + jnp.arange(t)[:, None]
+    return items, jnp.where(ids < num_experts, place, -1)
 
 
 def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Items, Int[Array, "t k"]]:
@@ -119,11 +126,12 @@ def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Ite
         rows=rows,
         capacity=capacity,
     )
-    return items, (first_block[flat] * ALIGN + rank).reshape(ids.shape)
+    place = first_block[jnp.minimum(flat, num_experts - 1)] * ALIGN + rank
+    return items, jnp.where(ids < num_experts, place.reshape(ids.shape), -1)
 
 
 def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], Int[Array, " p"]]:
-    """How many pairs each expert has, and how many of a pair's expert come before it.
+    """How many pairs each expert has, and how many of its expert's come before a pair, if it has one.
 
     A counting sort by comparing: on a GPU, a few small fused kernels, where sorting would be many.
     """
