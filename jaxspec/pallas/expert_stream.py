@@ -252,17 +252,14 @@ def _kernel(stages, sizes, all_real, rows_g, *refs, **scratch):
         plgpu.set_max_registers(40, action="decrease")
 
         def begin(i, item, unit, steps):
+            source = outs[0] if i > 0 else rows_g  # what `down` reads is what `up` wrote, where it wrote it
+            place = (source_g if stages[i].name == "up" else target_g)[item]
             if i > 0:
 
                 @pl.when(steps > 0)
                 def _():
                     signals = stages[0].units * warpgroups
                     plgpu.semaphore_wait(done.at[item], signals, decrement=False, memory_scope="gpu")
-
-            # what `down` reads is what `up` wrote
-            source, place = (
-                (rows_g, source_g[item]) if stages[i].name == "up" else (outs[0] if i else rows_g, target_g[item])
-            )
 
             def fetch(inputs, slot):
                 tile = scratch["rows_s"].at[pl.ds(slot * sizes.rows, sizes.rows)]
@@ -295,16 +292,14 @@ def _kernel(stages, sizes, all_real, rows_g, *refs, **scratch):
 
             @pl.when(steps > 0)
             def _():
+                parts = tiles
                 if is_up:
-                    gate, up = tiles
+                    parts = [tiles[0] / (1 + jnp.exp(-tiles[0])) * tiles[1]]
                     if done is not None:
                         tell(untold)  # now that its copies have long been made
-                parts = [gate / (1 + jnp.exp(-gate)) * up] if is_up else tiles
+                store = partial(_store, sizes, warpgroup, scratch["out_s"], target_g[item], blocks_g[item])
                 for half, part in enumerate(parts):
-                    column = pl.ds((unit * len(parts) + half) * columns, columns)
-                    _store(
-                        sizes, warpgroup, part, scratch["out_s"], outs[i].at[:, column], target_g[item], blocks_g[item]
-                    )
+                    store(part, outs[i].at[:, pl.ds((unit * len(parts) + half) * columns, columns)])
 
             return step, jnp.where(steps > 0, item, untold) if is_up else untold
 
@@ -342,7 +337,7 @@ def _multiply(sizes, scratch, warpgroup, steps, step):
     return pl.run_scoped(accumulate, tile, tile), step + steps
 
 
-def _store(sizes, warpgroup, tile, out_s, out, target, blocks):
+def _store(sizes, warpgroup, out_s, target, blocks, tile, out):
     """Send a tile's real rows to memory: all at once, or `ALIGN` at a time where the item ends within the tile."""
     rows, first = min(sizes.rows, TILE_ROWS), warpgroup * TILE_ROWS
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
