@@ -15,10 +15,10 @@ from jaxspec.pallas.expert_stream import BLOCKS, Tiling, stream, supported, tili
 from jaxspec.pallas.target import KERNELS
 from tests.test_moe import naive, random_case
 
-MODELS = {  # model width, expert width, experts, experts of a token
-    "qwen3-30b-a3b": (2048, 768, 128, 8),
-    "qwen3.5-35b-a3b": (2048, 512, 256, 8),
-    "qwen3-next-80b-a3b": (2048, 512, 512, 10),
+MODELS = {  # model width, expert width, experts, experts of a token, shared experts
+    "qwen3-30b-a3b": (2048, 768, 128, 8, 0),
+    "qwen3.5-35b-a3b": (2048, 512, 256, 8, 1),
+    "qwen3-next-80b-a3b": (2048, 512, 512, 10, 1),
 }
 
 
@@ -29,8 +29,8 @@ def few_blocks(monkeypatch):
 
 
 def bfloat16(case):
-    x, gate_up, down, ids, weights = case
-    return *(a.astype(jnp.bfloat16) for a in (x, gate_up, down)), ids, weights
+    (x, stacks), rest = case[:2], case[2:]
+    return *jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, stacks)), *rest
 
 
 def assert_close(got, expected, tolerance: float = 8e-3):
@@ -48,17 +48,17 @@ def assert_close(got, expected, tolerance: float = 8e-3):
 ])  # fmt: skip
 def test_each_matmul_matches_the_reference(few_blocks, t, e, k, skew, columns):
     width = max(64, columns)
-    x, gate_up, down, ids, _ = bfloat16(random_case(t, e, k, skew, d=2 * width, f=width, seed=t))
+    x, stacks, ids, _ = bfloat16(random_case(t, e, k, skew, d=2 * width, f=width, seed=t))
     rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, e)
     sizes = Tiling(items.rows, columns, 64)
-    got = stream(rows, gate_up, down, items, sizes=sizes, fused=False, interpret=plgpu.InterpretGPUParams())
-    expected = jax.jit(experts.reference)(rows, gate_up, down, items)
+    got = stream(rows, stacks, items, sizes=sizes, fused=False, interpret=plgpu.InterpretGPUParams())
+    expected = jax.jit(experts.reference)(rows, stacks, items)
     assert_close(got[place], expected[place])
 
 
 def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch):
-    """Routing, gathering and adding up around the kernel, as a Hopper GPU has it."""
-    case = bfloat16(random_case(20, 8, 2, d=128, f=64))
+    """Gathering and adding up around the kernel, as a Hopper GPU has it, with a shared expert."""
+    case = bfloat16(random_case(20, 8, 3, d=128, f=64, shared=64))
     interpreted = partial(stream, fused=False, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(target, "kernels_here", lambda: None)
     monkeypatch.setattr(expert_stream, "stream", interpreted)
@@ -66,6 +66,7 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
     assert_close(experts.experts_mlp(*case), naive(*case))
     assert KERNELS["experts"] == before + 1
     experts.experts_mlp(*random_case(3, 4, 2))  # float32
+    experts.experts_mlp(*bfloat16(random_case(3, 4, 2, f=64, shared=128)))
     assert KERNELS["experts"] == before + 1
 
 
@@ -73,11 +74,12 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
 @pytest.mark.parametrize("model", MODELS)
 def test_lowers_for_cuda_as_one_kernel(model, tokens, monkeypatch):
     monkeypatch.setattr(target, "kernels_here", lambda: None)
-    d, f, e, k = MODELS[model]
+    d, f, e, k, shared = MODELS[model]
     shape = jax.ShapeDtypeStruct
-    weights = shape((e, 2 * f, d), jnp.bfloat16), shape((e, d, f), jnp.bfloat16)
-    routing = shape((tokens, k), jnp.int32), shape((tokens, k), jnp.float32)
-    lowered = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), *weights, *routing)
+    stack = lambda e: (shape((e, 2 * f, d), jnp.bfloat16), shape((e, d, f), jnp.bfloat16))  # noqa: E731
+    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
+    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
+    lowered = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
     assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
 
 
@@ -85,7 +87,7 @@ def test_lowers_for_cuda_as_one_kernel(model, tokens, monkeypatch):
 @pytest.mark.parametrize("model", MODELS)
 def test_tiles_keep_every_block_busy(model, tokens):
     """Of what the busiest block reads, the average block reads most."""
-    d, f, e, k = MODELS[model]
+    d, f, e, k, _ = MODELS[model]
     items = round(experts.expected_experts(tokens, k, e))
     columns = tiling(8, items, d, f).columns
     share = items * 3 * d * f / 2 / BLOCKS / expert_stream._busiest(items, columns, d, f)
@@ -103,10 +105,12 @@ def test_rings_are_deep_enough(model, rows):
 
 
 def test_what_cannot_run_is_named():
-    assert supported(jnp.bfloat16, 2048, 768) is None
-    assert "float32" in supported(jnp.float32, 2048, 768)
-    assert "96" in supported(jnp.bfloat16, 2048, 96)
-    x, gate_up, down, ids, _ = random_case(2, 4, 2)
+    of = lambda f: random_case(2, 4, 2, d=64, f=f, shared=64)[1]  # noqa: E731
+    assert supported(jnp.bfloat16, of(64)) is None
+    assert "float32" in supported(jnp.float32, of(64))
+    assert "width 96" in supported(jnp.bfloat16, of(96)[:1])
+    assert "widths 128 and 64" in supported(jnp.bfloat16, of(128))
+    x, stacks, ids, _ = random_case(2, 4, 2)
     rows, items, _ = experts.plan(x, ids, 4)
     with pytest.raises(ValueError, match="float32, not bfloat16"):
-        stream(rows, gate_up, down, items)
+        stream(rows, stacks, items)

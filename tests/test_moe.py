@@ -46,27 +46,35 @@ def config_of(**overrides) -> ModelConfig:
     return ModelConfig.from_hf(tiny_config("qwen3_moe", **overrides))
 
 
-def naive(x, gate_up, down, ids, weights):
-    """One pair at a time, float64; an id of e is none."""
-    x, gate_up, down = (np.asarray(a, np.float64) for a in (x, gate_up, down))
-    out = np.zeros(x.shape)
+def naive(x, stacks, ids, weights):
+    """One pair at a time, float64."""
+    x, out = np.asarray(x, np.float64), np.zeros(x.shape)
+    each = [tuple(np.asarray(m, np.float64) for m in pair) for stack in stacks for pair in zip(*stack, strict=True)]
     for t, chosen in enumerate(np.asarray(ids)):
         for j, e in enumerate(chosen):
-            if e == len(down):
+            if e == experts.NOBODY:
                 continue
-            gate, up = np.split(gate_up[e] @ x[t], 2)
-            out[t] += float(weights[t, j]) * (down[e] @ (gate / (1 + np.exp(-gate)) * up))
+            gate_up, down = each[e]
+            gate, up = np.split(gate_up @ x[t], 2)
+            out[t] += float(weights[t, j]) * (down @ (gate / (1 + np.exp(-gate)) * up))
     return out
 
 
-def random_case(t: int, e: int, k: int, skew: float = 0.0, d: int = 32, f: int = 16, seed: int = 0):
-    """Arguments of `experts_mlp`; with `skew`, most tokens like the same experts."""
+def random_case(t: int, e: int, k: int, skew: float = 0.0, d: int = 32, f: int = 16, seed: int = 0, shared: int = 0):
+    """Arguments of `experts_mlp`; with `skew`, most tokens like the same experts.
+
+    `shared` is the width of one expert more, in a stack of its own, that all tokens choose.
+    """
     rng = np.random.default_rng(seed)
     liking = rng.random((t, e)) + skew * (np.arange(e) < k)
     ids = np.argsort(-liking, axis=1)[:, :k].astype(np.int32)
     weights = rng.random((t, k)).astype(np.float32)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5)  # noqa: E731
-    return d**0.5 * draw(t, d), draw(e, 2 * f, d), draw(e, d, f), jnp.asarray(ids), jnp.asarray(weights)
+    x, stacks = d**0.5 * draw(t, d), [(draw(e, 2 * f, d), draw(e, d, f))]
+    if shared:
+        stacks.append((draw(1, 2 * shared, d), draw(1, d, shared)))
+        ids[:, -1] = e
+    return x, stacks, jnp.asarray(ids), jnp.asarray(weights)
 
 
 def test_a_block_with_a_shared_expert_matches_transformers():
@@ -77,7 +85,7 @@ def test_a_block_with_a_shared_expert_matches_transformers():
     )
     layer = read_params(moe.parameters(config, ""), Tensors(golden), "shared", "float32", progress=False)
     np.testing.assert_allclose(moe.moe(layer, config, x), out, rtol=0, atol=2e-5)
-    assert abs(out - moe.moe({k: v for k, v in layer.items() if k != "shared_gate"}, config, x)).max() > 0.1
+    assert abs(out - moe.moe(layer, dataclasses.replace(config, shared_expert_size=0), x)).max() > 0.1
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -98,14 +106,14 @@ def test_router_probabilities_are_float32_whatever_the_dtype(norm):
 def test_padding_reads_no_experts(monkeypatch):
     """The rows of a program that aren't real are marked all the way down to the items."""
     seen = []
-    monkeypatch.setattr(moe, "experts_mlp", lambda x, gate_up, down, ids, w: seen.append(ids) or jnp.zeros(x.shape))
+    monkeypatch.setattr(moe, "experts_mlp", lambda x, stacks, ids, w: seen.append(ids) or jnp.zeros(x.shape))
     model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
     rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))
     attend = lambda kv, layer, q, k, v: (q, kv)  # noqa: E731
     with jax.disable_jit():
         tokens = jnp.zeros((2, 3), jnp.int32)
         model.family.forward(model.params, model.config, tokens, rows.marked_positions(3), attend)
-    assert (seen[0] == 8).all(axis=1).tolist() == [False, False, True, True, True, True]
+    assert (seen[0] == experts.NOBODY).all(axis=1).tolist() == [False, False, True, True, True, True]
 
 
 def test_equal_probabilities_choose_the_first_experts():
@@ -117,7 +125,7 @@ def test_equal_probabilities_choose_the_first_experts():
 @pytest.mark.parametrize("t", [5, 40])
 def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
     config, router = config_of(), jax.random.normal(jax.random.key(0), (32, 8))
-    _, gate_up, down, *_ = random_case(1, 8, 2)
+    ((gate_up, down),) = random_case(1, 8, 2)[1]
     layer = {"router": router, "experts_gate_up": gate_up, "experts_down": down}
     rows = jax.random.normal(jax.random.key(1), (t, 32))
     run = jax.jit(lambda x: moe.moe(layer, config, x[None])[0])
@@ -126,16 +134,17 @@ def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
     np.testing.assert_allclose(jnp.delete(broken, 3, axis=0), jnp.delete(run(rows), 3, axis=0), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("t,e,k,skew", [
-    (1, 8, 2, 0), (8, 8, 3, 0), (8, 16, 2, 5), (9, 8, 2, 0), (40, 16, 4, 0), (60, 8, 2, 5), (300, 8, 4, 0),
+@pytest.mark.parametrize("t,e,k,skew,shared", [
+    (1, 8, 2, 0, 0), (1, 8, 3, 0, 16), (8, 16, 2, 5, 0), (16, 8, 3, 0, 24), (17, 8, 2, 0, 0), (60, 8, 2, 5, 16),
+    (300, 8, 4, 0, 0),
 ])  # fmt: skip
-def test_experts_match_one_pair_at_a_time(t, e, k, skew):
-    case = random_case(t, e, k, skew)
+def test_experts_match_one_pair_at_a_time(t, e, k, skew, shared):
+    case = random_case(t, e, k, skew, shared=shared)
     run = jax.jit(experts.experts_mlp)
     np.testing.assert_allclose(run(*case), naive(*case), rtol=0, atol=2e-5)
-    x, gate_up, down, ids, weights = case
-    ids = jnp.where(jnp.arange(t)[:, None] % 3 == 1, e, ids)  # padding
-    case = x.at[1::3].set(jnp.nan), gate_up, down, ids, weights
+    x, stacks, ids, weights = case
+    ids = jnp.where(jnp.arange(t)[:, None] % 3 == 1, experts.NOBODY, ids)  # padding
+    case = x.at[1::3].set(jnp.nan), stacks, ids, weights
     np.testing.assert_allclose(run(*case), naive(*case), rtol=0, atol=2e-5)
 
 
@@ -143,8 +152,8 @@ def test_experts_match_one_pair_at_a_time(t, e, k, skew):
 @pytest.mark.parametrize("t,e,k", [(1, 8, 3), (5, 4, 2), (8, 20, 6), (9, 20, 6), (30, 40, 1), (64, 8, 2), (70, 5, 5)])
 def test_items_hold_each_pair_once(t, e, k, skew):
     """Whatever the routing: a pair's row of the result is its expert's work on its token, and items don't overlap."""
-    ids = random_case(t, e, k, skew)[3]
-    ids = ids.at[t // 2 :: 4].set(e) if skew == 0.3 else ids  # padding
+    ids = random_case(t, e, k, skew)[2]
+    ids = ids.at[t // 2 :: 4].set(experts.NOBODY) if skew == 0.3 else ids  # padding
     x = jnp.arange(1.0, t + 1)[:, None]
     rows, items, place = jax.tree.map(np.asarray, jax.jit(experts.plan, static_argnums=2)(x, ids, e))
     count, written = len(items.expert) if items.count is None else int(items.count[0]), {}
@@ -157,9 +166,10 @@ def test_items_hold_each_pair_once(t, e, k, skew):
             assert target + r not in written
             written[target + r] = int(items.expert[i]), float(rows[source + r, 0])
     for (token, j), row in np.ndenumerate(place):
-        assert row == -1 if ids[token, j] == e else written[int(row)] == (int(ids[token, j]), token + 1)
+        chosen = int(ids[token, j])
+        assert row == -1 if chosen == experts.NOBODY else written[int(row)] == (chosen, token + 1)
     done = {int(expert) for expert, blocks in zip(items.expert[:count], items.blocks, strict=False) if blocks}
-    assert done == set(np.unique(ids).tolist()) - {e}
+    assert done == set(np.unique(ids).tolist()) - {experts.NOBODY}
 
 
 def test_many_pairs_are_ranked_chunk_by_chunk():

@@ -247,13 +247,13 @@ def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, layers: 
 
 def _mix(layer: int, shared: Any, own: Any) -> jax.Array:
     x, weights, ids = shared
-    return experts.experts_mlp(x, *own[layer], ids[layer], weights)
+    return experts.experts_mlp(x, [own[layer]], ids[layer], weights)
 
 
 def _mix_plain(layer: int, shared: Any, own: Any) -> jax.Array:
     x, weights, ids = shared
     rows, items, place = experts.plan(x, ids[layer], len(own[layer][0]))
-    return experts.combine(experts.reference(rows, *own[layer], items), place, weights)
+    return experts.combine(experts.reference(rows, [own[layer]], items), place, weights)
 
 
 def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:

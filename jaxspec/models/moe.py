@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import Param, expert_stack, linear
-from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.experts import NOBODY, experts_mlp
 
 
 def parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
@@ -35,8 +35,9 @@ def parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
         "experts_down": expert_stack(e, f, prefix + "experts.down_proj", {each + "down_proj.weight": d}),
     }
     if s:
-        tree["shared_gate_up"] = linear(d, {shared + "gate_proj.weight": s, shared + "up_proj.weight": s})
-        tree["shared_down"] = linear(s, {shared + "down_proj.weight": d})
+        halves = {shared + "gate_proj.weight": s, shared + "up_proj.weight": s}
+        tree["shared_gate_up"] = expert_stack(1, d, "", halves)
+        tree["shared_down"] = expert_stack(1, s, "", {shared + "down_proj.weight": d})
         tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1})
     return tree
 
@@ -50,14 +51,15 @@ def moe(
     """
     rows = x.reshape(-1, x.shape[-1])
     ids, weights = route(layer["router"], config, rows)
+    stacks = [(layer["experts_gate_up"], layer["experts_down"])]
+    if config.shared_expert_size:  # one expert more, that every token chooses
+        stacks.append((layer["shared_gate_up"], layer["shared_down"]))
+        ids = jnp.pad(ids, ((0, 0), (0, 1)), constant_values=config.num_experts)
+        gate = jax.nn.sigmoid(_float32(rows, layer["shared_gate"]))
+        weights = jnp.concatenate([weights, gate], axis=1)
     if real is not None:
-        ids = jnp.where(real.reshape(-1, 1), ids, config.num_experts)
-    out = experts_mlp(rows, layer["experts_gate_up"], layer["experts_down"], ids, weights)
-    if "shared_gate" in layer:
-        gate, up = jnp.split(rows @ layer["shared_gate_up"], 2, axis=-1)
-        shared = (jax.nn.silu(gate) * up) @ layer["shared_down"]
-        out += jax.nn.sigmoid(_float32(rows, layer["shared_gate"])) * shared
-    return out.astype(x.dtype).reshape(x.shape)
+        ids = jnp.where(real.reshape(-1, 1), ids, NOBODY)
+    return experts_mlp(rows, stacks, ids, weights).astype(x.dtype).reshape(x.shape)
 
 
 def route(

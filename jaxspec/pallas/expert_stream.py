@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+Stack = tuple[jax.Array, jax.Array]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
 ALIGN = 8  # rows: what bulk copies begin at a multiple of
 TILE_ROWS = 64  # the M of a Hopper warpgroup's matmul
 BLOCKS = 132  # multiprocessors of an H100 or H200: all blocks must be resident, since they wait for one another
@@ -100,10 +101,13 @@ def _busiest(items: int, columns: int, d: int, f: int) -> int:
     return max(up * columns * d + (both - up) * columns * f for up, both in taken)
 
 
-def supported(dtype: Any, d: int, f: int) -> str | None:
-    """Why experts of width `f` in a model of width `d` can't be served, or None if they can."""
+def supported(dtype: Any, stacks: list[Stack]) -> str | None:
+    """Why these experts can't be served, or None if they can."""
     if dtype != jnp.bfloat16:
         return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
+    (d, f), *others = [down.shape[1:] for _, down in stacks]
+    if others and others != [(d, f)] * len(others):
+        return f"experts of widths {f} and {others[0][1]} in one mixture"
     if bad := [width for width in (d, f) if width % 64]:
         return f"width {bad[0]} is not a multiple of 64"
     return None
@@ -111,8 +115,7 @@ def supported(dtype: Any, d: int, f: int) -> str | None:
 
 def stream(
     rows: Float[Array, "r d"],
-    gate_up: Float[Array, "e 2f d"],
-    down: Float[Array, "e d f"],
+    stacks: list[Stack],
     items: Items,
     *,
     busy: float | None = None,
@@ -120,7 +123,7 @@ def stream(
     fused: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "c d"]:
-    """Each item's rows through its expert: `down[e] @ (silu(gate) * up)`, as `experts.reference`, all in bfloat16.
+    """Each item's rows through its expert, `down @ (silu(gate) * up)`, as `experts.reference`; all in bfloat16.
 
     Rows that are no item's are arbitrary, NaN included. `busy` is how many items have work on average, `sizes`
     overrides the tiling that follows from it. `fused=False` makes each of the two matmuls a kernel of its own: what
@@ -128,14 +131,14 @@ def stream(
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
-    d, f = down.shape[1:]
-    if reason := supported(rows.dtype, d, f):
+    if reason := supported(rows.dtype, stacks):
         raise ValueError(f"the expert kernel can't run: {reason}")
-    sizes = sizes or tiling(items.rows, busy or len(items.expert), d, f)
+    sizes = sizes or tiling(items.rows, busy or len(items.expert), *stacks[0][1].shape[1:])
+    gate_ups, downs = zip(*stacks, strict=True)
     if fused:
-        return _launch(("up", "down"), sizes, rows, [gate_up, down], items, interpret)[1]
-    (hidden,) = _launch(("up",), sizes, rows, [gate_up], items, interpret)
-    return _launch(("down",), sizes, hidden, [down], items, interpret)[0]
+        return _launch(("up", "down"), sizes, rows, [gate_ups, downs], items, interpret)[1]
+    (hidden,) = _launch(("up",), sizes, rows, [gate_ups], items, interpret)
+    return _launch(("down",), sizes, hidden, [downs], items, interpret)[0]
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,13 @@ class Stage:
     inputs: int
     units: int
     half: int  # rows of the expert's weights between the two tiles of a unit
+    width: int  # of its result
 
     @classmethod
     def of(cls, name: str, weights: jax.Array, columns: int) -> Stage:
         _, outputs, inputs = weights.shape
-        return cls(name, inputs, outputs // (2 * columns), outputs // 2 if name == "up" else columns)
+        units = outputs // (2 * columns)
+        return cls(name, inputs, units, *((outputs // 2,) * 2 if name == "up" else (columns, outputs)))
 
     def tile(self, unit: Array, half: int, columns: int) -> Array:
         """The first of the expert's weight rows, each an output, that make a unit's first or second tile."""
@@ -159,12 +164,11 @@ class Stage:
 
 @partial(jax.jit, static_argnames=("names", "sizes", "interpret"))
 def _launch(names, sizes, rows, weights, items, interpret):
-    stages = [Stage.of(name, w, sizes.columns) for name, w in zip(names, weights, strict=True)]
-    outputs = [w.shape[1] // 2 if stage.name == "up" else w.shape[1] for stage, w in zip(stages, weights, strict=True)]
+    stages = [Stage.of(name, stack[0], sizes.columns) for name, stack in zip(names, weights, strict=True)]
     tall = TILE_ROWS * sizes.warpgroups
     return plgpu.kernel(
-        partial(_kernel, stages, sizes, items.count is None),
-        out_type=[jax.ShapeDtypeStruct((items.capacity, width), rows.dtype) for width in outputs],
+        partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]], items.count is None),
+        out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
         grid=(BLOCKS,),
         grid_names=("block",),
         num_threads=sizes.warpgroups + 2,
@@ -181,11 +185,13 @@ def _launch(names, sizes, rows, weights, items, interpret):
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(rows, *weights, *jax.tree.leaves(items))
+    )(rows, *jax.tree.leaves(weights), *jax.tree.leaves(items))
 
 
-def _kernel(stages, sizes, all_real, rows_g, *refs, **scratch):
-    weights, (expert_g, source_g, target_g, blocks_g, *outs) = refs[: len(stages)], refs[len(stages) :]
+def _kernel(stages, sizes, stacks, all_real, rows_g, *refs, **scratch):
+    refs = list(refs)
+    weights = [[refs.pop(0) for _ in stacks] for _ in stages]
+    expert_g, source_g, target_g, blocks_g, *outs = refs
     count = expert_g.shape[0] if all_real else outs.pop(0)[0]
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     warpgroups, columns = sizes.warpgroups, sizes.columns
@@ -236,12 +242,21 @@ def _kernel(stages, sizes, all_real, rows_g, *refs, **scratch):
         plgpu.set_max_registers(40, action="decrease")
 
         def begin(i, item, unit, steps):
-            expert, ring, full = weights[i].at[expert_g[item]], scratch["weight_s"], scratch["weight_full"]
+            ring, full, expert = scratch["weight_s"], scratch["weight_full"], expert_g[item]
 
-            def fetch(inputs, slot):
+            def fetch_from(stack, expert, inputs, slot):
                 for half in range(2):
                     tile = pl.ds(stages[i].tile(unit, half, columns), columns)
-                    plgpu.copy_gmem_to_smem(expert.at[tile, inputs], ring.at[slot, half], full.at[slot])
+                    plgpu.copy_gmem_to_smem(stack.at[expert, tile, inputs], ring.at[slot, half], full.at[slot])
+
+            def fetch(inputs, slot):
+                if len(stacks) == 1:
+                    return fetch_from(weights[i][0], expert, inputs, slot)
+                first = 0
+                for stack, size in zip(weights[i], stacks, strict=True):
+                    mine = (expert >= first) & (expert < first + size)
+                    pl.when(mine)(partial(fetch_from, stack, expert - first, inputs, slot))
+                    first += size
 
             return fetch
 

@@ -14,38 +14,36 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import expert_stream
-from jaxspec.pallas.expert_stream import ALIGN, Items
+from jaxspec.pallas.expert_stream import ALIGN, Items, Stack
 from jaxspec.pallas.target import chosen, tell
 
 FEW = 16  # tokens; with more, grouping costs less than the rows that nobody asked for
 ITEM_ROWS = (8, 16, 32, 64, 128)
+NOBODY = 2**30  # the id of an expert that doesn't exist
 CHUNK = 256  # pairs that are ranked against one another at once
 
 
 def experts_mlp(
-    x: Float[Array, "t d"],
-    gate_up: Float[Array, "e 2f d"],
-    down: Float[Array, "e d f"],
-    ids: Int[Array, "t k"],
-    weights: Float[Array, "t k"],
+    x: Float[Array, "t d"], stacks: list[Stack], ids: Int[Array, "t k"], weights: Float[Array, "t k"]
 ) -> Float[Array, "t d"]:
     """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in float32.
 
-    A token's experts must be distinct; an id of e stands for none. Each expert's result is rounded to x's dtype before
-    it is weighted.
+    Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each. A token's must be distinct, or
+    `NOBODY`. Each expert's result is rounded to x's dtype before it is weighted.
     """
-    num_experts, d, f = down.shape
+    num_experts = sum(len(down) for _, down in stacks)
     rows, items, place = plan(x, ids, num_experts)
-    fits = expert_stream.supported(x.dtype, d, f)
+    fits = expert_stream.supported(x.dtype, stacks)
     if fits is not None:
         tell("experts", fits)
     if chosen("experts", fits, expert_stream.BLOCKS):
-        out = expert_stream.stream(rows, gate_up, down, items, busy=expected_experts(*ids.shape, num_experts))
+        out = expert_stream.stream(rows, stacks, items, busy=expected_experts(*ids.shape, num_experts))
     else:
-        out = reference(rows, gate_up, down, items)
+        out = reference(rows, stacks, items)
     return combine(out, place, weights)
 
 
@@ -153,17 +151,26 @@ def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
 
 
 @partial(jax.jit, inline=True)
-def reference(
-    rows: Float[Array, "r d"], gate_up: Float[Array, "e 2f d"], down: Float[Array, "e d f"], items: Items
-) -> Float[Array, "c d"]:
+def reference(rows: Float[Array, "r d"], stacks: list[Stack], items: Items) -> Float[Array, "c d"]:
     """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero."""
     matmul = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
+    def mlp(stack, part, expert):
+        gate_up, down = stack
+        gate, up = jnp.split(matmul("rd,fd->rf", part, gate_up[expert]), 2, axis=1)
+        hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
+        return matmul("rf,df->rd", hidden, down[expert]).astype(rows.dtype)
+
+    first = np.cumsum([0, *(len(down) for _, down in stacks)])
+    branches = [
+        lambda part, expert, stack=stack, begin=begin: mlp(stack, part, expert - begin)
+        for stack, begin in zip(stacks, first[:-1], strict=True)
+    ]
+
     def one(i, out):
         part = jax.lax.dynamic_slice_in_dim(rows, ALIGN * items.source[i], items.rows)
-        gate, up = jnp.split(matmul("rd,fd->rf", part, gate_up[items.expert[i]]), 2, axis=1)
-        hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
-        new = matmul("rf,df->rd", hidden, down[items.expert[i]]).astype(rows.dtype)
+        expert = items.expert[i]
+        new = jax.lax.switch(jnp.sum(expert >= first[1:-1]), branches, part, expert)
         start = ALIGN * items.target[i]
         mine = jnp.arange(items.rows)[:, None] < ALIGN * items.blocks[i]
         new = jnp.where(mine, new, jax.lax.dynamic_slice_in_dim(out, start, items.rows))
