@@ -87,7 +87,8 @@ def tiling(rows: int, items: float, d: int, f: int) -> Tiling:
     if rows >= 32:
         columns = max(fits)
     else:
-        columns = min((c for c in fits if c in WASTE), key=lambda c: WASTE[c] * _busiest(round(items), c, d, f))
+        near = range(round(0.95 * items), round(1.05 * items) + 1)  # how many there are varies, if there are many
+        columns = min((c for c in fits if c in WASTE), key=lambda c: WASTE[c] * sum(_busiest(n, c, d, f) for n in near))
     step = max(64, 4096 // columns)
     while d % step or f % step:
         step //= 2
