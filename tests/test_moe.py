@@ -169,8 +169,9 @@ def test_items_hold_each_pair_once(t, e, k, skew):
     for (token, j), row in np.ndenumerate(place):
         chosen = int(ids[token, j])
         assert row == -1 if chosen == experts.NOBODY else written[int(row)] == (chosen, token + 1)
-    done = {int(expert) for expert, blocks in zip(items.expert[:count], items.blocks, strict=False) if blocks}
-    assert done == set(np.unique(ids).tolist()) - {experts.NOBODY}
+    done = [int(expert) for expert, blocks in zip(items.expert[:count], items.blocks, strict=False) if blocks]
+    assert set(done) == set(np.unique(ids).tolist()) - {experts.NOBODY}
+    assert len(done) == len(set(done)) or t > experts.FEW  # nobody's weights are read twice
 
 
 def test_many_pairs_are_ranked_chunk_by_chunk():
