@@ -49,6 +49,12 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    num_experts: int = 0  # 0: every layer's MLP is dense
+    experts_per_token: int = 0
+    expert_size: int = 0
+    norm_topk_prob: bool = False
+    shared_expert_size: int = 0  # 0: there is none
+    dense_layers: tuple[int, ...] = ()  # of a model with experts, the layers whose MLP is dense all the same
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "bfloat16"  # what the checkpoint was saved in
@@ -81,6 +87,8 @@ class ModelConfig:
                 "every layer attends to the whole context"
             )
         theta, scaling = _rope(hf)
+        experts = _experts(hf, getattr(MODELS[model_type], "NORM_TOPK_PROB", None))
+        only_experts = experts and not experts["dense_layers"]
         eos = hf.get("eos_token_id")
         eos = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
         if bad := [token for token in eos if isinstance(token, bool) or not isinstance(token, int) or token < 0]:
@@ -89,7 +97,7 @@ class ModelConfig:
             model_type=model_type,
             vocab_size=need("vocab_size"),
             hidden_size=need("hidden_size"),
-            mlp_size=need("intermediate_size"),
+            mlp_size=_positive(hf, "intermediate_size", experts["expert_size"] if only_experts else None),
             num_layers=need("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -102,10 +110,38 @@ class ModelConfig:
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
             qk_norm=MODELS[model_type].QK_NORM,
+            **experts,
             eos_token_ids=tuple(eos),
             bos_token_id=hf.get("bos_token_id"),
             dtype=_dtype(hf),
         )
+
+
+def _experts(hf: Mapping[str, Any], norm_topk_prob: bool | None) -> dict[str, Any]:
+    """What `ModelConfig` says of experts. `norm_topk_prob` is the family's default; None: it has no experts.
+
+    Keys as in transformers' Qwen3-MoE and Qwen3-Next: layer i has experts if it isn't in `mlp_only_layers` and i + 1 is
+    a multiple of `decoder_sparse_step`. Version 5 of transformers saves `num_experts` as `num_local_experts`.
+    """
+    if norm_topk_prob is None:
+        return {}
+    key = "num_experts" if "num_experts" in hf else "num_local_experts"
+    experts, chosen = _positive(hf, key), _positive(hf, "num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok ({chosen}) must not exceed {key} ({experts})")
+    layers, sparse_step = _positive(hf, "num_hidden_layers"), _positive(hf, "decoder_sparse_step", 1)
+    named = hf.get("mlp_only_layers") or ()
+    if not isinstance(named, list | tuple) or any(i not in range(layers) for i in named):
+        raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, 0 to {layers - 1}, got {named!r}")
+    shared = hf.get("shared_expert_intermediate_size") or 0
+    return {
+        "num_experts": experts,
+        "experts_per_token": chosen,
+        "expert_size": _positive(hf, "moe_intermediate_size"),
+        "norm_topk_prob": bool(hf.get("norm_topk_prob", norm_topk_prob)),
+        "shared_expert_size": _positive(hf, "shared_expert_intermediate_size") if shared else 0,
+        "dense_layers": tuple(i for i in range(layers) if i in named or (i + 1) % sparse_step),
+    }
 
 
 def _positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -90,7 +90,8 @@ def prefill(
     at = lambda p: history[slots[:, None], jnp.minimum(p, history.shape[1] - 1)]  # noqa: E731
     tokens, next_tokens = at(positions), at(positions + 1)
     family = MODELS[config.model_type]
-    hidden = family.forward(params, config, tokens, positions, rows.attend, state.kv, drafter.feature_layers)
+    marked = rows.marked_positions(block)
+    hidden = family.forward(params, config, tokens, marked, rows.attend, state.kv, drafter.feature_layers)
 
     newest = rows.start + rows.count == state.slots.length[slots]
     known = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=rows.count - newest))
@@ -134,7 +135,7 @@ def decode_round(
     rows = Rows(slots.length - 1, jnp.where(batch.live, proposal.count + 1, 0), batch.table)
     if tree is not None:
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
-    positions = rows.positions(tokens.shape[1])
+    positions = rows.marked_positions(tokens.shape[1])
     family = MODELS[config.model_type]
     hidden = family.forward(params, config, tokens, positions, rows.attend, state.kv, drafter.feature_layers)
     state = state.replace(kv=hidden.cache, draft=draft)

@@ -30,12 +30,7 @@ class TensorInfo:
 
 def expected_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:
     """Checkpoint tensor name -> the shape it must have there."""
-    shapes = {}
-    for param in params:
-        for source, width in zip(param.sources, param.splits, strict=True):
-            shape = (*param.shape[:-1], width)
-            shapes[source] = shape[::-1] if param.transpose else shape
-    return shapes
+    return {name: shape for param in params for name, shape in param.stored().items()}
 
 
 def check(params: Iterable[Param], found: Mapping[str, TensorInfo], where: str) -> None:

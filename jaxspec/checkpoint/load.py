@@ -93,6 +93,7 @@ def read_params(
     **Raises:** `CheckpointError` listing every tensor that is missing, unexpected or of another shape than declared.
     """
     found = {new: info for tensor, info in files.tensors().items() if (new := rename(tensor)) not in skip}
+    declared = jax.tree.map(lambda param: param.as_found(found), declared)
     check(jax.tree.leaves(declared), found, str(files.path))
     return assemble(declared, _with_bar(files.read(), rename, found, name, progress), dtype)
 

@@ -3,8 +3,10 @@
 The q, k, v projections are one matmul, gate and up another: fewer, larger reads of weights. Families that differ in
 details that the config can express (biases, norms of q and k, rope scaling) reuse this forward.
 
-Few rows on a Hopper GPU take the same layers cut elsewhere: all matmuls from one attention to the next are one kernel
-(`pallas.weight_stream`). Columns of gate and up alternate in runs, so that a tile of them holds both.
+Layers of a mixture-of-experts model differ in the MLP alone (`models.moe`), and not all need have one.
+
+Few rows of a dense model on a Hopper GPU take the same layers cut elsewhere: all matmuls from one attention to the next
+are one kernel (`pallas.weight_stream`). Columns of gate and up alternate in runs, so that a tile of them holds both.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
+from jaxspec.models import moe
 from jaxspec.models.layers import Attention, Hidden, Param, bias, linear, rms_norm, rope, rope_frequencies, scale
 from jaxspec.pallas import weight_stream
 from jaxspec.pallas.target import chosen
@@ -30,7 +33,10 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     d, v = config.hidden_size, config.vocab_size
     tree: dict[str, Any] = {
         "embed": Param((v, d), ("model.embed_tokens.weight",), (d,)),
-        "layers": [layer_parameters(config, f"model.layers.{i}.") for i in range(config.num_layers)],
+        "layers": [
+            layer_parameters(config, f"model.layers.{i}.", bool(config.num_experts) and i not in config.dense_layers)
+            for i in range(config.num_layers)
+        ],
         "norm": scale(d, "model.norm.weight"),
     }
     if not config.tie_embeddings:
@@ -38,29 +44,38 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     return tree
 
 
-def layer_parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """One decoder layer, whose tensors are called `prefix...` in the checkpoint."""
-    d, f, h = config.hidden_size, config.mlp_size, config.head_dim
+def layer_parameters(config: ModelConfig, prefix: str, experts: bool = False) -> dict[str, Param]:
+    """One decoder layer, whose tensors are called `prefix...` in the checkpoint. `experts`: of the config, for MLP."""
+    d, h = config.hidden_size, config.head_dim
     n, m = config.num_heads * h, config.num_kv_heads * h
-    attn, mlp = prefix + "self_attn.", prefix + "mlp."
+    attn = prefix + "self_attn."
     layer = {
         "attn_norm": scale(d, prefix + "input_layernorm.weight"),
         "qkv": linear(d, {attn + "q_proj.weight": n, attn + "k_proj.weight": m, attn + "v_proj.weight": m}),
         "out": linear(n, {attn + "o_proj.weight": d}),
         "mlp_norm": scale(d, prefix + "post_attention_layernorm.weight"),
-        "gate_up": linear(d, {mlp + "gate_proj.weight": f, mlp + "up_proj.weight": f}, _run(f)),
-        "down": linear(f, {mlp + "down_proj.weight": d}),
+        **(moe.parameters(config, prefix + "mlp.") if experts else mlp_parameters(config, prefix + "mlp.")),
     }
     if config.attention_bias:
         layer["qkv_bias"] = bias({attn + "q_proj.bias": n, attn + "k_proj.bias": m, attn + "v_proj.bias": m})
         layer["out_bias"] = bias({attn + "o_proj.bias": d})
-    if config.mlp_bias:
-        layer["gate_up_bias"] = bias({mlp + "gate_proj.bias": f, mlp + "up_proj.bias": f}, _run(f))
-        layer["down_bias"] = bias({mlp + "down_proj.bias": d})
     if config.qk_norm:
         layer["q_norm"] = scale(h, attn + "q_norm.weight")
         layer["k_norm"] = scale(h, attn + "k_norm.weight")
     return layer
+
+
+def mlp_parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """A dense MLP, whose tensors are called `prefix...` in the checkpoint."""
+    d, f = config.hidden_size, config.mlp_size
+    tree = {
+        "gate_up": linear(d, {prefix + "gate_proj.weight": f, prefix + "up_proj.weight": f}, _run(f)),
+        "down": linear(f, {prefix + "down_proj.weight": d}),
+    }
+    if config.mlp_bias:
+        tree["gate_up_bias"] = bias({prefix + "gate_proj.bias": f, prefix + "up_proj.bias": f}, _run(f))
+        tree["down_bias"] = bias({prefix + "down_proj.bias": d})
+    return tree
 
 
 def forward(
@@ -72,7 +87,7 @@ def forward(
     cache: Any = None,
     capture: tuple[int, ...] = (),
 ) -> Hidden:
-    """Run the decoder over `tokens` at absolute `positions`.
+    """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
 
     `attention` owns the keys and values: it is given each layer's and decides what the queries see. `capture` names
     decoder layers (0-based) whose output, the un-normed residual stream, is returned in that order.
@@ -92,7 +107,7 @@ def _plain_layers(params, config, x, positions, attention, cache):
     def decoder_layer(layer, i, x, cache):
         qkv = rms_norm(x, layer["attn_norm"], eps) @ layer["qkv"]
         mixed, cache = mix(layer, config, i, qkv, positions, attention, cache)
-        return _finish(layer, config, x, mixed), cache
+        return _finish(layer, config, x, mixed, positions), cache
 
     for i, layer in enumerate(params["layers"]):
         x, cache = decoder_layer(layer, jnp.int32(i), x, cache)
@@ -122,13 +137,15 @@ def _streamed_layers(params, config, x, positions, attention, cache):
         x, qkv = stream(layer, following, x, mixed)
         outputs.append(x)
     mixed, cache = attend(layers[-1], jnp.int32(len(layers) - 1), qkv, cache)
-    x = _finish(layers[-1], config, x, mixed)
+    x = _finish(layers[-1], config, x, mixed, positions)
     return rms_norm(x, params["norm"], eps), [*outputs, x], cache
 
 
 def _streamable(params: dict[str, Any], config: ModelConfig, rows: int) -> str | None:
     if config.attention_bias or config.mlp_bias:
         return "biases"
+    if config.num_experts:
+        return "experts"
     layer = params["layers"][0]
     return weight_stream.supported(rows, layer["qkv"].dtype, *layer["qkv"].shape, *layer["down"].shape)
 
@@ -148,11 +165,12 @@ def mix(layer, config, i, qkv, positions, attention, cache):
     return out.reshape(b, t, n * h), cache
 
 
-def _finish(layer, config, x, mixed):
+def _finish(layer, config, x, mixed, positions):
     """The rest of a layer after its attention: output projection and MLP, each added to the residual stream."""
     mixed = mixed @ layer["out"]
     x = x + (mixed + layer["out_bias"] if config.attention_bias else mixed)
-    return x + mlp(layer, rms_norm(x, layer["mlp_norm"], config.rms_norm_eps))
+    normed = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
+    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else mlp(layer, normed))
 
 
 def mlp(layer: dict[str, Array], x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

@@ -1,0 +1,181 @@
+"""Gated MLPs of many experts, each over its own tokens: who computes what, in plain jnp or by the kernel.
+
+A (token, expert) pair is a row of work. Rows of one expert stand together, from a multiple of `ALIGN` rows on (what a
+bulk copy can start at), and are cut into items of at most n rows, which go through that expert's weights. What is done
+is proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
+
+Up to `FEW` tokens need no grouping: there an item is a pair, and all tokens' rows go through its expert, since on
+tensor cores that costs no more than one row does. The first pair of each expert does it for the others.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import expert_stream
+from jaxspec.pallas.expert_stream import ALIGN, Items, Stack
+from jaxspec.pallas.target import chosen, tell
+
+FEW = 16  # tokens; with more, grouping costs less than the rows that nobody asked for
+ITEM_ROWS = (8, 16, 32, 64, 128)
+NOBODY = 2**30  # the id of an expert that doesn't exist
+CHUNK = 256  # pairs that are ranked against one another at once
+
+
+def experts_mlp(
+    x: Float[Array, "t d"], stacks: list[Stack], ids: Int[Array, "t k"], weights: Float[Array, "t k"]
+) -> Float[Array, "t d"]:
+    """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in float32.
+
+    Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each. A token's must be distinct, or
+    `NOBODY`. Each expert's result is rounded to x's dtype before it is weighted.
+    """
+    num_experts = sum(len(down) for _, down in stacks)
+    rows, items, place = plan(x, ids, num_experts)
+    fits = expert_stream.supported(x.dtype, stacks)
+    if fits is not None:
+        tell("experts", fits)
+    if chosen("experts", fits, expert_stream.BLOCKS):
+        out = expert_stream.stream(rows, stacks, items, busy=expected_experts(*ids.shape, num_experts))
+    else:
+        out = reference(rows, stacks, items)
+    return combine(out, place, weights)
+
+
+def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
+    """Each token's weighted sum, float32, of the rows that hold its experts' results; row -1 is no expert's."""
+    chosen = jnp.where(place[..., None] >= 0, out[jnp.maximum(place, 0)], 0)  # what nobody wrote may be NaN
+    return jnp.sum(chosen.astype(jnp.float32) * weights[..., None], axis=1)
+
+
+def expected_experts(tokens: float, each: int, num_experts: int) -> float:
+    """How many different experts `tokens` tokens choose, if all are equally likely."""
+    return num_experts * (1 - (1 - each / num_experts) ** tokens)
+
+
+def plan(
+    x: Float[Array, "t d"], ids: Int[Array, "t k"], num_experts: int
+) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
+    """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert."""
+    t, k = ids.shape
+    if t <= FEW:
+        items, place = _by_pair(ids, num_experts)
+        return jnp.pad(x, ((0, items.rows - t), (0, 0))), items, place
+    items, place = _by_expert(ids, num_experts, rows_per_item(t * k / num_experts))
+    flat, pair = place.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
+    token = jnp.zeros(items.capacity, jnp.int32)
+    into = jnp.where(flat < 0, items.capacity + pair, flat)
+    token = token.at[into].set(pair // k, unique_indices=True, mode="drop")
+    return x[token], items, place
+
+
+def rows_per_item(mean: float) -> int:
+    """Rows of an item where experts have `mean` rows: few experts need two items, and most fill theirs by half."""
+    return next((rows for rows in ITEM_ROWS if rows >= 2.5 * mean), ITEM_ROWS[-1])
+
+
+def _by_pair(ids: Int[Array, "t k"], num_experts: int) -> tuple[Items, Int[Array, "t k"]]:
+    """Items of a few tokens: all of them through the expert of each pair that is its expert's first."""
+    t, k = ids.shape
+    blocks = -(-t // ALIGN)
+    flat, pair = ids.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
+    first = pair if t == 1 else jnp.min(jnp.where(flat[None] == flat[:, None], pair, t * k), axis=1)
+    works = (first == pair) & (flat < num_experts)
+    items = Items(
+        expert=flat,
+        source=jnp.zeros(t * k, jnp.int32),
+        target=blocks * pair,
+        blocks=jnp.where(works, blocks, 0),
+        # padding stands behind what is real, more often than not
+        count=None if t == 1 else jnp.max(jnp.where(works, pair + 1, 0), keepdims=True),
+        rows=ALIGN * blocks,
+        capacity=ALIGN * blocks * t * k,
+    )
+    place = ALIGN * blocks * first.reshape(t, k) + jnp.arange(t)[:, None]
+    return items, jnp.where(ids < num_experts, place, -1)
+
+
+def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Items, Int[Array, "t k"]]:
+    """Items of many tokens: the pairs of each expert, `rows` at a time."""
+    flat = ids.reshape(-1)
+    pairs, most = flat.size, min(num_experts, flat.size)
+    per_item = rows // ALIGN
+    counts, rank = _ranks(flat, num_experts)
+    blocks = -(-counts // ALIGN)
+    tiles = -(-counts // rows)
+    first_block, first_item = _before(blocks), _before(tiles)
+    item = jnp.arange((pairs + most * (rows - 1)) // rows, dtype=jnp.int32)
+    expert = jnp.sum(item[:, None] >= (first_item + tiles)[None], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, num_experts - 1)
+    done = (item - first_item[expert]) * per_item
+    capacity = -(-(pairs + most * (ALIGN - 1)) // ALIGN) * ALIGN + rows - ALIGN
+    start = jnp.minimum(first_block[expert] + done, (capacity - rows) // ALIGN)
+    items = Items(
+        expert=expert,
+        source=start,
+        target=start,
+        blocks=jnp.clip(blocks[expert] - done, 0, per_item),
+        count=tiles.sum(keepdims=True),
+        rows=rows,
+        capacity=capacity,
+    )
+    place = first_block[jnp.minimum(flat, num_experts - 1)] * ALIGN + rank
+    return items, jnp.where(ids < num_experts, place.reshape(ids.shape), -1)
+
+
+def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], Int[Array, " p"]]:
+    """How many pairs each expert has, and how many of its expert's come before a pair, if it has one.
+
+    A counting sort by comparing: on a GPU, a few small fused kernels, where sorting would be many.
+    """
+    pairs = len(flat)
+    chunk = pairs if pairs <= 4 * CHUNK else CHUNK
+    chunks = jnp.pad(flat, (0, -pairs % chunk), constant_values=num_experts).reshape(-1, chunk)
+    earlier = jnp.tri(chunk, k=-1, dtype=bool)
+    within = jnp.sum((chunks[:, :, None] == chunks[:, None]) & earlier, axis=2, dtype=jnp.int32)
+    counts = jnp.sum(chunks[:, :, None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
+    rank = within + jnp.take_along_axis(_before(counts), jnp.minimum(chunks, num_experts - 1), axis=1)
+    return counts.sum(0), rank.reshape(-1)[:pairs]
+
+
+def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
+    """Sums of all earlier counts, along the first axis. n^2 additions that fuse, where a scan takes several kernels."""
+    earlier = jnp.tri(len(counts), k=-1, dtype=bool)
+    earlier = earlier.reshape(*earlier.shape, *[1] * (counts.ndim - 1))
+    return jnp.sum(jnp.where(earlier, counts[None], 0), axis=1, dtype=jnp.int32)
+
+
+@partial(jax.jit, inline=True)
+def reference(rows: Float[Array, "r d"], stacks: list[Stack], items: Items) -> Float[Array, "c d"]:
+    """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero."""
+    matmul = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def mlp(stack, part, expert):
+        gate_up, down = stack
+        gate, up = jnp.split(matmul("rd,fd->rf", part, gate_up[expert]), 2, axis=1)
+        hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
+        return matmul("rf,df->rd", hidden, down[expert]).astype(rows.dtype)
+
+    first = np.cumsum([0, *(len(down) for _, down in stacks)])
+    branches = [
+        lambda part, expert, stack=stack, begin=begin: mlp(stack, part, expert - begin)
+        for stack, begin in zip(stacks, first[:-1], strict=True)
+    ]
+
+    def one(i, out):
+        part = jax.lax.dynamic_slice_in_dim(rows, ALIGN * items.source[i], items.rows)
+        expert = items.expert[i]
+        new = jax.lax.switch(jnp.sum(expert >= first[1:-1]), branches, part, expert)
+        start = ALIGN * items.target[i]
+        mine = jnp.arange(items.rows)[:, None] < ALIGN * items.blocks[i]
+        new = jnp.where(mine, new, jax.lax.dynamic_slice_in_dim(out, start, items.rows))
+        return jax.lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
+
+    out = jnp.zeros((items.capacity, rows.shape[1]), rows.dtype)
+    count = len(items.expert) if items.count is None else items.count[0]
+    return jax.lax.fori_loop(0, count, one, out)
