@@ -66,6 +66,7 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
     case = bfloat16(random_case(17, 4, 2, d=128, f=64, shared=64))
     interpreted = partial(stream, fused=False, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(target, "UNPROVEN", frozenset())
     monkeypatch.setattr(expert_stream, "stream", interpreted)
     before = KERNELS["experts"]
     assert_close(jax.jit(experts.experts_mlp)(*case), naive(*case))
@@ -79,6 +80,7 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
 @pytest.mark.parametrize("model", MODELS)
 def test_lowers_for_cuda_as_one_kernel(model, tokens, monkeypatch):
     monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(target, "UNPROVEN", frozenset())
     d, f, e, k, shared = MODELS[model]
     shape = jax.ShapeDtypeStruct
     stack = lambda e: (shape((e, 2 * f, d), jnp.bfloat16), shape((e, d, f), jnp.bfloat16))  # noqa: E731
