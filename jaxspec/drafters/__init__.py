@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -42,17 +43,21 @@ ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
 }
 
-# Public drafters known to suit a target: method -> {target's name in lower case: drafter}.
+SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made by scripts/gpu/train.sh
+
+# Drafters known to suit a target, public or shipped: method -> {target's name in lower case: drafter}.
 KNOWN: dict[str, dict[str, str]] = {
     "dflash": {
         "meta-llama/llama-3.1-8b-instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
         "qwen/qwen3-4b": "z-lab/Qwen3-4B-DFlash-b16",
         "qwen/qwen3-8b": "z-lab/Qwen3-8B-DFlash-b16",  # trained with thinking disabled
+        "smollm2-135m-instruct": str(SHIPPED / "smollm2-135m-instruct-dflash"),
     },
     "eagle": {},
     "eagle3": {
         "meta-llama/llama-3.1-8b-instruct": "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B",
         "qwen/qwen3-8b": "AngelSlim/Qwen3-8B_eagle3",
+        "smollm2-135m-instruct": str(SHIPPED / "smollm2-135m-instruct-eagle3"),
     },
     "standalone": {
         "qwen/qwen3-4b": "Qwen/Qwen3-0.6B",

@@ -18,7 +18,8 @@ import jax
 log = logging.getLogger("jaxspec")
 
 KERNELS: Counter = Counter()  # by operation: how many times a program's trace chose its kernel
-UNPROVEN = frozenset({"experts"})  # whose kernels haven't passed their tests on a device yet: plain jax.numpy serves, and says so
+# Operations whose kernels have not passed their tests on a device yet: plain jax.numpy serves, and says so.
+UNPROVEN = frozenset({"experts"})
 _traced: contextvars.ContextVar[Counter | None] = contextvars.ContextVar("traced", default=None)
 
 
