@@ -327,8 +327,7 @@ def folder_for(kind, family="qwen3"):
     return random_eagle3(checkpoint, tuple(ids), (0, 0, 0))
 
 
-@pytest.mark.parametrize("overlap,rounds", [(True, 1), (False, 4)])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind,overlap,rounds", [("eagle", False, 4), ("eagle3", True, 1), ("eagle3", False, 4)])
 def test_greedy_output_equals_plain(kind, overlap, rounds, monkeypatch):
     """As tests/test_lossless.py has it for all drafters: chunked prompts, prefix hits, preemption, stops."""
     lossless.test_greedy_output_equals_plain("qwen3", f"{folder_for(kind)}", overlap, rounds, monkeypatch)
@@ -398,8 +397,7 @@ def check_caches(llm):
         np.testing.assert_allclose(kv[pages].reshape(expected.shape), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("overlap,rounds", [(True, 1), (False, 4)])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind,overlap,rounds", [("eagle", False, 4), ("eagle3", True, 1), ("eagle3", False, 4)])
 def test_caches_are_those_of_a_cold_prefill(kind, overlap, rounds, monkeypatch):
     """Whatever made them: chunks of prompt, rounds with and without rejections, prefix hits, preemption."""
     llm = lossless.engine("qwen3", f"{folder_for(kind)}")

@@ -261,7 +261,7 @@ def show(pytestconfig):
 
 
 def test_a_short_soak_leaves_nothing_behind(show):
-    summary = soak("ngram", count=52, seconds=15)
+    summary = soak("ngram", count=24, seconds=6)
     show(summary)
 
 
