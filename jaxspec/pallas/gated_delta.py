@@ -1,0 +1,241 @@
+"""Gated delta-rule attention (linear attention): one state a slot and layer, verified by replay.
+
+A head's state S [v, k] maps keys to values. A token decays it, corrects what its key yields, and reads it:
+
+    S <- alpha S;  u = beta (v - S k);  S <- S + u k^T;  out = S q
+
+(Gated DeltaNet, https://arxiv.org/abs/2412.06464, eq. 10; Qwen3-Next and Qwen3.5 have it in three of four layers).
+
+Invariant: a slot's state has seen every committed token but those of its last round. Of these it keeps *records* (k,
+u, alpha), and the next round replays as many as were accepted. So a round reads each state once and writes it once,
+however many rows it verifies, and a rejected draft leaves nothing to undo. Slots of requests and of snapshots are the
+same.
+
+Decays below 1e-37 count as 1e-37. Arithmetic is float32; a state in bfloat16 is rounded whenever it is written, which
+happens once a round or a block of a prompt, so that a prompt's cut into programs doesn't show.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+@flax.struct.dataclass
+class DeltaPool:
+    """The states of all layers and slots, and each slot's records of its last round.
+
+    Axes: l layers, r slots, q rows that a round verifies at most, m key heads, n value heads, k and v their widths; key
+    head i serves the value heads i n/m to (i + 1) n/m - 1.
+    """
+
+    state: Float[Array, "l r n v k"]
+    keys: Float[Array, "l r q m k"]
+    updates: Float[Array, "l r q n v"]
+    decay: Float[Array, "l r q n"]
+
+
+def empty(
+    num_layers: int,
+    num_slots: int,
+    rows: int,
+    *,
+    key_heads: int,
+    value_heads: int,
+    key_width: int,
+    value_width: int,
+    dtype,
+    key_dtype,
+) -> DeltaPool:
+    """A pool of zero states in `dtype` (float32 or bfloat16), with records of `rows` rows and keys in `key_dtype`."""
+    slots = (num_layers, num_slots)
+    return DeltaPool(
+        state=jnp.zeros((*slots, value_heads, value_width, key_width), dtype),
+        keys=jnp.zeros((*slots, rows, key_heads, key_width), key_dtype),
+        updates=jnp.zeros((*slots, rows, value_heads, value_width), jnp.float32),
+        decay=jnp.ones((*slots, rows, value_heads), jnp.float32),
+    )
+
+
+def step(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    decay: Float[Array, "b t n"],
+    beta: Float[Array, "b t n"],
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    """Run t new rows of each slot: those of a round, of which some will be accepted.
+
+    The first `replay[r]` records of slot `slots[r]` enter its state, which is written; the new rows go on from there,
+    and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; k is taken in the
+    dtype of the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nobody reads it.
+
+    Returns what the rows read, in v's dtype. **Raises:** `ValueError` for more rows than there are records.
+    """
+    t, rows = q.shape[1], pool.keys.shape[2]
+    if t > rows:
+        raise ValueError(f"a step of {t} rows in a pool with records of {rows}; make the pool with rows={t} or more")
+    heads = _heads(pool)
+    state = pool.state[layer, slots].astype(jnp.float32).reshape(-1, *heads, *pool.state.shape[3:])
+    state = _replayed(pool, layer, slots, replay, state)
+    k = k.astype(pool.keys.dtype)
+    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
+    corrected, mixed, total, _ = _within(q32, k32, _by_head(decay, heads), _by_head(beta, heads))
+    read = _einsum("bmgvk,sbtmk->sbmgtv", state, jnp.stack([k32, q32])) * total[..., None]
+    updates = _einsum("bmgti,bmgiv->bmgtv", corrected, _by_head(v, heads) - read[0])
+    out = read[1] + _einsum("bmgti,bmgiv->bmgtv", mixed, updates)
+    pool = pool.replace(
+        state=pool.state.at[layer, slots].set(state.reshape(-1, *pool.state.shape[2:]).astype(pool.state.dtype)),
+        keys=pool.keys.at[layer, slots, :t].set(k),
+        updates=pool.updates.at[layer, slots, :t].set(_by_token(updates)),
+        decay=pool.decay.at[layer, slots, :t].set(decay.astype(jnp.float32)),
+    )
+    return _by_token(out).astype(v.dtype), pool
+
+
+def chunk(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    count: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    decay: Float[Array, "b t n"],
+    beta: Float[Array, "b t n"],
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    """Run blocks of t prompt tokens, one after the other, of which the first `count[r]` of block r are real.
+
+    Block r starts from the state of slot `source[r]`, or from zero if that is negative, as earlier blocks left it; a
+    later block of the same request names its own slot. It writes slot `slots[r]`, and slot `keep[r]` the same, unless
+    that is out of range. Sources must have no records to replay, and no slot has any afterwards: the next `step` of
+    what was written must be called with `replay` 0. Operands and result are as in `step`, though what rows that aren't
+    real read has no meaning.
+    """
+    # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
+    # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3). What is left to do in
+    # order, S <- S carry + write, is one product a head and block.
+    heads = _heads(pool)
+    real = jnp.arange(q.shape[1]) < count[:, None]
+    decay, beta = jnp.where(real[..., None], decay, 1), jnp.where(real[..., None], beta, 0)
+    k = k.astype(pool.keys.dtype)
+    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
+    corrected, mixed, total, left = _within(q32, k32, _by_head(decay, heads), _by_head(beta, heads))
+    kept = left[..., None] * k32.transpose(0, 2, 1, 3)[:, :, None]  # keys as they enter the state after the block
+    taken = _einsum("bmgti,bmgi,bimk->bmgtk", corrected, total, k32)
+    written = _einsum("bmgti,bmgiv->bmgtv", corrected, _by_head(v, heads))
+    width = pool.state.shape[4]
+    carry = total[..., -1, None, None] * jnp.eye(width) - _einsum("bmgtj,bmgtk->bmgjk", taken, kept)
+    write = _einsum("bmgtv,bmgtk->bmgvk", written, kept)
+    before, states = _in_order(pool.state, layer, slots, source, keep, _flat(carry), _flat(write))
+    before = before.reshape(write.shape)
+
+    updates = written - _einsum("bmgvk,bmgtk->bmgtv", before, taken)
+    out = _einsum("bmgvk,btmk->bmgtv", before, q32) * total[..., None]
+    out = out + _einsum("bmgti,bmgiv->bmgtv", mixed, updates)
+    return _by_token(out).astype(v.dtype), pool.replace(state=states)
+
+
+def _in_order(
+    states: Float[Array, "l r n v k"],
+    layer: Array,
+    slots: Array,
+    source: Array,
+    keep: Array,
+    carry: Float[Array, "b n k k"],
+    write: Float[Array, "b n v k"],
+) -> tuple[Float[Array, "b n v k"], Float[Array, "l r n v k"]]:
+    """Apply the blocks' maps S -> S carry + write; the state before each block, and all states after them."""
+
+    def block(states, one):
+        slot, source, keep, carry, write = one
+        before = jnp.where(source < 0, 0, states[layer, jnp.maximum(source, 0)].astype(jnp.float32))
+        after = (_einsum("nvj,njk->nvk", before, carry) + write).astype(states.dtype)
+        states = states.at[layer, slot].set(after)
+        return states.at[layer, jnp.where(keep < 0, states.shape[1], keep)].set(after, mode="drop"), before
+
+    states, before = jax.lax.scan(block, states, (slots, source, keep, carry, write))
+    return before, states
+
+
+def _replayed(pool: DeltaPool, layer, slots, replay, state: Float[Array, "b m g v k"]) -> Float[Array, "b m g v k"]:
+    """The states of `slots` with the accepted records in them."""
+    accepted = (jnp.arange(pool.keys.shape[2]) < replay[:, None])[..., None]
+    decay = jnp.where(accepted, pool.decay[layer, slots], 1)
+    logs = _logs(_by_head(decay, _heads(pool)))
+    later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
+    updates = _by_head(jnp.where(accepted[..., None], pool.updates[layer, slots], 0), _heads(pool)) * later[..., None]
+    keys = pool.keys[layer, slots].astype(jnp.float32)
+    return state * jnp.exp(logs.sum(-1))[..., None, None] + _einsum("bmgtv,btmk->bmgvk", updates, keys)
+
+
+def _within(
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    decay: Float[Array, "b m g t"],
+    beta: Float[Array, "b m g t"],
+) -> tuple[Array, Array, Array, Array]:
+    """How t rows that follow one another act on one another, whatever the state before them.
+
+    With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and what they read
+    is total S q + mixed U. `total[t]` is what is left at row t of the state before, `left[i]` at the end of row i's
+    update. `corrected` and `mixed` are [b, m, g, t, t], `total` and `left` [b, m, g, t].
+    """
+    logs = jnp.cumsum(_logs(decay), -1)
+    t = logs.shape[-1]
+    spans = jnp.where(jnp.tril(jnp.ones((t, t), bool)), logs[..., :, None] - logs[..., None, :], -jnp.inf)
+    spans = jnp.exp(spans)
+    among_keys = _einsum("btmk,bimk->bmti", k, k)[:, :, None] * spans
+    mixed = _einsum("btmk,bimk->bmti", q, k)[:, :, None] * spans
+    corrected = _unit_lower_inverse(jnp.tril(beta[..., None] * among_keys, -1)) * beta[..., None, :]
+    return corrected, mixed, jnp.exp(logs), spans[..., -1, :]
+
+
+def _unit_lower_inverse(lower: Float[Array, "*b t t"]) -> Float[Array, "*b t t"]:
+    """The inverse of I + `lower`, which is strictly lower triangular, by halves.
+
+    Each level is two products over all its blocks. (The product of I + (-lower)^(2^i) would be as short, but its terms
+    grow like binomials where keys repeat, and float32 has no room for them.)
+    """
+    t = lower.shape[-1]
+    if t == 1:
+        return jnp.ones_like(lower)
+    half = -(-t // 2)
+    lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, 2 * half - t)] * 2)
+    first, second = _unit_lower_inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    corner = -_einsum("...ij,...jk,...kl->...il", second, lower[..., half:, :half], first)
+    return jnp.block([[first, jnp.zeros_like(first)], [corner, second]])[..., :t, :t]
+
+
+def _heads(pool: DeltaPool) -> tuple[int, int]:
+    """Key heads, and value heads of each."""
+    return pool.keys.shape[3], pool.state.shape[2] // pool.keys.shape[3]
+
+
+def _by_head(x: Float[Array, "b t n *w"], heads: tuple[int, int]) -> Float[Array, "b m g t *w"]:
+    return jnp.moveaxis(x.astype(jnp.float32).reshape(*x.shape[:2], *heads, *x.shape[3:]), 1, 3)
+
+
+def _by_token(x: Float[Array, "b m g t v"]) -> Float[Array, "b t n v"]:
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _flat(x: Float[Array, "b m g i j"]) -> Float[Array, "b n i j"]:
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _logs(decay: Array) -> Array:
+    return jnp.log(jnp.maximum(decay, 1e-37))
