@@ -102,7 +102,7 @@ class Engine:
             block=shapes.block,
             score_tokens=shapes.score * shapes.block,
             context_length=self.config.context_length,
-            prefix_cache=not self.config.disable_prefix_cache,
+            prefix_cache=not self.config.disable_prefix_cache and self.model_config.linear is None,
             reach=self.runner.draft.drafter.reach,
             rounds=shapes.rounds,
             rounds_rows=max(shapes.rounds_batches, default=0),

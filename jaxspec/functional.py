@@ -18,7 +18,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.config import ConfigError
 from jaxspec.draft import DraftBatch
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.models.layers import causal_attention
+from jaxspec.mixers import NOTHING, WholeTexts
 from jaxspec.request import RequestError
 
 PAGE = 16
@@ -61,7 +61,7 @@ def _checked(model: Model, tokens: Any) -> np.ndarray:
 def _forward(config, params, tokens, capture=()):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     family = programs.MODELS[config.model_type]
-    return family, family.forward(params, config, tokens, positions, causal_attention, None, capture)
+    return family, family.forward(params, config, tokens, positions, WholeTexts(), None, capture)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -119,7 +119,7 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
 def _propose(model: Model, drafter: LoadedDrafter, state: programs.State, table: np.ndarray, length: int) -> Proposed:
     args = model.params, drafter.params
     fill = partial(programs.prefill, model.config, drafter.drafter, length, False)
-    state, _ = jax.jit(fill)(*args, state, np.array([[0, 0, length, *table]], np.int32))
+    state, _ = jax.jit(fill)(*args, state, np.array([[0, 0, length, NOTHING, NOTHING, *table]], np.int32))
     first = partial(programs.first, model.config, drafter.drafter, programs.GREEDY)
     state, out = jax.jit(first)(*args, state, np.array([[0, *table]], np.int32))
 

@@ -27,6 +27,9 @@ from jaxspec.pages import Node, PagePool, PrefixTree
 from jaxspec.request import RequestError
 
 
+NO_STATE = -1  # as a state slot: none
+
+
 class State(enum.Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -74,6 +77,14 @@ class Chunk(NamedTuple):
     seq: Sequence
     start: int
     count: int
+
+    def blocks(self, size: int) -> list[tuple[int, int, int, int]]:
+        """As blocks of up to `size` tokens: start, count, the state slots to go on from and to keep a snapshot in."""
+        end, source, blocks = self.start + self.count, self.seq.slot if self.start else NO_STATE, []
+        for start in range(self.start, end, size):
+            blocks.append((start, min(size, end - start), source, NO_STATE))
+            source = self.seq.slot
+        return blocks
 
 
 class Plan(NamedTuple):

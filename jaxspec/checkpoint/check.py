@@ -34,7 +34,8 @@ def expected_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:
     for param in params:
         for source, width in zip(param.sources, param.splits, strict=True):
             shape = (*param.shape[:-1], width)
-            shapes[source] = shape[::-1] if param.transpose else shape
+            shape = shape[::-1] if param.transpose else shape
+            shapes[source] = (shape[0], 1, shape[1]) if param.depthwise else shape
     return shapes
 
 

@@ -162,7 +162,7 @@ class Chain(Drafter):
     ) -> tuple[Float[Array, "b t d"], KV]:
         """Attention over what `x` projects to, then the MLP, each added to the residual stream."""
         qkv = x @ layer["qkv"]
-        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv, rows.positions(x.shape[1]), rows.attend, kv)
+        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv, rows.positions(x.shape[1]), rows, kv)
         mixed = mixed @ layer["out"]
         residual = residual + (mixed + layer["out_bias"] if self.config.attention_bias else mixed)
         return residual + llama.mlp(layer, rms_norm(residual, layer["mlp_norm"], self.config.rms_norm_eps)), kv

@@ -1,10 +1,10 @@
 """Target models. `MODELS` maps a config's `model_type` to the module that declares its parameters and its forward.
 
 A family module has `QK_NORM: bool`, `parameters(config) -> pytree of Param` and
-`forward(params, config, tokens, positions, attention, cache, capture) -> Hidden` and
-`unembed(params, hidden) -> logits`.
+`forward(params, config, tokens, positions, mixer, cache, capture) -> Hidden` and
+`unembed(params, hidden) -> logits`; and `HYBRID = True` if some of its layers are linear attention.
 """
 
-from jaxspec.models import llama, qwen3
+from jaxspec.models import llama, qwen3, qwen3_5, qwen3_next
 
-MODELS = {"llama": llama, "qwen3": qwen3}
+MODELS = {"llama": llama, "qwen3": qwen3, "qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5, "qwen3_next": qwen3_next}
