@@ -72,6 +72,12 @@ class ModelConfig:
     rotary_fraction: float = 1.0  # of each head's columns, the first that rotate
     linear: LinearAttention | None = None  # None: every layer attends to all tokens
     mtp_layers: int = 0  # multi-token prediction modules that the checkpoint brings, by its config
+    num_experts: int = 0  # 0: every layer's MLP is dense
+    experts_per_token: int = 0
+    expert_size: int = 0
+    norm_topk_prob: bool = False
+    shared_expert_size: int = 0  # 0: there is none
+    dense_layers: tuple[int, ...] = ()  # of a model with experts, the layers whose MLP is dense all the same
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "bfloat16"  # what the checkpoint was saved in
@@ -127,6 +133,8 @@ class ModelConfig:
             raise ConfigError(
                 f"partial_rotary_factor {fraction:g} of head_dim {head_dim} is {rotary}, not an even number"
             )
+        experts = _experts(hf, getattr(MODELS[model_type], "NORM_TOPK_PROB", None))
+        only_experts = experts and not experts["dense_layers"]
         eos = hf.get("eos_token_id")
         eos = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
         if bad := [token for token in eos if isinstance(token, bool) or not isinstance(token, int) or token < 0]:
@@ -135,7 +143,7 @@ class ModelConfig:
             model_type=model_type,
             vocab_size=need("vocab_size"),
             hidden_size=need("hidden_size"),
-            mlp_size=need("intermediate_size"),
+            mlp_size=_positive(hf, "intermediate_size", experts["expert_size"] if only_experts else None),
             num_layers=need("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -151,6 +159,7 @@ class ModelConfig:
             rotary_fraction=fraction,
             linear=_linear(hf) if hybrid else None,
             mtp_layers=_mtp_layers(hf),
+            **experts,
             eos_token_ids=tuple(eos),
             bos_token_id=hf.get("bos_token_id"),
             dtype=_dtype(hf),
@@ -192,9 +201,7 @@ def _linear(hf: Mapping[str, Any]) -> LinearAttention:
         raise ConfigError("config.json: attn_output_gate false is not supported; attention is gated in these models")
     keys, values = _positive(hf, "linear_num_key_heads"), _positive(hf, "linear_num_value_heads")
     if values % keys:
-        raise ConfigError(
-            f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys}); it is a head's group"
-        )
+        raise ConfigError(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys})")
     return LinearAttention(
         layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
         key_heads=keys,
@@ -209,6 +216,33 @@ def _mtp_layers(hf: Mapping[str, Any]) -> int:
     """Under whichever name the config counts multi-token prediction modules."""
     names = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
     return next((_positive(hf, name) for name in names if hf.get(name)), 0)
+
+
+def _experts(hf: Mapping[str, Any], norm_topk_prob: bool | None) -> dict[str, Any]:
+    """What `ModelConfig` says of experts. `norm_topk_prob` is the family's default; None: it has no experts.
+
+    Keys as in transformers' Qwen3-MoE and Qwen3-Next: layer i has experts if it isn't in `mlp_only_layers` and i + 1 is
+    a multiple of `decoder_sparse_step`. Version 5 of transformers saves `num_experts` as `num_local_experts`.
+    """
+    if norm_topk_prob is None:
+        return {}
+    key = "num_experts" if "num_experts" in hf else "num_local_experts"
+    experts, chosen = _positive(hf, key), _positive(hf, "num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok ({chosen}) must not exceed {key} ({experts})")
+    layers, sparse_step = _positive(hf, "num_hidden_layers"), _positive(hf, "decoder_sparse_step", 1)
+    named = hf.get("mlp_only_layers") or ()
+    if not isinstance(named, list | tuple) or any(i not in range(layers) for i in named):
+        raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, 0 to {layers - 1}, got {named!r}")
+    shared = hf.get("shared_expert_intermediate_size") or 0
+    return {
+        "num_experts": experts,
+        "experts_per_token": chosen,
+        "expert_size": _positive(hf, "moe_intermediate_size"),
+        "norm_topk_prob": bool(hf.get("norm_topk_prob", norm_topk_prob)),
+        "shared_expert_size": _positive(hf, "shared_expert_intermediate_size") if shared else 0,
+        "dense_layers": tuple(i for i in range(layers) if i in named or (i + 1) % sparse_step),
+    }
 
 
 def _positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:

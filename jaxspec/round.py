@@ -54,9 +54,9 @@ COMPILER_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
 class State:
     """All that changes from program to program: request slots, the target's cache, the drafter's own state.
 
-    Of each slot's last round, the first `replay` rows stand, which linear layers have yet to enter into its state: none
-    after a prefill. `hidden` and `features` are the final hidden state and the drafter's features of each slot's last prompt token, from
-    the prefill that computed it until `first` has made a token of it.
+    Of each slot's last round, the first `replay` rows stand, and linear layers have yet to enter them into its state;
+    after a prefill there are none. `hidden` and `features` are the final hidden state and the drafter's features of
+    each slot's last prompt token, from the prefill that computed it until `first` has made a token of it.
     """
 
     slots: Slots

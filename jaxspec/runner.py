@@ -248,8 +248,8 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
         )
     if model.config.linear and draft.drafter.topk > 1:
         raise ConfigError(
-            f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes on from one token to the "
-            "next, so drafts must be a chain. Drop --topk"
+            f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
+            "the next, so drafts must be a chain. Drop --topk"
         )
     chunk = options.chunked_prefill_size or defaults.chunked_prefill_size
     small = _bytes(model.params) < SMALL_MODEL

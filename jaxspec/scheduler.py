@@ -26,7 +26,6 @@ import numpy as np
 from jaxspec.pages import Node, PagePool, PrefixTree
 from jaxspec.request import RequestError
 
-
 NO_STATE = -1  # as a state slot: none
 
 

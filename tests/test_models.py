@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -52,6 +53,19 @@ def test_logits_match_transformers(variant, length):
     logits = jaxspec.logits(model, expected[f"ids_{length}"][None])
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits[0], expected[f"logits_{length}"], **CLOSE)
+
+
+@pytest.mark.parametrize("length", (1, 7, 33, 150))
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "moe" in variant])
+def test_experts_continue_as_in_transformers(variant, length):
+    """48 tokens on, each the argmax after those before it: a wrong choice of expert would show sooner or later."""
+    model, expected = golden(variant)
+    np.testing.assert_allclose(
+        jaxspec.logits(model, expected[f"ids_{length}"][None])[0], expected[f"logits_{length}"], **CLOSE
+    )
+    tokens = np.concatenate([expected[f"ids_{length}"], expected[f"greedy_{length}"]])
+    choices = np.argmax(jaxspec.logits(model, tokens[None])[0], axis=-1)
+    assert choices[length - 1 : -1].tolist() == expected[f"greedy_{length}"].tolist()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -137,11 +151,12 @@ def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     assert len(set(names)) == len(names)
     assert ("lm_head.weight" in names) == (not tied)
     assert ("model.layers.1.self_attn.o_proj.bias" in names) == bias
-    assert ("model.layers.1.mlp.down_proj.bias" in names) == bias
-    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family == "qwen3")
+    assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and "moe" not in family)
+    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family != "llama")
     for param in declared:
         assert len(param.splits) == len(param.sources)
-        assert sum(param.splits) == param.shape[-1]
+        assert sum(param.splits) == (param.shape[0] * param.shape[1] if param.stacked else param.shape[-1])
+        assert sum(map(math.prod, param.stored().values())) == math.prod(param.shape)
 
 
 def test_smollm2_greedy_tokens_match_transformers():

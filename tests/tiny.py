@@ -28,6 +28,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+# what a family's config has beside the keys that all have
+EXTRA = {
+    "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+}
+
 _root = tempfile.TemporaryDirectory(prefix="jaxspec-tiny-")  # removed when the process ends
 
 
@@ -37,7 +43,7 @@ def tiny_config(family: str = "qwen3", vocab: int = 64, eos: int | None = None, 
     `overrides` are keys of the file, for example `num_hidden_layers=1` or `tie_word_embeddings=True`.
     """
     return {
-        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+        "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "vocab_size": vocab,
         "hidden_size": 32,
@@ -53,6 +59,7 @@ def tiny_config(family: str = "qwen3", vocab: int = 64, eos: int | None = None, 
         "tie_word_embeddings": False,
         "eos_token_id": eos,
         "torch_dtype": "float32",
+        **EXTRA.get(family, {}),
         **overrides,
     }
 
@@ -86,12 +93,11 @@ def random_tensors(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     )
     tensors = {}
     for param in declared:
-        for name, width in zip(param.sources, param.splits, strict=True):
-            shape = (width, *param.shape[:-1]) if param.transpose else (*param.shape[:-1], width)
+        for name, shape in param.stored().items():
             noise = rng.standard_normal(shape, dtype=np.float32)
             if param.init != "normal":
                 tensors[name] = (param.init == "ones") + 0.2 * noise
-            elif param.transpose:
+            elif param.transpose or param.stacked:
                 tensors[name] = noise * shape[1] ** -0.5
             else:  # a tied embedding is also the head: small, or every token's likeliest successor is itself
                 tensors[name] = noise * (0.2 if config.tie_embeddings else 1.0)

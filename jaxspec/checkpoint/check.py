@@ -30,13 +30,7 @@ class TensorInfo:
 
 def expected_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:
     """Checkpoint tensor name -> the shape it must have there."""
-    shapes = {}
-    for param in params:
-        for source, width in zip(param.sources, param.splits, strict=True):
-            shape = (*param.shape[:-1], width)
-            shape = shape[::-1] if param.transpose else shape
-            shapes[source] = (shape[0], 1, shape[1]) if param.depthwise else shape
-    return shapes
+    return {name: shape for param in params for name, shape in param.stored().items()}
 
 
 def check(params: Iterable[Param], found: Mapping[str, TensorInfo], where: str) -> None:

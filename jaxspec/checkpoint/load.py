@@ -103,6 +103,7 @@ def read_params(
     """
     renamed = ((rename(tensor), info) for tensor, info in files.tensors().items())
     found = {new: info for new, info in renamed if new is not None and new not in skip}
+    declared = jax.tree.map(lambda param: param.as_found(found), declared)
     check(jax.tree.leaves(declared), found, str(files.path))
     return assemble(declared, _with_bar(files.read(), rename, found, name, progress), dtype)
 

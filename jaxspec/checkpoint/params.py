@@ -41,8 +41,11 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
         del tensor  # or it would stay while the next one is read
         if len(parts[i]) < len(leaves[i].sources):
             continue
+        host = [parts[i].pop(source) for source in leaves[i].sources]
+        if leaves[i].stacked:  # hundreds of matrices are put together here, since a program of so many operands is slow
+            host = [np.concatenate(host).reshape(leaves[i].shape)]
         # A copy, because on a CPU an array may share the host's memory. Waiting for it bounds what the host holds.
-        sources = [jnp.array(parts[i].pop(source)) for source in leaves[i].sources]
+        sources = [jnp.array(host.pop(0)) for _ in range(len(host))]
         filled[i] = jax.block_until_ready(_fuse(sources, leaves[i], leaves[i].dtype or dtype))
         del parts[i]
     if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
@@ -85,6 +88,8 @@ def dummy(declared: Any, dtype: str, seed: int) -> Any:
         if param.init != "normal":
             return jnp.full(param.shape, {"ones": 1, "zeros": 0}[param.init], param.dtype or dtype)
         key = jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        if param.stacked:
+            return _normal_stack(key, param.shape, param.shape[-1] ** -0.5, dtype)
         std = param.shape[0] ** -0.5 if param.transpose else _EMBEDDING_STD
         return _normal(key, param.shape, std, param.dtype or dtype)
 
@@ -94,3 +99,9 @@ def dummy(declared: Any, dtype: str, seed: int) -> Any:
 @partial(jax.jit, static_argnames=("shape", "std", "dtype"))
 def _normal(key: jax.Array, shape: tuple[int, ...], std: float, dtype: str) -> jax.Array:
     return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
+
+
+@partial(jax.jit, static_argnames=("shape", "std", "dtype"))
+def _normal_stack(key: jax.Array, shape: tuple[int, ...], std: float, dtype: str) -> jax.Array:
+    """Matrix by matrix: random bits and float32 numbers of a whole stack would take four times its memory."""
+    return jax.lax.map(lambda k: _normal(k, shape[1:], std, dtype), jax.random.split(key, shape[0]))

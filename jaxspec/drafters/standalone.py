@@ -35,8 +35,8 @@ class Standalone(Drafter):
             )
         if model.config.linear:
             raise ConfigError(
-                f"--draft {source}: {model.config.model_type} has linear attention, whose state can't take a draft back; "
-                "a standalone drafter must have attention only (llama, qwen3)"
+                f"--draft {source}: {model.config.model_type} has linear attention, whose state can't take a draft "
+                "back; a standalone drafter must have full attention only, as llama and qwen3 do"
             )
         return cls(model.config, options.num_draft_tokens or 4), model.params
 

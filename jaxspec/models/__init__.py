@@ -2,9 +2,17 @@
 
 A family module has `QK_NORM: bool`, `parameters(config) -> pytree of Param` and
 `forward(params, config, tokens, positions, mixer, cache, capture) -> Hidden` and
-`unembed(params, hidden) -> logits`; and `HYBRID = True` if some of its layers are linear attention.
+`unembed(params, hidden) -> logits`. One with linear attention in some of its layers has `HYBRID = True` too, one with
+experts `NORM_TOPK_PROB: bool`, for configs that don't say.
 """
 
-from jaxspec.models import llama, qwen3, qwen3_5, qwen3_next
+from jaxspec.models import llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next
 
-MODELS = {"llama": llama, "qwen3": qwen3, "qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5, "qwen3_next": qwen3_next}
+MODELS = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+}

@@ -5,8 +5,9 @@ Axis letters: b batch, t tokens, d model width, n query heads, m KV heads, h hea
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +74,9 @@ class Param:
     `interleave`, alternate along it in runs of that many columns. Columns that come in groups, each of parts of the
     widths `grouped`, are put part by part instead. A `depthwise` convolution's weight is `[out, 1, in]` there.
     `dtype` is this array's own, whatever that of the rest.
+
+    A stack of experts' weights, `[experts, out, in]`, has one matrix or several an expert for sources, each with
+    `splits` rows, one under the other; or else the tensor `whole`, which holds them all already.
     """
 
     shape: tuple[int, ...]
@@ -84,6 +88,26 @@ class Param:
     depthwise: bool = False
     dtype: str | None = None
     init: str = "normal"  # "normal" (fan-in scaled) | "ones" | "zeros", for dummy weights
+    whole: str = ""
+
+    @property
+    def stacked(self) -> bool:
+        return len(self.shape) == 3
+
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each checkpoint tensor that it is made of."""
+        if self.sources == (self.whole,):
+            return {self.whole: self.shape}
+        if self.stacked:
+            return {name: (rows, self.shape[-1]) for name, rows in zip(self.sources, self.splits, strict=True)}
+        widths = zip(self.sources, self.splits, strict=True)
+        shapes = {name: (*self.shape[:-1], width) for name, width in widths}
+        shapes = {name: shape[::-1] if self.transpose else shape for name, shape in shapes.items()}
+        return {name: (out, 1, taps) for name, (out, taps) in shapes.items()} if self.depthwise else shapes
+
+    def as_found(self, names: Container[str]) -> Param:
+        """The same, made of `whole` if that is what a checkpoint with these tensors has."""
+        return dataclasses.replace(self, sources=(self.whole,), splits=()) if self.whole in names else self
 
 
 @flax.struct.dataclass
@@ -108,6 +132,13 @@ def bias(sources: dict[str, int], interleave: int = 0) -> Param:
 
 def scale(width: int, source: str) -> Param:
     return Param((width,), (source,), (width,), init="ones")
+
+
+def expert_stack(experts: int, inputs: int, whole: str, sources: dict[str, int]) -> Param:
+    """Weights `[experts, out, inputs]`, kept as checkpoints have them: `sources` are the tensors of expert `{}`."""
+    names = tuple(name.format(i) for i in range(experts) for name in sources)
+    shape = experts, sum(sources.values()), inputs
+    return Param(shape, names, tuple(sources.values()) * experts, whole=whole)
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:

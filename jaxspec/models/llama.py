@@ -3,8 +3,10 @@
 The q, k, v projections are one matmul, gate and up another: fewer, larger reads of weights. Families that differ in
 details that the config can express (biases, norms of q and k, rope scaling) reuse this forward.
 
-Few rows on a Hopper GPU take the same layers cut elsewhere: all matmuls from one attention to the next are one kernel
-(`pallas.weight_stream`). Columns of gate and up alternate in runs, so that a tile of them holds both.
+Layers of a mixture-of-experts model differ in the MLP alone (`models.moe`), and not all need have one.
+
+Few rows of a dense model on a Hopper GPU take the same layers cut elsewhere: all matmuls from one attention to the next
+are one kernel (`pallas.weight_stream`). Columns of gate and up alternate in runs, so that a tile of them holds both.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
+from jaxspec.models import moe
 from jaxspec.models.layers import Hidden, Mixer, Param, bias, linear, rms_norm, rope, rope_frequencies, scale
 from jaxspec.pallas import weight_stream
 from jaxspec.pallas.target import chosen
@@ -30,7 +33,10 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     d, v = config.hidden_size, config.vocab_size
     tree: dict[str, Any] = {
         "embed": Param((v, d), ("model.embed_tokens.weight",), (d,)),
-        "layers": [layer_parameters(config, f"model.layers.{i}.") for i in range(config.num_layers)],
+        "layers": [
+            layer_parameters(config, f"model.layers.{i}.", bool(config.num_experts) and i not in config.dense_layers)
+            for i in range(config.num_layers)
+        ],
         "norm": scale(d, "model.norm.weight"),
     }
     if not config.tie_embeddings:
@@ -38,8 +44,8 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     return tree
 
 
-def layer_parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """One decoder layer, whose tensors are called `prefix...` in the checkpoint."""
+def layer_parameters(config: ModelConfig, prefix: str, experts: bool = False) -> dict[str, Param]:
+    """One decoder layer, whose tensors are called `prefix...` in the checkpoint. `experts`: of the config, for MLP."""
     d, h = config.hidden_size, config.head_dim
     n, m = config.num_heads * h, config.num_kv_heads * h
     attn = prefix + "self_attn."
@@ -48,7 +54,7 @@ def layer_parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
         "qkv": linear(d, {attn + "q_proj.weight": n, attn + "k_proj.weight": m, attn + "v_proj.weight": m}),
         "out": linear(n, {attn + "o_proj.weight": d}),
         "mlp_norm": scale(d, prefix + "post_attention_layernorm.weight"),
-        **mlp_parameters(config, prefix + "mlp."),
+        **(moe.parameters(config, prefix + "mlp.") if experts else mlp_parameters(config, prefix + "mlp.")),
     }
     if config.attention_bias:
         layer["qkv_bias"] = bias({attn + "q_proj.bias": n, attn + "k_proj.bias": m, attn + "v_proj.bias": m})
@@ -139,6 +145,8 @@ def _streamed_layers(params, config, x, positions, mixer, cache):
 def _streamable(params: dict[str, Any], config: ModelConfig, rows: int) -> str | None:
     if config.attention_bias or config.mlp_bias:
         return "biases"
+    if config.num_experts:
+        return "experts"
     layer = params["layers"][0]
     return weight_stream.supported(rows, layer["qkv"].dtype, *layer["qkv"].shape, *layer["down"].shape)
 
@@ -162,7 +170,8 @@ def _finish(layer, config, x, mixed):
     """The rest of a layer after its attention: output projection and MLP, each added to the residual stream."""
     mixed = mixed @ layer["out"]
     x = x + (mixed + layer["out_bias"] if config.attention_bias else mixed)
-    return x + mlp(layer, rms_norm(x, layer["mlp_norm"], config.rms_norm_eps))
+    normed = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
+    return x + (moe.moe(layer, config, normed) if "router" in layer else mlp(layer, normed))
 
 
 def mlp(layer: dict[str, Array], x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

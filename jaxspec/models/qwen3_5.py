@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts: Qwen3-Next's layers, with each projection of a linear layer a tensor of its own.
+"""Qwen3.5: Qwen3-Next's layers, with each projection of a linear layer a tensor of its own.
 
 Names are those of `Qwen3_5ForCausalLM`. Public checkpoints have the text model beside a vision tower, which is left
 out: without images, the three axes that its rotary positions have are one.

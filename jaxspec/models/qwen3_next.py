@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
-from jaxspec.models import llama
+from jaxspec.models import llama, moe
 from jaxspec.models.layers import (
     Hidden,
     Mixer,
@@ -35,8 +35,9 @@ from jaxspec.models.llama import unembed
 
 QK_NORM = True
 HYBRID = True
+NORM_TOPK_PROB = True  # transformers' default
 
-__all__ = ["HYBRID", "QK_NORM", "forward", "parameters", "unembed"]
+__all__ = ["HYBRID", "NORM_TOPK_PROB", "QK_NORM", "forward", "parameters", "unembed"]
 
 L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
 
@@ -76,7 +77,7 @@ def parameters(
             mixing = linear_parameters(config, prefix + "linear_attn.", projections)
         else:
             mixing = attention_parameters(config, prefix + "self_attn.")
-        tree["layers"].append({**mixing, **_common(config, i, prefix)})
+        tree["layers"].append({**mixing, **_common(config, i not in config.dense_layers, prefix)})
     if not config.tie_embeddings:
         tree["head"] = linear(d, {"lm_head.weight": v})
     return tree
@@ -84,15 +85,15 @@ def parameters(
 
 def attention_layer_parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
     """One layer of full attention by itself, as in an MTP module."""
-    return {**attention_parameters(config, prefix + "self_attn."), **_common(config, 0, prefix)}
+    return {**attention_parameters(config, prefix + "self_attn."), **_common(config, True, prefix)}
 
 
-def _common(config: ModelConfig, i: int, prefix: str) -> dict[str, Param]:
-    d = config.hidden_size
+def _common(config: ModelConfig, experts: bool, prefix: str) -> dict[str, Param]:
+    d, mlp = config.hidden_size, prefix + "mlp."
     return {
         "attn_norm": centred_scale(d, prefix + "input_layernorm.weight"),
         "mlp_norm": centred_scale(d, prefix + "post_attention_layernorm.weight"),
-        **llama.mlp_parameters(config, prefix + "mlp."),
+        **(moe.parameters(config, mlp) if config.num_experts and experts else llama.mlp_parameters(config, mlp)),
     }
 
 
@@ -112,9 +113,10 @@ def linear_parameters(config: ModelConfig, prefix: str, projections: Callable) -
     """Linear attention. What goes into an exponent stays in float32."""
     d, mix = config.hidden_size, config.linear
     values, channels = mix.value_heads * mix.value_dim, mix.channels
-    by_head = lambda name: Param(
-        (mix.value_heads,), (prefix + name,), (mix.value_heads,), dtype="float32", init="zeros"
-    )  # noqa: E731,E501
+
+    def by_head(name: str) -> Param:
+        return Param((mix.value_heads,), (prefix + name,), (mix.value_heads,), dtype="float32", init="zeros")
+
     return {
         **projections(config, prefix),
         "conv": Param((mix.taps, channels), (prefix + "conv1d.weight",), (channels,), transpose=True, depthwise=True),
@@ -200,4 +202,5 @@ def _unit(x: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
 def _finish(layer, config, x, mixed):
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
     x = x + mixed @ layer["out"]
-    return x + llama.mlp(layer, centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps))
+    normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
+    return x + (moe.moe(layer, config, normed) if "router" in layer else llama.mlp(layer, normed))

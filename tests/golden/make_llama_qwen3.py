@@ -67,16 +67,16 @@ def randomise(model: torch.nn.Module, tied: bool) -> None:
             elif "embed_tokens" in name:
                 parameter.copy_(noise * (0.3 if tied else 1.0))
             else:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
 
 
-def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def expected(model: torch.nn.Module, lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
     captured: dict[int, torch.Tensor] = {}
     for i in LAYERS:
         model.model.layers[i].register_forward_hook(lambda module, args, out, i=i: captured.update({i: out[0]}))
-    ids = torch.randint(0, model.config.vocab_size, (max(LENGTHS),))
+    ids = torch.randint(0, model.config.vocab_size, (max(lengths),))
     tensors = {}
-    for length in LENGTHS:
+    for length in lengths:
         with torch.no_grad():
             logits = model(ids[None, :length]).logits[0]
         tensors[f"ids_{length}"] = ids[:length].to(torch.int32).clone()
@@ -86,7 +86,6 @@ def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    shutil.rmtree(HERE / "checkpoints", ignore_errors=True)
     (HERE / "expected").mkdir(exist_ok=True)
     for seed, (name, config) in enumerate(VARIANTS.items()):
         torch.manual_seed(seed)
@@ -94,6 +93,7 @@ def main() -> None:
         kind = LlamaForCausalLM if config.model_type == "llama" else Qwen3ForCausalLM
         model = kind(config).float().eval()
         randomise(model, config.tie_word_embeddings)
+        shutil.rmtree(HERE / "checkpoints" / name, ignore_errors=True)
         model.save_pretrained(HERE / "checkpoints" / name)
         (HERE / "checkpoints" / name / "generation_config.json").unlink(missing_ok=True)
         tensors = expected(model)

@@ -1,0 +1,69 @@
+"""A mixture of experts in place of a layer's MLP: a router, its experts, and perhaps one expert that all tokens share.
+
+Of `num_experts` gated MLPs, each token goes through the `experts_per_token` that its router likes best, and their
+outputs are added with the router's probabilities as weights (https://arxiv.org/abs/1701.06538; as in Qwen3-MoE,
+Qwen3-Next and Qwen3.5-MoE). The router's probabilities are float32 throughout: a rounded one may pick another expert.
+
+Axis letters: b batch, t tokens, d model width, e experts, k experts of a token, f an expert's width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.layers import Param, expert_stack, linear
+from jaxspec.pallas.experts import experts_mlp
+
+
+def parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """One layer's mixture, whose tensors are called `prefix...` in the checkpoint.
+
+    Experts are stacked, `experts_gate_up` [e, 2f, d] (gate's rows first) and `experts_down` [e, d, f], in checkpoints'
+    own orientation: their many small matrices are never transposed. Checkpoints have them one by one, or stacked like
+    this already.
+    """
+    d, e, f, s = config.hidden_size, config.num_experts, config.expert_size, config.shared_expert_size
+    each, shared = prefix + "experts.{}.", prefix + "shared_expert."
+    tree = {
+        "router": linear(d, {prefix + "gate.weight": e}),
+        "experts_gate_up": expert_stack(
+            e, d, prefix + "experts.gate_up_proj", {each + "gate_proj.weight": f, each + "up_proj.weight": f}
+        ),
+        "experts_down": expert_stack(e, f, prefix + "experts.down_proj", {each + "down_proj.weight": d}),
+    }
+    if s:
+        tree["shared_gate_up"] = linear(d, {shared + "gate_proj.weight": s, shared + "up_proj.weight": s})
+        tree["shared_down"] = linear(s, {shared + "down_proj.weight": d})
+        tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1})
+    return tree
+
+
+def moe(layer: dict[str, Array], config: ModelConfig, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    """The weighted sum of each token's experts, and of the shared expert if there is one."""
+    rows = x.reshape(-1, x.shape[-1])
+    ids, weights = route(layer["router"], config, rows)
+    out = experts_mlp(rows, layer["experts_gate_up"], layer["experts_down"], ids, weights)
+    if "shared_gate" in layer:
+        gate, up = jnp.split(rows @ layer["shared_gate_up"], 2, axis=-1)
+        shared = (jax.nn.silu(gate) * up) @ layer["shared_down"]
+        out += jax.nn.sigmoid(_float32(rows, layer["shared_gate"])) * shared
+    return out.astype(x.dtype).reshape(x.shape)
+
+
+def route(
+    router: Float[Array, "d e"], config: ModelConfig, rows: Float[Array, "t d"]
+) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
+    """Each token's experts, likeliest first, and their weights, float32.
+
+    Weights are probabilities among all experts, or, with `norm_topk_prob`, among those chosen.
+    """
+    probs = jax.nn.softmax(_float32(rows, router), axis=-1)
+    weights, ids = jax.lax.top_k(probs, config.experts_per_token)
+    return ids, weights / weights.sum(-1, keepdims=True) if config.norm_topk_prob else weights
+
+
+def _float32(x: Array, weight: Array) -> Array:
+    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)

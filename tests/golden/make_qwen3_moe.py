@@ -1,0 +1,108 @@
+"""Add tiny qwen3_moe models, and what transformers computes, to tests/golden/checkpoints and tests/golden/expected.
+
+Runs in the same environment as make_llama_qwen3.py, and makes files of the same kind. Each variant stores its experts
+in one of the layouts that published checkpoints have: `single`, a tensor for each matrix of each expert, over several
+files; `stacked`, all experts of a layer in one. Beside the logits, `greedy_T` i32[48] continues `ids_T` greedily, and
+`shared.safetensors` holds an MoE block with a shared expert (Qwen3-Next's and Qwen3.5's), its input and its output.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from make_llama_qwen3 import HERE, LENGTHS, SIZES, expected, randomise
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
+
+CONTINUED = (1, 7, 33, 150)
+NEW = 48
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16)
+VARIANTS = {
+    "qwen3-moe-single": (
+        "single",
+        Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, tie_word_embeddings=True, mlp_only_layers=[1]),
+    ),
+    "qwen3-moe-stacked": (
+        "stacked",
+        Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=False, decoder_sparse_step=2, attention_bias=True),
+    ),
+}
+
+
+def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model.config.save_pretrained(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        stem, _, leaf = name.rpartition(".")
+        if layout == "stacked" or not stem.endswith(".experts"):
+            tensors[name] = tensor
+        elif leaf == "down_proj":
+            tensors |= {f"{stem}.{i}.down_proj.weight": matrix for i, matrix in enumerate(tensor)}
+        else:
+            for i, matrix in enumerate(tensor):
+                gate, up = matrix.chunk(2)
+                tensors |= {f"{stem}.{i}.gate_proj.weight": gate, f"{stem}.{i}.up_proj.weight": up}
+    tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    if layout == "stacked":
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    # an expert's tensors are spread over the files, as where a published shard ends within a layer
+    files = {name: f"model-0000{1 + i % 3}-of-00003.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        part = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def continuation(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    for _ in range(NEW):
+        with torch.no_grad():
+            newest = model(ids[None].long()).logits[0, -1].argmax()
+        ids = torch.cat([ids, newest[None].to(ids.dtype)])
+    return ids[-NEW:].clone()
+
+
+def shared_block() -> dict[str, torch.Tensor]:
+    """Weights by the names that a layer of a checkpoint gives them, `x` [3, 5, d] and `out`."""
+    torch.manual_seed(10)
+    config = Qwen3NextConfig(
+        hidden_size=48, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
+        shared_expert_intermediate_size=40, norm_topk_prob=True,
+    )  # fmt: skip
+    block = Qwen3NextSparseMoeBlock(config).float().eval()
+    randomise(block, False)
+    with torch.no_grad():
+        x = torch.randn(3, 5, 48)
+        out = block(x)
+    return {**{name: p.detach().clone() for name, p in block.named_parameters()}, "x": x, "out": out.contiguous()}
+
+
+def main() -> None:
+    (HERE / "expected").mkdir(exist_ok=True)
+    for seed, (name, (layout, config)) in enumerate(VARIANTS.items(), start=20):
+        torch.manual_seed(seed)
+        config._attn_implementation = "eager"
+        config._experts_implementation = "eager"
+        model = Qwen3MoeForCausalLM(config).float().eval()
+        randomise(model, config.tie_word_embeddings)
+        save(model, layout, HERE / "checkpoints" / name)
+        tensors = expected(model, tuple(sorted({*LENGTHS, *CONTINUED})))
+        for length in CONTINUED:
+            tensors[f"greedy_{length}"] = continuation(model, tensors[f"ids_{length}"])
+        save_file(tensors, HERE / "expected" / f"{name}.safetensors")
+        print(name, f"logits spread {tensors['logits_150'].std():.2f}", tensors["greedy_33"].unique().numel())
+    (HERE / "moe").mkdir(exist_ok=True)
+    save_file(shared_block(), HERE / "moe" / "shared.safetensors")
+
+
+if __name__ == "__main__":
+    main()
