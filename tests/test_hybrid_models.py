@@ -1,17 +1,20 @@
 """Qwen3-Next and Qwen3.5 against transformers (tests/golden/hybrid): logits, greedy texts, MTP chains, every layout."""
 
 import functools
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, ConfigError, SamplingParams, load_drafter
 
 GOLDEN = Path(__file__).parent / "golden" / "hybrid"
 VARIANTS = sorted(path.stem for path in GOLDEN.glob("*.npz"))
 LENGTHS = (1, 7, 33, 150)
+CHAINS = (1, 2, 7, 33, 150)  # the prompts after which they have drafts
 PROMPTS = (1, 7, 33, 64)  # whose continuations the goldens have
 CLOSE = dict(rtol=0, atol=2e-3)  # float32 noise of these models is about 1e-4
 
@@ -21,6 +24,11 @@ def golden(variant):
     return jaxspec.load_model(str(GOLDEN / variant), dtype="float32", progress=False), np.load(
         GOLDEN / f"{variant}.npz"
     )
+
+
+@functools.cache
+def drafter(variant):
+    return load_drafter("mtp", golden(variant)[0])
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -53,3 +61,28 @@ def test_the_engines_greedy_texts_are_transformers(variant, draft):
     prompts = [expected["ids"][:n].tolist() for n in PROMPTS]
     outs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))
     assert [out.token_ids for out in outs] == expected["greedy"].tolist()
+
+
+@pytest.mark.parametrize("variant,length", [
+    ("qwen3_next", 150), ("qwen3_5", 7), ("qwen3_5-text-tied", 1), ("qwen3_5-text-tied", 2), ("qwen3_5_moe", 33),
+    ("qwen3_5_moe-text", 33),
+])  # fmt: skip
+def test_chains_are_those_of_transformers_mtp_module(variant, length):
+    model, expected = golden(variant)
+    row = CHAINS.index(length)
+    prop = jaxspec.propose(model, drafter(variant), expected["ids"][:length].tolist(), 3)
+    assert prop.next_token == expected["next"][row] and prop.count == 3
+    assert prop.tokens.tolist() == expected["drafts"][row].tolist()
+    np.testing.assert_allclose(prop.logits, expected["draft_logits"][row], **CLOSE)
+
+
+def test_auto_drafts_with_the_module_that_a_checkpoint_brings(tmp_path):
+    model, _ = golden("qwen3_5")
+    assert drafter("qwen3_5").name == "mtp" and load_drafter("auto", model).name == "mtp"
+    bare = shutil.copytree(GOLDEN / "qwen3_5", tmp_path / "bare")
+    tensors = load_file(bare / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if not k.startswith("mtp.")}, bare / "model.safetensors")
+    model = jaxspec.load_model(str(bare), progress=False)
+    assert load_drafter("auto", model).name == "ngram"
+    with pytest.raises(ConfigError, match=r"brings no MTP module.*--draft ngram"):
+        load_drafter("mtp", model)

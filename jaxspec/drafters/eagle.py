@@ -192,20 +192,13 @@ class Chain(Drafter):
 
 @dataclass(frozen=True)
 class Eagle(Chain):
-    """EAGLE-1 and 2. The feature is the final hidden state, after the target's norm (of `target_eps`); embedding and
-    head are the target's."""
-
-    target_eps: float = 1e-6
+    """EAGLE-1 and 2. The feature is the final hidden state, after the target's norm; embedding and head are the
+    target's."""
 
     find = staticmethod(eagle_checkpoint.find_eagle)
 
-    @classmethod
-    def load(cls, target, source, options):
-        drafter, params = super().load(target, source, options)
-        return drafter, {**params, "target_norm": target.params["norm"]}
-
     def _fuse(self, params, features):
-        return rms_norm(features[0], params["target_norm"], self.target_eps)
+        return features[0]
 
     def _layer(self, params, kv, tokens, hidden, rows):
         x = jnp.concatenate([params["embed"][tokens], hidden], axis=-1) @ params["fc"]
