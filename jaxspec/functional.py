@@ -37,12 +37,16 @@ def hidden_states(
 ) -> Float[Array, "l b t d"]:
     """Outputs of the named decoder layers (0-based), the residual stream before any further norm, float32.
 
+    The number after the last layer's stands for the final norm's output.
+
     **Raises:** `RequestError` for tokens as in `logits`, or a layer that the model doesn't have.
     """
     layers = tuple(int(i) for i in layers)
-    if bad := [i for i in layers if not 0 <= i < model.config.num_layers]:
+    if bad := [i for i in layers if not 0 <= i <= model.config.num_layers]:
         raise RequestError(
-            f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}", "layers"
+            f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}, and "
+            f"{model.config.num_layers} stands for the final norm",
+            "layers",
         )
     return _hidden_states(model.config, layers, model.params, _checked(model, tokens))
 
