@@ -116,6 +116,10 @@ class Runner:
             self.programs.warm_up(self.state)
             self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
         log.info("%s", self.plan)
+        if self.snapshots == () and not self.config.disable_prefix_cache:
+            log.info(
+                "the prefix cache is off: linear attention goes on from snapshots alone, and there is no room for any"
+            )
         if drafter.topk > 1:
             log.info(
                 "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
@@ -170,6 +174,12 @@ class Runner:
         shapes, dtype = self.shapes, self.config.dtype
         drafter = self.draft.drafter
         return empty_state(self.model.config, drafter, layout, shapes.num_slots, shapes.capacity, dtype, snapshots)
+
+    @property
+    def snapshots(self) -> tuple[int, ...] | None:
+        """State slots for snapshots, behind those of requests and the dummy's; None if the model has no such states."""
+        first = self.shapes.num_slots + 1
+        return tuple(range(first, first + self.plan.states.snapshots)) if self.model.config.linear else None
 
     def admit(self, seq: Sequence, params: Any, seed: int, stop_ids: list[int]) -> None:
         """Write a sequence's slot: its tokens so far, its limit, how it samples (`params`: SamplingParams)."""
