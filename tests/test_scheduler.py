@@ -128,7 +128,9 @@ class World:
         assert plan.rows == [seq for seq in running if len(seq.tokens) + unread[seq] < seq.limit]
         for seq in running:
             assert seq.in_flight == unread[seq] + plan.rounds * (seq in plan.rows)
-        assert plan.first == [seq for seq, start, n, *_ in plan.prefill if start + n == seq.prompt_len == len(seq.tokens)]
+        assert plan.first == [
+            seq for seq, start, n, *_ in plan.prefill if start + n == seq.prompt_len == len(seq.tokens)
+        ]
         assert plan.rounds in (1, s.rounds)
         if plan.rounds > 1:
             assert not s.waiting and not s.prefilling and len(plan.rows) <= s.rounds_rows
