@@ -24,6 +24,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.delta_step import delta_step
+from jaxspec.pallas.delta_step import supported as delta_step_fits
+from jaxspec.pallas.target import chosen, tell
+
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
@@ -32,13 +36,13 @@ class DeltaPool:
     """The states of all layers and slots, and each slot's records of its last round.
 
     Axes: l layers, r slots, q rows that a round verifies at most, m key heads, n value heads, k and v their widths; key
-    head i serves the value heads i n/m to (i + 1) n/m - 1.
+    head i serves the value heads i n/m to (i + 1) n/m - 1. w is q, rounded up to what a bulk copy can take.
     """
 
     state: Float[Array, "l r n v k"]
     keys: Float[Array, "l r q m k"]
     updates: Float[Array, "l r q n v"]
-    decay: Float[Array, "l r q n"]
+    decay: Float[Array, "l r n w"]
 
 
 def empty(
@@ -59,7 +63,7 @@ def empty(
         state=jnp.zeros((*slots, value_heads, value_width, key_width), dtype),
         keys=jnp.zeros((*slots, rows, key_heads, key_width), key_dtype),
         updates=jnp.zeros((*slots, rows, value_heads, value_width), jnp.float32),
-        decay=jnp.ones((*slots, rows, value_heads), jnp.float32),
+        decay=jnp.ones((*slots, value_heads, -(-rows // 4) * 4), jnp.float32),
     )
 
 
@@ -77,7 +81,7 @@ def step(
     """Run t new rows of each slot: those of a round, of which some will be accepted.
 
     The first `replay[r]` records of slot `slots[r]` enter its state, which is written; the new rows go on from there,
-    and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; k is taken in the
+    and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the
     dtype of the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nobody reads it.
 
     Returns what the rows read, in v's dtype. **Raises:** `ValueError` for more rows than there are records.
@@ -85,10 +89,22 @@ def step(
     t, rows = q.shape[1], pool.keys.shape[2]
     if t > rows:
         raise ValueError(f"a step of {t} rows in a pool with records of {rows}; make the pool with rows={t} or more")
-    heads = _heads(pool)
+    q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
+    fits = delta_step_fits(q.shape, v.shape, rows, pool.state.dtype, q.dtype, v.dtype)
+    if fits is not None:
+        tell("delta_step", fits)
+    if not chosen("delta_step", fits):
+        return reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
+    arrays = pool.state, pool.keys, pool.updates, pool.decay
+    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta)
+    return out, DeltaPool(*arrays)
+
+
+def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Array, DeltaPool]:
+    """`step` in plain jnp, for any shapes and dtypes."""
+    t, heads = q.shape[1], _heads(pool)
     state = pool.state[layer, slots].astype(jnp.float32).reshape(-1, *heads, *pool.state.shape[3:])
     state = _replayed(pool, layer, slots, replay, state)
-    k = k.astype(pool.keys.dtype)
     q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
     corrected, mixed, total, _ = _within(q32, k32, _by_head(decay, heads), _by_head(beta, heads))
     read = _einsum("bmgvk,sbtmk->sbmgtv", state, jnp.stack([k32, q32])) * total[..., None]
@@ -98,7 +114,7 @@ def step(
         state=pool.state.at[layer, slots].set(state.reshape(-1, *pool.state.shape[2:]).astype(pool.state.dtype)),
         keys=pool.keys.at[layer, slots, :t].set(k),
         updates=pool.updates.at[layer, slots, :t].set(_by_token(updates)),
-        decay=pool.decay.at[layer, slots, :t].set(decay.astype(jnp.float32)),
+        decay=pool.decay.at[layer, slots, :, :t].set(decay.astype(jnp.float32).swapaxes(1, 2)),
     )
     return _by_token(out).astype(v.dtype), pool
 
@@ -172,11 +188,13 @@ def _in_order(
 
 def _replayed(pool: DeltaPool, layer, slots, replay, state: Float[Array, "b m g v k"]) -> Float[Array, "b m g v k"]:
     """The states of `slots` with the accepted records in them."""
-    accepted = (jnp.arange(pool.keys.shape[2]) < replay[:, None])[..., None]
-    decay = jnp.where(accepted, pool.decay[layer, slots], 1)
-    logs = _logs(_by_head(decay, _heads(pool)))
+    rows, heads = pool.keys.shape[2], _heads(pool)
+    accepted = jnp.arange(rows) < replay[:, None]
+    decay = pool.decay[layer, slots, :, :rows]
+    logs = jnp.where(accepted[:, None], _logs(decay), 0).reshape(len(slots), *heads, rows)
     later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
-    updates = _by_head(jnp.where(accepted[..., None], pool.updates[layer, slots], 0), _heads(pool)) * later[..., None]
+    updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0)
+    updates = _by_head(updates, heads) * later[..., None]
     keys = pool.keys[layer, slots].astype(jnp.float32)
     return state * jnp.exp(logs.sum(-1))[..., None, None] + _einsum("bmgtv,btmk->bmgvk", updates, keys)
 
