@@ -8,7 +8,7 @@ and queries alone,
     o_t = G_t S q_t + sum_(i<=t) G_t/G_i (k_i q_t) u_i
 
 with G the running product of the decays; those products run on the tensor cores. They take bfloat16, so a state goes in
-as a sum of `PIECES` of them: 8 bits of its mantissa each.
+as a sum of `PIECES` of them.
 
 A block has a part of the value rows of one request and key head, and the blocks of a cluster share them. Invariant:
 records are overwritten once every block that reads them has them.
@@ -26,6 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.pieces import product
 
 TILE = 64  # rows of a state that a warpgroup has at a time: the M of its matmul
 WIDTH = 128  # of keys and values
@@ -212,7 +214,8 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, kq_g, v_g, gates_g, state_g,
         state_s[stage] = state.astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(state_s.at[stage], state_g.at[layer, slot, head, cut])
-        _run_rows(plan, _products(plan, state, kq_s), among_s, gates_s.at[stage], values_s.at[stage], new_s, out_s)
+        products = product(state, [kq_s.transpose((1, 0))], pieces=plan.pieces, interpreted=plan.interpreted)
+        _run_rows(plan, products, among_s, gates_s.at[stage], values_s.at[stage], new_s, out_s)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(new_s, updates_g.at[layer, slot, pl.ds(0, plan.t), head, cut])
         plgpu.copy_smem_to_gmem(out_s, out_g.at[b, :, head, cut])
@@ -272,25 +275,6 @@ def _replayed(plan: _Plan, replay, state_s, keys_s, updates_s, decays_s):
 
     state = plgpu.load(state_s, layout=layout).astype(jnp.float32) * total
     return lax.fori_loop(_i32(0), replay, record, (state, jnp.float32(1)))[0]
-
-
-def _products(plan: _Plan, state, kq_s):
-    """The state's products with the new keys and queries, [TILE, 2 padded]."""
-    if plan.interpreted:  # the interpreter's matmul takes no left operand in registers
-        kq = kq_s[...].astype(jnp.float32)
-        return lax.dot_general(state, kq, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
-
-    def run(acc):
-        rest = state
-        for i in range(plan.pieces):
-            piece = rest.astype(jnp.bfloat16)
-            plgpu.wgmma(acc, piece, kq_s.transpose((1, 0)))
-            rest = rest - piece.astype(jnp.float32)
-            if i + 1 < plan.pieces:
-                plgpu.wgmma_wait(0)  # for the piece's registers: with fewer of them, more blocks share a processor
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC((TILE, 2 * plan.padded), jnp.float32))
 
 
 def _run_rows(plan: _Plan, products, among_s, gates_s, values_s, new_s, out_s):
