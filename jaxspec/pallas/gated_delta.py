@@ -24,6 +24,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.delta_chunk import delta_chunk
+from jaxspec.pallas.delta_chunk import supported as delta_chunk_fits
+from jaxspec.pallas.delta_step import delta_step
+from jaxspec.pallas.delta_step import supported as delta_step_fits
+from jaxspec.pallas.target import chosen, tell
+
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
@@ -32,13 +38,13 @@ class DeltaPool:
     """The states of all layers and slots, and each slot's records of its last round.
 
     Axes: l layers, r slots, q rows that a round verifies at most, m key heads, n value heads, k and v their widths; key
-    head i serves the value heads i n/m to (i + 1) n/m - 1.
+    head i serves the value heads i n/m to (i + 1) n/m - 1. w is q, rounded up to what a bulk copy can take.
     """
 
     state: Float[Array, "l r n v k"]
     keys: Float[Array, "l r q m k"]
     updates: Float[Array, "l r q n v"]
-    decay: Float[Array, "l r q n"]
+    decay: Float[Array, "l r n w"]
 
 
 def empty(
@@ -59,7 +65,7 @@ def empty(
         state=jnp.zeros((*slots, value_heads, value_width, key_width), dtype),
         keys=jnp.zeros((*slots, rows, key_heads, key_width), key_dtype),
         updates=jnp.zeros((*slots, rows, value_heads, value_width), jnp.float32),
-        decay=jnp.ones((*slots, rows, value_heads), jnp.float32),
+        decay=jnp.ones((*slots, value_heads, -(-rows // 4) * 4), jnp.float32),
     )
 
 
@@ -77,7 +83,7 @@ def step(
     """Run t new rows of each slot: those of a round, of which some will be accepted.
 
     The first `replay[r]` records of slot `slots[r]` enter its state, which is written; the new rows go on from there,
-    and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; k is taken in the
+    and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the
     dtype of the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nobody reads it.
 
     Returns what the rows read, in v's dtype. **Raises:** `ValueError` for more rows than there are records.
@@ -85,20 +91,31 @@ def step(
     t, rows = q.shape[1], pool.keys.shape[2]
     if t > rows:
         raise ValueError(f"a step of {t} rows in a pool with records of {rows}; make the pool with rows={t} or more")
-    heads = _heads(pool)
+    q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
+    fits = delta_step_fits(q.shape, v.shape, rows, pool.state.dtype, q.dtype, v.dtype)
+    if fits is not None:
+        tell("delta_step", fits)
+    if not chosen("delta_step", fits):
+        return reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
+    arrays = pool.state, pool.keys, pool.updates, pool.decay
+    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta)
+    return out, DeltaPool(*arrays)
+
+
+def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Array, DeltaPool]:
+    """`step` in plain jnp, for any shapes and dtypes."""
+    t, heads = q.shape[1], _heads(pool)
     state = pool.state[layer, slots].astype(jnp.float32).reshape(-1, *heads, *pool.state.shape[3:])
     state = _replayed(pool, layer, slots, replay, state)
-    k = k.astype(pool.keys.dtype)
-    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
-    corrected, mixed, total, _ = _within(q32, k32, _by_head(decay, heads), _by_head(beta, heads))
-    read = _einsum("bmgvk,sbtmk->sbmgtv", state, jnp.stack([k32, q32])) * total[..., None]
+    corrected, mixed, total, _ = _within(q, k, _by_head(decay, heads), _by_head(beta, heads), _einsum)
+    read = _einsum("bmgvk,sbtmk->sbmgtv", state, jnp.stack([k, q]).astype(jnp.float32)) * total[..., None]
     updates = _einsum("bmgti,bmgiv->bmgtv", corrected, _by_head(v, heads) - read[0])
     out = read[1] + _einsum("bmgti,bmgiv->bmgtv", mixed, updates)
     pool = pool.replace(
         state=pool.state.at[layer, slots].set(state.reshape(-1, *pool.state.shape[2:]).astype(pool.state.dtype)),
         keys=pool.keys.at[layer, slots, :t].set(k),
         updates=pool.updates.at[layer, slots, :t].set(_by_token(updates)),
-        decay=pool.decay.at[layer, slots, :t].set(decay.astype(jnp.float32)),
+        decay=pool.decay.at[layer, slots, :, :t].set(decay.astype(jnp.float32).swapaxes(1, 2)),
     )
     return _by_token(out).astype(v.dtype), pool
 
@@ -125,39 +142,48 @@ def chunk(
     real read has no meaning.
     """
     # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
-    # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3). What is left to do in
-    # order, S <- S carry + write, is one product a head and block.
+    # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3). Float32 keys ask for
+    # float32 all the way; with bfloat16 ones, tensor cores may do what is not a state.
     heads = _heads(pool)
+    q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
+    mul = partial(_einsum, precision=None) if k.dtype == jnp.bfloat16 else _einsum
     real = jnp.arange(q.shape[1]) < count[:, None]
     decay, beta = jnp.where(real[..., None], decay, 1), jnp.where(real[..., None], beta, 0)
-    k = k.astype(pool.keys.dtype)
-    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
-    corrected, mixed, total, left = _within(q32, k32, _by_head(decay, heads), _by_head(beta, heads))
-    kept = left[..., None] * k32.transpose(0, 2, 1, 3)[:, :, None]  # keys as they enter the state after the block
-    taken = _einsum("bmgti,bmgi,bimk->bmgtk", corrected, total, k32)
-    written = _einsum("bmgti,bmgiv->bmgtv", corrected, _by_head(v, heads))
-    width = pool.state.shape[4]
-    carry = total[..., -1, None, None] * jnp.eye(width) - _einsum("bmgtj,bmgtk->bmgjk", taken, kept)
-    write = _einsum("bmgtv,bmgtk->bmgvk", written, kept)
-    before, states = _in_order(pool.state, layer, slots, source, keep, _flat(carry), _flat(write))
-    before = before.reshape(write.shape)
+    corrected, mixed, total, left = _within(q, k, _by_head(decay, heads), _by_head(beta, heads), mul)
+    taken = mul("bmgti,bimk->bmgtk", corrected * total[..., None, :], k.astype(jnp.float32))
+    written = mul("bmgti,bmgiv->bmgtv", corrected, _by_head(v, heads))
+    within = tuple(x.reshape(len(slots), -1, *x.shape[3:]) for x in (taken, written, mixed, total, left))
 
-    updates = written - _einsum("bmgvk,bmgtk->bmgtv", before, taken)
-    out = _einsum("bmgvk,btmk->bmgtv", before, q32) * total[..., None]
-    out = out + _einsum("bmgti,bmgiv->bmgtv", mixed, updates)
-    return _by_token(out).astype(v.dtype), pool.replace(state=states)
+    fits = delta_chunk_fits(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
+    if fits is not None:
+        tell("delta_chunk", fits)
+    if not chosen("delta_chunk", fits):
+        out, state = reference_in_order(pool.state, layer, slots, source, keep, q, k, *within)
+    else:
+        out, state = delta_chunk(pool.state, layer, slots, source, keep, q, k, *within)
+    return jnp.moveaxis(out, 3, 1).astype(v.dtype), pool.replace(state=state)
 
 
-def _in_order(
+def reference_in_order(
     states: Float[Array, "l r n v k"],
     layer: Array,
     slots: Array,
     source: Array,
     keep: Array,
-    carry: Float[Array, "b n k k"],
-    write: Float[Array, "b n v k"],
-) -> tuple[Float[Array, "b n v k"], Float[Array, "l r n v k"]]:
-    """Apply the blocks' maps S -> S carry + write; the state before each block, and all states after them."""
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    taken: Float[Array, "b n t k"],
+    written: Float[Array, "b n t v"],
+    mixed: Float[Array, "b n t t"],
+    total: Float[Array, "b n t"],
+    left: Float[Array, "b n t"],
+) -> tuple[Float[Array, "b n v t"], Float[Array, "l r n v k"]]:
+    """`delta_chunk` in plain jnp, for any shapes and dtypes."""
+    q, k = (jnp.repeat(x.astype(jnp.float32), states.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    # Of what is left to do in order, S <- S carry + write, only one product a head and block depends on S.
+    kept = left[..., None] * jnp.moveaxis(k, 1, 2)
+    carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - _einsum("bntj,bntk->bnjk", taken, kept)
+    write = _einsum("bntv,bntk->bnvk", written, kept)
 
     def block(states, one):
         slot, source, keep, carry, write = one
@@ -167,16 +193,20 @@ def _in_order(
         return states.at[layer, jnp.where(keep < 0, states.shape[1], keep)].set(after, mode="drop"), before
 
     states, before = jax.lax.scan(block, states, (slots, source, keep, carry, write))
-    return before, states
+    updates = written - _einsum("bnvk,bntk->bntv", before, taken)
+    out = _einsum("bnvk,btnk->bnvt", before, q) * total[:, :, None]
+    return out + _einsum("bnti,bniv->bnvt", mixed, updates), states
 
 
 def _replayed(pool: DeltaPool, layer, slots, replay, state: Float[Array, "b m g v k"]) -> Float[Array, "b m g v k"]:
     """The states of `slots` with the accepted records in them."""
-    accepted = (jnp.arange(pool.keys.shape[2]) < replay[:, None])[..., None]
-    decay = jnp.where(accepted, pool.decay[layer, slots], 1)
-    logs = _logs(_by_head(decay, _heads(pool)))
+    rows, heads = pool.keys.shape[2], _heads(pool)
+    accepted = jnp.arange(rows) < replay[:, None]
+    decay = pool.decay[layer, slots, :, :rows]
+    logs = jnp.where(accepted[:, None], _logs(decay), 0).reshape(len(slots), *heads, rows)
     later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
-    updates = _by_head(jnp.where(accepted[..., None], pool.updates[layer, slots], 0), _heads(pool)) * later[..., None]
+    updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0)
+    updates = _by_head(updates, heads) * later[..., None]
     keys = pool.keys[layer, slots].astype(jnp.float32)
     return state * jnp.exp(logs.sum(-1))[..., None, None] + _einsum("bmgtv,btmk->bmgvk", updates, keys)
 
@@ -186,19 +216,22 @@ def _within(
     k: Float[Array, "b t m k"],
     decay: Float[Array, "b m g t"],
     beta: Float[Array, "b m g t"],
+    mul,
 ) -> tuple[Array, Array, Array, Array]:
     """How t rows that follow one another act on one another, whatever the state before them.
 
     With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and what they read
     is total S q + mixed U. `total[t]` is what is left at row t of the state before, `left[i]` at the end of row i's
-    update. `corrected` and `mixed` are [b, m, g, t, t], `total` and `left` [b, m, g, t].
+    update. `corrected` and `mixed` are [b, m, g, t, t], `total` and `left` [b, m, g, t]. `mul` is the einsum to use for
+    all but the inverse.
     """
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     logs = jnp.cumsum(_logs(decay), -1)
     t = logs.shape[-1]
     spans = jnp.where(jnp.tril(jnp.ones((t, t), bool)), logs[..., :, None] - logs[..., None, :], -jnp.inf)
     spans = jnp.exp(spans)
-    among_keys = _einsum("btmk,bimk->bmti", k, k)[:, :, None] * spans
-    mixed = _einsum("btmk,bimk->bmti", q, k)[:, :, None] * spans
+    among_keys = mul("btmk,bimk->bmti", k, k)[:, :, None] * spans
+    mixed = mul("btmk,bimk->bmti", q, k)[:, :, None] * spans
     corrected = _unit_lower_inverse(jnp.tril(beta[..., None] * among_keys, -1)) * beta[..., None, :]
     return corrected, mixed, jnp.exp(logs), spans[..., -1, :]
 
@@ -231,10 +264,6 @@ def _by_head(x: Float[Array, "b t n *w"], heads: tuple[int, int]) -> Float[Array
 def _by_token(x: Float[Array, "b m g t v"]) -> Float[Array, "b t n v"]:
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def _flat(x: Float[Array, "b m g i j"]) -> Float[Array, "b n i j"]:
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _logs(decay: Array) -> Array:
