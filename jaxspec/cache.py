@@ -62,6 +62,10 @@ class Rows:
         """Of each row in the text, as rotary embeddings have it."""
         return self._places(t) if self.depth is None else self._window(t)[:, None] + self.depth
 
+    def marked_positions(self, t: int) -> Int[Array, "b t"]:
+        """The same, and -1 for rows outside `count`, as a model's forward is given them: padding needs no experts."""
+        return jnp.where(jnp.arange(t) < self.count[:, None], self.positions(t), -1)
+
     def attend(self, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, KV]:
         """Write these rows' keys and values, then attend to everything that each row sees.
 

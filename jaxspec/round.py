@@ -108,7 +108,8 @@ def prefill(
     tokens, next_tokens = at(positions), at(positions + 1)
     family = MODELS[config.model_type]
     mixer = PromptBlocks(rows, slots, packed[:, 3], packed[:, 4])
-    hidden = family.forward(params, config, tokens, positions, mixer, state.cache, drafter.feature_layers)
+    marked = rows.marked_positions(block)
+    hidden = family.forward(params, config, tokens, marked, mixer, state.cache, drafter.feature_layers)
 
     newest = rows.start + rows.count == state.slots.length[slots]
     known = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=rows.count - newest))
@@ -152,7 +153,7 @@ def decode_round(
     rows = Rows(slots.length - 1, jnp.where(batch.live, proposal.count + 1, 0), batch.table)
     if tree is not None:
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
-    positions = rows.positions(tokens.shape[1])
+    positions = rows.marked_positions(tokens.shape[1])
     family = MODELS[config.model_type]
     mixer = RoundRows(rows, batch.slots, state.replay[batch.slots])
     hidden = family.forward(params, config, tokens, positions, mixer, state.cache, drafter.feature_layers)

@@ -18,7 +18,7 @@ from jaxspec.batch import Shapes, fit, ladder, pack_admission
 from jaxspec.cache import MemoryPlan, PageLayout, StateSlots, claim_device, kv_bytes_per_token, plan_memory
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.executables import Executables
@@ -152,7 +152,7 @@ class Runner:
             # an estimate, until the programs are compiled: logits and the few arrays of their size that sampling
             # makes, or an MLP's activations in a prefill
             workspace_bytes=4 * (4 * rows * self.model.config.vocab_size)
-            + 4 * shapes.prefills[-1] * shapes.block * 4 * self.model.config.mlp_size,
+            + 4 * shapes.prefills[-1] * shapes.block * _widest(self.model.config),
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,
             max_total_tokens=config.max_total_tokens,
@@ -236,6 +236,11 @@ class Runner:
         packed[: len(slots), 0] = slots
         packed[: len(slots), 1:] = table[slots]
         return packed
+
+
+def _widest(config: ModelConfig) -> int:
+    """Numbers per token that a layer's MLP holds at once: a dense one's activations, or each chosen expert's rows."""
+    return max(4 * config.mlp_size, config.experts_per_token * (2 * config.hidden_size + config.expert_size))
 
 
 def _bytes(tree: Any, beside: Any = None) -> int:

@@ -74,6 +74,14 @@ QWEN3_06B = {
     **dict(tie_word_embeddings=True),
 }
 
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    **dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144),
+    **dict(num_hidden_layers=48, num_key_value_heads=4, max_window_layers=48, decoder_sparse_step=1),
+    **dict(moe_intermediate_size=768, mlp_only_layers=[], norm_topk_prob=True, num_experts=128, num_experts_per_tok=8),
+    **dict(output_router_logits=False, router_aux_loss_coef=0.001),
+}
+
 
 def as_transformers_5(hf: dict) -> dict:
     """The same config as transformers 5 saves it: theta and scaling under `rope_parameters`, `dtype`."""
@@ -123,6 +131,41 @@ def test_qwen3_06b_heads_are_wider_than_hidden_over_heads(spelling):
     config = ModelConfig.from_hf(spelling(QWEN3_06B))
     assert (config.hidden_size, config.num_heads, config.head_dim) == (1024, 16, 128)
     assert config.tie_embeddings
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_qwen3_30b_a3b(spelling):
+    config = ModelConfig.from_hf(spelling(QWEN3_30B_A3B))
+    assert (config.num_experts, config.experts_per_token, config.expert_size) == (128, 8, 768)
+    assert (config.norm_topk_prob, config.shared_expert_size, config.dense_layers) == (True, 0, ())
+    assert (config.qk_norm, config.num_layers, config.num_kv_heads) == (True, 48, 4)
+
+
+def test_experts_in_other_spellings():
+    read = lambda **change: ModelConfig.from_hf({**QWEN3_30B_A3B, **change})  # noqa: E731
+    renamed = {k: v for k, v in QWEN3_30B_A3B.items() if k not in ("num_experts", "norm_topk_prob")}
+    config = ModelConfig.from_hf(renamed | {"num_local_experts": 64})
+    assert (config.num_experts, config.norm_topk_prob) == (64, False)
+    layers = tuple(range(48))
+    assert read(decoder_sparse_step=2).dense_layers == layers[::2]
+    assert read(mlp_only_layers=[0, 3], decoder_sparse_step=1).dense_layers == (0, 3)
+    assert read(shared_expert_intermediate_size=512).shared_expert_size == 512
+    assert read(intermediate_size=None).mlp_size == 768  # no layer reads it
+    with pytest.raises(ConfigError, match="intermediate_size"):
+        read(intermediate_size=None, mlp_only_layers=[0])
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(num_experts_per_tok=129), r"num_experts_per_tok \(129\) must not exceed num_experts \(128\)"),
+    (dict(num_experts=None), "num_experts must be a positive integer, got None"),
+    (dict(moe_intermediate_size=0), "moe_intermediate_size"),
+    (dict(decoder_sparse_step=0), "decoder_sparse_step"),
+    (dict(mlp_only_layers=[48]), "mlp_only_layers must be a list of layers, 0 to 47"),
+    (dict(shared_expert_intermediate_size=-1), "shared_expert_intermediate_size"),
+])  # fmt: skip
+def test_experts_that_make_no_sense(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_hf({**QWEN3_30B_A3B, **change})
 
 
 def test_keys_that_a_file_may_leave_out():

@@ -32,8 +32,12 @@ OPTIONS = {
     "skip_warmup": True,
 }
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129)
-SEEDS = {"llama": 0, "qwen3": 1}
-LAYERS = {"llama": 2, "qwen3": 1}  # what is tested is the same with one, and compiling it takes half the time
+SEEDS = {"llama": 0, "qwen3": 1, "qwen3_moe": 2}
+LAYERS = {
+    "llama": 2,
+    "qwen3": 1,
+    "qwen3_moe": 1,
+}  # what is tested is the same with one, and compiling it takes half the time
 SETTINGS = [
     ("llama", "none"),
     ("llama", "ngram"),
@@ -43,6 +47,9 @@ SETTINGS = [
     ("qwen3", "none"),
     ("qwen3", "ngram"),
     ("qwen3", "standalone:self"),
+    ("qwen3_moe", "none"),
+    ("qwen3_moe", "ngram"),
+    ("qwen3_moe", "standalone:noisy"),
 ]
 
 
@@ -185,6 +192,7 @@ def test_plain_output_is_the_argmax_of_the_logits(family, scenario):
     ("llama", "standalone:other", 1.0, 1.3),
     ("llama", f"{__name__}:Guess", 1.0, 1.1),
     ("qwen3", "standalone:self", 4.0, 4.0),
+    ("qwen3_moe", "standalone:noisy", 1.2, 3.9),
 ])  # fmt: skip
 def test_the_drafters_are_as_good_as_the_cases_need(family, draft, low, high):
     """Mid-round rejections, none at all, and nothing but rejections: each kind of round is among the cases."""

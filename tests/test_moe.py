@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import jaxspec
+from jaxspec.cache import Rows
+from jaxspec.checkpoint import params
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.checkpoint.load import read_params
+from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.models import moe
-from jaxspec.models.layers import Param
+from jaxspec.models.layers import Attention, Param
 from jaxspec.pallas import experts
-from tests.tiny import tiny_config
+from jaxspec.train.objective import matmul_weights
+from tests.tiny import tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -41,25 +46,35 @@ def config_of(**overrides) -> ModelConfig:
     return ModelConfig.from_hf(tiny_config("qwen3_moe", **overrides))
 
 
-def naive(x, gate_up, down, ids, weights):
+def naive(x, stacks, ids, weights):
     """One pair at a time, float64."""
-    x, gate_up, down = (np.asarray(a, np.float64) for a in (x, gate_up, down))
-    out = np.zeros(x.shape)
+    x, out = np.asarray(x, np.float64), np.zeros(x.shape)
+    each = [tuple(np.asarray(m, np.float64) for m in pair) for stack in stacks for pair in zip(*stack, strict=True)]
     for t, chosen in enumerate(np.asarray(ids)):
         for j, e in enumerate(chosen):
-            gate, up = np.split(gate_up[e] @ x[t], 2)
-            out[t] += float(weights[t, j]) * (down[e] @ (gate / (1 + np.exp(-gate)) * up))
+            if e == experts.NOBODY:
+                continue
+            gate_up, down = each[e]
+            gate, up = np.split(gate_up @ x[t], 2)
+            out[t] += float(weights[t, j]) * (down @ (gate / (1 + np.exp(-gate)) * up))
     return out
 
 
-def random_case(t: int, e: int, k: int, skew: float = 0.0, d: int = 32, f: int = 16, seed: int = 0):
-    """Arguments of `experts_mlp`; with `skew`, most tokens like the same experts."""
+def random_case(t: int, e: int, k: int, skew: float = 0.0, d: int = 32, f: int = 16, seed: int = 0, shared: int = 0):
+    """Arguments of `experts_mlp`; with `skew`, most tokens like the same experts.
+
+    `shared` is the width of one expert more, in a stack of its own, that all tokens choose.
+    """
     rng = np.random.default_rng(seed)
     liking = rng.random((t, e)) + skew * (np.arange(e) < k)
     ids = np.argsort(-liking, axis=1)[:, :k].astype(np.int32)
     weights = rng.random((t, k)).astype(np.float32)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5)  # noqa: E731
-    return d**0.5 * draw(t, d), draw(e, 2 * f, d), draw(e, d, f), jnp.asarray(ids), jnp.asarray(weights)
+    x, stacks = d**0.5 * draw(t, d), [(draw(e, 2 * f, d), draw(e, d, f))]
+    if shared:
+        stacks.append((draw(1, 2 * shared, d), draw(1, d, shared)))
+        ids[:, -1] = e
+    return x, stacks, jnp.asarray(ids), jnp.asarray(weights)
 
 
 def test_a_block_with_a_shared_expert_matches_transformers():
@@ -69,8 +84,9 @@ def test_a_block_with_a_shared_expert_matches_transformers():
         hidden_size=48, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40
     )
     layer = read_params(moe.parameters(config, ""), Tensors(golden), "shared", "float32", progress=False)
-    np.testing.assert_allclose(moe.moe(layer, config, x), out, rtol=0, atol=2e-5)
-    assert abs(out - moe.moe({k: v for k, v in layer.items() if k != "shared_gate"}, config, x)).max() > 0.1
+    run = jax.jit(moe.moe, static_argnums=1)
+    np.testing.assert_allclose(run(layer, config, x), out, rtol=0, atol=2e-5)
+    assert abs(out - run(layer, dataclasses.replace(config, shared_expert_size=0), x)).max() > 0.1
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -88,22 +104,60 @@ def test_router_probabilities_are_float32_whatever_the_dtype(norm):
     np.testing.assert_allclose(weights, expected / expected.sum(-1, keepdims=True) if norm else expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("t,e,k,skew", [
-    (1, 8, 2, 0), (8, 8, 3, 0), (8, 16, 2, 5), (9, 8, 2, 0), (40, 16, 4, 0), (60, 8, 2, 5), (300, 8, 4, 0),
+def test_padding_reads_no_experts(monkeypatch):
+    """The rows of a program that aren't real are marked all the way down to the items."""
+    seen = []
+    monkeypatch.setattr(moe, "experts_mlp", lambda x, stacks, ids, w: seen.append(ids) or jnp.zeros(x.shape))
+    model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
+    rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))
+    attend = lambda kv, layer, q, k, v: (q, kv)  # noqa: E731
+    with jax.disable_jit():
+        tokens = jnp.zeros((2, 3), jnp.int32)
+        model.family.forward(model.params, model.config, tokens, rows.marked_positions(3), Attention(attend))
+    assert (seen[0] == experts.NOBODY).all(axis=1).tolist() == [False, False, True, True, True, True]
+
+
+def test_equal_probabilities_choose_the_first_experts():
+    ids, weights = moe.route(jnp.zeros((32, 8)), config_of(num_experts_per_tok=3), jnp.ones((2, 32)))
+    assert ids.tolist() == [[0, 1, 2]] * 2
+    np.testing.assert_allclose(weights, 1 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("t", [5, 40])
+def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
+    config, router = config_of(), jax.random.normal(jax.random.key(0), (32, 8))
+    ((gate_up, down),) = random_case(1, 8, 2)[1]
+    layer = {"router": router, "experts_gate_up": gate_up, "experts_down": down}
+    rows = jax.random.normal(jax.random.key(1), (t, 32))
+    run = jax.jit(lambda x: moe.moe(layer, config, x[None])[0])
+    broken = run(rows.at[3].set(jnp.nan))
+    assert jnp.isnan(broken[3]).all()
+    np.testing.assert_allclose(jnp.delete(broken, 3, axis=0), jnp.delete(run(rows), 3, axis=0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("t,e,k,skew,shared", [
+    (1, 8, 2, 0, 0), (1, 8, 3, 0, 16), (8, 16, 2, 5, 0), (16, 8, 3, 0, 24), (17, 8, 2, 0, 0), (60, 8, 2, 5, 16),
+    (300, 8, 4, 0, 0),
 ])  # fmt: skip
-def test_experts_match_one_pair_at_a_time(t, e, k, skew):
-    case = random_case(t, e, k, skew)
-    np.testing.assert_allclose(jax.jit(experts.experts_mlp)(*case), naive(*case), rtol=0, atol=2e-5)
+def test_experts_match_one_pair_at_a_time(t, e, k, skew, shared):
+    case = random_case(t, e, k, skew, shared=shared)
+    run = jax.jit(experts.experts_mlp)
+    np.testing.assert_allclose(run(*case), naive(*case), rtol=0, atol=2e-5)
+    x, stacks, ids, weights = case
+    ids = jnp.where(jnp.arange(t)[:, None] % 3 == 1, experts.NOBODY, ids)  # padding
+    case = x.at[1::3].set(jnp.nan), stacks, ids, weights
+    np.testing.assert_allclose(run(*case), naive(*case), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("skew", [0, 0.3, 5])
 @pytest.mark.parametrize("t,e,k", [(1, 8, 3), (5, 4, 2), (8, 20, 6), (9, 20, 6), (30, 40, 1), (64, 8, 2), (70, 5, 5)])
 def test_items_hold_each_pair_once(t, e, k, skew):
     """Whatever the routing: a pair's row of the result is its expert's work on its token, and items don't overlap."""
-    ids = random_case(t, e, k, skew)[3]
+    ids = random_case(t, e, k, skew)[2]
+    ids = ids.at[t // 2 :: 4].set(experts.NOBODY) if skew == 0.3 else ids  # padding
     x = jnp.arange(1.0, t + 1)[:, None]
     rows, items, place = jax.tree.map(np.asarray, jax.jit(experts.plan, static_argnums=2)(x, ids, e))
-    count, written = int(items.count[0]), {}
+    count, written = len(items.expert) if items.count is None else int(items.count[0]), {}
     assert count <= len(items.expert)
     for i in range(count):
         source, target, blocks = (int(a[i]) * experts.ALIGN for a in (items.source, items.target, items.blocks))
@@ -113,9 +167,11 @@ def test_items_hold_each_pair_once(t, e, k, skew):
             assert target + r not in written
             written[target + r] = int(items.expert[i]), float(rows[source + r, 0])
     for (token, j), row in np.ndenumerate(place):
-        assert written[int(row)] == (int(ids[token, j]), token + 1)
-    done = {int(e) for e, blocks in zip(items.expert[:count], items.blocks, strict=False) if blocks}
-    assert done == set(np.unique(ids).tolist())
+        chosen = int(ids[token, j])
+        assert row == -1 if chosen == experts.NOBODY else written[int(row)] == (chosen, token + 1)
+    done = [int(expert) for expert, blocks in zip(items.expert[:count], items.blocks, strict=False) if blocks]
+    assert set(done) == set(np.unique(ids).tolist()) - {experts.NOBODY}
+    assert len(done) == len(set(done)) or t > experts.FEW  # nobody's weights are read twice
 
 
 def test_many_pairs_are_ranked_chunk_by_chunk():
@@ -131,9 +187,8 @@ def test_item_rows_follow_the_mean():
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_both_layouts_give_the_same_stack(stacked):
-    config, rng = config_of(), np.random.default_rng(0)
-    params = moe.parameters(config, "mlp.")
-    whole = {name: rng.standard_normal(p.shape, np.float32) for name, p in params.items() if p.stacked}
+    declared, rng = moe.parameters(config_of(), "mlp."), np.random.default_rng(0)
+    whole = {name: rng.standard_normal(p.shape, np.float32) for name, p in declared.items() if p.stacked}
     tensors = {"mlp.gate.weight": np.zeros((8, 32), np.float32)}
     if stacked:
         tensors |= {f"mlp.experts.{n}": whole[f"experts_{n[:-5]}"] for n in ("gate_up_proj", "down_proj")}
@@ -142,9 +197,37 @@ def test_both_layouts_give_the_same_stack(stacked):
             gate, up = np.split(whole["experts_gate_up"][e], 2)
             each = {"gate_proj": gate, "up_proj": up, "down_proj": whole["experts_down"][e]}
             tensors |= {f"mlp.experts.{e}.{name}.weight": matrix for name, matrix in each.items()}
-    layer = read_params(params, Tensors(tensors), "x", "float32", progress=False)
+    layer = read_params(declared, Tensors(tensors), "x", "float32", progress=False)
     for name, expected in whole.items():
         np.testing.assert_array_equal(layer[name], expected)
+
+
+def test_dummy_stacks_are_made_matrix_by_matrix():
+    """Of 61 GB of weights there is no room for random bits and float32 numbers of a whole stack beside them."""
+    declared = moe.parameters(config_of(hidden_size=128, moe_intermediate_size=64, num_experts=32), "")
+    layer = dummy(declared, "bfloat16", seed=0)
+    for name, param in declared.items():
+        assert layer[name].shape == param.shape and layer[name].dtype == jnp.bfloat16
+    gate_up = np.asarray(layer["experts_gate_up"], np.float32)
+    assert gate_up.std() == pytest.approx(128**-0.5, rel=0.05)
+    assert abs(np.corrcoef(gate_up[0].ravel(), gate_up[31].ravel())[0, 1]) < 0.05
+    stack = params._normal_stack.lower(jax.random.key(0), gate_up.shape, 1.0, "bfloat16").compile()
+    assert stack.memory_analysis().temp_size_in_bytes < 0.5 * gate_up.size * 2
+
+
+def test_eagle3_reads_a_targets_layers_with_experts():
+    folder = tiny_checkpoint("qwen3_moe", 96, num_hidden_layers=8, mlp_only_layers=(3,))
+    target = jaxspec.load_model(str(folder), dtype="float32", progress=False)
+    source = str(GOLDEN / "eagle" / "specforge-eagle3")
+    drafter = jaxspec.load_drafter(source, target, jaxspec.EngineConfig(draft=source))
+    drafts = jaxspec.propose(target, drafter, [5, 6, 7], 3)
+    assert drafts.count == 3 and drafts.next_token == int(jnp.argmax(jaxspec.logits(target, [[5, 6, 7]])[0, -1]))
+
+
+def test_training_counts_the_weights_that_are_chosen():
+    config = config_of(num_hidden_layers=3, mlp_only_layers=[0], shared_expert_intermediate_size=8)
+    attention = 32 * 8 * 16 + 4 * 16 * 32
+    assert matmul_weights(config) == 3 * attention + 3 * 32 * (64 + 2 * (2 * 24 + 8))
 
 
 def test_a_stack_says_what_it_is_made_of():

@@ -1,7 +1,9 @@
 """The least time that the hardware needs: bytes over bandwidth or operations over arithmetic, whichever is longer.
 
 Counted is the target model's own work: its weights once, the keys and values that are there, its multiplications. The
-embedding table is read only if it is also the head. What a drafter does comes on top, so a round's ratio shows it.
+embedding table is read only if it is also the head. Of experts, those are read that some token chose, their number as
+expected if all are equally likely: text that has a preference reads fewer. What a drafter does comes on top, so a
+round's ratio shows it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import jax
 
 from jaxspec.cache import kv_bytes_per_token
 from jaxspec.checkpoint import Model
+from jaxspec.pallas.experts import expected_experts
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,23 @@ def ceilings(args: argparse.Namespace) -> Ceilings:
 class ModelCost:
     """Bytes and operations of a model's forward. Operations count a multiply-add as two."""
 
-    weight_bytes: int  # read by a forward that unembeds
+    weight_bytes: int  # read by a forward that unembeds, all experts included
     layer_flops: int  # per row, attention's scores and sums not included
     head_flops: int  # per row that is unembedded
     attention_flops: int  # per row and position that it sees
     kv_bytes: int  # per token, in the cache
+    expert_bytes: int = 0  # of weight_bytes, those of experts that a token may choose or not
+    num_experts: int = 1
+    experts_per_token: int = 1
 
     @classmethod
     def of(cls, model: Model, kv_dtype: str) -> ModelCost:
         config = model.config
         tied = config.tie_embeddings
-        matrices = sum(x.size for x in jax.tree.leaves(model.params["layers"]) if x.ndim > 1)
+        layers = jax.tree.leaves(model.params["layers"])
+        stacks = [x for x in layers if x.ndim == 3]  # of experts
+        share = config.experts_per_token / max(config.num_experts, 1)
+        matrices = sum(x.size for x in layers if x.ndim == 2) + round(share * sum(x.size for x in stacks))
         head = model.params["embed"] if tied else model.params["head"]
         return cls(
             weight_bytes=_bytes(model.params) - (0 if tied else _bytes(model.params["embed"])),
@@ -61,18 +70,26 @@ class ModelCost:
             head_flops=2 * head.size,
             attention_flops=4 * config.num_heads * config.head_dim * config.num_layers,
             kv_bytes=kv_bytes_per_token(config, kv_dtype),
+            expert_bytes=_bytes(stacks),
+            num_experts=max(config.num_experts, 1),
+            experts_per_token=max(config.experts_per_token, 1),
         )
+
+    def _weights_read(self, tokens: float) -> float:
+        """Bytes of weights that a forward over so many tokens must read."""
+        chosen = expected_experts(tokens, self.experts_per_token, self.num_experts) / self.num_experts
+        return self.weight_bytes - (1 - chosen) * self.expert_bytes
 
     def round(self, requests: int, width: int, context: float) -> tuple[float, float]:
         """Bytes and operations of verifying `width` rows for each of `requests` with `context` tokens on average."""
         rows = requests * width
         flops = rows * (self.layer_flops + self.head_flops + self.attention_flops * context)
-        return self.weight_bytes + requests * context * self.kv_bytes, flops
+        return self._weights_read(rows) + requests * context * self.kv_bytes, flops
 
     def prefill(self, tokens: int) -> tuple[float, float]:
         """Bytes and operations of a prompt up to its first token: only the last row is unembedded."""
         flops = tokens * self.layer_flops + self.head_flops + self.attention_flops * tokens * (tokens + 1) / 2
-        return self.weight_bytes + tokens * self.kv_bytes, flops
+        return self._weights_read(tokens) + tokens * self.kv_bytes, flops
 
 
 def _bytes(tree: Any) -> int:

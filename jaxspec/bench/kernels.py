@@ -24,7 +24,7 @@ from tqdm import tqdm
 from jaxspec.bench import floors
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.models.layers import rms_norm
-from jaxspec.pallas import weight_stream
+from jaxspec.pallas import experts, weight_stream
 from jaxspec.pallas.paged_attention import paged_attention, reference
 from jaxspec.pallas.target import KERNELS, kernels_here
 
@@ -50,7 +50,12 @@ PROMPTS = ((1, 1024), (1, 2048), (1, 8192), (16, 512))  # prompts, tokens each
 LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
 ROWS = (1, 8, 32, 128)
 EPS = 1e-6
-SMALL = {"decode": ((2, 40, 1), (3, 17, 4)), "prompts": ((2, 100),)}
+MIXTURES = {  # model width, expert width, experts, experts of a token
+    "35B-A3B": (2048, 512, 256, 8),  # Qwen3.5's
+    "30B-A3B": (2048, 768, 128, 8),  # Qwen3's
+}
+TOKENS = (1, 4, 8, 32, 128, 512, 1024, 8192)
+SMALL = {"decode": ((2, 40, 1), (3, 17, 4)), "prompts": ((2, 100),), "tokens": (3, 20), "mixture": (64, 32, 8, 2)}
 
 
 @dataclass(frozen=True)
@@ -141,11 +146,13 @@ def timed(op: Callable, operands: Any, layers: int, repeats: int) -> tuple[float
 
 
 def make_cases(small: bool) -> list[Case]:
-    """All cases, at Qwen3-8B's sizes, or at tiny ones."""
+    """All cases, at Qwen3-8B's sizes and those of two mixtures of experts, or at tiny ones."""
     layers, dtype = (2, "float32") if small else (16, "bfloat16")
     decode, prompts = (SMALL["decode"], SMALL["prompts"]) if small else (DECODE, PROMPTS)
     cases = [decode_attention(b, context, t, layers, dtype) for b, context, t in decode]
     cases += [prompt_attention(count, length, layers, dtype) for count, length in prompts]
+    mixtures, tokens = ({"small": SMALL["mixture"]}, SMALL["tokens"]) if small else (MIXTURES, TOKENS)
+    cases += [experts_mlp(name, t, *sizes, layers // 2, dtype) for name, sizes in mixtures.items() for t in tokens]
     if not small and kernels_here() is None:  # there is no other path to it: a model without it has plain layers
         cases += [layer_matmuls(rows, *LAYER, layers=8) for rows in ROWS]
     return cases
@@ -203,6 +210,50 @@ def _attend(layer: int, shared: Any, kv: jax.Array) -> jax.Array:
 def _attend_plain(layer: int, shared: Any, kv: jax.Array) -> jax.Array:
     q, table, start = shared
     return reference(q, kv, jnp.int32(layer), table, start)
+
+
+def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, layers: int, dtype: str) -> Case:
+    """A mixture of experts from its input to its output, the router's choice given: `tokens` tokens, of which each
+    chooses `k` of `e` experts, all equally likely. What must be read are the weights of experts that anyone chose.
+    """
+    rng = np.random.default_rng(tokens)
+    ids = rng.random((layers, tokens, e)).argpartition(k - 1, axis=-1)[..., :k].astype(np.int32)
+    distinct = np.mean([len(np.unique(layer)) for layer in ids])
+
+    def build(key):
+        keys = jax.random.split(key, 3)
+        x, weights = jax.random.normal(keys[0], (tokens, d), dtype), jax.random.uniform(keys[1], (tokens, k))
+
+        def own(key):  # expert by expert: random bits for all at once would take several times their memory
+            matrices = lambda key: (  # noqa: E731
+                jax.random.normal(key, (2 * f, d), dtype) * d**-0.5,
+                jax.random.normal(jax.random.fold_in(key, 1), (d, f), dtype) * f**-0.5,
+            )
+            return jax.lax.map(matrices, jax.random.split(key, e))
+
+        return (x, weights, jnp.asarray(ids)), [own(each) for each in jax.random.split(keys[2], layers)]
+
+    return Case(
+        name=f"experts {name}, {tokens} token{'s' * (tokens > 1)}",
+        group="experts",
+        layers=layers,
+        build=build,
+        op=_mix,
+        plain=_mix_plain,
+        size=jnp.dtype(dtype).itemsize * (distinct * 3 * d * f + 2 * tokens * d),
+        flops=2 * tokens * k * 3 * d * f,
+    )
+
+
+def _mix(layer: int, shared: Any, own: Any) -> jax.Array:
+    x, weights, ids = shared
+    return experts.experts_mlp(x, [own[layer]], ids[layer], weights)
+
+
+def _mix_plain(layer: int, shared: Any, own: Any) -> jax.Array:
+    x, weights, ids = shared
+    rows, items, place = experts.plan(x, ids[layer], len(own[layer][0]))
+    return experts.combine(experts.reference(rows, [own[layer]], items), place, weights)
 
 
 def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:

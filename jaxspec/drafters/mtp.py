@@ -66,7 +66,7 @@ class Mtp(Chain):
         embedded = centred_rms_norm(params["embed"][tokens], params["embed_norm"], eps)
         hidden = centred_rms_norm(hidden, params["hidden_norm"], eps)
         x = jnp.concatenate([embedded, hidden], axis=-1) @ params["fc"]
-        positions = rows.positions(x.shape[1])
+        positions = rows.marked_positions(x.shape[1])
         return qwen3_next.attention_layer(params["layer"], self.config, jnp.int32(0), x, positions, rows, kv)
 
     def _feedback(self, params, out):

@@ -65,5 +65,5 @@ class Standalone(Drafter):
 
     def _forward(self, params, state, tokens, rows):
         forward = MODELS[self.config.model_type].forward
-        hidden = forward(params, self.config, tokens, rows.positions(tokens.shape[1]), rows, state)
+        hidden = forward(params, self.config, tokens, rows.marked_positions(tokens.shape[1]), rows, state)
         return hidden.last, hidden.cache

@@ -87,7 +87,7 @@ def forward(
     cache: Any = None,
     capture: tuple[int, ...] = (),
 ) -> Hidden:
-    """Run the decoder over `tokens` at absolute `positions`.
+    """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
 
     `mixer` owns the keys and values: it is given each layer's and decides what the queries see. `capture` names decoder
     layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
@@ -108,7 +108,7 @@ def _plain_layers(params, config, x, positions, mixer, cache):
     def decoder_layer(layer, i, x, cache):
         qkv = rms_norm(x, layer["attn_norm"], eps) @ layer["qkv"]
         mixed, cache = mix(layer, config, i, qkv, positions, mixer, cache)
-        return _finish(layer, config, x, mixed), cache
+        return _finish(layer, config, x, mixed, positions), cache
 
     for i, layer in enumerate(params["layers"]):
         x, cache = decoder_layer(layer, jnp.int32(i), x, cache)
@@ -138,7 +138,7 @@ def _streamed_layers(params, config, x, positions, mixer, cache):
         x, qkv = stream(layer, following, x, mixed)
         outputs.append(x)
     mixed, cache = attend(layers[-1], jnp.int32(len(layers) - 1), qkv, cache)
-    x = _finish(layers[-1], config, x, mixed)
+    x = _finish(layers[-1], config, x, mixed, positions)
     return rms_norm(x, params["norm"], eps), [*outputs, x], cache
 
 
@@ -166,12 +166,12 @@ def mix(layer, config, i, qkv, positions, mixer, cache):
     return out.reshape(b, t, n * h), cache
 
 
-def _finish(layer, config, x, mixed):
+def _finish(layer, config, x, mixed, positions):
     """The rest of a layer after its attention: output projection and MLP, each added to the residual stream."""
     mixed = mixed @ layer["out"]
     x = x + (mixed + layer["out_bias"] if config.attention_bias else mixed)
     normed = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + (moe.moe(layer, config, normed) if "router" in layer else mlp(layer, normed))
+    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else mlp(layer, normed))
 
 
 def mlp(layer: dict[str, Array], x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import Param, expert_stack, linear
-from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.experts import NOBODY, experts_mlp
 
 
 def parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
@@ -35,22 +35,31 @@ def parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
         "experts_down": expert_stack(e, f, prefix + "experts.down_proj", {each + "down_proj.weight": d}),
     }
     if s:
-        tree["shared_gate_up"] = linear(d, {shared + "gate_proj.weight": s, shared + "up_proj.weight": s})
-        tree["shared_down"] = linear(s, {shared + "down_proj.weight": d})
+        halves = {shared + "gate_proj.weight": s, shared + "up_proj.weight": s}
+        tree["shared_gate_up"] = expert_stack(1, d, "", halves)
+        tree["shared_down"] = expert_stack(1, s, "", {shared + "down_proj.weight": d})
         tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1})
     return tree
 
 
-def moe(layer: dict[str, Array], config: ModelConfig, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    """The weighted sum of each token's experts, and of the shared expert if there is one."""
+def moe(
+    layer: dict[str, Array], config: ModelConfig, x: Float[Array, "b t d"], real: Bool[Array, "b t"] | None = None
+) -> Float[Array, "b t d"]:
+    """The weighted sum of each token's experts, and of the shared expert if there is one.
+
+    Tokens that aren't `real` (None: all are) choose no expert: their weights would be read for nothing.
+    """
     rows = x.reshape(-1, x.shape[-1])
     ids, weights = route(layer["router"], config, rows)
-    out = experts_mlp(rows, layer["experts_gate_up"], layer["experts_down"], ids, weights)
-    if "shared_gate" in layer:
-        gate, up = jnp.split(rows @ layer["shared_gate_up"], 2, axis=-1)
-        shared = (jax.nn.silu(gate) * up) @ layer["shared_down"]
-        out += jax.nn.sigmoid(_float32(rows, layer["shared_gate"])) * shared
-    return out.astype(x.dtype).reshape(x.shape)
+    stacks = [(layer["experts_gate_up"], layer["experts_down"])]
+    if config.shared_expert_size:  # one expert more, that every token chooses
+        stacks.append((layer["shared_gate_up"], layer["shared_down"]))
+        ids = jnp.pad(ids, ((0, 0), (0, 1)), constant_values=config.num_experts)
+        gate = jax.nn.sigmoid(_float32(rows, layer["shared_gate"]))
+        weights = jnp.concatenate([weights, gate], axis=1)
+    if real is not None:
+        ids = jnp.where(real.reshape(-1, 1), ids, NOBODY)
+    return experts_mlp(rows, stacks, ids, weights).astype(x.dtype).reshape(x.shape)
 
 
 def route(
@@ -58,10 +67,17 @@ def route(
 ) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
     """Each token's experts, likeliest first, and their weights, float32.
 
-    Weights are probabilities among all experts, or, with `norm_topk_prob`, among those chosen.
+    Weights are probabilities among all experts, or, with `norm_topk_prob`, among those chosen. Experts are ranked by
+    comparing each with each, which fuses: `lax.top_k` of so few numbers sorts them on a GPU, at several times the cost.
     """
     probs = jax.nn.softmax(_float32(rows, router), axis=-1)
-    weights, ids = jax.lax.top_k(probs, config.experts_per_token)
+    expert = jnp.arange(config.num_experts)
+    known = jnp.where(jnp.isnan(probs), 0.0, probs)  # a broken row still needs experts, or it would break others' rows
+    other, own = known[:, None], known[:, :, None]
+    rank = jnp.sum((other > own) | ((other == own) & (expert < expert[:, None])), axis=2, dtype=jnp.int32)
+    place = rank[:, None] == jnp.arange(config.experts_per_token)[:, None]
+    ids = jnp.sum(jnp.where(place, expert, 0), axis=2, dtype=jnp.int32)
+    weights = jnp.sum(jnp.where(place, probs[:, None], 0.0), axis=2)
     return ids, weights / weights.sum(-1, keepdims=True) if config.norm_topk_prob else weights
 
 

@@ -146,7 +146,7 @@ def forward(
 
     @jax.jit
     def recur(layer, i, x, cache):
-        return linear_layer(layer, config, i, x, mixer, cache)
+        return linear_layer(layer, config, i, x, positions, mixer, cache)
 
     for i, layer in enumerate(params["layers"]):
         is_linear = i in config.linear.layers
@@ -169,10 +169,10 @@ def attention_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float
     rotated = lambda x, norm: rope(centred_rms_norm(x, layer[norm], eps), positions, frequencies)  # noqa: E731
     mixed, cache = mixer.attend(cache, i, rotated(q, "q_norm"), rotated(k, "k_norm"), v)
     mixed = (mixed * jax.nn.sigmoid(gate)).reshape(b, t, n * h)
-    return _finish(layer, config, x, mixed), cache
+    return _finish(layer, config, x, mixed, positions), cache
 
 
-def linear_layer(layer, config, i, x, mixer, cache) -> tuple[Float[Array, "b t d"], Any]:
+def linear_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Array, "b t d"], Any]:
     """Linear attention and the MLP: the residual stream after them. `i` counts linear layers."""
     mix, eps, (b, t, _) = config.linear, config.rms_norm_eps, x.shape
     normed = centred_rms_norm(x, layer["attn_norm"], eps)
@@ -190,7 +190,7 @@ def linear_layer(layer, config, i, x, mixer, cache) -> tuple[Float[Array, "b t d
 
     gate = jax.nn.silu(z.astype(jnp.float32).reshape(v.shape))
     read = rms_norm(read.astype(jnp.float32), layer["read_norm"].astype(jnp.float32), eps) * gate
-    return _finish(layer, config, x, read.astype(x.dtype).reshape(b, t, -1)), cache
+    return _finish(layer, config, x, read.astype(x.dtype).reshape(b, t, -1), positions), cache
 
 
 def _unit(x: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
@@ -199,8 +199,8 @@ def _unit(x: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2_EPS)
 
 
-def _finish(layer, config, x, mixed):
+def _finish(layer, config, x, mixed, positions):
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
     x = x + mixed @ layer["out"]
     normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + (moe.moe(layer, config, normed) if "router" in layer else llama.mlp(layer, normed))
+    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else llama.mlp(layer, normed))

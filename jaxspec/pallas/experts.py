@@ -1,71 +1,76 @@
 """Gated MLPs of many experts, each over its own tokens: who computes what, in plain jnp or by the kernel.
 
 A (token, expert) pair is a row of work. Rows of one expert stand together, from a multiple of `ALIGN` rows on (what a
-bulk copy can start at), and are cut into items of at most n rows: item i takes rows of `x` through expert i's weights.
-What is done is proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
+bulk copy can start at), and are cut into items of at most n rows, which go through that expert's weights. What is done
+is proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
-Up to `ALIGN` tokens need no grouping: there an item is a pair, and all tokens' rows go through its expert, since a
-matmul of one row costs what one of eight does. The first pair of each expert does it for the others.
+Up to `FEW` tokens need no grouping: there an item is a pair, and all tokens' rows go through its expert, since on
+tensor cores that costs no more than one row does. The first pair of each expert does it for the others.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-ALIGN = 8  # rows
+from jaxspec.pallas import expert_stream
+from jaxspec.pallas.expert_stream import ALIGN, Items, Stack
+from jaxspec.pallas.target import chosen, tell
+
+FEW = 16  # tokens; with more, grouping costs less than the rows that nobody asked for
 ITEM_ROWS = (8, 16, 32, 64, 128)
+NOBODY = 2**30  # the id of an expert that doesn't exist
 CHUNK = 256  # pairs that are ranked against one another at once
 
 
-@flax.struct.dataclass
-class Items:
-    """Work items: item i multiplies rows `ALIGN * source[i]` and on, `ALIGN * blocks[i]` of them, by `expert[i]`.
-
-    Results go to rows `ALIGN * target[i]` and on of `capacity` rows. Of the arrays' items the first `count[0]` are
-    real, and of those some may have no blocks, so nothing to do. Reading `rows` rows from an item's first is safe.
-    """
-
-    expert: Int[Array, " i"]
-    source: Int[Array, " i"]
-    target: Int[Array, " i"]
-    blocks: Int[Array, " i"]
-    count: Int[Array, " 1"]
-    rows: int = flax.struct.field(pytree_node=False)
-    capacity: int = flax.struct.field(pytree_node=False)
-
-
 def experts_mlp(
-    x: Float[Array, "t d"],
-    gate_up: Float[Array, "e 2f d"],
-    down: Float[Array, "e d f"],
-    ids: Int[Array, "t k"],
-    weights: Float[Array, "t k"],
+    x: Float[Array, "t d"], stacks: list[Stack], ids: Int[Array, "t k"], weights: Float[Array, "t k"]
 ) -> Float[Array, "t d"]:
     """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in float32.
 
-    A token's experts must be distinct. Each expert's result is rounded to x's dtype before it is weighted.
+    Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each. A token's must be distinct, or
+    `NOBODY`. Each expert's result is rounded to x's dtype before it is weighted.
     """
-    rows, items, place = plan(x, ids, len(gate_up))
-    out = reference(rows, gate_up, down, items)
-    return jnp.einsum("tkd,tk->td", out[place].astype(jnp.float32), weights)
+    num_experts = sum(len(down) for _, down in stacks)
+    rows, items, place = plan(x, ids, num_experts)
+    fits = expert_stream.supported(x.dtype, stacks)
+    if fits is not None:
+        tell("experts", fits)
+    if chosen("experts", fits, expert_stream.BLOCKS):
+        out = expert_stream.stream(rows, stacks, items, busy=expected_experts(*ids.shape, num_experts))
+    else:
+        out = reference(rows, stacks, items)
+    return combine(out, place, weights)
+
+
+def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
+    """Each token's weighted sum, float32, of the rows that hold its experts' results; row -1 is no expert's."""
+    chosen = jnp.where(place[..., None] >= 0, out[jnp.maximum(place, 0)], 0)  # what nobody wrote may be NaN
+    return jnp.sum(chosen.astype(jnp.float32) * weights[..., None], axis=1)
+
+
+def expected_experts(tokens: float, each: int, num_experts: int) -> float:
+    """How many different experts `tokens` tokens choose, if all are equally likely."""
+    return num_experts * (1 - (1 - each / num_experts) ** tokens)
 
 
 def plan(
     x: Float[Array, "t d"], ids: Int[Array, "t k"], num_experts: int
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
-    """Rows to multiply, the items over them, and the row of the result that each pair's is."""
+    """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert."""
     t, k = ids.shape
-    if t <= ALIGN:
-        items, place = _by_pair(ids)
-        return jnp.pad(x, ((0, ALIGN - t), (0, 0))), items, place
+    if t <= FEW:
+        items, place = _by_pair(ids, num_experts)
+        return jnp.pad(x, ((0, items.rows - t), (0, 0))), items, place
     items, place = _by_expert(ids, num_experts, rows_per_item(t * k / num_experts))
+    flat, pair = place.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
     token = jnp.zeros(items.capacity, jnp.int32)
-    token = token.at[place.reshape(-1)].set(jnp.repeat(jnp.arange(t), k), unique_indices=True)
+    into = jnp.where(flat < 0, items.capacity + pair, flat)
+    token = token.at[into].set(pair // k, unique_indices=True, mode="drop")
     return x[token], items, place
 
 
@@ -74,21 +79,25 @@ def rows_per_item(mean: float) -> int:
     return next((rows for rows in ITEM_ROWS if rows >= 2.5 * mean), ITEM_ROWS[-1])
 
 
-def _by_pair(ids: Int[Array, "t k"]) -> tuple[Items, Int[Array, "t k"]]:
+def _by_pair(ids: Int[Array, "t k"], num_experts: int) -> tuple[Items, Int[Array, "t k"]]:
     """Items of a few tokens: all of them through the expert of each pair that is its expert's first."""
     t, k = ids.shape
-    flat, pair = ids.reshape(-1), jnp.arange(t * k)
-    first = pair if t == 1 else jnp.argmax(flat[None] == flat[:, None], axis=1)
+    blocks = -(-t // ALIGN)
+    flat, pair = ids.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
+    first = pair if t == 1 else jnp.min(jnp.where(flat[None] == flat[:, None], pair, t * k), axis=1)
+    works = (first == pair) & (flat < num_experts)
     items = Items(
         expert=flat,
         source=jnp.zeros(t * k, jnp.int32),
-        target=pair.astype(jnp.int32),
-        blocks=(first == pair).astype(jnp.int32),
-        count=jnp.full(1, t * k, jnp.int32),
-        rows=ALIGN,
-        capacity=ALIGN * t * k,
+        target=blocks * pair,
+        blocks=jnp.where(works, blocks, 0),
+        # padding stands behind what is real, more often than not
+        count=None if t == 1 else jnp.max(jnp.where(works, pair + 1, 0), keepdims=True),
+        rows=ALIGN * blocks,
+        capacity=ALIGN * blocks * t * k,
     )
-    return items, ALIGN * first.reshape(t, k) + jnp.arange(t)[:, None]
+    place = ALIGN * blocks * first.reshape(t, k) + jnp.arange(t)[:, None]
+    return items, jnp.where(ids < num_experts, place, -1)
 
 
 def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Items, Int[Array, "t k"]]:
@@ -115,11 +124,12 @@ def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Ite
         rows=rows,
         capacity=capacity,
     )
-    return items, (first_block[flat] * ALIGN + rank).reshape(ids.shape)
+    place = first_block[jnp.minimum(flat, num_experts - 1)] * ALIGN + rank
+    return items, jnp.where(ids < num_experts, place.reshape(ids.shape), -1)
 
 
 def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], Int[Array, " p"]]:
-    """How many pairs each expert has, and how many of a pair's expert come before it.
+    """How many pairs each expert has, and how many of its expert's come before a pair, if it has one.
 
     A counting sort by comparing: on a GPU, a few small fused kernels, where sorting would be many.
     """
@@ -141,21 +151,31 @@ def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
 
 
 @partial(jax.jit, inline=True)
-def reference(
-    rows: Float[Array, "r d"], gate_up: Float[Array, "e 2f d"], down: Float[Array, "e d f"], items: Items
-) -> Float[Array, "c d"]:
+def reference(rows: Float[Array, "r d"], stacks: list[Stack], items: Items) -> Float[Array, "c d"]:
     """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero."""
     matmul = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
+    def mlp(stack, part, expert):
+        gate_up, down = stack
+        gate, up = jnp.split(matmul("rd,fd->rf", part, gate_up[expert]), 2, axis=1)
+        hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
+        return matmul("rf,df->rd", hidden, down[expert]).astype(rows.dtype)
+
+    first = np.cumsum([0, *(len(down) for _, down in stacks)])
+    branches = [
+        lambda part, expert, stack=stack, begin=begin: mlp(stack, part, expert - begin)
+        for stack, begin in zip(stacks, first[:-1], strict=True)
+    ]
+
     def one(i, out):
         part = jax.lax.dynamic_slice_in_dim(rows, ALIGN * items.source[i], items.rows)
-        gate, up = jnp.split(matmul("rd,fd->rf", part, gate_up[items.expert[i]]), 2, axis=1)
-        hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
-        new = matmul("rf,df->rd", hidden, down[items.expert[i]]).astype(rows.dtype)
+        expert = items.expert[i]
+        new = jax.lax.switch(jnp.sum(expert >= first[1:-1]), branches, part, expert)
         start = ALIGN * items.target[i]
         mine = jnp.arange(items.rows)[:, None] < ALIGN * items.blocks[i]
         new = jnp.where(mine, new, jax.lax.dynamic_slice_in_dim(out, start, items.rows))
         return jax.lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
 
     out = jnp.zeros((items.capacity, rows.shape[1]), rows.dtype)
-    return jax.lax.fori_loop(0, items.count[0], one, out)
+    count = len(items.expert) if items.count is None else items.count[0]
+    return jax.lax.fori_loop(0, count, one, out)

@@ -114,4 +114,7 @@ def matmul_weights(config: ModelConfig) -> int:
     """Weights that one token is multiplied by in a decoder, its head not counted."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     d = config.hidden_size
-    return config.num_layers * (d * heads + config.num_heads * config.head_dim * d + 3 * d * config.mlp_size)
+    dense = len(config.dense_layers) if config.num_experts else config.num_layers
+    chosen = config.experts_per_token * config.expert_size + config.shared_expert_size
+    mlps = 3 * d * (dense * config.mlp_size + (config.num_layers - dense) * chosen)
+    return config.num_layers * (d * heads + config.num_heads * config.head_dim * d) + mlps

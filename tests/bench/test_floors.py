@@ -22,6 +22,16 @@ QWEN3_8B = {
     "head_dim": 128,
 }
 
+QWEN3_30B_A3B = QWEN3_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
 
 def cost(**overrides):
     """The cost of a model that has shapes and no numbers, in bfloat16."""
@@ -44,6 +54,16 @@ def test_decoding_is_bound_by_bytes(qwen, requests, floor_ms):
     size, flops = qwen.round(requests, 1, 1024 + 128)
     assert H200.seconds(size, flops) * 1e3 == pytest.approx(floor_ms, abs=0.1)
     assert H200.seconds(size, flops) == size / 4.3e12
+
+
+@pytest.mark.parametrize("requests, floor_ms", [(1, 1.4), (8, 6.0), (32, 13.1), (128, 17.4)])
+def test_of_experts_those_are_read_that_are_chosen(requests, floor_ms):
+    """Qwen3-30B-A3B at 1024 to 1280 tokens: the floors that were worked out for it elsewhere."""
+    moe = cost(family="qwen3_moe", **QWEN3_30B_A3B)
+    size, flops = moe.round(requests, 1, 1024 + 128)
+    assert H200.seconds(size, flops) * 1e3 == pytest.approx(floor_ms, rel=0.06)
+    assert moe.weight_bytes - moe.expert_bytes < moe.round(1, 1, 0)[0] < 0.12 * moe.weight_bytes
+    assert moe.layer_flops + moe.head_flops == pytest.approx(2 * 3.04e9, rel=0.02)  # what is active, embedding aside
 
 
 def test_verifying_many_rows_is_bound_by_arithmetic(qwen):

@@ -16,7 +16,7 @@ from jaxspec.pallas.weight_stream import HALF, STAGES
 def test_the_command_times_every_case(tmp_path, capsys):
     assert bench.main(["kernels", "--small", "--repeats", "2", "--json", str(tmp_path / "x.json")]) == 0
     document = json.loads((tmp_path / "x.json").read_text())
-    assert {row["group"] for row in document["rows"]} == {"decode attention", "prompt attention"}
+    assert {row["group"] for row in document["rows"]} == {"decode attention", "prompt attention", "experts"}
     assert document["notes"] == [
         "layer matmuls are left out (--small): their kernel runs on a Hopper GPU at full size only"
     ]
@@ -81,6 +81,17 @@ def test_sizes_are_those_of_the_model_they_stand_for():
     assert decode.size == 2 * 32 * (4096 * 2 * 8 * 128 + 2 * 32 * 128)  # bf16: keys and values, queries and outputs
     assert decode.flops == 4 * 32 * 4096 * 32 * 128
     assert cases["prompt attention 1 x 8192"].flops == pytest.approx(4 * 32 * 128 * 8192**2 / 2, rel=1e-3)
+
+
+def test_experts_count_the_weights_that_are_chosen():
+    case = kernels.experts_mlp("tiny", 3, 64, 32, 8, 2, layers=2, dtype="float32")
+    (_, _, ids), own = case.build(jax.random.key(0))
+    assert ids.shape == (2, 3, 2) and len(own) == 2
+    distinct = [len(set(layer.ravel().tolist())) for layer in ids]
+    assert case.size == 4 * (sum(distinct) / 2 * 3 * 64 * 32 + 2 * 3 * 64)
+    assert case.flops == 2 * 3 * 2 * 3 * 64 * 32
+    one = kernels.experts_mlp("tiny", 1, 64, 32, 8, 2, layers=2, dtype="float32")
+    assert one.size == 4 * (2 * 3 * 64 * 32 + 2 * 64)  # a token's experts are distinct
 
 
 def test_layer_matmuls(monkeypatch):

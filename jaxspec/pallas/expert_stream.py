@@ -1,0 +1,370 @@
+"""Both matmuls of many experts' MLPs as one persistent kernel, on Hopper, that reads the chosen experts' weights once.
+
+Work items (`Items`, made by `pallas.experts`) say which rows go through which expert. Each item's matmul is cut into
+units of a few output columns, and thread blocks, one per multiprocessor, take units in turn: first all of `up` (gate
+and up, and silu(gate) * up of them), then all of `down`. At a few tokens this is bound by reading weights, so nothing
+may hold that up: a weight producer runs ahead through units, and from up's into down's, as far as its ring of tiles has
+room, while another producer brings rows and waits, item by item, until all columns of an item's hidden rows are there.
+The consumers multiply. Rows fill the M of a matmul only as far as they are there: the other rows of a tile, whatever
+they are, make only rows that nobody stores.
+
+A unit has two tiles of weights side by side, so that the rings' slots are alike: gate's and up's columns of `up`, two
+groups of columns of `down`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+Stack = tuple[jax.Array, jax.Array]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
+ALIGN = 8  # rows: what bulk copies begin at a multiple of
+TILE_ROWS = 64  # the M of a Hopper warpgroup's matmul
+BLOCKS = 132  # multiprocessors of an H100 or H200: all blocks must be resident, since they wait for one another
+SHARED_BYTES = 224 * 1024  # of 227 KiB; the rest is for barriers
+COLUMNS = (128, 64, 32, 16)  # of a tile, so of half a unit
+WASTE = {64: 1.0, 32: 1.02, 16: 1.06}  # what narrower tiles cost: more copies and steps for the same bytes
+_i32 = jnp.int32
+
+
+@flax.struct.dataclass
+class Items:
+    """Work items: item i multiplies rows `ALIGN * source[i]` and on, `ALIGN * blocks[i]` of them, by `expert[i]`.
+
+    Results go to rows `ALIGN * target[i]` and on of `capacity` rows. Of the arrays' items the first `count[0]` are
+    real (all, if it is None), and of those some may have no blocks, so nothing to do. From an item's first row on,
+    there are `rows` rows to read.
+    """
+
+    expert: Int[Array, " i"]
+    source: Int[Array, " i"]
+    target: Int[Array, " i"]
+    blocks: Int[Array, " i"]
+    count: Int[Array, " 1"] | None
+    rows: int = flax.struct.field(pytree_node=False)
+    capacity: int = flax.struct.field(pytree_node=False)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Static sizes: `rows` of an item at most, `columns` of a tile, inputs of a `step`."""
+
+    rows: int
+    columns: int
+    step: int
+
+    @property
+    def warpgroups(self) -> int:
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def row_slots(self) -> int:
+        return 4 if self.rows > 32 else 6
+
+    @property
+    def row_space(self) -> int:
+        """Rows of the rows' ring. Slots lie `rows` apart, so a tile's missing rows are the next slots' rows."""
+        return (self.row_slots - 1) * self.rows + TILE_ROWS * self.warpgroups
+
+    @property
+    def weight_slots(self) -> int:
+        taken = 2 * (self.row_space * self.step + TILE_ROWS * self.warpgroups * self.columns)
+        return (SHARED_BYTES - taken) // (4 * self.columns * self.step)
+
+
+def tiling(rows: int, items: float, d: int, f: int) -> Tiling:
+    """For `items` items or so of up to `rows` rows: wide tiles for many rows, else what keeps all blocks busy."""
+    fits = [columns for columns in COLUMNS if f % columns == 0 and d % (2 * columns) == 0]
+    if rows >= 32:
+        columns = max(fits)
+    else:
+        near = range(round(0.95 * items), round(1.05 * items) + 1)  # how many there are varies, if there are many
+        columns = min((c for c in fits if c in WASTE), key=lambda c: WASTE[c] * sum(_busiest(n, c, d, f) for n in near))
+    step = max(64, 4096 // columns)
+    while d % step or f % step:
+        step //= 2
+    return Tiling(rows, columns, step)
+
+
+def _busiest(items: int, columns: int, d: int, f: int) -> int:
+    """Weights, in columns times inputs, that the block with most to do reads."""
+    ups, downs = items * (f // columns), items * (d // (2 * columns))
+    taken = [(len(range(b, ups, BLOCKS)), len(range(b, ups + downs, BLOCKS))) for b in range(BLOCKS)]
+    return max(up * columns * d + (both - up) * columns * f for up, both in taken)
+
+
+def supported(dtype: Any, stacks: list[Stack]) -> str | None:
+    """Why these experts can't be served, or None if they can."""
+    if dtype != jnp.bfloat16:
+        return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
+    (d, f), *others = [down.shape[1:] for _, down in stacks]
+    if others and others != [(d, f)] * len(others):
+        return f"experts of widths {f} and {others[0][1]} in one mixture"
+    if bad := [width for width in (d, f) if width % 64]:
+        return f"width {bad[0]} is not a multiple of 64"
+    return None
+
+
+def stream(
+    rows: Float[Array, "r d"],
+    stacks: list[Stack],
+    items: Items,
+    *,
+    busy: float | None = None,
+    sizes: Tiling | None = None,
+    fused: bool = True,
+    interpret: Any = False,
+) -> Float[Array, "c d"]:
+    """Each item's rows through its expert, `down @ (silu(gate) * up)`, as `experts.reference`; all in bfloat16.
+
+    Rows that are no item's are arbitrary, NaN included. `busy` is how many items have work on average, `sizes`
+    overrides the tiling that follows from it. `fused=False` makes each of the two matmuls a kernel of its own: what
+    interpret mode, which has no counters between blocks, can run.
+
+    **Raises:** `ValueError` if `supported` has a reason against it.
+    """
+    if reason := supported(rows.dtype, stacks):
+        raise ValueError(f"the expert kernel can't run: {reason}")
+    sizes = sizes or tiling(items.rows, busy or len(items.expert), *stacks[0][1].shape[1:])
+    gate_ups, downs = zip(*stacks, strict=True)
+    if fused:
+        return _launch(("up", "down"), sizes, rows, [gate_ups, downs], items, interpret)[1]
+    (hidden,) = _launch(("up",), sizes, rows, [gate_ups], items, interpret)
+    return _launch(("down",), sizes, hidden, [downs], items, interpret)[0]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the two matmuls: its name, its input width, and how many units an item has."""
+
+    name: str
+    inputs: int
+    units: int
+    half: int  # rows of the expert's weights between the two tiles of a unit
+    width: int  # of its result
+
+    @classmethod
+    def of(cls, name: str, weights: jax.Array, columns: int) -> Stage:
+        _, outputs, inputs = weights.shape
+        units = outputs // (2 * columns)
+        return cls(name, inputs, units, *((outputs // 2,) * 2 if name == "up" else (columns, outputs)))
+
+    def tile(self, unit: Array, half: int, columns: int) -> Array:
+        """The first of the expert's weight rows, each an output, that make a unit's first or second tile."""
+        return (unit if self.name == "up" else unit * 2) * columns + half * self.half
+
+
+@partial(jax.jit, static_argnames=("names", "sizes", "interpret"))
+def _launch(names, sizes, rows, weights, items, interpret):
+    stages = [Stage.of(name, stack[0], sizes.columns) for name, stack in zip(names, weights, strict=True)]
+    tall = TILE_ROWS * sizes.warpgroups
+    return plgpu.kernel(
+        partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]], items.count is None),
+        out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
+        grid=(BLOCKS,),
+        grid_names=("block",),
+        num_threads=sizes.warpgroups + 2,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            weight_s=plgpu.SMEM((sizes.weight_slots, 2, sizes.columns, sizes.step), rows.dtype),
+            rows_s=plgpu.SMEM((sizes.row_space, sizes.step), rows.dtype),
+            out_s=plgpu.SMEM((tall, sizes.columns), rows.dtype),
+            weight_full=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.weight_slots),
+            weight_empty=plgpu.Barrier(num_arrivals=sizes.warpgroups, num_barriers=sizes.weight_slots),
+            rows_full=plgpu.Barrier(num_barriers=sizes.row_slots),
+            rows_empty=plgpu.Barrier(num_arrivals=sizes.warpgroups, num_barriers=sizes.row_slots),
+        ),
+        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(rows, *jax.tree.leaves(weights), *jax.tree.leaves(items))
+
+
+def _kernel(stages, sizes, stacks, all_real, rows_g, *refs, **scratch):
+    refs = list(refs)
+    weights = [[refs.pop(0) for _ in stacks] for _ in stages]
+    expert_g, source_g, target_g, blocks_g, *outs = refs
+    count = expert_g.shape[0] if all_real else outs.pop(0)[0]
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    warpgroups, columns = sizes.warpgroups, sizes.columns
+    # by item, how many of its units of `up` are done, counted by each consumer
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR((expert_g.shape[0],))) if len(stages) > 1 else None
+
+    def each_unit(body, carry):
+        """`body(stage index, item, unit, steps, carry)` over this block's units, none of whose steps may be needed."""
+        first = block
+        for i, stage in enumerate(stages):
+            total = count * stage.units
+            mine = jnp.maximum(lax.div(total - first + (BLOCKS - 1), _i32(BLOCKS)), 0)
+
+            def one(j, carry, i=i, stage=stage, first=first):
+                u = first + j * BLOCKS
+                item = lax.div(u, _i32(stage.units))
+                steps = jnp.where(blocks_g[item] > 0, stage.inputs // sizes.step, 0)
+                return body(i, item, u - item * stage.units, steps, carry)
+
+            carry = lax.fori_loop(_i32(0), mine, one, carry)
+            first = first + mine * BLOCKS - total  # the next stage's units come behind this one's
+        return carry
+
+    def produce(begin, empty, slots):
+        """Fetch the tiles of each unit's steps as slots come free; `begin(...)` gives what fetches a step of one."""
+
+        def unit(i, item, unit, steps, step):
+            fetch = begin(i, item, unit, steps)
+
+            def one(k, step):
+                slot = lax.rem(step, _i32(slots))
+                pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                fetch(pl.ds(k * sizes.step, sizes.step), slot)
+                return step + 1
+
+            return lax.fori_loop(_i32(0), steps, one, step)
+
+        step = each_unit(unit, _i32(0))
+
+        def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
+            plgpu.barrier_wait(empty.at[lax.rem(step, _i32(slots))])
+            return _
+
+        lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
+
+    @pl.when(warpgroup == warpgroups)
+    def weight_producer():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def begin(i, item, unit, steps):
+            ring, full, expert = scratch["weight_s"], scratch["weight_full"], expert_g[item]
+
+            def fetch_from(stack, expert, inputs, slot):
+                for half in range(2):
+                    tile = pl.ds(stages[i].tile(unit, half, columns), columns)
+                    plgpu.copy_gmem_to_smem(stack.at[expert, tile, inputs], ring.at[slot, half], full.at[slot])
+
+            def fetch(inputs, slot):
+                if len(stacks) == 1:
+                    return fetch_from(weights[i][0], expert, inputs, slot)
+                first = 0
+                for stack, size in zip(weights[i], stacks, strict=True):
+                    mine = (expert >= first) & (expert < first + size)
+                    pl.when(mine)(partial(fetch_from, stack, expert - first, inputs, slot))
+                    first += size
+
+            return fetch
+
+        produce(begin, scratch["weight_empty"], sizes.weight_slots)
+
+    @pl.when(warpgroup == warpgroups + 1)
+    def rows_producer():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def begin(i, item, unit, steps):
+            source = outs[0] if i > 0 else rows_g  # what `down` reads is what `up` wrote, where it wrote it
+            place = (source_g if stages[i].name == "up" else target_g)[item]
+            if i > 0:
+
+                @pl.when(steps > 0)
+                def _():
+                    signals = stages[0].units * warpgroups
+                    plgpu.semaphore_wait(done.at[item], signals, decrement=False, memory_scope="gpu")
+
+            def fetch(inputs, slot):
+                tile = scratch["rows_s"].at[pl.ds(slot * sizes.rows, sizes.rows)]
+                rows = source.at[pl.ds(place * ALIGN, sizes.rows), inputs]
+                plgpu.copy_gmem_to_smem(rows, tile, scratch["rows_full"].at[slot])
+
+            return fetch
+
+        produce(begin, scratch["rows_empty"], sizes.row_slots)
+
+    @pl.when(warpgroup < warpgroups)
+    def consumers():
+        plgpu.set_max_registers(200 if warpgroups == 1 else 208, action="increase")
+
+        def tell(item):
+            """That all of this warpgroup's part in a unit of the item is in memory; -1: of none."""
+
+            @pl.when(item >= 0)
+            def _():
+                plgpu.wait_smem_to_gmem(0)
+                plgpu.semaphore_signal(done.at[item], memory_scope="gpu")
+
+        def unit(i, item, unit, steps, carry):
+            step, untold = carry
+            is_up = stages[i].name == "up"
+            if i > 0:  # before waiting for what others tell, since they may be waiting for this
+                tell(untold)
+                untold = _i32(-1)
+            tiles, step = _multiply(sizes, scratch, warpgroup, steps, step)
+
+            @pl.when(steps > 0)
+            def _():
+                parts = tiles
+                if is_up:
+                    parts = [tiles[0] / (1 + jnp.exp(-tiles[0])) * tiles[1]]
+                    if done is not None:
+                        tell(untold)  # now that its copies have long been made
+                store = partial(_store, sizes, warpgroup, scratch["out_s"], target_g[item], blocks_g[item])
+                for half, part in enumerate(parts):
+                    store(part, outs[i].at[:, pl.ds((unit * len(parts) + half) * columns, columns)])
+
+            return step, jnp.where(steps > 0, item, untold) if is_up else untold
+
+        _, untold = each_unit(unit, (_i32(0), _i32(-1)))
+        if done is not None:
+            tell(untold)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _multiply(sizes, scratch, warpgroup, steps, step):
+    """Both tiles of a unit, f32[64, columns] each, as its `steps` arrive; `step` is how many this block has used."""
+
+    def release(step):
+        plgpu.barrier_arrive(scratch["weight_empty"].at[lax.rem(step, _i32(sizes.weight_slots))])
+        plgpu.barrier_arrive(scratch["rows_empty"].at[lax.rem(step, _i32(sizes.row_slots))])
+
+    def accumulate(*tiles):
+        def one(k, step):
+            slot, row_slot = lax.rem(step, _i32(sizes.weight_slots)), lax.rem(step, _i32(sizes.row_slots))
+            plgpu.barrier_wait(scratch["weight_full"].at[slot])
+            plgpu.barrier_wait(scratch["rows_full"].at[row_slot])
+            rows = scratch["rows_s"].at[pl.ds(row_slot * sizes.rows + warpgroup * TILE_ROWS, TILE_ROWS)]
+            for half, tile in enumerate(tiles):
+                plgpu.wgmma(tile, rows, scratch["weight_s"].at[slot, half].transpose((1, 0)))
+            plgpu.wgmma_wait(2)  # this step's two may go on: those of the step before are done
+            pl.when(k > 0)(lambda: release(step - 1))
+            return step + 1
+
+        last = lax.fori_loop(_i32(0), steps, one, step)
+        results = tuple(tile[...] for tile in tiles)
+        pl.when(steps > 0)(lambda: release(last - 1))
+        return results
+
+    tile = plgpu.ACC((TILE_ROWS, sizes.columns), jnp.float32)
+    return pl.run_scoped(accumulate, tile, tile), step + steps
+
+
+def _store(sizes, warpgroup, out_s, target, blocks, tile, out):
+    """Send a tile's real rows to memory: all at once, or `ALIGN` at a time where the item ends within the tile."""
+    rows, first = min(sizes.rows, TILE_ROWS), warpgroup * TILE_ROWS
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    out_s[pl.ds(first, TILE_ROWS)] = tile.astype(out.dtype)
+    plgpu.commit_smem()
+
+    def copy(block, count):
+        place = pl.ds(target * ALIGN + first + block * ALIGN, count)
+        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(first + block * ALIGN, count)], out.at[place])
+
+    left, whole = blocks - warpgroup * (TILE_ROWS // ALIGN), rows // ALIGN
+    pl.when(left >= whole)(lambda: copy(0, rows))
+    for block in range(whole - 1):
+        pl.when((left < whole) & (block < left))(partial(copy, block, ALIGN))

@@ -1,0 +1,66 @@
+"""The experts' kernel on the device: up and down hand over through counters, which interpret mode can't run."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.pallas import experts
+from jaxspec.pallas.expert_stream import COLUMNS, Tiling, stream
+from jaxspec.pallas.target import KERNELS
+from tests.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.test_moe import random_case
+
+pytestmark = pytest.mark.gpu
+
+
+def draw(model: str, tokens: int, skew: float, seed: int):
+    d, f, e, k, shared = MODELS[model]
+    x, _, ids, weights = bfloat16(random_case(tokens, e, k + shared, skew, d=d, f=1, seed=seed, shared=shared))
+    keys = jax.random.split(jax.random.key(seed))
+    stacks = [
+        (
+            jax.random.normal(keys[0], (count, 2 * f, d), jnp.bfloat16) * d**-0.5,
+            jax.random.normal(keys[1], (count, d, f), jnp.bfloat16) * f**-0.5,
+        )
+        for count in (e, *[1] * shared)
+    ]
+    return x, stacks, ids, weights
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 11, 16, 17, 32, 100, 128, 512, 2048])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+def test_kernel_matches_the_reference(model, tokens):
+    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
+    for seed, skew in enumerate((0.0, 0.5)):
+        x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
+        before = KERNELS["experts"]
+        run = jax.jit(lambda *a: experts.experts_mlp(*a))
+        got = run(*case)
+        assert KERNELS["experts"] == before + 1
+        np.testing.assert_array_equal(got, run(*case))
+        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, sum(len(down) for _, down in stacks))
+        assert_close(got, experts.combine(jax.jit(experts.reference)(rows, stacks, items), place, weights))
+
+
+def test_a_token_gets_the_same_in_any_company():
+    """Bit for bit: sums run over the inputs in one order whatever the tiling, so a verified row is a decoded one."""
+    x, stacks, ids, weights = draw("qwen3.5-35b-a3b", 600, 0.0, 0)
+    run = jax.jit(experts.experts_mlp)
+    alone = run(x[:1], stacks, ids[:1], weights[:1])
+    for tokens in (4, 16, 32, 128, 600):
+        np.testing.assert_array_equal(run(x[:tokens], stacks, ids[:tokens], weights[:tokens])[:1], alone)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("tokens", [4, 40, 300])
+def test_every_tiling_hands_over(tokens, columns):
+    """A narrow model: blocks without work, and hand-overs right away, over and over."""
+    for seed in range(5):
+        x, stacks, ids, _ = bfloat16(random_case(tokens, 16, 2, d=256, f=128, seed=seed))
+        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, 16)
+        sizes = Tiling(items.rows, columns, 64)
+        got = jax.jit(lambda *a, sizes=sizes: stream(*a, sizes=sizes))(rows, stacks, items)
+        assert_close(got[place], jax.jit(experts.reference)(rows, stacks, items)[place])

@@ -1,0 +1,116 @@
+"""The experts' kernel against its reference: each matmul in interpret mode, the whole by lowering it for CUDA."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import expert_stream, experts, target
+from jaxspec.pallas.expert_stream import BLOCKS, Tiling, stream, supported, tiling
+from jaxspec.pallas.target import KERNELS
+from tests.test_moe import naive, random_case
+
+MODELS = {  # model width, expert width, experts, experts of a token, shared experts
+    "qwen3-30b-a3b": (2048, 768, 128, 8, 0),
+    "qwen3.5-35b-a3b": (2048, 512, 256, 8, 1),
+    "qwen3-next-80b-a3b": (2048, 512, 512, 10, 1),
+}
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """Fewer blocks than units, so that each takes several; interpreting a block takes a while, idle or not."""
+    monkeypatch.setattr(expert_stream, "BLOCKS", 2)
+
+
+def bfloat16(case):
+    (x, stacks), rest = case[:2], case[2:]
+    return *jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, stacks)), *rest
+
+
+def assert_close(got, expected, tolerance: float = 8e-3):
+    got, expected = (np.asarray(a, np.float64) for a in (got, expected))
+    assert np.isfinite(got).all()
+    assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("t,e,k,skew,columns", [
+    (1, 4, 2, 0, 16),  # one token
+    (11, 8, 2, 0.3, 32),  # pairs that another does the work of, two blocks of rows
+    (40, 12, 2, 0, 64),  # items of 16 rows, most of them not full
+    (45, 6, 2, 5, 128),  # items of 64 rows that don't hold all rows of an expert
+    (150, 3, 1, 0.5, 64),  # two warpgroups, items that end in either
+])  # fmt: skip
+def test_each_matmul_matches_the_reference(few_blocks, t, e, k, skew, columns):
+    width = max(64, columns)
+    x, stacks, ids, _ = bfloat16(random_case(t, e, k, skew, d=2 * width, f=width, seed=t))
+    rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, e)
+    sizes = Tiling(items.rows, columns, 64)
+    got = stream(rows, stacks, items, sizes=sizes, fused=False, interpret=plgpu.InterpretGPUParams())
+    expected = jax.jit(experts.reference)(rows, stacks, items)
+    assert_close(got[place], expected[place])
+
+
+def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch):
+    """Gathering and adding up around the kernel, as a Hopper GPU has it, with a shared expert."""
+    case = bfloat16(random_case(17, 4, 2, d=128, f=64, shared=64))
+    interpreted = partial(stream, fused=False, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(expert_stream, "stream", interpreted)
+    before = KERNELS["experts"]
+    assert_close(jax.jit(experts.experts_mlp)(*case), naive(*case))
+    assert KERNELS["experts"] == before + 1
+    for other in (random_case(3, 4, 2, f=64), bfloat16(random_case(3, 4, 2, f=64, shared=128))):
+        jax.eval_shape(experts.experts_mlp, *other)
+    assert KERNELS["experts"] == before + 1
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8, 16, 32, 128, 512, 4096])
+@pytest.mark.parametrize("model", MODELS)
+def test_lowers_for_cuda_as_one_kernel(model, tokens, monkeypatch):
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    d, f, e, k, shared = MODELS[model]
+    shape = jax.ShapeDtypeStruct
+    stack = lambda e: (shape((e, 2 * f, d), jnp.bfloat16), shape((e, d, f), jnp.bfloat16))  # noqa: E731
+    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
+    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
+    lowered = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
+    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8, 32, 128])
+@pytest.mark.parametrize("model", MODELS)
+def test_tiles_keep_every_block_busy(model, tokens):
+    """Of what the busiest block reads, the average block reads most."""
+    d, f, e, k, _ = MODELS[model]
+    items = round(experts.expected_experts(tokens, k, e))
+    columns = tiling(8, items, d, f).columns
+    share = items * 3 * d * f / 2 / BLOCKS / expert_stream._busiest(items, columns, d, f)
+    assert share > (0.85 if tokens < 32 else 0.93)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("model", MODELS)
+def test_rings_are_deep_enough(model, rows):
+    """A multiprocessor must have some 50 KiB on their way to read at its share of the memory's speed."""
+    d, f, *_ = MODELS[model]
+    sizes = tiling(rows, 100, d, f)
+    assert sizes.weight_slots >= 4 and 4 * sizes.weight_slots * sizes.columns * sizes.step >= 128 * 1024
+    assert d % sizes.step == f % sizes.step == d % (2 * sizes.columns) == f % sizes.columns == 0
+
+
+def test_what_cannot_run_is_named():
+    of = lambda f: random_case(2, 4, 2, d=64, f=f, shared=64)[1]  # noqa: E731
+    assert supported(jnp.bfloat16, of(64)) is None
+    assert "float32" in supported(jnp.float32, of(64))
+    assert "width 96" in supported(jnp.bfloat16, of(96)[:1])
+    assert "widths 128 and 64" in supported(jnp.bfloat16, of(128))
+    x, stacks, ids, _ = random_case(2, 4, 2)
+    rows, items, _ = experts.plan(x, ids, 4)
+    with pytest.raises(ValueError, match="float32, not bfloat16"):
+        stream(rows, stacks, items)
