@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import LLM, ConfigError, SamplingParams, load_drafter, load_model, runner
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model, runner
 from jaxspec.scheduler import Chunk
 from tests import hybrids
+from tests import test_distribution as distribution
 from tests.tiny import tiny_checkpoint
 
 FAMILIES = hybrids.FAMILIES
@@ -168,3 +169,30 @@ def test_without_room_for_snapshots_the_prefix_cache_is_off(caplog):
     assert "the prefix cache is off" in caplog.text
     assert "0 snapshots" in caplog.text and "a copy for each verified row" in caplog.text
     assert not llm.engine.scheduler.prefix_cache
+
+
+class Lanes(distribution.Lanes):
+    """As there; each run goes on from the same states too, which rounds don't leave as they were."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.kept = jax.tree.map(np.asarray, (self.state.cache.states, self.state.replay))
+
+    def decode(self, run):
+        states, replay = jax.device_put(self.kept)
+        self.state = self.state.replace(cache=self.state.cache.replace(states=states), replay=replay)
+        return super().decode(run)
+
+
+@pytest.mark.parametrize("family,draft", [("qwen3_5", "mtp"), ("qwen3_5_moe", "ngram"), ("qwen3_5", "standalone")])
+def test_rounds_sample_the_target(family, draft, monkeypatch):
+    """As tests/test_distribution.py has it for all drafters, with fewer samples."""
+    model = load_model(str(hybrids.checkpoint(family, distribution.VOCAB, 5)), dtype="float32", progress=False)
+    if draft == "standalone":
+        draft = f"standalone:{distribution.checkpoint(3)}"
+    loaded = load_drafter(draft, model, EngineConfig(draft=draft, num_draft_tokens=2))
+    monkeypatch.setattr(distribution, "SAMPLES", 6_000)
+    monkeypatch.setattr(distribution, "Lanes", Lanes)
+    monkeypatch.setattr(distribution, "model", lambda: model)
+    monkeypatch.setitem(distribution.DRAFTERS, draft, lambda: (loaded.drafter, loaded.params))
+    distribution.test_round_samples_the_target(draft)
