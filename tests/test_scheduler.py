@@ -736,3 +736,21 @@ def test_planning_costs_about_a_microsecond_per_sequence():
         best = min(best, time.perf_counter() - start)
     assert len(plan.rows) == len(seqs) == 256
     assert best < 0.001  # measured: 0.07 ms
+
+
+def test_snapshots_stand_where_they_will_be_wanted():
+    """At every interval, at the last published page, and where a prompt leaves what the tree knows."""
+    s = make(snapshots=range(5, 25), snapshot_interval=5, num_pages=65)  # an interval is whole pages and blocks: 8
+    assert s.snapshot_interval == 8
+    first = sequence(s, range(30))
+    chunks = s.plan().prefill + s.plan().prefill
+    assert [chunk.keeps for chunk in chunks] == [((8, 5), (16, 6)), ((24, 7), (28, 8))]
+    assert chunks[0].blocks(16) == [(0, 8, -1, 5), (8, 8, first.slot, 6)]
+    second = sequence(s, [*range(22), *[99] * 9])
+    (chunk, *_) = s.plan().prefill
+    assert (chunk.start, chunk.source, second.cached) == (16, 6, 16)
+    # It parts from the first one at 20. Of its own pages behind 16 none is published: the first one's are in use.
+    assert [point for point, _ in chunk.keeps] == [20]
+    third = sequence(s, [*range(22), 7])
+    assert (s.plan().prefill[0].start, third.cached) == (20, 20)
+    s.audit()
