@@ -91,6 +91,7 @@ BF16 = jnp.bfloat16
     ((1, 64, 16, 128), (1, 64, 32, 128), (jnp.float32, BF16, BF16), None),
     ((1, 64, 16, 128), (1, 64, 32, 128), (BF16, BF16), None),
     ((1, 32, 16, 128), (1, 32, 32, 128), (BF16, BF16), "blocks of 32 tokens; 64 are"),
+    ((1, 64, 16, 128), (1, 64, 24, 128), (BF16, BF16), "24 value heads over 16 key heads"),
     ((1, 64, 16, 64), (1, 64, 32, 64), (BF16, BF16), "keys of width 64 and values of width 64"),
     ((1, 64, 16, 128), (1, 64, 32, 128), (jnp.float16, BF16), "states in float16"),
     ((1, 64, 16, 128), (1, 64, 32, 128), (BF16, BF16, jnp.float32), "queries, keys or values in float32"),
@@ -98,3 +99,9 @@ BF16 = jnp.bfloat16
 def test_supported_says_why_not(q, v, dtypes, reason):
     answer = op.supported(q, v, *dtypes)
     assert answer is None if reason is None else reason in answer
+
+
+def test_an_unsupported_call_is_refused():
+    states, layer, *places, q, k, v, logs, beta = Case("").inputs()
+    with pytest.raises(ValueError, match="queries, keys or values in float32; bfloat16 are"):
+        op.delta_chunk(states, layer, *places, q.astype(jnp.float32), k, v, logs, beta)

@@ -133,7 +133,7 @@ def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed
     return row
 
 
-def timed(op: Callable, operands: Any, layers: int, repeats: int, in_place: bool) -> tuple[float, jax.Array]:
+def timed(op: Callable, operands: Any, layers: int, repeats: int, in_place: bool = False) -> tuple[float, Any]:
     """Seconds of one call, and what the call on the first layer gave."""
 
     @partial(jax.jit, donate_argnums=1 if in_place else ())

@@ -50,14 +50,16 @@ class _Plan:
 def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], state_dtype, *dtypes) -> str | None:
     """Why the kernel can't serve queries [b, t, m, k] and values [b, t, n, v] over states of `state_dtype`; None if it
     can. `dtypes` are those of queries, keys and values."""
-    _, t, _, k = q_shape
-    v = v_shape[3]
+    _, t, m, k = q_shape
+    n, v = v_shape[2:]
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
         return f"queries, keys or values in {wrong[0]}; bfloat16 are"
     if jnp.dtype(state_dtype) not in (jnp.float32, jnp.bfloat16):
         return f"states in {jnp.dtype(state_dtype).name}; float32 and bfloat16 are"
     if (k, v) != (WIDTH, WIDTH):
         return f"keys of width {k} and values of width {v}; {WIDTH} and {WIDTH} are"
+    if n % m:
+        return f"{n} value heads over {m} key heads; whole groups are"
     if t != BLOCK:
         return f"blocks of {t} tokens; {BLOCK} are"
     return None
