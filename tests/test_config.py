@@ -324,16 +324,10 @@ def test_an_engine_option_of_the_wrong_kind_is_named(option, value):
 
 def test_hybrids():
     """Of a multimodal config the text model counts, and which layer is which comes from either key."""
-    text = tiny_config("qwen3_5_moe", full_attention_interval=3, num_hidden_layers=6) | {
-        "model_type": "qwen3_5_moe_text"
-    }
-    text |= {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
-    whole = {
-        "model_type": "qwen3_5_moe",
-        "text_config": {**text, "eos_token_id": 3},
-        "eos_token_id": [4],
-        "vision_config": {},
-    }
+    rope = {"rope_theta": 5e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    text = tiny_config("qwen3_5_moe", full_attention_interval=3, num_hidden_layers=6, rope_parameters=rope)
+    text |= {"model_type": "qwen3_5_moe_text", "eos_token_id": 3}
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "eos_token_id": [4]}
     config = ModelConfig.from_hf(whole | {"tie_word_embeddings": True})
     assert (config.model_type, config.eos_token_ids, config.tie_embeddings) == ("qwen3_5_moe", (4, 3), True)
     assert (config.rope_theta, config.rotary_dim, config.num_experts) == (5e6, 8, 4)

@@ -1,5 +1,5 @@
-"""The kernel that takes blocks of prompts through gated delta-rule attention in order, against the plain one, in
-Pallas's GPU interpreter; and that it lowers for CUDA. `tests/gpu/test_gated_delta.py` runs the same on the device.
+"""The two kernels that take blocks of prompts through gated delta-rule attention, against the plain form, in Pallas's
+GPU interpreter; and that they lower for CUDA. `tests/gpu/test_gated_delta.py` runs the same on the device.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ class Case:
     key_heads: int = 1
     group: int = 1
     dtype: str = "float32"
+    alike: bool = False  # one token repeated, which corrects itself the most
 
     def inputs(self, seed: int = 0):
         """The operands of `delta_chunk`: states, layer, slots, and random tokens of which little is forgotten."""
@@ -37,21 +38,19 @@ class Case:
         normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
         unit = lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)  # noqa: E731
         q, k = (unit(normal(b, op.BLOCK, self.key_heads, op.WIDTH)) for _ in range(2))
-        v = normal(b, 1, n, op.BLOCK, op.WIDTH).reshape(b, self.key_heads, self.group, op.BLOCK, op.WIDTH)
-        gates = jnp.exp(-0.1 * jnp.abs(normal(b, self.key_heads, self.group, op.BLOCK)))
-        beta = jax.nn.sigmoid(normal(*gates.shape))
-        corrected, mixed, total, left = gated_delta._within(q, k, gates, beta, gated_delta._einsum)
-        taken = jnp.einsum("bmgti,bimk->bmgtk", corrected * total[..., None, :], k.astype(jnp.float32))
-        written = jnp.einsum("bmgti,bmgiv->bmgtv", corrected, v)
-        within = [x.reshape(b, n, *x.shape[3:]) for x in (taken, written, mixed, total, left)]
+        v = normal(b, op.BLOCK, n, op.WIDTH).astype(jnp.bfloat16)
+        decay = -0.1 * jnp.abs(normal(b, n, op.BLOCK))
+        beta = jax.nn.sigmoid(normal(b, n, op.BLOCK))
+        if self.alike:
+            k, decay, beta = jnp.broadcast_to(k[:, :1], k.shape), 0 * decay, 0 * beta + 0.99
         states = normal(LAYERS, SLOTS, n, op.WIDTH, op.WIDTH).astype(self.dtype)
         places = (jnp.asarray(x, jnp.int32) for x in (self.slots, self.source, self.keep))
-        return states, jnp.int32(LAYER), *places, q, k, *within
+        return states, jnp.int32(LAYER), *places, q, k, v, jnp.cumsum(decay, -1), beta
 
 
 def check(case: Case, interpret=False):
     operands = case.inputs()
-    expected, wanted = gated_delta.reference_in_order(*operands)
+    expected, wanted = gated_delta.reference_chunk(*operands)
     out, states = op.delta_chunk(*operands, interpret=interpret)
     assert out.dtype == jnp.bfloat16
     near(out, expected, 0.01)
@@ -63,10 +62,11 @@ def check(case: Case, interpret=False):
 
 
 CASES = [
-    Case("one prompt from nothing, with snapshots", (2, 2, 2, 2), (-1, 2, 2, 2), (-1, 4, SLOTS, 5)),
-    Case("from stored states, several heads", (0, 1, 0), (3, 0, 0), (-1, -1, -1), key_heads=2, group=2),
-    Case("from the snapshot of another", (0, 1, 1, 0), (-1, 5, 1, 5), (5, -1, -1, SLOTS)),
-    Case("bfloat16", (0, 0, 3), (1, 0, 0), (-1, 3, -1), dtype="bfloat16"),
+    Case("one prompt from nothing, with snapshots", (2, 2, 2), (-1, 2, 2), (4, SLOTS, 5)),
+    Case("from stored states, several heads", (0, 1), (3, 0), (-1, -1), key_heads=2, group=2),
+    Case("from the snapshot of another", (0, 1, 0), (-1, 5, 5), (5, -1, SLOTS)),
+    Case("a repeated token", alike=True),
+    Case("bfloat16", (0, 0), (1, 0), (-1, 3), dtype="bfloat16"),
 ]
 
 
@@ -81,7 +81,7 @@ def test_lowers_for_cuda(group, dtype):
     operands = Case("", (0, 0), (-1, 0), (-1, 3), 16, group, dtype).inputs()
     run = partial(jax.jit, donate_argnums=0)(op.delta_chunk)
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
 BF16 = jnp.bfloat16
@@ -91,6 +91,7 @@ BF16 = jnp.bfloat16
     ((1, 64, 16, 128), (1, 64, 32, 128), (jnp.float32, BF16, BF16), None),
     ((1, 64, 16, 128), (1, 64, 32, 128), (BF16, BF16), None),
     ((1, 32, 16, 128), (1, 32, 32, 128), (BF16, BF16), "blocks of 32 tokens; 64 are"),
+    ((1, 64, 16, 128), (1, 64, 24, 128), (BF16, BF16), "24 value heads over 16 key heads"),
     ((1, 64, 16, 64), (1, 64, 32, 64), (BF16, BF16), "keys of width 64 and values of width 64"),
     ((1, 64, 16, 128), (1, 64, 32, 128), (jnp.float16, BF16), "states in float16"),
     ((1, 64, 16, 128), (1, 64, 32, 128), (BF16, BF16, jnp.float32), "queries, keys or values in float32"),
@@ -98,3 +99,9 @@ BF16 = jnp.bfloat16
 def test_supported_says_why_not(q, v, dtypes, reason):
     answer = op.supported(q, v, *dtypes)
     assert answer is None if reason is None else reason in answer
+
+
+def test_an_unsupported_call_is_refused():
+    states, layer, *places, q, k, v, logs, beta = Case("").inputs()
+    with pytest.raises(ValueError, match="queries, keys or values in float32; bfloat16 are"):
+        op.delta_chunk(states, layer, *places, q.astype(jnp.float32), k, v, logs, beta)

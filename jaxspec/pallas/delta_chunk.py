@@ -1,6 +1,6 @@
 """Blocks of prompts through gated delta-rule attention, in order, on Hopper: the part that can't be done all at once.
 
-A Mosaic GPU kernel. What a block's tokens do to one another is known beforehand (`gated_delta.chunk`); the state S
+A Mosaic GPU kernel. What a block's tokens do to one another is known beforehand (`delta_within`); the state S
 before the block enters linearly,
 
     U = written - taken S^T,   out = total Q S^T + mixed U,   S <- total_t S + U^T diag(left) K
@@ -26,11 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.delta_within import BLOCK, PIECES, WIDTH, delta_within
 from jaxspec.pallas.pieces import product
 
-BLOCK = 64  # tokens
 TILE = 64  # value rows of a warpgroup
-WIDTH = 128  # of keys and values
 STAGES = 2  # blocks whose operands there is room for
 SLOT, SOURCE, KEEP = range(3)  # columns of the orders
 NONE, CARRY = -1, -2  # nothing, zero; what the block before left
@@ -51,14 +50,16 @@ class _Plan:
 def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], state_dtype, *dtypes) -> str | None:
     """Why the kernel can't serve queries [b, t, m, k] and values [b, t, n, v] over states of `state_dtype`; None if it
     can. `dtypes` are those of queries, keys and values."""
-    _, t, _, k = q_shape
-    v = v_shape[3]
+    _, t, m, k = q_shape
+    n, v = v_shape[2:]
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
         return f"queries, keys or values in {wrong[0]}; bfloat16 are"
     if jnp.dtype(state_dtype) not in (jnp.float32, jnp.bfloat16):
         return f"states in {jnp.dtype(state_dtype).name}; float32 and bfloat16 are"
     if (k, v) != (WIDTH, WIDTH):
         return f"keys of width {k} and values of width {v}; {WIDTH} and {WIDTH} are"
+    if n % m:
+        return f"{n} value heads over {m} key heads; whole groups are"
     if t != BLOCK:
         return f"blocks of {t} tokens; {BLOCK} are"
     return None
@@ -73,22 +74,23 @@ def delta_chunk(
     keep: Int[Array, " b"],
     q: Float[Array, "b t m k"],
     k: Float[Array, "b t m k"],
-    taken: Float[Array, "b n t k"],
-    written: Float[Array, "b n t v"],
-    mixed: Float[Array, "b n t t"],
-    total: Float[Array, "b n t"],
-    left: Float[Array, "b n t"],
+    v: Float[Array, "b t n v"],
+    logs: Float[Array, "b n t"],
+    beta: Float[Array, "b n t"],
     *,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b n v t"], Float[Array, "l r n v k"]]:
     """What the tokens read, bfloat16 and transposed, and the states after all blocks.
 
-    `q` and `k` are bfloat16, the operands from `taken` on float32. Slots are as in `gated_delta.chunk`, and the shapes
-    must be `supported`.
+    `q`, `k` and `v` are bfloat16; `logs` are running sums of the decays' logarithms, 0 for rows that aren't real, as is
+    their `beta`; both float32. Slots are as in `gated_delta.chunk`, `interpret` as in `plgpu.kernel`.
+    **Raises:** `ValueError` if `supported` has a reason against it.
     """
+    if reason := supported(q.shape, v.shape, state.dtype, q.dtype, k.dtype, v.dtype):
+        raise ValueError(f"delta_chunk doesn't support {reason}")
     plan = _Plan(len(slots), q.shape[2], state.shape[2], state.dtype, bool(interpret))
-    large = taken.astype(jnp.bfloat16)
-    taken = jnp.stack([large, (taken - large).astype(jnp.bfloat16)], axis=2)
+    taken, written, mixed = delta_within(q, k, v, logs, beta, interpret=interpret)
+    gates = jnp.exp(jnp.stack([logs, logs[..., -1:] - logs], axis=2))
     orders = jnp.pad(_orders(slots, source, keep, state.shape[1]), ((0, 0), (0, 29)))  # to a bulk copy's 128 bytes
     ref = jax.new_ref(state)
     out = plgpu.kernel(
@@ -99,7 +101,7 @@ def delta_chunk(
         scratch_types=dict(
             q_s=plgpu.SMEM((STAGES, BLOCK, WIDTH), jnp.bfloat16),
             k_s=plgpu.SMEM((STAGES, BLOCK, WIDTH), jnp.bfloat16),
-            taken_s=plgpu.SMEM((STAGES, 2, BLOCK, WIDTH), jnp.bfloat16),
+            taken_s=plgpu.SMEM((STAGES, PIECES, BLOCK, WIDTH), jnp.bfloat16),
             written_s=plgpu.SMEM((STAGES, TILE, BLOCK), jnp.float32),
             mixed_s=plgpu.SMEM((STAGES, BLOCK, BLOCK), jnp.bfloat16),
             gates_s=plgpu.SMEM((STAGES, 2, BLOCK), jnp.float32),
@@ -118,9 +120,9 @@ def delta_chunk(
         q,
         k,
         taken,
-        written.swapaxes(2, 3),
-        mixed.swapaxes(2, 3).astype(jnp.bfloat16),
-        jnp.stack([total, left], axis=2),
+        written,
+        mixed,
+        gates,
         ref,
     )
     return out, jax.freeze(ref)
@@ -145,7 +147,7 @@ def _warpgroup(plan: _Plan, layer_g, orders_g, q_g, k_g, taken_g, written_g, mix
     def fetch(i, stage):
         bring = partial(plgpu.copy_gmem_to_smem, barrier=ready.at[stage])
         bring(orders_g.at[i], orders_s.at[stage])
-        for piece in range(2):
+        for piece in range(PIECES):
             bring(taken_g.at[i, head, piece], taken_s.at[stage, piece])
         bring(written_g.at[i, head, cut], written_s.at[stage])
         bring(q_g.at[i, :, m], q_s.at[stage])
@@ -179,11 +181,11 @@ def _warpgroup(plan: _Plan, layer_g, orders_g, q_g, k_g, taken_g, written_g, mix
         across = [lax.broadcast_in_dim(gate, (TILE, BLOCK), [1]) for gate in gates]
         multiply = partial(product, interpreted=plan.interpreted)
 
-        pieces = [taken_s.at[stage, piece].transpose((1, 0)) for piece in range(2)]
-        updates = plgpu.load(written_s.at[stage], layout=plgpu.Layout.WGMMA) - multiply(state, pieces, pieces=2)
-        out = multiply(state, [q_s.at[stage].transpose((1, 0))], pieces=2) * across[0]
+        pieces = [taken_s.at[stage, piece].transpose((1, 0)) for piece in range(PIECES)]
+        updates = plgpu.load(written_s.at[stage], layout=plgpu.Layout.WGMMA) - multiply(state, pieces, pieces=PIECES)
+        out = multiply(state, [q_s.at[stage].transpose((1, 0))], pieces=PIECES) * across[0]
         out = out + multiply(updates, [mixed_s.at[stage]], pieces=1)
-        state = state * gates_s[stage, 0, BLOCK - 1] + multiply(updates * across[1], [k_s.at[stage]], pieces=2)
+        state = state * gates_s[stage, 0, BLOCK - 1] + multiply(updates * across[1], [k_s.at[stage]], pieces=PIECES)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         state_s[...] = state.astype(plan.dtype)
         out_s[...] = out.astype(jnp.bfloat16)

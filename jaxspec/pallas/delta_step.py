@@ -88,8 +88,11 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, sta
 
 
 def _division(b: int, m: int, group: int) -> tuple[int, int]:
-    """Blocks that share a request's key head, and tiles that each has room for."""
-    return 2 * group, 1
+    """Blocks that share a request's key head, and tiles that each has room for.
+
+    A block must have one tile or whole heads.
+    """
+    return group * WIDTH // TILE, 1
 
 
 def delta_step(

@@ -104,20 +104,21 @@ def step(
 
 def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Array, DeltaPool]:
     """`step` in plain jnp, for any shapes and dtypes."""
-    t, heads = q.shape[1], _heads(pool)
-    state = pool.state[layer, slots].astype(jnp.float32).reshape(-1, *heads, *pool.state.shape[3:])
-    state = _replayed(pool, layer, slots, replay, state)
-    corrected, mixed, total, _ = _within(q, k, _by_head(decay, heads), _by_head(beta, heads), _einsum)
-    read = _einsum("bmgvk,sbtmk->sbmgtv", state, jnp.stack([k, q]).astype(jnp.float32)) * total[..., None]
-    updates = _einsum("bmgti,bmgiv->bmgtv", corrected, _by_head(v, heads) - read[0])
-    out = read[1] + _einsum("bmgti,bmgiv->bmgtv", mixed, updates)
+    t, group = q.shape[1], pool.state.shape[2] // q.shape[2]
+    state = _replayed(pool, layer, slots, replay)
+    logs, beta = jnp.cumsum(_logs(decay), axis=1).swapaxes(1, 2), beta.astype(jnp.float32).swapaxes(1, 2)
+    corrected, mixed, total, _ = _within(q, k, logs, beta)
+    rows = jnp.repeat(jnp.stack([k, q]).astype(jnp.float32), group, axis=3)
+    read = _einsum("bnvk,sbtnk->sbntv", state, rows) * total[..., None]
+    updates = _einsum("bnti,bniv->bntv", corrected, v.astype(jnp.float32).swapaxes(1, 2) - read[0])
+    out = read[1] + _einsum("bnti,bniv->bntv", mixed, updates)
     pool = pool.replace(
-        state=pool.state.at[layer, slots].set(state.reshape(-1, *pool.state.shape[2:]).astype(pool.state.dtype)),
+        state=pool.state.at[layer, slots].set(state.astype(pool.state.dtype)),
         keys=pool.keys.at[layer, slots, :t].set(k),
-        updates=pool.updates.at[layer, slots, :t].set(_by_token(updates)),
+        updates=pool.updates.at[layer, slots, :t].set(updates.swapaxes(1, 2)),
         decay=pool.decay.at[layer, slots, :, :t].set(decay.astype(jnp.float32).swapaxes(1, 2)),
     )
-    return _by_token(out).astype(v.dtype), pool
+    return out.swapaxes(1, 2).astype(v.dtype), pool
 
 
 def chunk(
@@ -141,30 +142,19 @@ def chunk(
     what was written must be called with `replay` 0. Operands and result are as in `step`, though what rows that aren't
     real read has no meaning.
     """
-    # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
-    # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3). Float32 keys ask for
-    # float32 all the way; with bfloat16 ones, tensor cores may do what is not a state.
-    heads = _heads(pool)
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
-    mul = partial(_einsum, precision=None) if k.dtype == jnp.bfloat16 else _einsum
-    real = jnp.arange(q.shape[1]) < count[:, None]
-    decay, beta = jnp.where(real[..., None], decay, 1), jnp.where(real[..., None], beta, 0)
-    corrected, mixed, total, left = _within(q, k, _by_head(decay, heads), _by_head(beta, heads), mul)
-    taken = mul("bmgti,bimk->bmgtk", corrected * total[..., None, :], k.astype(jnp.float32))
-    written = mul("bmgti,bmgiv->bmgtv", corrected, _by_head(v, heads))
-    within = tuple(x.reshape(len(slots), -1, *x.shape[3:]) for x in (taken, written, mixed, total, left))
-
+    real = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
+    logs, beta = jnp.where(real, _logs(decay), 0), jnp.where(real, beta, 0).astype(jnp.float32)
+    operands = q, k, v, jnp.cumsum(logs, axis=1).swapaxes(1, 2), beta.swapaxes(1, 2)
     fits = delta_chunk_fits(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
     if fits is not None:
         tell("delta_chunk", fits)
-    if not chosen("delta_chunk", fits):
-        out, state = reference_in_order(pool.state, layer, slots, source, keep, q, k, *within)
-    else:
-        out, state = delta_chunk(pool.state, layer, slots, source, keep, q, k, *within)
+    run = delta_chunk if chosen("delta_chunk", fits) else reference_chunk
+    out, state = run(pool.state, layer, slots, source, keep, *operands)
     return jnp.moveaxis(out, 3, 1).astype(v.dtype), pool.replace(state=state)
 
 
-def reference_in_order(
+def reference_chunk(
     states: Float[Array, "l r n v k"],
     layer: Array,
     slots: Array,
@@ -172,16 +162,20 @@ def reference_in_order(
     keep: Array,
     q: Float[Array, "b t m k"],
     k: Float[Array, "b t m k"],
-    taken: Float[Array, "b n t k"],
-    written: Float[Array, "b n t v"],
-    mixed: Float[Array, "b n t t"],
-    total: Float[Array, "b n t"],
-    left: Float[Array, "b n t"],
+    v: Float[Array, "b t n v"],
+    logs: Float[Array, "b n t"],
+    beta: Float[Array, "b n t"],
 ) -> tuple[Float[Array, "b n v t"], Float[Array, "l r n v k"]]:
-    """`delta_chunk` in plain jnp, for any shapes and dtypes."""
-    q, k = (jnp.repeat(x.astype(jnp.float32), states.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms."""
+    # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
+    # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3).
+    corrected, mixed, total, left = _within(q, k, logs, beta)
+    group = states.shape[2] // q.shape[2]
+    q, k = (jnp.repeat(jnp.moveaxis(x.astype(jnp.float32), 1, 2), group, axis=1) for x in (q, k))
+    taken = _einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
+    written = _einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
     # Of what is left to do in order, S <- S carry + write, only one product a head and block depends on S.
-    kept = left[..., None] * jnp.moveaxis(k, 1, 2)
+    kept = left[..., None] * k
     carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - _einsum("bntj,bntk->bnjk", taken, kept)
     write = _einsum("bntv,bntk->bnvk", written, kept)
 
@@ -194,46 +188,39 @@ def reference_in_order(
 
     states, before = jax.lax.scan(block, states, (slots, source, keep, carry, write))
     updates = written - _einsum("bnvk,bntk->bntv", before, taken)
-    out = _einsum("bnvk,btnk->bnvt", before, q) * total[:, :, None]
+    out = _einsum("bnvk,bntk->bnvt", before, q) * total[:, :, None]
     return out + _einsum("bnti,bniv->bnvt", mixed, updates), states
 
 
-def _replayed(pool: DeltaPool, layer, slots, replay, state: Float[Array, "b m g v k"]) -> Float[Array, "b m g v k"]:
+def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:
     """The states of `slots` with the accepted records in them."""
-    rows, heads = pool.keys.shape[2], _heads(pool)
+    state, keys = pool.state[layer, slots].astype(jnp.float32), pool.keys[layer, slots].astype(jnp.float32)
+    rows, group = keys.shape[1], state.shape[1] // keys.shape[2]
     accepted = jnp.arange(rows) < replay[:, None]
-    decay = pool.decay[layer, slots, :, :rows]
-    logs = jnp.where(accepted[:, None], _logs(decay), 0).reshape(len(slots), *heads, rows)
+    logs = jnp.where(accepted[:, None], _logs(pool.decay[layer, slots, :, :rows]), 0)
     later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
-    updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0)
-    updates = _by_head(updates, heads) * later[..., None]
-    keys = pool.keys[layer, slots].astype(jnp.float32)
-    return state * jnp.exp(logs.sum(-1))[..., None, None] + _einsum("bmgtv,btmk->bmgvk", updates, keys)
+    updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0) * later.swapaxes(1, 2)[..., None]
+    added = _einsum("btnv,btnk->bnvk", updates, jnp.repeat(keys, group, axis=2))
+    return state * jnp.exp(logs.sum(-1))[..., None, None] + added
 
 
 def _within(
-    q: Float[Array, "b t m k"],
-    k: Float[Array, "b t m k"],
-    decay: Float[Array, "b m g t"],
-    beta: Float[Array, "b m g t"],
-    mul,
+    q: Float[Array, "b t m k"], k: Float[Array, "b t m k"], logs: Float[Array, "b n t"], beta: Float[Array, "b n t"]
 ) -> tuple[Array, Array, Array, Array]:
     """How t rows that follow one another act on one another, whatever the state before them.
 
     With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and what they read
     is total S q + mixed U. `total[t]` is what is left at row t of the state before, `left[i]` at the end of row i's
-    update. `corrected` and `mixed` are [b, m, g, t, t], `total` and `left` [b, m, g, t]. `mul` is the einsum to use for
-    all but the inverse.
+    update. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t]. `logs` are running sums of the
+    decays' logarithms.
     """
-    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    logs = jnp.cumsum(_logs(decay), -1)
-    t = logs.shape[-1]
-    spans = jnp.where(jnp.tril(jnp.ones((t, t), bool)), logs[..., :, None] - logs[..., None, :], -jnp.inf)
-    spans = jnp.exp(spans)
-    among_keys = mul("btmk,bimk->bmti", k, k)[:, :, None] * spans
-    mixed = mul("btmk,bimk->bmti", q, k)[:, :, None] * spans
-    corrected = _unit_lower_inverse(jnp.tril(beta[..., None] * among_keys, -1)) * beta[..., None, :]
-    return corrected, mixed, jnp.exp(logs), spans[..., -1, :]
+    t, group = logs.shape[-1], logs.shape[1] // k.shape[2]
+    past = jnp.tril(jnp.ones((t, t), bool))
+    spans = jnp.exp(jnp.where(past, logs[..., :, None] - logs[..., None, :], -jnp.inf))
+    rows = jnp.stack([k, q]).astype(jnp.float32)
+    products = jnp.repeat(_einsum("sbtmk,bimk->sbmti", rows, rows[0]), group, axis=2) * spans
+    corrected = _unit_lower_inverse(jnp.tril(beta[..., None] * products[0], -1)) * beta[..., None, :]
+    return corrected, products[1], jnp.exp(logs), spans[..., -1, :]
 
 
 def _unit_lower_inverse(lower: Float[Array, "*b t t"]) -> Float[Array, "*b t t"]:
@@ -250,20 +237,6 @@ def _unit_lower_inverse(lower: Float[Array, "*b t t"]) -> Float[Array, "*b t t"]
     first, second = _unit_lower_inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
     corner = -_einsum("...ij,...jk,...kl->...il", second, lower[..., half:, :half], first)
     return jnp.block([[first, jnp.zeros_like(first)], [corner, second]])[..., :t, :t]
-
-
-def _heads(pool: DeltaPool) -> tuple[int, int]:
-    """Key heads, and value heads of each."""
-    return pool.keys.shape[3], pool.state.shape[2] // pool.keys.shape[3]
-
-
-def _by_head(x: Float[Array, "b t n *w"], heads: tuple[int, int]) -> Float[Array, "b m g t *w"]:
-    return jnp.moveaxis(x.astype(jnp.float32).reshape(*x.shape[:2], *heads, *x.shape[3:]), 1, 3)
-
-
-def _by_token(x: Float[Array, "b m g t v"]) -> Float[Array, "b t n v"]:
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _logs(decay: Array) -> Array:
