@@ -134,9 +134,13 @@ def plain(family, scenario):
 SCENARIOS = ("edges", "alone", "two", "preempted", "prefixes", "stop ids", "stop strings")
 
 
-@pytest.mark.parametrize("rounds", [1, 4], ids=["one round", "four rounds"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
-@pytest.mark.parametrize("family,draft", SETTINGS)
+@pytest.mark.parametrize("family,draft,rounds", [
+    pytest.param(family, draft, rounds, id=f"{family}-{draft}-{'one round' if rounds == 1 else 'four rounds'}")
+    for family, draft in SETTINGS
+    for rounds in (1, 4)
+    if family != "qwen3_moe" or rounds == 1  # a loop around the same round, and programs with experts compile longest
+])  # fmt: skip
 def test_greedy_output_equals_plain(family, draft, overlap, rounds, monkeypatch):
     llm = engine(family, draft)
     cases, before = 0, llm.engine.stats()["dispatches"].get("rounds_greedy", 0)

@@ -72,8 +72,7 @@ def route(
     """
     probs = jax.nn.softmax(_float32(rows, router), axis=-1)
     expert = jnp.arange(config.num_experts)
-    known = jnp.where(jnp.isnan(probs), 0.0, probs)  # a broken row still needs experts, or it would break others' rows
-    other, own = known[:, None], known[:, :, None]
+    other, own = probs[:, None], probs[:, :, None]
     rank = jnp.sum((other > own) | ((other == own) & (expert < expert[:, None])), axis=2, dtype=jnp.int32)
     place = rank[:, None] == jnp.arange(config.experts_per_token)[:, None]
     ids = jnp.sum(jnp.where(place, expert, 0), axis=2, dtype=jnp.int32)
