@@ -8,7 +8,7 @@ so pages are shared, reused and freed for both together.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flax.struct
 import jax
@@ -31,12 +31,12 @@ class PageLayout:
 
     def kv(self, config: ModelConfig) -> KV:
         """An empty cache for a model of this config."""
-        shape = (config.num_layers, self.num_pages, 2, config.num_kv_heads, self.page_size, config.head_dim)
+        shape = (config.num_kv_layers, self.num_pages, 2, config.num_kv_heads, self.page_size, config.head_dim)
         return jnp.zeros(shape, self.dtype)
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    return config.num_kv_layers * 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
 
 
 @flax.struct.dataclass
@@ -69,7 +69,7 @@ class Rows:
     def attend(self, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, KV]:
         """Write these rows' keys and values, then attend to everything that each row sees.
 
-        An `Attention` (see `models.layers`), with the cache as its `cache`.
+        As in `models.layers.Mixer`, with the pages as its cache.
         """
         kv = self.write(kv, layer, k, v)
         return paged_attention(q, kv, layer, self.table, self._window(q.shape[1]), self.mask), kv
@@ -109,6 +109,12 @@ class Rows:
         return jnp.where(real, page, 0)
 
 
+# Of snapshots of linear attention's states, unless the user says how many: so many for each request, within this share
+# of what weights leave on the device, or so many bytes of a host's memory.
+SNAPSHOTS_PER_REQUEST = 8
+SNAPSHOT_SHARE = 0.25
+SNAPSHOT_BYTES = 2**28
+
 POOL_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # XLA's own option: what it takes of a GPU, when first used
 
 
@@ -124,6 +130,23 @@ def device_memory() -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
+class StateSlots:
+    """What linear attention keeps by slot: slots of `bytes` for so many requests and snapshots, and for the dummy.
+
+    `copies`: bytes that a copy of each request's state for each row of a round would take, as other engines keep them.
+    """
+
+    requests: int = 0
+    snapshots: int = 0
+    bytes: int = 0
+    copies: int = 0
+
+    @property
+    def total(self) -> int:
+        return (self.requests + self.snapshots + 1) * self.bytes
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Where the device's memory goes, in bytes. Printed at start; `str()` is the table."""
 
@@ -135,6 +158,7 @@ class MemoryPlan:
     workspace_bytes: int
     tokens: int
     page_size: int
+    states: StateSlots = StateSlots()
 
     @property
     def num_pages(self) -> int:
@@ -142,7 +166,7 @@ class MemoryPlan:
         return self.tokens // self.page_size + 1
 
     def __str__(self) -> str:
-        static = self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.slot_bytes
+        static = self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.slot_bytes + self.states.total
         rows = [
             ("weights", self.weight_bytes, ""),
             ("draft weights", self.draft_weight_bytes, ""),
@@ -150,6 +174,12 @@ class MemoryPlan:
             ("request slots", self.slot_bytes, "histories and sampling settings"),
             ("workspace", self.workspace_bytes, "activations and logits of the largest program"),
         ]
+        if self.states.requests:
+            states, per_slot = self.states, _gib(self.states.bytes)
+            note = f"{states.requests} requests, {states.snapshots} snapshots, {per_slot} each"
+            rows.insert(
+                -1, ("state slots", states.total, f"{note}; a copy for each verified row: {_gib(states.copies)} more")
+            )
         if self.device_bytes is not None:
             rows.append(("left", self.device_bytes - static - self.workspace_bytes, f"of {_gib(self.device_bytes)}"))
         return "memory plan\n" + "\n".join(f"  {n:<14} {_gib(b):>10}  {note}".rstrip() for n, b, note in rows)
@@ -170,8 +200,13 @@ def plan_memory(
     mem_fraction: float,
     max_total_tokens: int | None,
     most_useful_tokens: int,
+    states: StateSlots = StateSlots(),
+    max_snapshots: int | None = 0,
 ) -> MemoryPlan:
-    """Give the page pool what `mem_fraction` of the device's memory leaves after weights and slots.
+    """Give the page pool what `mem_fraction` of the device's memory leaves after weights, slots and states.
+
+    Of `states`, the number of snapshots is settled here: `max_snapshots`, or if that is None, some for each request and
+    no more than a share of what weights leave.
 
     Programs keep `workspace_bytes` of what XLA may use. The pool never exceeds `most_useful_tokens`, what all slots
     together could ever hold; on a CPU it is at most 2 GiB unless `max_total_tokens` says otherwise, since host memory
@@ -180,18 +215,26 @@ def plan_memory(
     **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
     """
     device, usable = device_memory() or (None, None)
+    budget = min(int(device * mem_fraction), usable - workspace_bytes) if device else None
+    weights = weight_bytes + draft_weight_bytes
+    if max_snapshots is None:
+        room = SNAPSHOT_BYTES if budget is None else int((budget - weights) * SNAPSHOT_SHARE)
+        max_snapshots = max(min(SNAPSHOTS_PER_REQUEST * states.requests, room // states.bytes), 0)
+    states = replace(states, snapshots=max_snapshots)
     if max_total_tokens is not None:
         tokens = max_total_tokens
-    elif device is None:
+    elif budget is None:
         tokens = min(most_useful_tokens, max(2**31 // bytes_per_token, page_size))
     else:
-        budget = min(int(device * mem_fraction), usable - workspace_bytes)
-        free = budget - weight_bytes - draft_weight_bytes - slot_bytes
+        free = budget - weights - slot_bytes - states.total
         if free < 2 * page_size * bytes_per_token:
+            slots = f"request slots {_gib(slot_bytes)}"
+            if states.total:
+                slots += f", state slots {_gib(states.total)} (--max-state-snapshots {states.snapshots})"
             raise ConfigError(
                 f"no memory is left for the KV cache: {_gib(device)} on the device x --mem-fraction-static "
-                f"{mem_fraction} leaves {_gib(budget)}; weights take {_gib(weight_bytes + draft_weight_bytes)}, "
-                f"request slots {_gib(slot_bytes)}, and one page {_gib(page_size * bytes_per_token)}. Raise "
+                f"{mem_fraction} leaves {_gib(budget)}; weights take {_gib(weights)}, "
+                f"{slots}, and one page {_gib(page_size * bytes_per_token)}. Raise "
                 "--mem-fraction-static, lower --max-running-requests or --context-length, or use a smaller model"
             )
         tokens = min(free // bytes_per_token - page_size, most_useful_tokens)
@@ -205,4 +248,5 @@ def plan_memory(
         workspace_bytes=workspace_bytes,
         tokens=tokens,
         page_size=page_size,
+        states=states,
     )

@@ -30,6 +30,26 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Layers that mix tokens by a gated delta rule (https://arxiv.org/abs/2412.06464): which they are, and how wide.
+
+    Each of `key_heads` serves as many of `value_heads`; `taps` is the width of the convolution before them.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer. Field names follow the axis letters' meaning, not Hugging Face's spelling."""
 
@@ -49,6 +69,9 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    rotary_fraction: float = 1.0  # of each head's columns, the first that rotate
+    linear: LinearAttention | None = None  # None: every layer attends to all tokens
+    mtp_layers: int = 0  # multi-token prediction modules that the checkpoint brings, by its config
     num_experts: int = 0  # 0: every layer's MLP is dense
     experts_per_token: int = 0
     expert_size: int = 0
@@ -59,15 +82,31 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str = "bfloat16"  # what the checkpoint was saved in
 
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's columns rotate."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers whose past is a state of fixed size."""
+        return len(self.linear.layers) if self.linear else 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers whose past is keys and values of all tokens."""
+        return self.num_layers - self.num_linear_layers
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face `config.json` (as a mapping).
+        """Read a Hugging Face `config.json` (as a mapping). Of a multimodal model, the text model is meant.
 
         **Raises:** `ConfigError` for a model family, activation, rope type or attention variant that isn't supported,
         or a missing or senseless size; the message names the key, its value and what is supported.
         """
         from jaxspec.models import MODELS
 
+        hf = _text_model(hf)
         model_type = hf.get("model_type")
         if model_type not in MODELS:
             raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}")
@@ -86,7 +125,14 @@ class ModelConfig:
                 "use_sliding_window or layer_types: sliding-window attention is not supported; "
                 "every layer attends to the whole context"
             )
-        theta, scaling = _rope(hf)
+        hybrid = getattr(MODELS[model_type], "HYBRID", False)
+        if hybrid and hf.get("attention_bias"):
+            raise ConfigError(f"attention_bias true is not supported for model_type {model_type!r}")
+        theta, scaling, fraction = _rope(hf, 0.25 if hybrid else 1.0)
+        if (rotary := int(head_dim * fraction)) % 2 or not rotary:
+            raise ConfigError(
+                f"partial_rotary_factor {fraction:g} of head_dim {head_dim} is {rotary}, not an even number"
+            )
         experts = _experts(hf, getattr(MODELS[model_type], "NORM_TOPK_PROB", None))
         only_experts = experts and not experts["dense_layers"]
         eos = hf.get("eos_token_id")
@@ -110,11 +156,66 @@ class ModelConfig:
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
             qk_norm=MODELS[model_type].QK_NORM,
+            rotary_fraction=fraction,
+            linear=_linear(hf) if hybrid else None,
+            mtp_layers=_mtp_layers(hf),
             **experts,
             eos_token_ids=tuple(eos),
             bos_token_id=hf.get("bos_token_id"),
             dtype=_dtype(hf),
         )
+
+
+def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's part of a multimodal config, under the model type that it has alone.
+
+    End tokens of both count, and tying is the outer config's to say, if it does.
+    """
+    text = hf.get("text_config")
+    if isinstance(text, Mapping):
+        eos = [hf.get("eos_token_id"), text.get("eos_token_id")]
+        flat = [
+            token for end in eos for token in (end if isinstance(end, list | tuple) else [end]) if token is not None
+        ]
+        tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        hf = {**text, "eos_token_id": list(dict.fromkeys(flat)), "tie_word_embeddings": tied}
+    if isinstance(kind := hf.get("model_type"), str):
+        hf = {**hf, "model_type": kind.removesuffix("_text")}
+    return hf
+
+
+def _linear(hf: Mapping[str, Any]) -> LinearAttention:
+    """Linear-attention layers as Qwen3-Next and Qwen3.5 name them: by `layer_types`, or all but each n-th."""
+    layers, kinds = _positive(hf, "num_hidden_layers"), hf.get("layer_types")
+    if kinds is None:
+        interval = _positive(hf, "full_attention_interval", 4)
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    known = ("full_attention", "linear_attention")
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise ConfigError(
+            f"config.json: layer_types must name {layers} layers, each {' or '.join(known)}; got {kinds!r}"
+        )
+    if set(kinds) != set(known):
+        raise ConfigError(f"config.json: layer_types has no {set(known).difference(kinds).pop()} layer, and needs both")
+    if hf.get("attn_output_gate", True) is not True:
+        raise ConfigError("config.json: attn_output_gate false is not supported; attention is gated in these models")
+    keys, values = _positive(hf, "linear_num_key_heads"), _positive(hf, "linear_num_value_heads")
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys})")
+    return LinearAttention(
+        layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+        key_heads=keys,
+        value_heads=values,
+        key_dim=_positive(hf, "linear_key_head_dim"),
+        value_dim=_positive(hf, "linear_value_head_dim"),
+        taps=_positive(hf, "linear_conv_kernel_dim"),
+    )
+
+
+def _mtp_layers(hf: Mapping[str, Any]) -> int:
+    """Under whichever name the config counts multi-token prediction modules."""
+    names = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+    return next((_positive(hf, name) for name in names if hf.get(name)), 0)
 
 
 def _experts(hf: Mapping[str, Any], norm_topk_prob: bool | None) -> dict[str, Any]:
@@ -166,15 +267,17 @@ def _dtype(hf: Mapping[str, Any]) -> str:
     return dtype
 
 
-def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base frequency and scaling, from transformers 5's `rope_parameters` or the older `rope_theta`/`rope_scaling`."""
+def _rope(hf: Mapping[str, Any], whole: float) -> tuple[float, RopeScaling | None, float]:
+    """Base frequency, scaling, and the share of columns that rotate (`whole` where the config doesn't say), from
+    transformers 5's `rope_parameters` or the older `rope_theta`/`rope_scaling`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {rope!r}")
     theta = _positive_float(rope if "rope_theta" in rope else hf, "rope_theta", 10_000.0)
+    fraction = _positive_float(rope if "partial_rotary_factor" in rope else hf, "partial_rotary_factor", whole)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        return theta, None
+        return theta, None, fraction
     if kind != "llama3":
         raise ConfigError(f"rope_type {kind!r} is not supported; supported: default, llama3")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -183,7 +286,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     factor, low, high, original = (_positive_float(rope, key) for key in keys)
     if low >= high:
         raise ConfigError(f"rope_scaling: low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
-    return theta, RopeScaling(factor, low, high, int(original))
+    return theta, RopeScaling(factor, low, high, int(original)), fraction
 
 
 @dataclass(frozen=True)
@@ -203,6 +306,8 @@ class EngineConfig:
     - `mem_fraction_static`: share of the device's memory for weights, caches and states together.
     - `max_total_tokens`: tokens in the page pool; overrides what `mem_fraction_static` gives.
     - `page_size`: tokens per KV page. `chunked_prefill_size`: most prompt tokens in one program.
+    - `max_state_snapshots`: of a model with linear attention, states kept after cached prefixes, without which those
+      can't be gone on from; 0 keeps none. `state_snapshot_interval`: prompt tokens between two of them.
     - `num_continuous_decode_steps`: rounds in one program while no request can be taken in. Tokens are streamed, and
       requests taken in, that many rounds apart at most; it pays where a round is shorter than its dispatch.
     - `disable_overlap`: read each round's result before the next is dispatched.
@@ -228,6 +333,8 @@ class EngineConfig:
     max_total_tokens: int | None = None
     page_size: int | None = None
     chunked_prefill_size: int | None = None
+    max_state_snapshots: int | None = None
+    state_snapshot_interval: int = 256
     num_continuous_decode_steps: int | None = None
     disable_overlap: bool = False
     disable_prefix_cache: bool = False
@@ -258,13 +365,15 @@ class EngineConfig:
             ("max_total_tokens", 1),
             ("page_size", 1),
             ("chunked_prefill_size", 1),
+            ("max_state_snapshots", 0),
+            ("state_snapshot_interval", 1),
             ("num_continuous_decode_steps", 1),
             ("ngram_min", 1),
             ("ngram_max", 1),
             ("decode_log_interval", 0),
         ):
             value = getattr(self, name)
-            if value is None and name != "topk":
+            if value is None and name not in ("topk", "state_snapshot_interval"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{flag(name)} must be an integer of at least {low}, got {value!r}")

@@ -112,8 +112,9 @@ class Drafter:
     """Base class with the answers of a drafter that keeps no state. Subclass it as a frozen dataclass.
 
     Static declarations: `num_draft_tokens`, the most tokens proposed (the verify width is one more), and
-    `feature_layers`, the target layers (0-based) whose outputs `commit` and `prefill` receive. `reach` is how many
-    tokens beyond a position its state by page depends on there: a cached page serves where so many after it match too.
+    `feature_layers`, the target layers (0-based) whose outputs `commit` and `prefill` receive; the number after the
+    last layer's stands for the final norm. `reach` is how many tokens beyond a position its state by page depends on
+    there: a cached page serves where so many after it match too.
     `topk` is 1, or for a drafter of trees the most drafts that hang from one row.
     """
 

@@ -91,7 +91,7 @@ class Engine:
         self.config = self.runner.config
         self.model_config = self.runner.model.config
         self.tokenizer = self.runner.model.tokenizer
-        shapes = self.runner.shapes
+        shapes, snapshots = self.runner.shapes, self.runner.snapshots
         self.scheduler = Scheduler(
             num_slots=shapes.num_slots,
             num_pages=self.runner.plan.num_pages,
@@ -102,9 +102,11 @@ class Engine:
             block=shapes.block,
             score_tokens=shapes.score * shapes.block,
             context_length=self.config.context_length,
-            prefix_cache=not self.config.disable_prefix_cache,
+            prefix_cache=not self.config.disable_prefix_cache and snapshots != (),
             reach=self.runner.draft.drafter.reach,
             rounds=shapes.rounds,
+            snapshots=snapshots,
+            snapshot_interval=self.config.state_snapshot_interval,
         )
         self.requests: dict[str, Request] = {}
         self.totals: Counter = Counter()
@@ -362,6 +364,7 @@ class Engine:
             "free_pages": scheduler.free_pages,
             "cached_pages": scheduler.cached_pages,
             "page_size": self.config.page_size,
+            "state_snapshots": len(scheduler.snapshots.owners) if scheduler.snapshots else 0,
             "prompt_tokens_total": totals["prompt_tokens"],
             "cached_tokens_total": totals["cached_tokens"],
             "generation_tokens_total": totals["generation_tokens"],

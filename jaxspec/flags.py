@@ -27,8 +27,8 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
     "speculation": {
         "draft": (
             "D",
-            "none, auto, a method (ngram, standalone, eagle, eagle3, dflash), method:path_or_id, a path or hub id, "
-            "or module:Class",
+            "none, auto, a method (ngram, mtp, standalone, eagle, eagle3, dflash), method:path_or_id, a path or hub "
+            "id, or module:Class",
         ),
         "num_steps": ("S", "how deep drafts go; of a chain, the same as --num-draft-tokens"),
         "topk": ("K", "drafts that may follow one token: above 1 they are a tree (eagle and eagle3 draft such)"),
@@ -43,6 +43,11 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
         "kv_cache_dtype": ("TYPE", "of keys and values; auto is --dtype's"),
         "page_size": ("TOKENS", "tokens per KV page"),
         "chunked_prefill_size": ("TOKENS", "most prompt tokens in one program"),
+        "max_state_snapshots": (
+            "N",
+            "states of linear attention kept after cached prefixes; 0: none, so no prefix hits",
+        ),
+        "state_snapshot_interval": ("TOKENS", "prompt tokens between two of them, in whole pages"),
         "disable_prefix_cache": (None, "don't share the KV of common prefixes"),
     },
     "running": {

@@ -18,7 +18,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.config import ConfigError
 from jaxspec.draft import DraftBatch
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.models.layers import causal_attention
+from jaxspec.mixers import NOTHING, WholeTexts
 from jaxspec.request import RequestError
 
 PAGE = 16
@@ -37,12 +37,16 @@ def hidden_states(
 ) -> Float[Array, "l b t d"]:
     """Outputs of the named decoder layers (0-based), the residual stream before any further norm, float32.
 
+    The number after the last layer's stands for the final norm's output.
+
     **Raises:** `RequestError` for tokens as in `logits`, or a layer that the model doesn't have.
     """
     layers = tuple(int(i) for i in layers)
-    if bad := [i for i in layers if not 0 <= i < model.config.num_layers]:
+    if bad := [i for i in layers if not 0 <= i <= model.config.num_layers]:
         raise RequestError(
-            f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}", "layers"
+            f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}, and "
+            f"{model.config.num_layers} stands for the final norm",
+            "layers",
         )
     return _hidden_states(model.config, layers, model.params, _checked(model, tokens))
 
@@ -61,7 +65,7 @@ def _checked(model: Model, tokens: Any) -> np.ndarray:
 def _forward(config, params, tokens, capture=()):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     family = programs.MODELS[config.model_type]
-    return family, family.forward(params, config, tokens, positions, causal_attention, None, capture)
+    return family, family.forward(params, config, tokens, positions, WholeTexts(), None, capture)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -119,7 +123,7 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
 def _propose(model: Model, drafter: LoadedDrafter, state: programs.State, table: np.ndarray, length: int) -> Proposed:
     args = model.params, drafter.params
     fill = partial(programs.prefill, model.config, drafter.drafter, length, False)
-    state, _ = jax.jit(fill)(*args, state, np.array([[0, 0, length, *table]], np.int32))
+    state, _ = jax.jit(fill)(*args, state, np.array([[0, 0, length, NOTHING, NOTHING, *table]], np.int32))
     first = partial(programs.first, model.config, drafter.drafter, programs.GREEDY)
     state, out = jax.jit(first)(*args, state, np.array([[0, *table]], np.int32))
 

@@ -1,16 +1,19 @@
 """Pages of KV, counted on the host: who holds each page, and which cached prefixes they spell. No jax.
 
 A page is `page_size` consecutive positions of one sequence, in every layer. `PagePool` counts the holders of each page.
-`PrefixTree` remembers which tokens the full pages hold, so that a prompt that starts alike needs no prefill.
+`PrefixTree` remembers which tokens the full pages hold, so that a prompt that starts alike needs no prefill. Of a model
+with linear attention, pages aren't all: it can go on from where the state was kept too, a *snapshot*, in a slot that a
+node owns (`Snapshots`).
 
 Invariants: a page is free exactly when nobody holds it. Whoever holds the page of a tree node holds the pages of all
 its ancestors too; so a page that only the tree holds has no descendant in use, and everything `evictable` can be freed.
+A snapshot's slot is free, or is owned by one node that is in the tree.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 
 class OutOfPages(RuntimeError):
@@ -88,9 +91,12 @@ class PagePool:
 
 
 class Node:
-    """One cached page: `key` is its tokens, the path from the root the tokens before them. The root has no page."""
+    """One cached page: `key` is its tokens, the path from the root the tokens before them. The root has no page.
 
-    __slots__ = ("children", "depth", "key", "page", "parent", "queued", "used")
+    `snapshot` is the slot that holds the state after all of these tokens, if one does.
+    """
+
+    __slots__ = ("children", "depth", "key", "page", "parent", "queued", "snapshot", "used")
 
     def __init__(self, key: tuple[int, ...], page: int, parent: Node | None):
         self.key = key
@@ -100,6 +106,48 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
         self.used = 0  # the tree's clock when it was last matched or inserted
         self.queued = False  # has its entry in the queue of leaves
+        self.snapshot: int | None = None
+
+
+class Snapshots:
+    """State slots for snapshots, and the nodes that own them: the least recently used gives its own up when all are.
+
+    Nobody holds a snapshot. Who goes on from one does so in a program planned at once, and the device runs programs in
+    order; so its slot can be given to another the moment after.
+    """
+
+    def __init__(self, slots: Iterable[int]):
+        self._free = list(slots)[::-1]
+        self._owners: dict[Node, int] = {}  # least recently used first
+
+    @property
+    def free(self) -> list[int]:
+        """Slots that no node owns."""
+        return self._free
+
+    @property
+    def owners(self) -> Collection[Node]:
+        """Nodes that own a slot."""
+        return self._owners.keys()
+
+    def give(self, node: Node) -> int | None:
+        """A slot for a node that has none; None if there are no slots at all."""
+        if not self._free:
+            if not self._owners:
+                return None
+            self.drop(next(iter(self._owners)))
+        node.snapshot = self._owners[node] = self._free.pop()
+        return node.snapshot
+
+    def use(self, node: Node) -> None:
+        """Note that a node's snapshot is gone on from."""
+        self._owners[node] = self._owners.pop(node)
+
+    def drop(self, node: Node) -> None:
+        """Take back a node's slot, if it has one."""
+        if node.snapshot is not None:
+            self._free.append(self._owners.pop(node))
+            node.snapshot = None
 
 
 class PrefixTree:
@@ -110,13 +158,17 @@ class PrefixTree:
 
     With `reach`, so many tokens after a page decide with those in it what it holds (a drafter's cache may depend on
     the token that comes next). An edge then has them too, and a page is published and matched once they are known.
+
+    With `snapshots`, a match ends at the deepest node that has one. Who goes on from there computes again what the tree
+    has behind it, and its pages take the place of the tree's, or nothing new could be published beyond those.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, reach: int = 0):
+    def __init__(self, pool: PagePool, page_size: int, reach: int = 0, snapshots: Snapshots | None = None):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}")
         self.page_size = page_size
         self.reach = reach
+        self.snapshots = snapshots
         self._pool = pool
         self._clock = 0
         self._reset()
@@ -127,7 +179,7 @@ class PrefixTree:
         return self._pool.idle
 
     def match(self, tokens: list[int], limit: int) -> tuple[list[int], Node]:
-        """The longest cached prefix of full pages within `tokens[:limit]`.
+        """The longest cached prefix of full pages within `tokens[:limit]` that can be gone on from.
 
         Returns its pages, retained for the caller, and the node reached, from which the caller may `insert` on.
         """
@@ -140,8 +192,23 @@ class PrefixTree:
             child.used = self._clock
             pages.append(child.page)
             node = child
+        if self.snapshots is not None:
+            while node.snapshot is None and node is not self.root:
+                node = node.parent
+            del pages[node.depth :]
+            if node is not self.root:
+                self.snapshots.use(node)
         self._pool.retain(pages)
         return pages, node
+
+    def find(self, tokens: list[int], limit: int) -> Node:
+        """The deepest node that spells full pages of `tokens[:limit]`, whether or not it can be gone on from."""
+        node, size = self.root, self.page_size
+        for end in range(size, min(limit, len(tokens) - self.reach) + 1, size):
+            if (child := node.children.get(tuple(tokens[end - size : end + self.reach]))) is None:
+                break
+            node = child
+        return node
 
     def insert(
         self, tokens: list[int], pages: list[int], limit: int, start: Node | None = None, *, leaving: bool = False
@@ -150,7 +217,7 @@ class PrefixTree:
 
         A node that is there already keeps its own page. At one with another page than the caller's, a caller that goes
         on using its pages must stop (later nodes would be held while that one is not); one that is `leaving`, about to
-        release all of them, goes on.
+        release all of them, goes on. With snapshots, the caller's page takes the place of one that nobody else holds.
 
         **Arguments:**
 
@@ -169,7 +236,11 @@ class PrefixTree:
                 child = node.children[key] = Node(key, pages[depth], node)
                 self.num_pages += 1
             elif child.page != pages[depth] and not leaving:
-                break
+                if self.snapshots is None or self._pool.refcount(child.page) > 1:
+                    break
+                self._pool.uncache(child.page)
+                self._pool.cache(pages[depth])
+                child.page = pages[depth]
             child.used = self._clock
             node = child
         self._queue_if_leaf(node)
@@ -194,7 +265,7 @@ class PrefixTree:
         """Forget everything; pages that others hold stay theirs. Returns how many pages were cached."""
         dropped = self.num_pages
         for node in self.nodes():
-            self._pool.uncache(node.page)
+            self._forget(node)
         self._reset()
         return dropped
 
@@ -222,5 +293,10 @@ class PrefixTree:
         parent = node.parent
         del parent.children[node.key]
         self.num_pages -= 1
-        self._pool.uncache(node.page)
+        self._forget(node)
         self._queue_if_leaf(parent)
+
+    def _forget(self, node: Node) -> None:
+        self._pool.uncache(node.page)
+        if self.snapshots is not None:
+            self.snapshots.drop(node)

@@ -28,6 +28,7 @@ from jaxspec.cache import PageLayout, Rows
 from jaxspec.config import ModelConfig
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.executables import Executables
+from jaxspec.mixers import NOTHING, Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models import MODELS
 from jaxspec.pallas.target import KERNELS, counting
 from jaxspec.request import MAX_LOGPROBS
@@ -42,6 +43,8 @@ MODES = GREEDY, SAMPLED, LOGPROBS = "greedy", "sampled", "logprobs"
 EMITTED, ACCEPTED, DRAFTED, DONE, TOKENS = range(5)
 LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the values of the top ones
 
+PREFILL_COLUMNS = 5  # of a prefill's packed blocks, before the page table
+
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and spends most of
 # a compilation on making them fewer: so let its limit lie beyond what it counts.
 COMPILER_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
@@ -51,25 +54,38 @@ COMPILER_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
 class State:
     """All that changes from program to program: request slots, the target's cache, the drafter's own state.
 
-    `hidden` and `features` are the final hidden state and the drafter's features of each slot's last prompt token, from
-    the prefill that computed it until `first` has made a token of it.
+    Of each slot's last round, the first `replay` rows stand, and linear layers have yet to enter them into its state;
+    after a prefill there are none. `hidden` and `features` are the final hidden state and the drafter's features of
+    each slot's last prompt token, from the prefill that computed it until `first` has made a token of it.
     """
 
     slots: Slots
-    kv: Float[Array, "l p 2 m s h"]
+    cache: Cache
+    replay: Int[Array, " r"]
     draft: Any
     hidden: Float[Array, "r d"]
     features: tuple[Float[Array, "r d"], ...]
 
 
 def empty_state(
-    config: ModelConfig, drafter: Drafter, layout: PageLayout, num_slots: int, capacity: int, dtype: str
+    config: ModelConfig,
+    drafter: Drafter,
+    layout: PageLayout,
+    num_slots: int,
+    capacity: int,
+    dtype: str,
+    snapshots: int = 0,
 ) -> State:
-    """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`."""
+    """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`.
+
+    Of a model with linear attention, there are `snapshots` state slots beside those of the requests.
+    """
     slots = packing.empty_slots(num_slots, capacity)
+    cache = empty_cache(config, layout, num_slots + 1 + snapshots, drafter.num_draft_tokens + 1, dtype)
     last = lambda: jnp.zeros((num_slots + 1, config.hidden_size), dtype)  # noqa: E731
     draft = drafter.init_state(layout, num_slots + 1)
-    return State(slots, layout.kv(config), draft, last(), tuple(last() for _ in drafter.feature_layers))
+    replay = jnp.zeros((num_slots + 1,), jnp.int32)
+    return State(slots, cache, replay, draft, last(), tuple(last() for _ in drafter.feature_layers))
 
 
 def admit(state: State, packed: Int[Array, " k"]) -> State:
@@ -79,19 +95,21 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 def prefill(
     config: ModelConfig, drafter: Drafter, block: int, score: bool, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "b t w"] | None]:
-    """Compute keys and values of blocks of known tokens. `packed[i]` is slot, start, count, the slot's page table.
+    """Compute keys, values and states of blocks of known tokens. `packed[i]` is slot, start, count, the state slots to
+    start from and to keep a snapshot in (`mixers.PromptBlocks`), the slot's page table.
 
     A block that ends with the newest known token leaves what `first` needs of it. The drafter isn't shown that row: the
     token after it isn't known yet. With `score`, also returns the packed logprobs of the token after each row.
     """
-    slots, rows = packed[:, 0], Rows(packed[:, 1], packed[:, 2], packed[:, 3:])
+    slots, rows = packed[:, 0], Rows(packed[:, 1], packed[:, 2], packed[:, PREFILL_COLUMNS:])
     positions = rows.positions(block)
     history = state.slots.history
     at = lambda p: history[slots[:, None], jnp.minimum(p, history.shape[1] - 1)]  # noqa: E731
     tokens, next_tokens = at(positions), at(positions + 1)
     family = MODELS[config.model_type]
+    mixer = PromptBlocks(rows, slots, packed[:, 3], packed[:, 4])
     marked = rows.marked_positions(block)
-    hidden = family.forward(params, config, tokens, marked, rows.attend, state.kv, drafter.feature_layers)
+    hidden = family.forward(params, config, tokens, marked, mixer, state.cache, drafter.feature_layers)
 
     newest = rows.start + rows.count == state.slots.length[slots]
     known = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=rows.count - newest))
@@ -100,7 +118,7 @@ def prefill(
     into = jnp.where(newest, slots, len(state.hidden))  # out of range for all other blocks, whose rows are dropped
     keep = lambda x, old: old.at[into].set(jnp.take_along_axis(x, last, axis=1)[:, 0], mode="drop")  # noqa: E731
     kept = jax.tree.map(keep, (hidden.last, hidden.features), (state.hidden, state.features))
-    state = State(state.slots, hidden.cache, draft, *kept)
+    state = State(state.slots, hidden.cache, state.replay.at[slots].set(0), draft, *kept)
     if not score:
         return state, None
     return state, _pack_logprobs(family.unembed(params, hidden.last), next_tokens)
@@ -137,10 +155,12 @@ def decode_round(
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
     positions = rows.marked_positions(tokens.shape[1])
     family = MODELS[config.model_type]
-    hidden = family.forward(params, config, tokens, positions, rows.attend, state.kv, drafter.feature_layers)
-    state = state.replace(kv=hidden.cache, draft=draft)
+    mixer = RoundRows(rows, batch.slots, state.replay[batch.slots])
+    hidden = family.forward(params, config, tokens, positions, mixer, state.cache, drafter.feature_layers)
+    state = state.replace(cache=hidden.cache, draft=draft)
     logits = family.unembed(params, hidden.last)
-    return _conclude(drafter, mode, draft_params, state, slots, batch, proposal, logits, hidden.features, tree)
+    state, out = _conclude(drafter, mode, draft_params, state, slots, batch, proposal, logits, hidden.features, tree)
+    return state.replace(replay=state.replay.at[batch.slots].set(out[:, EMITTED])), out
 
 
 def decode_rounds(
@@ -183,7 +203,8 @@ def _conclude(
         # What was accepted is a chain, and from here on nobody knows of the tree.
         along = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
         rows = Rows(slots.length - 1, jnp.where(batch.live, accepted, 0), batch.table)
-        state = state.replace(kv=rows.straighten(state.kv, path, rows.count))
+        kv = rows.straighten(state.cache.kv, path, rows.count)
+        state = state.replace(cache=state.cache.replace(kv=kv))
         tokens, features, logits = along(tokens), tuple(map(along, features)), along(logits)
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
         drafted = jnp.where(within, jnp.minimum(tree.depth, tree.height), 0).max(axis=1)
@@ -356,9 +377,10 @@ class Programs:
         return max((p.memory_analysis().temp_size_in_bytes for p in self._compiled.values()), default=0)
 
     def padding(self, rows: int, columns: int) -> np.ndarray:
-        """A packed batch of padding rows: the dummy slot, no tokens, the dummy page."""
+        """A packed batch of padding rows: the dummy slot, no tokens, no other state slot, the dummy page."""
         packed = np.zeros((rows, columns + self.shapes.pages_per_seq), np.int32)
         packed[:, 0] = self.shapes.num_slots
+        packed[:, 3:columns] = NOTHING
         return packed
 
     def _call(self, kind: str, state: State, packed: np.ndarray) -> tuple[State, Array | None]:
@@ -373,7 +395,7 @@ class Programs:
     def _arguments(self, kind: str, size: int, state: State) -> tuple:
         if kind == "admit":
             return state, np.zeros(size, np.int32)
-        return *self._params, state, self.padding(size, 3 if kind in ("prefill", "score") else 1)
+        return *self._params, state, self.padding(size, PREFILL_COLUMNS if kind in ("prefill", "score") else 1)
 
     def _kept(self, kind: str, size: int, state: State) -> Any:
         if self._store is None or (kept := self._store.load((kind, size), self._arguments(kind, size, state))) is None:

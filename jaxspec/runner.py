@@ -15,15 +15,16 @@ import jax
 import numpy as np
 
 from jaxspec.batch import Shapes, fit, ladder, pack_admission
-from jaxspec.cache import MemoryPlan, PageLayout, claim_device, kv_bytes_per_token, plan_memory
+from jaxspec.cache import MemoryPlan, PageLayout, StateSlots, claim_device, kv_bytes_per_token, plan_memory
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.executables import Executables
+from jaxspec.mixers import state_bytes
 from jaxspec.pallas.target import kernels_here
-from jaxspec.round import Programs, State, compile_counter, empty_state
+from jaxspec.round import PREFILL_COLUMNS, Programs, State, compile_counter, empty_state
 from jaxspec.scheduler import Chunk, Sequence
 
 log = logging.getLogger("jaxspec")
@@ -109,11 +110,15 @@ class Runner:
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
         )
-        self.state = self._empty_state(layout)
+        self.state = self._empty_state(layout, self.plan.states.snapshots)
         if not self.config.skip_warmup:
             self.programs.warm_up(self.state)
             self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
         log.info("%s", self.plan)
+        if self.snapshots == () and not self.config.disable_prefix_cache:
+            log.info(
+                "the prefix cache is off: linear attention goes on from snapshots alone, and there is no room for any"
+            )
         if drafter.topk > 1:
             log.info(
                 "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
@@ -135,8 +140,9 @@ class Runner:
         dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         per_token = kv_bytes_per_token(self.model.config, dtype) + self.draft.drafter.kv_bytes_per_token(dtype)
         smallest = PageLayout(1, 1, dtype)
-        empty = jax.eval_shape(lambda: self._empty_state(smallest))
+        empty = jax.eval_shape(lambda: self._empty_state(smallest, 0))
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
+        slot, state = state_bytes(self.model.config, self.width, config.dtype)
         plan = plan_memory(
             weight_bytes=_bytes(self.model.params),
             draft_weight_bytes=_bytes(self.draft.params, self.model.params),
@@ -150,6 +156,8 @@ class Runner:
             mem_fraction=config.mem_fraction_static,
             max_total_tokens=config.max_total_tokens,
             most_useful_tokens=shapes.num_slots * shapes.pages_per_seq * config.page_size,
+            states=StateSlots(shapes.num_slots if slot else 0, 0, slot, shapes.num_slots * self.width * state),
+            max_snapshots=config.max_state_snapshots if slot and not config.disable_prefix_cache else 0,
         )
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
@@ -161,11 +169,16 @@ class Runner:
         made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes
         return Executables(cache_folder() / "executables", made_by)
 
-    def _empty_state(self, layout: PageLayout) -> State:
-        shapes = self.shapes
-        return empty_state(
-            self.model.config, self.draft.drafter, layout, shapes.num_slots, shapes.capacity, self.config.dtype
-        )
+    def _empty_state(self, layout: PageLayout, snapshots: int) -> State:
+        shapes, dtype = self.shapes, self.config.dtype
+        drafter = self.draft.drafter
+        return empty_state(self.model.config, drafter, layout, shapes.num_slots, shapes.capacity, dtype, snapshots)
+
+    @property
+    def snapshots(self) -> tuple[int, ...] | None:
+        """State slots for snapshots, behind those of requests and the dummy's; None if the model has no such states."""
+        first = self.shapes.num_slots + 1
+        return tuple(range(first, first + self.plan.states.snapshots)) if self.model.config.linear else None
 
     def admit(self, seq: Sequence, params: Any, seed: int, stop_ids: list[int]) -> None:
         """Write a sequence's slot: its tokens so far, its limit, how it samples (`params`: SamplingParams)."""
@@ -186,14 +199,14 @@ class Runner:
         """Dispatch the keys and values of prompt chunks. A chunk to be scored travels alone: its packed logprobs."""
         score, block = chunks[0].seq.score, self.shapes.block
         blocks = [
-            (chunk.seq.slot, start, min(block, chunk.start + chunk.count - start))
+            (chunk.seq.slot, start, count, source, keep)
             for chunk in chunks
-            for start in range(chunk.start, chunk.start + chunk.count, block)
+            for start, count, source, keep in chunk.blocks(block)
         ]
         size = self.shapes.score if score else fit(len(blocks), self.shapes.prefills)
-        packed = self.programs.padding(size, 3)
-        packed[: len(blocks), :3] = blocks
-        packed[: len(blocks), 3:] = table[packed[: len(blocks), 0]]
+        packed = self.programs.padding(size, PREFILL_COLUMNS)
+        packed[: len(blocks), :PREFILL_COLUMNS] = blocks
+        packed[: len(blocks), PREFILL_COLUMNS:] = table[packed[: len(blocks), 0]]
         if not score:
             self.state = self.programs.prefill(self.state, packed)
             return None
@@ -243,6 +256,11 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
     if context > model.config.max_position:
         raise ConfigError(
             f"--context-length {context} exceeds what {model.name} was made for, {model.config.max_position} positions"
+        )
+    if model.config.linear and draft.drafter.topk > 1:
+        raise ConfigError(
+            f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
+            "the next, so drafts must be a chain. Drop --topk"
         )
     chunk = options.chunked_prefill_size or defaults.chunked_prefill_size
     small = _bytes(model.params) < SMALL_MODEL

@@ -9,6 +9,9 @@ The engine dispatches a round before it has read the one before, so the host's N
 pages are given for the largest N those rounds can lead to. The device runs programs in the order of dispatch: a page
 freed here may be handed on at once, for whatever still writes to it runs before its next holder does.
 
+Of a model with linear attention, each slot has a state too, of the tokens so far. A prefill leaves snapshots of it at
+the ends of pages, from which a later prompt that starts alike goes on; of what was generated there are none.
+
 Order is strict, first come first served. Everything admitted is older than everything waiting (the youngest is
 preempted first), and at most one prompt is unfinished at a time, the youngest admitted.
 """
@@ -18,13 +21,16 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.pages import Node, PagePool, PrefixTree
+from jaxspec.pages import Node, PagePool, PrefixTree, Snapshots
 from jaxspec.request import RequestError
+
+NO_STATE = -1  # as a state slot: none
 
 
 class State(enum.Enum):
@@ -49,7 +55,8 @@ class Sequence:
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
     read yet, of which the first token is one; `epoch`, which moves on whenever slot and pages are lost, so that older
-    results can be told apart.
+    results can be told apart; `source`, the snapshot that the first chunk starts from; `points`, positions where
+    snapshots are wanted.
     """
 
     tokens: list[int] = field(repr=False)
@@ -66,14 +73,34 @@ class Sequence:
     state: State = State.WAITING
     preemptions: int = 0
     node: Node | None = field(default=None, repr=False)  # how far its pages are published; None: they must not be
+    source: int | None = field(default=None, repr=False)
+    points: list[int] = field(default_factory=list, repr=False)
 
 
 class Chunk(NamedTuple):
-    """Prefill of `seq.tokens[start : start + count]`."""
+    """Prefill of `seq.tokens[start : start + count]`.
+
+    `source` is the snapshot's state slot that it starts from; None: it goes on from the chunk before, or from nothing.
+    `keeps` are the positions, in order, at which the state is kept, and the state slots for that.
+    """
 
     seq: Sequence
     start: int
     count: int
+    source: int | None = None
+    keeps: tuple[tuple[int, int], ...] = ()
+
+    def blocks(self, size: int) -> list[tuple[int, int, int, int]]:
+        """As blocks of up to `size` tokens: start, count, the state slots to go on from and to keep a snapshot in."""
+        own, blocks, end = self.seq.slot, [], self.start + self.count
+        source = self.source if self.source is not None else own if self.start else NO_STATE
+        for stop, keep in (*self.keeps, (end, NO_STATE)):
+            start = blocks[-1][0] + blocks[-1][1] if blocks else self.start
+            for at in range(start, stop, size):
+                count = min(size, stop - at)
+                blocks.append((at, count, source, keep if at + count == stop else NO_STATE))
+                source = own
+        return blocks
 
 
 class Plan(NamedTuple):
@@ -103,6 +130,8 @@ class Scheduler:
     - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences that start alike.
     - `reach`: tokens beyond a page that decide what it holds, see `PrefixTree`.
     - `rounds`: rounds in one program when nobody can be taken in.
+    - `snapshots`: of a model with linear attention, the state slots for snapshots; None of other models.
+      `snapshot_interval`: prompt tokens between two of them, rounded up to whole blocks and pages.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
     the dummy slot, all 0. It changes in place: copy what a program is to read. `waiting`, `prefilling` and `running`
@@ -124,6 +153,8 @@ class Scheduler:
         prefix_cache: bool = True,
         reach: int = 0,
         rounds: int = 1,
+        snapshots: Iterable[int] | None = None,
+        snapshot_interval: int = 256,
     ):
         sizes = {"num_slots": num_slots, "width": width, "block": block, "score_tokens": score_tokens, "rounds": rounds}
         for name, value in sizes.items():
@@ -143,7 +174,11 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.rounds = rounds
         self.pool = PagePool(num_pages)
-        self.tree = PrefixTree(self.pool, page_size, reach)
+        self.snapshot_slots = None if snapshots is None else tuple(snapshots)
+        self.snapshots = None if snapshots is None else Snapshots(self.snapshot_slots)
+        whole = math.lcm(page_size, block)
+        self.snapshot_interval = -(-snapshot_interval // whole) * whole
+        self.tree = PrefixTree(self.pool, page_size, reach, self.snapshots)
         self.pages_per_seq = self._pages_for(context_length + lookahead)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
         self.waiting: deque[Sequence] = deque()
@@ -284,6 +319,11 @@ class Scheduler:
             "uses of page 0": (holders[0] + cached[0] + self.pool.refcount(0), 0),
             "slots": (sorted([*self._free_slots, *(s.slot for s in admitted)]), list(range(len(self.table) - 1))),
         }
+        if self.snapshots is not None:
+            owners = [node for node in nodes if node.snapshot is not None]
+            figures["owners of snapshots"] = (set(self.snapshots.owners), set(owners))
+            owned = sorted([*self.snapshots.free, *(node.snapshot for node in owners)])
+            figures["snapshot slots"] = (owned, sorted(self.snapshot_slots))
         wrong += [f"{name}: {found}, should be {due}" for name, (found, due) in figures.items() if found != due]
         wrong += [
             f"page {node.page} is held, but page {node.parent.page} before it in the prefix tree is not"
@@ -375,22 +415,26 @@ class Scheduler:
                     break
                 admit.append(seq)
             seq = self.prefilling
-            most = min(blocks * self.block, self.score_tokens) if seq.score else blocks * self.block
-            chunks.append(self._next_chunk(seq, most))
-            blocks = 0 if seq.score else blocks - math.ceil(chunks[-1].count / self.block)
+            chunks.append(self._next_chunk(seq, blocks))
+            blocks = 0 if seq.score else blocks - len(chunks[-1].blocks(self.block))
         return admit, chunks
 
     def _due(self, seq: Sequence) -> int:
         """How many positions its prefill computes: the prompt's, or those that were committed before a preemption."""
         return max(seq.prompt_len, len(seq.tokens) - 1)
 
-    def _next_chunk(self, seq: Sequence, most: int) -> Chunk:
-        due = self._due(seq)
-        chunk = Chunk(seq, seq.computed, min(due - seq.computed, most))
-        seq.computed += chunk.count
+    def _next_chunk(self, seq: Sequence, blocks: int) -> Chunk:
+        """The next tokens of a prompt, as many as fit in so many blocks, which end where a snapshot is wanted."""
+        due, start, source = self._due(seq), seq.computed, seq.source
+        end = start + self.score_tokens if seq.score else due
+        for _ in range(blocks):
+            stop = next((point for point in seq.points if point > seq.computed), due)
+            seq.computed = min(seq.computed + self.block, stop, end, due)
+        seq.source = None
         # Published at once: this program is dispatched before any that can read these pages, and within it all KV of a
         # layer is written before it is read. Of the newest token the drafter has seen nothing yet.
         self._publish(seq, min(seq.computed, len(seq.tokens) - 1))
+        chunk = Chunk(seq, start, seq.computed - start, source, self._keep(seq, start))
         if seq.computed == due:
             self.prefilling = None
             self.running.append(seq)
@@ -404,6 +448,7 @@ class Scheduler:
         seq = self.waiting[0]
         if seq.score and not alone:
             return None
+        seq.source, seq.points = None, []
         shares = self.prefix_cache and not seq.score
         # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
         pages, node = self.tree.match(seq.tokens, self._due(seq) - 1) if shares else ([], self.tree.root)
@@ -414,6 +459,8 @@ class Scheduler:
             self._refused = True
             return None
         self.waiting.popleft()
+        if shares and self.snapshots is not None:
+            seq.source, seq.points = node.snapshot, self._points(seq, node)
         seq.node = node if self.prefix_cache else None
         seq.computed = len(pages) * self.page_size
         if not seq.preemptions:
@@ -424,6 +471,36 @@ class Scheduler:
         seq.state = State.PREFILL
         self.prefilling = seq
         return seq
+
+    def _points(self, seq: Sequence, start: Node) -> list[int]:
+        """Where snapshots of a prompt's state are wanted, beyond the node that it starts from: at every interval, at
+        the last page that is published, and where the prompt leaves what the tree has, as another may again.
+
+        A long prompt takes no more than a quarter of all slots for its intervals.
+        """
+        size, due = self.page_size, self._due(seq)
+        last = min(due, len(seq.tokens) - max(self.tree.reach, 1)) // size * size
+        first, interval = start.depth * size, self.snapshot_interval
+        while (last - first) // interval > max(len(self.snapshot_slots) // 4, 1):
+            interval *= 2
+        parting = self.tree.find(seq.tokens, due - 1).depth * size
+        points = {*range(0, last, interval), parting, last}
+        return sorted(point for point in points if first < point <= last)
+
+    def _keep(self, seq: Sequence, start: int) -> tuple[tuple[int, int], ...]:
+        """Give slots for the snapshots wanted from `start` to where `seq` is computed, if the tree knows the place."""
+        keeps = []
+        for point in seq.points:
+            if not start < point <= seq.computed:
+                continue
+            node = self.tree.find(seq.tokens, point)
+            if node.depth * self.page_size != point:
+                continue  # another sequence has the pages before this place in the tree, and still uses them
+            if node.snapshot is not None:
+                self.snapshots.use(node)
+            elif (slot := self.snapshots.give(node)) is not None:
+                keeps.append((point, slot))
+        return tuple(keeps)
 
     def _publish(self, seq: Sequence, end: int, leaving: bool = False) -> None:
         if seq.node:

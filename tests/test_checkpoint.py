@@ -26,8 +26,9 @@ from jaxspec.checkpoint import CheckpointError, demo, load_model, resolve
 from jaxspec.checkpoint.params import assemble
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.mixers import WholeTexts
 from jaxspec.models import MODELS
-from jaxspec.models.layers import causal_attention, rope_frequencies
+from jaxspec.models.layers import rope_frequencies
 from tests.tiny import BYTE_VOCAB, random_tensors, tiny_checkpoint, tiny_config
 
 LLAMA3 = {
@@ -503,7 +504,7 @@ def test_dummy_activations_stay_moderate_in_a_deep_model(tmp_path):
     model = load(tmp_path, load_format="dummy")
     tokens = jnp.arange(16)[None]
     hidden = jax.jit(
-        lambda params: model.family.forward(params, model.config, tokens, tokens, causal_attention, capture=(35,))
+        lambda params: model.family.forward(params, model.config, tokens, tokens, WholeTexts(), capture=(35,))
     )(model.params)
     assert 0.3 < jnp.std(hidden.features[0]) < 30
     assert 0.1 < jnp.std(model.family.unembed(model.params, hidden.last)) < 10
@@ -577,6 +578,6 @@ def test_the_demo_knows_its_next_token():
         [model.tokenizer.apply_chat_template(question) + model.tokenizer.encode("The capital of France is")]
     )
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden = jax.jit(lambda p: model.family.forward(p, model.config, tokens, positions, causal_attention).last[:, -1])
+    hidden = jax.jit(lambda p: model.family.forward(p, model.config, tokens, positions, WholeTexts()).last[:, -1])
     likeliest = int(model.family.unembed(model.params, hidden(model.params)).argmax())
     assert model.tokenizer.token_text(likeliest) == " Paris"

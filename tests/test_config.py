@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig, RopeScaling, flag
+from tests.tiny import tiny_config
 
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
 LLAMA_31_8B = dict(
@@ -319,3 +320,34 @@ def test_a_senseless_value_in_a_config_is_named(change, named):
 def test_an_engine_option_of_the_wrong_kind_is_named(option, value):
     with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
         EngineConfig(**{option: value})
+
+
+def test_hybrids():
+    """Of a multimodal config the text model counts, and which layer is which comes from either key."""
+    rope = {"rope_theta": 5e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    text = tiny_config("qwen3_5_moe", full_attention_interval=3, num_hidden_layers=6, rope_parameters=rope)
+    text |= {"model_type": "qwen3_5_moe_text", "eos_token_id": 3}
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "eos_token_id": [4]}
+    config = ModelConfig.from_hf(whole | {"tie_word_embeddings": True})
+    assert (config.model_type, config.eos_token_ids, config.tie_embeddings) == ("qwen3_5_moe", (4, 3), True)
+    assert (config.rope_theta, config.rotary_dim, config.num_experts) == (5e6, 8, 4)
+    assert config.linear.layers == (0, 1, 3, 4) and (config.num_kv_layers, config.num_linear_layers) == (2, 4)
+    assert config.linear.channels == 2 * 2 * 8 + 4 * 12
+    named = {key: value for key, value in text.items() if key != "full_attention_interval"}
+    kinds = ["linear_attention", "linear_attention", "full_attention"] * 2
+    assert ModelConfig.from_hf({**named, "layer_types": kinds}).linear == config.linear
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"layer_types": ["linear_attention"] * 2}, "no full_attention layer"),
+    ({"layer_types": ["full_attention"]}, "must name 2 layers"),
+    ({"layer_types": ["full_attention", "conv"]}, "full_attention or linear_attention"),
+    ({"linear_num_value_heads": 3}, "multiple of linear_num_key_heads"),
+    ({"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim must be a positive integer"),
+    ({"attn_output_gate": False}, "attn_output_gate"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 of head_dim 16 is 1"),
+])  # fmt: skip
+def test_hybrids_that_are_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_hf(tiny_config("qwen3_5") | change)

@@ -93,7 +93,9 @@ class Rounds:
             [SamplingParams(temperature=0.0)] * n, prompts, [[]] * n,
             capacity=capacity, new_tokens=60, drafts=width - 1,
         )  # fmt: skip
-        blocks = [(i, at, min(BLOCK, m - at), *table[i]) for i, m in enumerate(LENGTHS) for at in range(0, m, BLOCK)]
+        blocks = [
+            (i, at, min(BLOCK, m - at), -1, -1, *table[i]) for i, m in enumerate(LENGTHS) for at in range(0, m, BLOCK)
+        ]
         shapes = Shapes(n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,))
         self.programs = programs.Programs(model.config, self.drafter, shapes, model.params, self.params)
         layout = PageLayout(n * pages + 1, PAGE, "float32")

@@ -21,6 +21,7 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import NoDrafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
+from jaxspec.mixers import NOTHING
 from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, Programs, empty_state
 from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.tiny import tiny_checkpoint
@@ -136,7 +137,8 @@ class Lanes:
         which = np.append(np.repeat(np.arange(len(SETTINGS)), LANES), len(SETTINGS))  # and the dummy
         self.slots = jax.tree.map(lambda x: np.asarray(x)[which], some)  # on the host: programs consume what they get
         state = empty_state(config, drafter, layout, n, capacity, "float32").replace(slots=jax.device_put(self.slots))
-        blocks = np.column_stack([np.arange(n), np.zeros(n), np.full(n, KNOWN - 1), self.table]).astype(np.int32)
+        known, none = np.full(n, KNOWN - 1), np.full((n, 2), NOTHING)
+        blocks = np.column_stack([np.arange(n), np.zeros(n), known, none, self.table]).astype(np.int32)
         self.state = self.programs.prefill(state, blocks)
         self.drafted = self.accepted = self.whole_rounds = 0
 

@@ -68,7 +68,7 @@ def test_tokens_that_are_refused(model, tokens):
             call(model, tokens)
 
 
-@pytest.mark.parametrize("layers", [(2,), (-1,), (0, 5)])
+@pytest.mark.parametrize("layers", [(3,), (-1,), (0, 5)])
 def test_layers_that_are_refused(model, layers):
     with pytest.raises(RequestError, match="layers 0 to 1"):
         jaxspec.hidden_states(model, [PROMPT], layers)

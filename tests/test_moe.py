@@ -19,7 +19,7 @@ from jaxspec.checkpoint.load import read_params
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.models import moe
-from jaxspec.models.layers import Param
+from jaxspec.models.layers import Attention, Param
 from jaxspec.pallas import experts
 from jaxspec.train.objective import matmul_weights
 from tests.tiny import tiny_checkpoint, tiny_config
@@ -113,7 +113,7 @@ def test_padding_reads_no_experts(monkeypatch):
     attend = lambda kv, layer, q, k, v: (q, kv)  # noqa: E731
     with jax.disable_jit():
         tokens = jnp.zeros((2, 3), jnp.int32)
-        model.family.forward(model.params, model.config, tokens, rows.marked_positions(3), attend)
+        model.family.forward(model.params, model.config, tokens, rows.marked_positions(3), Attention(attend))
     assert (seen[0] == experts.NOBODY).all(axis=1).tolist() == [False, False, True, True, True, True]
 
 

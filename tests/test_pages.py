@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.pages import OutOfPages, PagePool, PrefixTree
+from jaxspec.pages import OutOfPages, PagePool, PrefixTree, Snapshots
 
 SIZE = 2
 
@@ -221,3 +221,36 @@ def test_tree_against_a_model(data):
         assert pool.free == total - len(used | {node.page for node in nodes})
         for page in range(1, total + 1):
             assert pool.refcount(page) == sum(page in pages for pages in held) + sum(n.page == page for n in nodes)
+
+
+def test_a_match_ends_at_a_snapshot_and_the_least_recently_used_gives_way():
+    pool = PagePool(9)
+    snapshots = Snapshots([7, 8])
+    tree = PrefixTree(pool, SIZE, snapshots=snapshots)
+    pages = publish(pool, tree, [1, 2, 3, 4, 5, 6])
+    assert tree.match([1, 2, 3, 4, 5, 6], 6) == ([], tree.root)
+    first, second = (tree.find([1, 2, 3, 4, 5, 6], end) for end in (2, 4))
+    assert (snapshots.give(first), snapshots.give(second)) == (7, 8)
+    for tokens, deep in (([1, 2, 3, 4, 5, 6], 2), ([1, 2, 3, 9], 1)):  # the first is used last
+        found, node = tree.match(tokens, len(tokens))
+        assert (found, node.depth) == (pages[:deep], deep)
+        pool.release(found)
+    third = tree.find([1, 2, 3, 4, 5, 6], 6)
+    assert snapshots.give(third) == 8 and second.snapshot is None
+    assert tree.match([1, 2, 3, 4], 4)[1] is first
+    pool.release(pages[:1])
+    assert tree.evict(1) == 1 and snapshots.free == [8], "a page that goes takes its snapshot along"
+    assert tree.clear() == 2 and sorted(snapshots.free) == [7, 8]
+    assert Snapshots(()).give(first) is None
+
+
+def test_with_snapshots_a_page_computed_again_takes_the_idle_ones_place():
+    """Else nothing behind it could be published before its sequence leaves."""
+    pool = PagePool(9)
+    tree = PrefixTree(pool, SIZE, snapshots=Snapshots([7]))
+    (old,) = publish(pool, tree, [1, 2])
+    mine = pool.alloc(2)
+    node = tree.insert([1, 2, 3, 4], mine, 4)
+    assert (node.depth, node.page, pool.refcount(old)) == (2, mine[1], 0)
+    others = pool.alloc(2)
+    assert tree.insert([1, 2, 5, 6], others, 4) is tree.root, "that page is in use"

@@ -67,6 +67,7 @@ class World:
         self.lag = lag
         self.device = {}  # slot -> the sequence's tokens, those the host hasn't read included
         self.target, self.draft = {}, {}  # (page, offset) -> KV
+        self.states = {}  # state slot -> KV of the last token in it
         self.borrowed = {}  # sequence -> pages it found in the prefix tree
         self.unread = deque()
         self.arrival = {}
@@ -116,7 +117,7 @@ class World:
 
     def check_plan(self, plan):
         s = self.scheduler
-        assert sum(-(-chunk.count // s.block) for chunk in plan.prefill) <= s.chunk_tokens // s.block
+        assert sum(len(chunk.blocks(s.block)) for chunk in plan.prefill) <= s.chunk_tokens // s.block
         assert all(chunk.count > 0 for chunk in plan.prefill)
         if any(chunk.seq.score for chunk in plan.prefill):
             assert len(plan.prefill) == 1 and plan.prefill[0].count <= s.score_tokens
@@ -127,7 +128,9 @@ class World:
         assert plan.rows == [seq for seq in running if len(seq.tokens) + unread[seq] < seq.limit]
         for seq in running:
             assert seq.in_flight == unread[seq] + plan.rounds * (seq in plan.rows)
-        assert plan.first == [seq for seq, start, n in plan.prefill if start + n == seq.prompt_len == len(seq.tokens)]
+        assert plan.first == [
+            seq for seq, start, n, *_ in plan.prefill if start + n == seq.prompt_len == len(seq.tokens)
+        ]
         assert plan.rounds in (1, s.rounds)
         if plan.rounds > 1:
             assert not (s.waiting and s._free_slots) and not s.prefilling
@@ -146,16 +149,35 @@ class World:
             self.borrowed[seq] = set(seq.pages[: start // s.page_size])
             self.seen["shared"] += bool(start)
             assert seq.cached == start or seq.preemptions
-        for seq, start, count in plan.prefill:
+        for seq, start, count, *_ in plan.prefill:
             for position, kv in list(enumerate(chain(seq.tokens)))[start : start + count]:
                 page, offset = self.place(seq, position)
                 assert page not in self.borrowed[seq]
                 self.target[page, offset] = kv
                 self.draft[page, offset] = kv if position < len(seq.tokens) - 1 else JUNK  # its next token isn't known
-        for seq, start, _ in plan.prefill:
-            self.check_kv(seq, seq.tokens[:start])
+        for chunk in plan.prefill:
+            self.check_kv(chunk.seq, chunk.seq.tokens[: chunk.start])
+            if s.snapshots is not None:
+                self.run_blocks(chunk)
         firsts = [[self.first(seq) for seq in plan.first]] if plan.first else []
         self.unread.append(firsts + [[self.round(seq) for seq in plan.rows] for _ in range(plan.rounds)])
+
+    def run_blocks(self, chunk):
+        """Go from state to state as linear attention does, one block of a program after the other."""
+        s, (seq, at, count, source, _) = self.scheduler, chunk
+        states = [0, *chain(seq.tokens)]
+        for start, n, from_slot, keep in chunk.blocks(s.block):
+            assert start == at and 0 < n <= s.block
+            found = 0 if from_slot < 0 else self.states[from_slot]
+            assert found == states[start], f"{seq} goes on at {start} from another state"
+            at += n
+            self.states[seq.slot] = states[at]
+            if keep >= 0:
+                assert keep in s.snapshot_slots
+                self.states[keep] = states[at]
+                self.seen["snapshots"] += 1
+        assert at == chunk.start + count
+        self.seen["gone on from a snapshot"] += source is not None
 
     def place(self, seq, position):
         page = int(self.scheduler.table[seq.slot, position // self.scheduler.page_size])
@@ -204,10 +226,11 @@ class World:
     def check_tree(self):
         s = self.scheduler
         kvs = {s.tree.root: 0}
-        for node in s.tree.nodes():
+        for node in s.tree.nodes():  # parents first
             for offset, kv in enumerate(chain(node.key, kvs[node.parent])):
                 assert self.target[node.page, offset] == self.draft[node.page, offset] == kv
             kvs[node] = kv
+            assert node.snapshot is None or self.states[node.snapshot] == kv
 
     def read(self):
         s = self.scheduler
@@ -237,6 +260,10 @@ WORLDS = {
     "trees": dict(lookahead=11, num_pages=22),
     "trees, several rounds": dict(width=2, lookahead=5, rounds=4, page_size=3, num_slots=2),
     "no cache": dict(num_pages=20, context_length=50, prefix_cache=False),
+    "states": dict(snapshots=range(5, 21), snapshot_interval=4),
+    "states, tight": dict(snapshots=range(5, 8), snapshot_interval=6, num_pages=19, page_size=3, context_length=48),
+    "one snapshot": dict(snapshots=[9], snapshot_interval=12, num_pages=30, page_size=2, block=3, chunk_tokens=12),
+    "no snapshots": dict(snapshots=(), num_pages=22),
 }
 SEEN = Counter()
 
@@ -270,7 +297,7 @@ def test_the_mix_had_everything_in_it():
         pytest.skip("runs after test_any_mix_of_operations")
     aborted = [f"abort {state}" for state in ("waiting", "prefill", "running")]
     events = ("done", "shared", "scored", "several rounds", "preempted", "drained", "stale result", "drafter caught up")
-    for event in (*events, *aborted):
+    for event in (*events, "snapshots", "gone on from a snapshot", *aborted):
         assert SEEN[event] > 10, (event, SEEN)
     assert not SEEN["drained at lag 0"]
 
@@ -725,3 +752,21 @@ def test_planning_costs_about_a_microsecond_per_sequence():
         best = min(best, time.perf_counter() - start)
     assert len(plan.rows) == len(seqs) == 256
     assert best < 0.001  # measured: 0.07 ms
+
+
+def test_snapshots_stand_where_they_will_be_wanted():
+    """At every interval, at the last published page, and where a prompt leaves what the tree knows."""
+    s = make(snapshots=range(5, 25), snapshot_interval=5, num_pages=65)  # an interval is whole pages and blocks: 8
+    assert s.snapshot_interval == 8
+    first = sequence(s, range(30))
+    chunks = s.plan().prefill + s.plan().prefill
+    assert [chunk.keeps for chunk in chunks] == [((8, 5), (16, 6)), ((24, 7), (28, 8))]
+    assert chunks[0].blocks(16) == [(0, 8, -1, 5), (8, 8, first.slot, 6)]
+    second = sequence(s, [*range(22), *[99] * 9])
+    (chunk, *_) = s.plan().prefill
+    assert (chunk.start, chunk.source, second.cached) == (16, 6, 16)
+    # It parts from the first one at 20. Of its own pages behind 16 none is published: the first one's are in use.
+    assert [point for point, _ in chunk.keeps] == [20]
+    third = sequence(s, [*range(22), 7])
+    assert (s.plan().prefill[0].start, third.cached) == (20, 20)
+    s.audit()

@@ -53,7 +53,7 @@ class Session:
             stop_ids=[each.stop_token_ids for each in settings],
         )  # fmt: skip
         blocks = [
-            (i, at, min(BLOCK, len(prompt) - at), *self.table[i])
+            (i, at, min(BLOCK, len(prompt) - at), i if at else -1, -1, *self.table[i])
             for i, prompt in enumerate(prompts)
             for at in range(0, len(prompt), BLOCK)
         ]
@@ -87,7 +87,7 @@ class Session:
 
     def kv(self, i: int) -> np.ndarray:
         """The target's keys and values of what request i has committed, f32[l, 2, positions, m, h]."""
-        kv = np.moveaxis(np.asarray(self.state.kv[:, self.table[i]], np.float32), 2, 1)  # [l, 2, pages, m, s, h]
+        kv = np.moveaxis(np.asarray(self.state.cache.kv[:, self.table[i]], np.float32), 2, 1)  # [l, 2, pages, m, s, h]
         kv = np.moveaxis(kv, 4, 3)
         return kv.reshape(*kv.shape[:2], -1, *kv.shape[4:])[:, :, : len(self.texts[i]) - 1]
 

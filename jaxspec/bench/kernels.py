@@ -24,7 +24,7 @@ from tqdm import tqdm
 from jaxspec.bench import floors
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.models.layers import rms_norm
-from jaxspec.pallas import experts, target, weight_stream
+from jaxspec.pallas import experts, gated_delta, target, weight_stream
 from jaxspec.pallas.paged_attention import paged_attention, reference
 from jaxspec.pallas.target import KERNELS, kernels_here
 
@@ -55,7 +55,18 @@ MIXTURES = {  # model width, expert width, experts, experts of a token
     "30B-A3B": (2048, 768, 128, 8),  # Qwen3's
 }
 TOKENS = (1, 4, 8, 32, 128, 512, 1024, 8192)
-SMALL = {"decode": ((2, 40, 1), (3, 17, 4)), "prompts": ((2, 100),), "tokens": (3, 20), "mixture": (64, 32, 8, 2)}
+DELTA = 16, 32, 128  # Qwen3-Next's and Qwen3.5-35B-A3B's linear attention: key heads, value heads, width of both
+STEPS = tuple((b, t) for t in (1, 4, 8) for b in (1, 8, 32, 128))  # requests, rows each
+CHUNKS = ((1, 1024), (1, 8192), (16, 512))  # prompts, tokens each
+SMALL = {
+    "decode": ((2, 40, 1), (3, 17, 4)),
+    "prompts": ((2, 100),),
+    "mixtures": {"small": (64, 32, 8, 2)},
+    "tokens": (3, 20),
+    "delta": (1, 2, 16),
+    "steps": ((2, 3),),
+    "chunks": ((2, 100),),
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ class Case:
     size: float  # bytes of one call
     flops: float
     kernel: str | None = None  # that `op` calls itself; None: the operation chooses one, and counts it
+    in_place: bool = False  # operations change `own`: they return it after their result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +118,7 @@ def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed
     """Time one case; with `plain` also its counterpart, and how far the two are apart."""
     operands = jax.block_until_ready(jax.jit(case.build)(jax.random.key(seed)))
     before = KERNELS.copy()
-    seconds, out = timed(case.op, operands, case.layers, repeats)
+    seconds, out = timed(case.op, operands, case.layers, repeats, case.in_place)
     floor = limits.seconds(case.size, case.flops)
     row = {
         "case": case.name,
@@ -122,38 +134,50 @@ def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed
         "ratio": seconds / floor,
     }
     if plain:
-        plain_seconds, expected = timed(case.plain, operands, case.layers, max(repeats // 10, 1))
+        plain_seconds, expected = timed(case.plain, operands, case.layers, max(repeats // 10, 1), case.in_place)
         difference = jnp.max(jnp.abs(out.astype(jnp.float32) - expected.astype(jnp.float32)))
         scale = jnp.max(jnp.abs(expected.astype(jnp.float32)))
         row |= {"plain_us": plain_seconds * 1e6, "error": float(difference / scale)}
     return row
 
 
-def timed(op: Callable, operands: Any, layers: int, repeats: int) -> tuple[float, jax.Array]:
+def timed(op: Callable, operands: Any, layers: int, repeats: int, in_place: bool = False) -> tuple[float, Any]:
     """Seconds of one call, and what the call on the first layer gave."""
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=1 if in_place else ())
     def program(shared, own):
-        return [op(layer, shared, own) for layer in range(layers)]
+        outs = []
+        for layer in range(layers):
+            out = op(layer, shared, own)
+            out, own = out if in_place else (out, own)
+            outs.append(out)
+        return outs, own if in_place else None
 
-    compiled = program.lower(*operands).compile()
-    first = jax.block_until_ready(compiled(*operands))[0]
-    jax.block_until_ready(compiled(*operands))
-    began = time.perf_counter()
-    for _ in range(repeats):
-        out = compiled(*operands)
-    jax.block_until_ready(out)
+    shared, own = operands
+    if in_place:
+        own = jax.tree.map(jnp.copy, own)  # the caller's stays
+    compiled = program.lower(shared, own).compile()
+    (first, *_), changed = jax.block_until_ready(compiled(shared, own))
+    for count in (1, repeats):  # the first to warm up
+        began = time.perf_counter()
+        for _ in range(count):
+            outs, changed = compiled(shared, changed if in_place else own)
+        jax.block_until_ready(outs)
     return (time.perf_counter() - began) / repeats / layers, first
 
 
 def make_cases(small: bool) -> list[Case]:
     """All cases, at Qwen3-8B's sizes and those of two mixtures of experts, or at tiny ones."""
     layers, dtype = (2, "float32") if small else (16, "bfloat16")
-    decode, prompts = (SMALL["decode"], SMALL["prompts"]) if small else (DECODE, PROMPTS)
-    cases = [decode_attention(b, context, t, layers, dtype) for b, context, t in decode]
-    cases += [prompt_attention(count, length, layers, dtype) for count, length in prompts]
-    mixtures, tokens = ({"small": SMALL["mixture"]}, SMALL["tokens"]) if small else (MIXTURES, TOKENS)
-    cases += [experts_mlp(name, t, *sizes, layers // 2, dtype) for name, sizes in mixtures.items() for t in tokens]
+    full = {"decode": DECODE, "prompts": PROMPTS, "mixtures": MIXTURES, "tokens": TOKENS}
+    full |= {"delta": DELTA, "steps": STEPS, "chunks": CHUNKS}
+    sizes = SMALL if small else full
+    cases = [decode_attention(b, context, t, layers, dtype) for b, context, t in sizes["decode"]]
+    cases += [prompt_attention(count, length, layers, dtype) for count, length in sizes["prompts"]]
+    mixtures = [(name, t, widths) for name, widths in sizes["mixtures"].items() for t in sizes["tokens"]]
+    cases += [experts_mlp(name, t, *widths, layers // 2, dtype) for name, t, widths in mixtures]
+    cases += [delta_step(b, t, *sizes["delta"], layers, dtype) for b, t in sizes["steps"]]
+    cases += [delta_chunk(count, length, *sizes["delta"], layers, dtype) for count, length in sizes["chunks"]]
     if not small and kernels_here() is None:  # there is no other path to it: a model without it has plain layers
         cases += [layer_matmuls(rows, *LAYER, layers=8) for rows in ROWS]
     return cases
@@ -255,6 +279,79 @@ def _mix_plain(layer: int, shared: Any, own: Any) -> jax.Array:
     x, weights, ids = shared
     rows, items, place = experts.plan(x, ids[layer], len(own[layer][0]))
     return experts.combine(experts.reference(rows, [own[layer]], items), place, weights)
+
+
+def delta_step(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
+    """A round of `t` rows for each of `b` requests, all but one row of the round before accepted; float32 states."""
+    return Case(
+        name=f"gated delta {b} x {t} row{'s' * (t > 1)}",
+        group="gated delta",
+        layers=layers,
+        build=partial(_delta, b, b, t, m, n, h, layers, dtype),
+        op=partial(_run_step, gated_delta.step),
+        plain=partial(_run_step, gated_delta.reference_step),
+        in_place=True,
+        size=2 * 4 * b * n * h * h,
+        flops=2 * b * n * h * h * 4 * t,
+    )
+
+
+def delta_chunk(count: int, length: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
+    """`count` whole prompts of `length` tokens through gated delta-rule attention, in blocks as a prefill has them."""
+    blocks = -(-length // BLOCK)
+    tokens = count * blocks * BLOCK
+    return Case(
+        name=f"gated delta prompts {count} x {length}",
+        group="gated delta prompts",
+        layers=layers,
+        build=partial(_delta, count, count * blocks, BLOCK, m, n, h, layers, dtype),
+        op=_run_chunk,
+        plain=_run_chunk_plain,
+        in_place=True,
+        size=jnp.dtype(dtype).itemsize * tokens * h * (2 * m + 2 * n),
+        flops=2 * tokens * n * h * h * 3,
+    )
+
+
+def _delta(slots: int, b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str, key: jax.Array):
+    """b times t tokens, the same for all layers, and a pool of `slots` states of zero."""
+    keys = jax.random.split(key, 5)
+    rows = (b, t)
+    unit = lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)  # noqa: E731
+    q, k = (unit(jax.random.normal(k, (*rows, m, h))) for k in keys[:2])
+    v = jax.random.normal(keys[2], (*rows, n, h), dtype)
+    decay, beta = (
+        jax.nn.sigmoid(jax.random.normal(k, (*rows, n)) + bias) for k, bias in zip(keys[3:], (4, 0), strict=True)
+    )
+    pool = gated_delta.empty(
+        layers, slots, t, key_heads=m, value_heads=n, key_width=h, value_width=h, dtype="float32", key_dtype=dtype
+    )
+    return (jnp.repeat(jnp.arange(slots), b // slots), (q * h**-0.5, k, v, decay, beta)), pool
+
+
+def _run_step(step: Callable, layer: int, shared: Any, pool: Any) -> tuple[jax.Array, Any]:
+    slots, new = shared
+    return step(pool, jnp.int32(layer), slots, jnp.full(len(slots), new[0].shape[1] - 1), *new)
+
+
+def _run_chunk(layer: int, shared: Any, pool: Any) -> tuple[jax.Array, Any]:
+    slots, new = shared
+    count = jnp.full(len(slots), BLOCK)
+    return gated_delta.chunk(pool, jnp.int32(layer), *_prompts(slots), count, *new)
+
+
+def _run_chunk_plain(layer: int, shared: Any, pool: Any) -> tuple[jax.Array, Any]:
+    slots, (q, k, v, decay, beta) = shared
+    logs = jnp.cumsum(jnp.log(decay), axis=1).swapaxes(1, 2)
+    within = q, k, v, logs, beta.swapaxes(1, 2)
+    out, state = gated_delta.reference_chunk(pool.state, jnp.int32(layer), *_prompts(slots), *within)
+    return jnp.moveaxis(out, 3, 1), pool.replace(state=state)
+
+
+def _prompts(slots: jax.Array) -> tuple[jax.Array, ...]:
+    """Slots, sources and snapshots of blocks of whole prompts."""
+    first = jnp.concatenate([jnp.ones(1, bool), slots[1:] != slots[:-1]])
+    return slots, jnp.where(first, -1, slots), jnp.full(len(slots), -1)
 
 
 def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:

@@ -2,11 +2,12 @@
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.find import Source, locate, resolve
-from jaxspec.checkpoint.load import Model, load_model, read_params
+from jaxspec.checkpoint.load import MTP, Model, load_model, read_params
 from jaxspec.checkpoint.params import dummy
 from jaxspec.checkpoint.shards import ModelFolder
 
 __all__ = [
+    "MTP",
     "CheckpointError",
     "Model",
     "ModelFolder",

@@ -20,6 +20,8 @@ from jaxspec.config import DTYPES, ModelConfig
 from jaxspec.models import MODELS
 from jaxspec.tokenizer import Tokenizer
 
+MTP = "mtp."  # what the names of a multi-token prediction module's tensors begin with, beside the model's own
+
 
 @dataclass(frozen=True, eq=False)
 class Model:
@@ -72,8 +74,15 @@ def load_model(
     if load_format == "dummy":
         params = dummy(declared, dtype, seed)
     else:
-        params = read_params(declared, source.files, source.name, dtype, progress=progress)
+        params = read_params(declared, source.files, source.name, dtype, rename=text_name, progress=progress)
     return Model(config, params, source.name, source.path, source.files.tokenizer())
+
+
+def text_name(name: str) -> str | None:
+    """A tensor's name in the text model alone; None for what isn't part of that: a vision tower, an MTP module."""
+    if name.startswith(("model.visual.", "visual.", MTP)):
+        return None
+    return name.replace("model.language_model.", "model.", 1)
 
 
 def read_params(
@@ -82,17 +91,18 @@ def read_params(
     name: str,
     dtype: str,
     *,
-    rename: Callable[[str], str] = str,
+    rename: Callable[[str], str | None] = str,
     skip: Container[str] = (),
     progress: bool = True,
 ) -> Any:
     """Fill a pytree of `Param` from a checkpoint's files, whose tensors are called `rename(their name)`.
 
-    Those whose new name is in `skip` are left alone.
+    Those whose new name is None, or in `skip`, are left alone.
 
     **Raises:** `CheckpointError` listing every tensor that is missing, unexpected or of another shape than declared.
     """
-    found = {new: info for tensor, info in files.tensors().items() if (new := rename(tensor)) not in skip}
+    renamed = ((rename(tensor), info) for tensor, info in files.tensors().items())
+    found = {new: info for new, info in renamed if new is not None and new not in skip}
     declared = jax.tree.map(lambda param: param.as_found(found), declared)
     check(jax.tree.leaves(declared), found, str(files.path))
     return assemble(declared, _with_bar(files.read(), rename, found, name, progress), dtype)
@@ -100,7 +110,7 @@ def read_params(
 
 def _with_bar(
     tensors: Iterable[tuple[str, np.ndarray]],
-    rename: Callable[[str], str],
+    rename: Callable[[str], str | None],
     found: dict[str, TensorInfo],
     name: str,
     progress: bool,

@@ -6,6 +6,7 @@ While streaming, the host holds one tensor, and the sources of a fused parameter
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable
 from functools import partial
@@ -45,20 +46,34 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
             host = [np.concatenate(host).reshape(leaves[i].shape)]
         # A copy, because on a CPU an array may share the host's memory. Waiting for it bounds what the host holds.
         sources = [jnp.array(host.pop(0)) for _ in range(len(host))]
-        filled[i] = jax.block_until_ready(_fuse(sources, leaves[i].transpose, leaves[i].interleave, dtype))
+        filled[i] = jax.block_until_ready(_fuse(sources, leaves[i], leaves[i].dtype or dtype))
         del parts[i]
     if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
         raise CheckpointError(f"the weights ended before {len(lacking)} parameters were complete: {lacking[0]}, ...")
     return jax.tree.unflatten(structure, filled)
 
 
-@partial(jax.jit, static_argnames=("transpose", "interleave", "dtype"))
-def _fuse(sources: list[jax.Array], transpose: bool, interleave: int, dtype: str) -> jax.Array:
+def _fuse(sources: list[jax.Array], param: Param, dtype: str) -> jax.Array:
+    if param.depthwise:
+        sources = [source[:, 0] for source in sources]
+    return _fused(sources, param.transpose, param.interleave, param.grouped, dtype)  # layers alike share what compiles
+
+
+@partial(jax.jit, static_argnames=("transpose", "interleave", "grouped", "dtype"))
+def _fused(
+    sources: list[jax.Array], transpose: bool, interleave: int, grouped: tuple[int, ...], dtype: str
+) -> jax.Array:
     sources = [(source.T if transpose else source).astype(dtype) for source in sources]
-    if not interleave:
-        return jnp.concatenate(sources, axis=-1)
-    runs = [source.reshape(*source.shape[:-1], -1, interleave) for source in sources]
-    return jnp.stack(runs, axis=-2).reshape(*sources[0].shape[:-1], -1)
+    flat = lambda x, rank: x.reshape(*x.shape[:-rank], -1)  # noqa: E731
+    if interleave:
+        runs = [source.reshape(*source.shape[:-1], -1, interleave) for source in sources]
+        return flat(jnp.stack(runs, axis=-2), 3)
+    whole = jnp.concatenate(sources, axis=-1)
+    if not grouped:
+        return whole
+    groups = whole.reshape(*whole.shape[:-1], -1, sum(grouped))
+    parts = jnp.split(groups, list(itertools.accumulate(grouped))[:-1], axis=-1)
+    return jnp.concatenate([flat(part, 2) for part in parts], axis=-1)
 
 
 def dummy(declared: Any, dtype: str, seed: int) -> Any:
@@ -71,12 +86,12 @@ def dummy(declared: Any, dtype: str, seed: int) -> Any:
 
     def make(path, param: Param) -> jax.Array:
         if param.init != "normal":
-            return jnp.full(param.shape, {"ones": 1, "zeros": 0}[param.init], dtype)
+            return jnp.full(param.shape, {"ones": 1, "zeros": 0}[param.init], param.dtype or dtype)
         key = jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))
         if param.stacked:
             return _normal_stack(key, param.shape, param.shape[-1] ** -0.5, dtype)
         std = param.shape[0] ** -0.5 if param.transpose else _EMBEDDING_STD
-        return _normal(key, param.shape, std, dtype)
+        return _normal(key, param.shape, std, param.dtype or dtype)
 
     return jax.tree_util.tree_map_with_path(make, declared)
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.drafters import eagle_checkpoint
+from jaxspec.drafters import eagle_checkpoint, mtp
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.eagle import Eagle, Eagle3
+from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.models import MODELS
@@ -29,6 +30,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "dflash": DFlash,
     "eagle": Eagle,
     "eagle3": Eagle3,
+    "mtp": Mtp,
 }
 
 # The method of a checkpoint, by its config's `architectures`. A model that could be a target drafts by itself.
@@ -100,7 +102,8 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     if draft == "none":
         return LoadedDrafter("none", NoDrafter(), {})
     if draft == "auto":
-        draft = "ngram"  # needs nothing, suits every model
+        # its own module, which it was trained with; n-grams need nothing and suit every model
+        draft = "mtp" if mtp.found(model, options.load_format) else "ngram"
     method, _, source = draft.partition(":")
     if method in DRAFTERS:
         cls, source = DRAFTERS[method], source or None

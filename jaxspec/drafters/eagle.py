@@ -162,7 +162,7 @@ class Chain(Drafter):
     ) -> tuple[Float[Array, "b t d"], KV]:
         """Attention over what `x` projects to, then the MLP, each added to the residual stream."""
         qkv = x @ layer["qkv"]
-        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv, rows.positions(x.shape[1]), rows.attend, kv)
+        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv, rows.positions(x.shape[1]), rows, kv)
         mixed = mixed @ layer["out"]
         residual = residual + (mixed + layer["out_bias"] if self.config.attention_bias else mixed)
         return residual + llama.mlp(layer, rms_norm(residual, layer["mlp_norm"], self.config.rms_norm_eps)), kv
@@ -192,20 +192,13 @@ class Chain(Drafter):
 
 @dataclass(frozen=True)
 class Eagle(Chain):
-    """EAGLE-1 and 2. The feature is the final hidden state, after the target's norm (of `target_eps`); embedding and
-    head are the target's."""
-
-    target_eps: float = 1e-6
+    """EAGLE-1 and 2. The feature is the final hidden state, after the target's norm; embedding and head are the
+    target's."""
 
     find = staticmethod(eagle_checkpoint.find_eagle)
 
-    @classmethod
-    def load(cls, target, source, options):
-        drafter, params = super().load(target, source, options)
-        return drafter, {**params, "target_norm": target.params["norm"]}
-
     def _fuse(self, params, features):
-        return rms_norm(features[0], params["target_norm"], self.target_eps)
+        return features[0]
 
     def _layer(self, params, kv, tokens, hidden, rows):
         x = jnp.concatenate([params["embed"][tokens], hidden], axis=-1) @ params["fc"]

@@ -50,7 +50,8 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """An EAGLE checkpoint that fits its target, its weights not read yet. `layers` are target layers, by output."""
+    """An EAGLE checkpoint that fits its target, its weights not read yet. `layers` are target layers, by output;
+    the number after the last is the final norm's."""
 
     source: str
     files: ModelFolder
@@ -90,8 +91,7 @@ def find_eagle(source: str, target: ModelConfig, load_format: str) -> Found:
     if files.hf.get("bias", True):
         declared["fc_bias"] = bias({"fc.bias": d})
     skip = (*_MAPS, "embed_tokens.weight")
-    settings = {"target_eps": target.rms_norm_eps}
-    return Found(source, files, config, (target.num_layers - 1,), declared, skip, settings=settings)
+    return Found(source, files, config, (target.num_layers,), declared, skip)
 
 
 def find_eagle3(source: str, target: ModelConfig, load_format: str) -> Found:

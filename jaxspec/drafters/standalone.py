@@ -33,6 +33,11 @@ class Standalone(Drafter):
                 f"--draft {source}: the draft model's vocabulary has {model.config.vocab_size} tokens, the target's "
                 f"({target.name}) has {target.config.vocab_size}. A standalone drafter must share it"
             )
+        if model.config.linear:
+            raise ConfigError(
+                f"--draft {source}: {model.config.model_type} has linear attention, whose state can't take a draft "
+                "back; a standalone drafter must have full attention only, as llama and qwen3 do"
+            )
         return cls(model.config, options.num_draft_tokens or 4), model.params
 
     def kv_bytes_per_token(self, dtype):
@@ -60,5 +65,5 @@ class Standalone(Drafter):
 
     def _forward(self, params, state, tokens, rows):
         forward = MODELS[self.config.model_type].forward
-        hidden = forward(params, self.config, tokens, rows.marked_positions(tokens.shape[1]), rows.attend, state)
+        hidden = forward(params, self.config, tokens, rows.marked_positions(tokens.shape[1]), rows, state)
         return hidden.last, hidden.cache

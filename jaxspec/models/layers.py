@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import jax
@@ -18,9 +18,51 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig, RopeScaling
 
-# attention(cache, layer, q, k, v) -> (out, cache), where layer is i32[],
-# q is [b, t, n, h], k and v are [b, t, m, h], out is q's shape
-Attention = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
+
+class Mixer(Protocol):
+    """What mixes tokens with those before them: a forward hands it each layer's rows, and it owns what came before.
+
+    The `cache` is whatever it keeps that in, passed through the forward. `layer` i32[] counts among the layers that mix
+    in the same way: attention reads keys and values of all tokens so far, `convolve` and `recur` a state of fixed size.
+    Models without linear attention call `attend` alone.
+    """
+
+    def attend(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        q: Float[Array, "b t n h"],
+        k: Float[Array, "b t m h"],
+        v: Float[Array, "b t m h"],
+    ) -> tuple[Float[Array, "b t n h"], Any]:
+        """Causal attention, scores scaled by h**-0.5."""
+        ...
+
+    def convolve(
+        self, cache: Any, layer: Int[Array, ""], x: Float[Array, "b t c"], weight: Float[Array, "c w"]
+    ) -> tuple[Float[Array, "b t c"], Any]:
+        """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU."""
+        ...
+
+    def recur(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        q: Float[Array, "b t m k"],
+        k: Float[Array, "b t m k"],
+        v: Float[Array, "b t n v"],
+        decay: Float[Array, "b t n"],
+        beta: Float[Array, "b t n"],
+    ) -> tuple[Float[Array, "b t n v"], Any]:
+        """The gated delta rule, S = decay S + beta (v - decay S k) k', out = S q; key head i serves n/m value heads."""
+        ...
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A `Mixer` for models without linear attention, made of a function that attends."""
+
+    attend: Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
 
 
 @dataclass(frozen=True)
@@ -29,7 +71,9 @@ class Param:
 
     `sources` are Hugging Face tensor names. Each is `[out, in]` there and is transposed to `[in, out]` if `transpose`;
     several are concatenated along the last axis, with widths `splits` (their last axes after transposing), or, if
-    `interleave`, alternate along it in runs of that many columns.
+    `interleave`, alternate along it in runs of that many columns. Columns that come in groups, each of parts of the
+    widths `grouped`, are put part by part instead. A `depthwise` convolution's weight is `[out, 1, in]` there.
+    `dtype` is this array's own, whatever that of the rest.
 
     A stack of experts' weights, `[experts, out, in]`, has one matrix or several an expert for sources, each with
     `splits` rows, one under the other; or else the tensor `whole`, which holds them all already.
@@ -40,6 +84,9 @@ class Param:
     splits: tuple[int, ...] = ()
     transpose: bool = False
     interleave: int = 0
+    grouped: tuple[int, ...] = ()
+    depthwise: bool = False
+    dtype: str | None = None
     init: str = "normal"  # "normal" (fan-in scaled) | "ones" | "zeros", for dummy weights
     whole: str = ""
 
@@ -55,7 +102,8 @@ class Param:
             return {name: (rows, self.shape[-1]) for name, rows in zip(self.sources, self.splits, strict=True)}
         widths = zip(self.sources, self.splits, strict=True)
         shapes = {name: (*self.shape[:-1], width) for name, width in widths}
-        return {name: shape[::-1] if self.transpose else shape for name, shape in shapes.items()}
+        shapes = {name: shape[::-1] if self.transpose else shape for name, shape in shapes.items()}
+        return {name: (out, 1, taps) for name, (out, taps) in shapes.items()} if self.depthwise else shapes
 
     def as_found(self, names: Container[str]) -> Param:
         """The same, made of `whole` if that is what a checkpoint with these tensors has."""
@@ -100,9 +148,21 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float) ->
     return (x32.astype(x.dtype) * weight).astype(x.dtype)
 
 
+def centred_scale(width: int, source: str) -> Param:
+    """The weight of a `centred_rms_norm`."""
+    return Param((width,), (source,), (width,), init="zeros")
+
+
+def centred_rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
+    """As `rms_norm`, but the weight is an offset from one, and is applied in float32 (Gemma's, and Qwen3-Next's)."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+
+
 def rope_frequencies(config: ModelConfig) -> Float[Array, " half"]:
     """Inverse frequencies of the rotary embedding, with Llama 3's long-context scaling where the config has it."""
-    half = config.head_dim // 2
+    half = config.rotary_dim // 2
     frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     return frequency if config.rope_scaling is None else _llama3(frequency, config.rope_scaling)
 
@@ -118,11 +178,15 @@ def _llama3(frequency: Array, scaling: RopeScaling) -> Array:
 def rope(
     x: Float[Array, "b t n h"], positions: Int[Array, "b t"], frequencies: Float[Array, " half"]
 ) -> Float[Array, "b t n h"]:
-    """Rotary embedding, first half against second half (the "neox" pairing), computed in float32."""
+    """Rotary embedding, first half against second half (the "neox" pairing), computed in float32.
+
+    Where there are fewer frequencies than pairs, the first 2 * half columns rotate and the others stay.
+    """
+    half = len(frequencies)
     angle = positions[..., None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 
 
 def causal_attention(cache: Any, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, Any]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import moe
-from jaxspec.models.layers import Attention, Hidden, Param, bias, linear, rms_norm, rope, rope_frequencies, scale
+from jaxspec.models.layers import Hidden, Mixer, Param, bias, linear, rms_norm, rope, rope_frequencies, scale
 from jaxspec.pallas import weight_stream
 from jaxspec.pallas.target import chosen
 
@@ -83,30 +83,31 @@ def forward(
     config: ModelConfig,
     tokens: Int[Array, "b t"],
     positions: Int[Array, "b t"],
-    attention: Attention,
+    mixer: Mixer,
     cache: Any = None,
     capture: tuple[int, ...] = (),
 ) -> Hidden:
     """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
 
-    `attention` owns the keys and values: it is given each layer's and decides what the queries see. `capture` names
-    decoder layers (0-based) whose output, the un-normed residual stream, is returned in that order.
+    `mixer` owns the keys and values: it is given each layer's and decides what the queries see. `capture` names decoder
+    layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
+    layer's is the final norm's output.
     """
     x = params["embed"][tokens]
     fits = _streamable(params, config, tokens.size)
     layers = _streamed_layers if chosen("weight_stream", fits, weight_stream.BLOCKS) else _plain_layers
-    last, outputs, cache = layers(params, config, x, positions, attention, cache)
-    return Hidden(last, tuple(outputs[i] for i in capture), cache)
+    last, outputs, cache = layers(params, config, x, positions, mixer, cache)
+    return Hidden(last, tuple([*outputs, last][i] for i in capture), cache)
 
 
-def _plain_layers(params, config, x, positions, attention, cache):
+def _plain_layers(params, config, x, positions, mixer, cache):
     """All decoder layers; the final norm's output, each layer's output, the cache."""
     eps, outputs = config.rms_norm_eps, []
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
     def decoder_layer(layer, i, x, cache):
         qkv = rms_norm(x, layer["attn_norm"], eps) @ layer["qkv"]
-        mixed, cache = mix(layer, config, i, qkv, positions, attention, cache)
+        mixed, cache = mix(layer, config, i, qkv, positions, mixer, cache)
         return _finish(layer, config, x, mixed, positions), cache
 
     for i, layer in enumerate(params["layers"]):
@@ -115,13 +116,13 @@ def _plain_layers(params, config, x, positions, attention, cache):
     return rms_norm(x, params["norm"], eps), outputs, cache
 
 
-def _streamed_layers(params, config, x, positions, attention, cache):
+def _streamed_layers(params, config, x, positions, mixer, cache):
     """The same, with one kernel a layer from attention's output to the next layer's q, k, v; the last has no next."""
     eps, layers, outputs = config.rms_norm_eps, params["layers"], []
 
     @jax.jit
     def attend(layer, i, qkv, cache):
-        return mix(layer, config, i, qkv, positions, attention, cache)
+        return mix(layer, config, i, qkv, positions, mixer, cache)
 
     @jax.jit
     def stream(layer, following, x, mixed):
@@ -150,7 +151,7 @@ def _streamable(params: dict[str, Any], config: ModelConfig, rows: int) -> str |
     return weight_stream.supported(rows, layer["qkv"].dtype, *layer["qkv"].shape, *layer["down"].shape)
 
 
-def mix(layer, config, i, qkv, positions, attention, cache):
+def mix(layer, config, i, qkv, positions, mixer, cache):
     """From the fused projections to the heads' mix of values, `[b, t, n * h]`."""
     b, t, _ = qkv.shape
     n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
@@ -161,7 +162,7 @@ def mix(layer, config, i, qkv, positions, attention, cache):
         q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
         k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
     frequencies = rope_frequencies(config)
-    out, cache = attention(cache, i, rope(q, positions, frequencies), rope(k, positions, frequencies), v)
+    out, cache = mixer.attend(cache, i, rope(q, positions, frequencies), rope(k, positions, frequencies), v)
     return out.reshape(b, t, n * h), cache
 
 

@@ -63,6 +63,11 @@ def _train(args: argparse.Namespace) -> None:
     path = _texts_file(args)
     enable_compilation_cache()  # a run that resumes doesn't compile again
     target = load_model(args.model, _dtype(args))
+    if target.config.linear:
+        raise TrainError(
+            f"--model {args.model}: {target.config.model_type} has linear attention, and rows here hold several texts, "
+            "which its state would run together. Such models bring an MTP module: --draft mtp"
+        )
     texts = read_texts(path, target.config.vocab_size)
     training, held_out = split(texts)
     data = pack(training, args.row_length, args.batch_size, args.seed)

@@ -78,7 +78,7 @@ def packed_attention(first: Int[Array, "b t"]) -> Attention:
     def attention(cache, layer, q, k, v):
         return causal_attention(q, k, v, first), cache
 
-    return attention
+    return Attention(attention)
 
 
 def causal_attention(

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.drafters.dflash import DFlash, _context_projection
 from jaxspec.models import qwen3
+from jaxspec.models.layers import Attention
 from jaxspec.train.attention import span_attention
 from jaxspec.train.losses import Rows, Scorer
 from jaxspec.train.objective import Batch, Objective, check_rows, matmul_weights, report
@@ -105,7 +106,7 @@ class DFlashObjective(Objective):
 
         check_rows(tokens.size)
         flat = lambda x: x.reshape(b, a * size)  # noqa: E731
-        hidden = qwen3.forward(params, drafter.config, flat(tokens), flat(positions), attend, context)
+        hidden = qwen3.forward(params, drafter.config, flat(tokens), flat(positions), Attention(attend), context)
         return hidden.last.reshape(b, a, size, -1)
 
 

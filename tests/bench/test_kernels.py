@@ -16,7 +16,8 @@ from jaxspec.pallas.weight_stream import HALF, STAGES
 def test_the_command_times_every_case(tmp_path, capsys):
     assert bench.main(["kernels", "--small", "--repeats", "2", "--json", str(tmp_path / "x.json")]) == 0
     document = json.loads((tmp_path / "x.json").read_text())
-    assert {row["group"] for row in document["rows"]} == {"decode attention", "prompt attention", "experts"}
+    groups = {"decode attention", "prompt attention", "experts", "gated delta", "gated delta prompts"}
+    assert {row["group"] for row in document["rows"]} == groups
     assert document["notes"] == [
         "layer matmuls are left out (--small): their kernel runs on a Hopper GPU at full size only"
     ]
@@ -75,12 +76,22 @@ def test_a_program_calls_the_operation_on_each_layer():
     assert called == [0, 1] and first == 6 and seconds > 0
 
 
+def test_what_an_operation_changes_in_place_reaches_the_next():
+    def op(layer, shared, own):
+        return shared * own, own + 1
+
+    held = jnp.float32(1)
+    _, first = kernels.timed(op, (jnp.float32(5), held), 2, repeats=3, in_place=True)
+    assert first == 5 and held == 1
+
+
 def test_sizes_are_those_of_the_model_they_stand_for():
     cases = {case.name: case for case in kernels.make_cases(small=False)}
     decode = cases["decode attention 32 x 4096, 1 row"]
     assert decode.size == 2 * 32 * (4096 * 2 * 8 * 128 + 2 * 32 * 128)  # bf16: keys and values, queries and outputs
     assert decode.flops == 4 * 32 * 4096 * 32 * 128
     assert cases["prompt attention 1 x 8192"].flops == pytest.approx(4 * 32 * 128 * 8192**2 / 2, rel=1e-3)
+    assert cases["gated delta 32 x 4 rows"].size == 2 * 32 * 32 * 128 * 128 * 4  # float32 states, read and written
 
 
 def test_experts_count_the_weights_that_are_chosen():

@@ -49,7 +49,7 @@ def test_a_model_decodes_through_it(monkeypatch):
     rows = Rows(start, jnp.full(8, 3), table)
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(25, 64, "bfloat16").kv(config).shape)
     kv = kv.astype("bfloat16")
-    run = jax.jit(lambda kv: qwen3.forward(params, config, tokens, rows.positions(3), rows.attend, kv, (0, 2)))
+    run = jax.jit(lambda kv: qwen3.forward(params, config, tokens, rows.positions(3), rows, kv, (0, 2)))
     before = KERNELS["weight_stream"]
     streamed = run(kv)
     assert KERNELS["weight_stream"] == before + 1

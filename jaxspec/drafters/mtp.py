@@ -1,0 +1,106 @@
+"""MTP: the multi-token prediction module that Qwen3-Next and Qwen3.5 were trained with, out of their own checkpoint.
+
+One decoder layer of the target's kind, with full attention, over pairs of the target's final hidden state at a position
+(after the last norm) and the token that follows. It was trained for one token ahead and goes on with its own normed
+output in place of what the target doesn't know yet, as EAGLE does, whose chains and caches these are (`eagle.Chain`).
+Embedding and head are the target's.
+
+Names are `mtp.*` beside the model's own, in all public layouts. Experts can be one by one there and stacked in the
+body, or the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jaxspec.checkpoint import MTP, ModelFolder, dummy, locate, read_params
+from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.drafters.eagle import Chain
+from jaxspec.models import qwen3_next
+from jaxspec.models.layers import centred_rms_norm, centred_scale, linear
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
+
+
+@dataclass(frozen=True)
+class Mtp(Chain):
+    """`config` is the target's, of one layer, with full attention. The feature is the target's final hidden state."""
+
+    @classmethod
+    def load(cls, target, source, options):
+        """**Raises:** `ConfigError` for a target without such a module, or several of them, `CheckpointError` for
+        tensors that are missing or don't fit."""
+        files = _files(target, options.load_format)
+        if files is None:
+            raise ConfigError(
+                f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next "
+                "and Qwen3.5 checkpoints do, as tensors mtp.*. Use --draft ngram, which needs nothing"
+            )
+        if target.config.mtp_layers > 1:
+            raise ConfigError(
+                f"--draft mtp: {target.name} has {target.config.mtp_layers} MTP modules; one, drafting any number of "
+                "tokens, is supported"
+            )
+        config = dataclasses.replace(target.config, num_layers=1, linear=None, dense_layers=())
+        embed = target.params["embed"]
+        declared, dtype = parameters(config), str(embed.dtype)
+        if files.files:
+            own = lambda name: name if name.startswith(MTP) else None  # noqa: E731
+            params = read_params(declared, files, f"{target.name}, MTP", dtype, rename=own)
+        else:
+            params = dummy(declared, dtype, options.seed or 0)
+        params |= {"embed": embed, "head": {k: target.params[k] for k in ("head", "embed") if k in target.params}}
+        drafts = options.num_draft_tokens or 3
+        return cls(config, target.config.model_type, dtype, (target.config.num_layers,), drafts), params
+
+    def _fuse(self, params, features):
+        return features[0]
+
+    def _layer(self, params, kv, tokens, hidden, rows):
+        eps = self.config.rms_norm_eps
+        embedded = centred_rms_norm(params["embed"][tokens], params["embed_norm"], eps)
+        hidden = centred_rms_norm(hidden, params["hidden_norm"], eps)
+        x = jnp.concatenate([embedded, hidden], axis=-1) @ params["fc"]
+        positions = rows.marked_positions(x.shape[1])
+        return qwen3_next.attention_layer(params["layer"], self.config, jnp.int32(0), x, positions, rows, kv)
+
+    def _feedback(self, params, out):
+        return centred_rms_norm(out, params["norm"], self.config.rms_norm_eps)
+
+    def _logits(self, params, out):
+        return super()._logits(params, self._feedback(params, out))
+
+
+def parameters(config: ModelConfig) -> dict[str, Any]:
+    """What the module has of its own, as declarations, of a config of one layer."""
+    d = config.hidden_size
+    return {
+        "embed_norm": centred_scale(d, MTP + "pre_fc_norm_embedding.weight"),
+        "hidden_norm": centred_scale(d, MTP + "pre_fc_norm_hidden.weight"),
+        "fc": linear(2 * d, {MTP + "fc.weight": d}),
+        "layer": qwen3_next.attention_layer_parameters(config, MTP + "layers.0."),
+        "norm": centred_scale(d, MTP + "norm.weight"),
+    }
+
+
+def found(target: Model, load_format: str) -> bool:
+    """Whether the target's checkpoint brings a module to draft with; without weights, whether its config counts one."""
+    files = _files(target, load_format)
+    return files is not None and bool(files.files or target.config.mtp_layers)
+
+
+def _files(target: Model, load_format: str) -> ModelFolder | None:
+    """The target's folder, if it can hold an MTP module: with weights, only if it does."""
+    if target.config.linear is None or target.path is None:
+        return None
+    files = locate(target.path, load_format=load_format)
+    if not isinstance(files, ModelFolder):
+        return None
+    if files.files and not any(name.startswith(MTP) for name in files.tensors()):
+        return None
+    return files

@@ -1,0 +1,154 @@
+"""The target's cache, and the three ways in which its forward mixes tokens: over whole texts, prompt blocks, rounds.
+
+`Cache` holds pages of keys and values for the layers of full attention and, for models that have linear attention, a
+state of fixed size by slot for those. State slots 0 to n - 1 are those of the n request slots, slot n the dummy's, and
+those from n + 1 on hold snapshots: states after prefixes in the prefix tree.
+
+Invariant: of a running request with N known tokens, pages hold positions 0 .. N-2, and so does its state once as many
+rows of its last round are replayed into it as `round.State.replay` says (see `pallas.gated_delta`).
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.cache import KV, PageLayout, Rows
+from jaxspec.config import ModelConfig
+from jaxspec.models.causal_conv import Windows, conv_chunk, conv_step, empty_windows
+from jaxspec.models.layers import causal_attention
+from jaxspec.pallas import gated_delta
+from jaxspec.pallas.gated_delta import DeltaPool
+
+NOTHING = -1  # as a state slot to start from: the state before any token; to keep a snapshot in: none is kept
+
+
+@flax.struct.dataclass
+class States:
+    """What linear layers know of the tokens so far, by slot: states of the delta rule, inputs of the convolution."""
+
+    delta: DeltaPool
+    windows: Windows
+
+
+@flax.struct.dataclass
+class Cache:
+    """What the target knows of all tokens so far. `states` is None of a model without linear attention."""
+
+    kv: KV
+    states: States | None = None
+
+
+def empty_cache(config: ModelConfig, layout: PageLayout, slots: int, rows: int, dtype: str) -> Cache:
+    """A cache with `slots` state slots, for rounds of at most `rows` rows, activations in `dtype`."""
+    return Cache(layout.kv(config), empty_states(config, slots, rows, dtype) if config.linear else None)
+
+
+def empty_states(config: ModelConfig, slots: int, rows: int, dtype: str) -> States:
+    """States of no tokens. They are kept in float32: what a round adds would be lost in a rounded one."""
+    mix, layers = config.linear, config.num_linear_layers
+    delta = gated_delta.empty(
+        layers,
+        slots,
+        rows,
+        key_heads=mix.key_heads,
+        value_heads=mix.value_heads,
+        key_width=mix.key_dim,
+        value_width=mix.value_dim,
+        dtype=jnp.float32,
+        key_dtype=dtype,
+    )
+    return States(delta, empty_windows(layers, slots, rows, mix.channels, mix.taps, dtype))
+
+
+def state_bytes(config: ModelConfig, rows: int, dtype: str) -> tuple[int, int]:
+    """Bytes of one state slot, and of the states in it alone, without the records of a round of `rows` rows."""
+    if config.linear is None:
+        return 0, 0
+    slot = jax.eval_shape(lambda: empty_states(config, 1, rows, dtype))
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+    return size(slot), size(slot.delta.state)
+
+
+class WholeTexts:
+    """A `Mixer` of texts that begin at row 0 and are all there; the cache passes through."""
+
+    def attend(self, cache, layer, q, k, v):
+        return causal_attention(cache, layer, q, k, v)
+
+    def convolve(self, cache, layer, x, weight):
+        b, dtype = len(x), x.dtype
+        windows = empty_windows(1, b, 0, x.shape[2], weight.shape[1], dtype)
+        return conv_chunk(windows, jnp.int32(0), *self._slots(x), x, weight)[0], cache
+
+    def recur(self, cache, layer, q, k, v, decay, beta):
+        widths = {
+            "key_heads": k.shape[2],
+            "value_heads": v.shape[2],
+            "key_width": k.shape[3],
+            "value_width": v.shape[3],
+        }
+        pool = gated_delta.empty(1, len(q), 1, **widths, dtype=jnp.float32, key_dtype=k.dtype)
+        return gated_delta.chunk(pool, jnp.int32(0), *self._slots(q), q, k, v, decay, beta)[0], cache
+
+    @staticmethod
+    def _slots(x: Array) -> tuple[Array, Array, Array, Array]:
+        """A slot for each text, filled from nothing with all of its rows."""
+        nothing = jnp.full((len(x),), NOTHING, jnp.int32)
+        return jnp.arange(len(x), dtype=jnp.int32), nothing, nothing, jnp.full((len(x),), x.shape[1], jnp.int32)
+
+
+@flax.struct.dataclass
+class PromptBlocks:
+    """A `Mixer` of prompt blocks over a `Cache`: block i stands at `rows`, in request slot `slots[i]`.
+
+    Its state goes on from that of slot `source[i]`, and is left in its own slot and, as a snapshot, in `keep[i]`; both
+    can be `NOTHING`. Blocks of one request are in order, and a source may be what an earlier block of any keeps.
+    """
+
+    rows: Rows
+    slots: Int[Array, " b"]
+    source: Int[Array, " b"]
+    keep: Int[Array, " b"]
+
+    def attend(self, cache, layer, q, k, v):
+        out, kv = self.rows.attend(cache.kv, layer, q, k, v)
+        return out, cache.replace(kv=kv)
+
+    def convolve(self, cache, layer, x, weight):
+        out, windows = conv_chunk(
+            cache.states.windows, layer, self.slots, self.source, self.keep, self.rows.count, x, weight
+        )
+        return out, cache.replace(states=cache.states.replace(windows=windows))
+
+    def recur(self, cache, layer, q, k, v, decay, beta):
+        out, delta = gated_delta.chunk(
+            cache.states.delta, layer, self.slots, self.source, self.keep, self.rows.count, q, k, v, decay, beta
+        )
+        return out, cache.replace(states=cache.states.replace(delta=delta))
+
+
+@flax.struct.dataclass
+class RoundRows:
+    """A `Mixer` of a round's rows over a `Cache`: request i, in slot `slots[i]`, stands at `rows`.
+
+    Of the rows of its last round, `replay[i]` stood.
+    """
+
+    rows: Rows
+    slots: Int[Array, " b"]
+    replay: Int[Array, " b"]
+
+    def attend(self, cache, layer, q, k, v):
+        out, kv = self.rows.attend(cache.kv, layer, q, k, v)
+        return out, cache.replace(kv=kv)
+
+    def convolve(self, cache, layer, x, weight):
+        out, windows = conv_step(cache.states.windows, layer, self.slots, self.replay, x, weight)
+        return out, cache.replace(states=cache.states.replace(windows=windows))
+
+    def recur(self, cache, layer, q, k, v, decay, beta):
+        out, delta = gated_delta.step(cache.states.delta, layer, self.slots, self.replay, q, k, v, decay, beta)
+        return out, cache.replace(states=cache.states.replace(delta=delta))

@@ -1,0 +1,94 @@
+"""The short causal convolution in front of gated delta-rule attention, with the inputs it looks back on kept by slot.
+
+Each channel by itself: out_t = silu(sum_j weight[j] x_(t - w + 1 + j)), as `conv1d` of Qwen3-Next and Qwen3.5, with no
+bias and w = 4. Invariant, the same as for the attention's state (`pallas.gated_delta`): a slot's window holds the last
+w - 1 committed inputs as they were before its last round, and behind them that round's inputs, of which the next round
+is told how many were accepted. Nothing is undone.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Windows = Float[Array, "l r s c"]  # s = w - 1 + q: what came before the last round, then its q rows
+
+
+def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, width: int, dtype) -> Windows:
+    """Windows of zeros, for rounds of at most `rows` rows before a convolution of this `width`."""
+    return jnp.zeros((num_layers, num_slots, width - 1 + rows, channels), dtype)
+
+
+def conv_step(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    x: Float[Array, "b t c"],
+    weight: Float[Array, "c w"],
+) -> tuple[Float[Array, "b t c"], Windows]:
+    """Convolve t new rows of each slot, of whose last round the first `replay[r]` rows were accepted.
+
+    Returns the rows in x's dtype. **Raises:** `ValueError` for more rows than a window has room for.
+    """
+    t, back, room = x.shape[1], weight.shape[1] - 1, windows.shape[2]
+    if t > room - back:
+        raise ValueError(f"a step of {t} rows with windows for rounds of {room - back}; make them for {t} or more")
+    at = replay[:, None] + jnp.arange(back)
+    before = windows[layer, slots[:, None], at]
+    inputs = jnp.concatenate([before, x.astype(windows.dtype)], axis=1)
+    return _convolve(inputs, weight).astype(x.dtype), windows.at[layer, slots, : back + t].set(inputs)
+
+
+def conv_chunk(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    count: Int[Array, " b"],
+    x: Float[Array, "b t c"],
+    weight: Float[Array, "c w"],
+) -> tuple[Float[Array, "b t c"], Windows]:
+    """Convolve blocks of t prompt tokens, in order; which slots they read and write is as in `gated_delta.chunk`.
+
+    A block that another of this call starts from must have a real token. Nothing is left to replay.
+    """
+    b, back = len(slots), weight.shape[1] - 1
+    x = x.astype(windows.dtype)
+    blocks = jnp.arange(b)
+    wrote = (slots == source[:, None]) | ((keep == source[:, None]) & (keep >= 0))
+    wrote &= (blocks < blocks[:, None]) & (source >= 0)[:, None]
+    earlier = jnp.where(wrote, blocks, -1).max(axis=1)  # the block of this call that each one starts from, or -1
+    stored = jnp.where((source < 0)[:, None, None], 0, windows[layer, jnp.maximum(source, 0), :back])
+    before = stored
+    # Each turn looks one block further back, which reaches another token at least.
+    for _ in range(min(back, b)):
+        before = jnp.where((earlier < 0)[:, None, None], stored, _tail(before, x, count)[earlier])
+
+    tail = _tail(before, x, count)
+    targets, tails = jnp.concatenate([slots, keep]), jnp.concatenate([tail, tail])
+    targets = jnp.where(_last_to_write(targets, jnp.concatenate([blocks, blocks])), targets, windows.shape[1])
+    windows = windows.at[layer, targets, :back].set(tails, mode="drop")
+    return _convolve(jnp.concatenate([before, x], axis=1), weight).astype(x.dtype), windows
+
+
+def _tail(before: Float[Array, "b k c"], x: Float[Array, "b t c"], count: Int[Array, " b"]) -> Float[Array, "b k c"]:
+    """The last inputs after each block's real rows."""
+    at = count[:, None] + jnp.arange(before.shape[1])
+    return jnp.take_along_axis(jnp.concatenate([before, x], axis=1), at[..., None], axis=1)
+
+
+def _last_to_write(targets: Int[Array, " b"], order: Int[Array, " b"]) -> Bool[Array, " b"]:
+    """Which of several writes stay: those whose target no write of a later order has, and that have one at all."""
+    over = (targets == targets[:, None]) & (order > order[:, None])
+    return ~over.any(axis=1) & (targets >= 0)
+
+
+def _convolve(inputs: Float[Array, "b s c"], weight: Float[Array, "c w"]) -> Float[Array, "b t c"]:
+    """Rows w - 1 onwards, in float32."""
+    width = weight.shape[1]
+    t = inputs.shape[1] - width + 1
+    inputs, weight = inputs.astype(jnp.float32), weight.astype(jnp.float32)
+    return jax.nn.silu(sum(inputs[:, j : j + t] * weight[:, j] for j in range(width)))

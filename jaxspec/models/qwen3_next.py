@@ -1,0 +1,206 @@
+"""Qwen3-Next: layers of linear attention, every fourth one of full attention, each with an MLP or experts behind it.
+
+Linear layers run a gated delta rule over a state of fixed size (https://arxiv.org/abs/2412.06464), behind a short
+convolution. Full attention is Qwen3's with a gate on its output, and part of each head rotates. Which layer is which,
+the config says. Norms are zero-centred (the weight is an offset from one), but for the one inside a linear layer.
+
+Names and conventions are those of `Qwen3NextForCausalLM`. Qwen3.5 is the same model with the linear layers' projections
+laid out otherwise in its checkpoints (`qwen3_5`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import ModelConfig
+from jaxspec.models import llama, moe
+from jaxspec.models.layers import (
+    Hidden,
+    Mixer,
+    Param,
+    centred_rms_norm,
+    centred_scale,
+    linear,
+    rms_norm,
+    rope,
+    rope_frequencies,
+    scale,
+)
+from jaxspec.models.llama import unembed
+
+QK_NORM = True
+HYBRID = True
+NORM_TOPK_PROB = True  # transformers' default
+
+__all__ = ["HYBRID", "NORM_TOPK_PROB", "QK_NORM", "forward", "parameters", "unembed"]
+
+L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
+
+
+def projections(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """What a linear layer makes of its input: `qkvz`, and `ba`, from which beta and the decay come.
+
+    The checkpoint has both in groups, one a key head: its q and k, then v and z of its value heads; b and a of those.
+    """
+    d, mix = config.hidden_size, config.linear
+    heads = mix.value_heads // mix.key_heads
+    values = heads * mix.value_dim
+
+    def grouped(name: str, *widths: int) -> Param:
+        columns = mix.key_heads * sum(widths)
+        return Param((d, columns), (prefix + name,), (columns,), transpose=True, grouped=widths)
+
+    return {
+        "qkvz": grouped("in_proj_qkvz.weight", mix.key_dim, mix.key_dim, values, values),
+        "ba": grouped("in_proj_ba.weight", heads, heads),
+    }
+
+
+def parameters(
+    config: ModelConfig, projections: Callable[[ModelConfig, str], dict[str, Param]] = projections
+) -> dict[str, Any]:
+    """The params pytree as declarations; `projections` declares those of a linear layer, given its tensors' prefix."""
+    d, v = config.hidden_size, config.vocab_size
+    tree: dict[str, Any] = {
+        "embed": Param((v, d), ("model.embed_tokens.weight",), (d,)),
+        "layers": [],
+        "norm": centred_scale(d, "model.norm.weight"),
+    }
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}."
+        if i in config.linear.layers:
+            mixing = linear_parameters(config, prefix + "linear_attn.", projections)
+        else:
+            mixing = attention_parameters(config, prefix + "self_attn.")
+        tree["layers"].append({**mixing, **_common(config, i not in config.dense_layers, prefix)})
+    if not config.tie_embeddings:
+        tree["head"] = linear(d, {"lm_head.weight": v})
+    return tree
+
+
+def attention_layer_parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """One layer of full attention by itself, as in an MTP module."""
+    return {**attention_parameters(config, prefix + "self_attn."), **_common(config, True, prefix)}
+
+
+def _common(config: ModelConfig, experts: bool, prefix: str) -> dict[str, Param]:
+    d, mlp = config.hidden_size, prefix + "mlp."
+    return {
+        "attn_norm": centred_scale(d, prefix + "input_layernorm.weight"),
+        "mlp_norm": centred_scale(d, prefix + "post_attention_layernorm.weight"),
+        **(moe.parameters(config, mlp) if config.num_experts and experts else llama.mlp_parameters(config, mlp)),
+    }
+
+
+def attention_parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """Full attention. Each query head's columns are followed by its gate's."""
+    d, h = config.hidden_size, config.head_dim
+    n, m = config.num_heads * h, config.num_kv_heads * h
+    return {
+        "qkv": linear(d, {prefix + "q_proj.weight": 2 * n, prefix + "k_proj.weight": m, prefix + "v_proj.weight": m}),
+        "out": linear(n, {prefix + "o_proj.weight": d}),
+        "q_norm": centred_scale(h, prefix + "q_norm.weight"),
+        "k_norm": centred_scale(h, prefix + "k_norm.weight"),
+    }
+
+
+def linear_parameters(config: ModelConfig, prefix: str, projections: Callable) -> dict[str, Param]:
+    """Linear attention. What goes into an exponent stays in float32."""
+    d, mix = config.hidden_size, config.linear
+    values, channels = mix.value_heads * mix.value_dim, mix.channels
+
+    def by_head(name: str) -> Param:
+        return Param((mix.value_heads,), (prefix + name,), (mix.value_heads,), dtype="float32", init="zeros")
+
+    return {
+        **projections(config, prefix),
+        "conv": Param((mix.taps, channels), (prefix + "conv1d.weight",), (channels,), transpose=True, depthwise=True),
+        "decay_log": by_head("A_log"),
+        "decay_bias": by_head("dt_bias"),
+        "read_norm": scale(mix.value_dim, prefix + "norm.weight"),
+        "out": linear(values, {prefix + "out_proj.weight": d}),
+    }
+
+
+def forward(
+    params: dict[str, Any],
+    config: ModelConfig,
+    tokens: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any = None,
+    capture: tuple[int, ...] = (),
+) -> Hidden:
+    """As `llama.forward`; `mixer` owns the linear layers' states too."""
+    x, outputs, counts = params["embed"][tokens], [], {True: 0, False: 0}
+
+    # One trace and one lowering for all layers of a kind: the index is data.
+    @jax.jit
+    def attend(layer, i, x, cache):
+        return attention_layer(layer, config, i, x, positions, mixer, cache)
+
+    @jax.jit
+    def recur(layer, i, x, cache):
+        return linear_layer(layer, config, i, x, positions, mixer, cache)
+
+    for i, layer in enumerate(params["layers"]):
+        is_linear = i in config.linear.layers
+        x, cache = (recur if is_linear else attend)(layer, jnp.int32(counts[is_linear]), x, cache)
+        counts[is_linear] += 1
+        outputs.append(x)
+    last = centred_rms_norm(x, params["norm"], config.rms_norm_eps)
+    outputs.append(last)
+    return Hidden(last, tuple(outputs[i] for i in capture), cache)
+
+
+def attention_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Array, "b t d"], Any]:
+    """Gated full attention and the MLP: the residual stream after them. `i` counts layers of full attention."""
+    eps, (b, t, _) = config.rms_norm_eps, x.shape
+    n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
+    qkv = (centred_rms_norm(x, layer["attn_norm"], eps) @ layer["qkv"]).reshape(b, t, 2 * n + 2 * m, h)
+    q, k, v = jnp.split(qkv, [2 * n, 2 * n + m], axis=2)
+    q, gate = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
+    frequencies = rope_frequencies(config)
+    rotated = lambda x, norm: rope(centred_rms_norm(x, layer[norm], eps), positions, frequencies)  # noqa: E731
+    mixed, cache = mixer.attend(cache, i, rotated(q, "q_norm"), rotated(k, "k_norm"), v)
+    mixed = (mixed * jax.nn.sigmoid(gate)).reshape(b, t, n * h)
+    return _finish(layer, config, x, mixed, positions), cache
+
+
+def linear_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Array, "b t d"], Any]:
+    """Linear attention and the MLP: the residual stream after them. `i` counts linear layers."""
+    mix, eps, (b, t, _) = config.linear, config.rms_norm_eps, x.shape
+    normed = centred_rms_norm(x, layer["attn_norm"], eps)
+    qkv, z = jnp.split(normed @ layer["qkvz"], [mix.channels], axis=-1)
+    beta, a = jnp.split(jnp.matmul(normed, layer["ba"], preferred_element_type=jnp.float32), 2, axis=-1)
+    decay = jnp.exp(-jnp.exp(layer["decay_log"]) * jax.nn.softplus(a + layer["decay_bias"]))
+
+    qkv, cache = mixer.convolve(cache, i, qkv, layer["conv"].T)
+    keys = mix.key_heads * mix.key_dim
+    q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
+    q, k = (_unit(part.reshape(b, t, mix.key_heads, mix.key_dim)) for part in (q, k))
+    v = v.reshape(b, t, mix.value_heads, mix.value_dim)
+    q, k = (q * mix.key_dim**-0.5).astype(v.dtype), k.astype(v.dtype)
+    read, cache = mixer.recur(cache, i, q, k, v, decay, jax.nn.sigmoid(beta))
+
+    gate = jax.nn.silu(z.astype(jnp.float32).reshape(v.shape))
+    read = rms_norm(read.astype(jnp.float32), layer["read_norm"].astype(jnp.float32), eps) * gate
+    return _finish(layer, config, x, read.astype(x.dtype).reshape(b, t, -1), positions), cache
+
+
+def _unit(x: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
+    """Vectors of length one, float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2_EPS)
+
+
+def _finish(layer, config, x, mixed, positions):
+    """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
+    x = x + mixed @ layer["out"]
+    normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
+    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else llama.mlp(layer, normed))

@@ -1,0 +1,243 @@
+"""Gated delta-rule attention (linear attention): one state a slot and layer, verified by replay.
+
+A head's state S [v, k] maps keys to values. A token decays it, corrects what its key yields, and reads it:
+
+    S <- alpha S;  u = beta (v - S k);  S <- S + u k^T;  out = S q
+
+(Gated DeltaNet, https://arxiv.org/abs/2412.06464, eq. 10; Qwen3-Next and Qwen3.5 have it in three of four layers).
+
+Invariant: a slot's state has seen every committed token but those of its last round. Of these it keeps *records* (k,
+u, alpha), and the next round replays as many as were accepted. So a round reads each state once and writes it once,
+however many rows it verifies, and a rejected draft leaves nothing to undo. Slots of requests and of snapshots are the
+same.
+
+Decays below 1e-37 count as 1e-37. Arithmetic is float32; a state in bfloat16 is rounded whenever it is written, which
+happens once a round or a block of a prompt, so that a prompt's cut into programs doesn't show.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.delta_chunk import delta_chunk
+from jaxspec.pallas.delta_chunk import supported as delta_chunk_fits
+from jaxspec.pallas.delta_step import delta_step
+from jaxspec.pallas.delta_step import supported as delta_step_fits
+from jaxspec.pallas.target import chosen, tell
+
+_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+@flax.struct.dataclass
+class DeltaPool:
+    """The states of all layers and slots, and each slot's records of its last round.
+
+    Axes: l layers, r slots, q rows that a round verifies at most, m key heads, n value heads, k and v their widths; key
+    head i serves the value heads i n/m to (i + 1) n/m - 1. w is q, rounded up to what a bulk copy can take.
+    """
+
+    state: Float[Array, "l r n v k"]
+    keys: Float[Array, "l r q m k"]
+    updates: Float[Array, "l r q n v"]
+    decay: Float[Array, "l r n w"]
+
+
+def empty(
+    num_layers: int,
+    num_slots: int,
+    rows: int,
+    *,
+    key_heads: int,
+    value_heads: int,
+    key_width: int,
+    value_width: int,
+    dtype,
+    key_dtype,
+) -> DeltaPool:
+    """A pool of zero states in `dtype` (float32 or bfloat16), with records of `rows` rows and keys in `key_dtype`."""
+    slots = (num_layers, num_slots)
+    return DeltaPool(
+        state=jnp.zeros((*slots, value_heads, value_width, key_width), dtype),
+        keys=jnp.zeros((*slots, rows, key_heads, key_width), key_dtype),
+        updates=jnp.zeros((*slots, rows, value_heads, value_width), jnp.float32),
+        decay=jnp.ones((*slots, value_heads, -(-rows // 4) * 4), jnp.float32),
+    )
+
+
+def step(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    decay: Float[Array, "b t n"],
+    beta: Float[Array, "b t n"],
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    """Run t new rows of each slot: those of a round, of which some will be accepted.
+
+    The first `replay[r]` records of slot `slots[r]` enter its state, which is written; the new rows go on from there,
+    and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the
+    dtype of the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nobody reads it.
+
+    Returns what the rows read, in v's dtype. **Raises:** `ValueError` for more rows than there are records.
+    """
+    t, rows = q.shape[1], pool.keys.shape[2]
+    if t > rows:
+        raise ValueError(f"a step of {t} rows in a pool with records of {rows}; make the pool with rows={t} or more")
+    q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
+    fits = delta_step_fits(q.shape, v.shape, rows, pool.state.dtype, q.dtype, v.dtype)
+    if fits is not None:
+        tell("delta_step", fits)
+    if not chosen("delta_step", fits):
+        return reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
+    arrays = pool.state, pool.keys, pool.updates, pool.decay
+    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta)
+    return out, DeltaPool(*arrays)
+
+
+def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Array, DeltaPool]:
+    """`step` in plain jnp, for any shapes and dtypes."""
+    t, group = q.shape[1], pool.state.shape[2] // q.shape[2]
+    state = _replayed(pool, layer, slots, replay)
+    logs, beta = jnp.cumsum(_logs(decay), axis=1).swapaxes(1, 2), beta.astype(jnp.float32).swapaxes(1, 2)
+    corrected, mixed, total, _ = _within(q, k, logs, beta)
+    rows = jnp.repeat(jnp.stack([k, q]).astype(jnp.float32), group, axis=3)
+    read = _einsum("bnvk,sbtnk->sbntv", state, rows) * total[..., None]
+    updates = _einsum("bnti,bniv->bntv", corrected, v.astype(jnp.float32).swapaxes(1, 2) - read[0])
+    out = read[1] + _einsum("bnti,bniv->bntv", mixed, updates)
+    pool = pool.replace(
+        state=pool.state.at[layer, slots].set(state.astype(pool.state.dtype)),
+        keys=pool.keys.at[layer, slots, :t].set(k),
+        updates=pool.updates.at[layer, slots, :t].set(updates.swapaxes(1, 2)),
+        decay=pool.decay.at[layer, slots, :, :t].set(decay.astype(jnp.float32).swapaxes(1, 2)),
+    )
+    return out.swapaxes(1, 2).astype(v.dtype), pool
+
+
+def chunk(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    count: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    decay: Float[Array, "b t n"],
+    beta: Float[Array, "b t n"],
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    """Run blocks of t prompt tokens, one after the other, of which the first `count[r]` of block r are real.
+
+    Block r starts from the state of slot `source[r]`, or from zero if that is negative, as earlier blocks left it; a
+    later block of the same request names its own slot. It writes slot `slots[r]`, and slot `keep[r]` the same, unless
+    that is out of range. Sources must have no records to replay, and no slot has any afterwards: the next `step` of
+    what was written must be called with `replay` 0. Operands and result are as in `step`, though what rows that aren't
+    real read has no meaning.
+    """
+    q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
+    real = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
+    logs, beta = jnp.where(real, _logs(decay), 0), jnp.where(real, beta, 0).astype(jnp.float32)
+    operands = q, k, v, jnp.cumsum(logs, axis=1).swapaxes(1, 2), beta.swapaxes(1, 2)
+    fits = delta_chunk_fits(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
+    if fits is not None:
+        tell("delta_chunk", fits)
+    run = delta_chunk if chosen("delta_chunk", fits) else reference_chunk
+    out, state = run(pool.state, layer, slots, source, keep, *operands)
+    return jnp.moveaxis(out, 3, 1).astype(v.dtype), pool.replace(state=state)
+
+
+def reference_chunk(
+    states: Float[Array, "l r n v k"],
+    layer: Array,
+    slots: Array,
+    source: Array,
+    keep: Array,
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    logs: Float[Array, "b n t"],
+    beta: Float[Array, "b n t"],
+) -> tuple[Float[Array, "b n v t"], Float[Array, "l r n v k"]]:
+    """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms."""
+    # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
+    # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3).
+    corrected, mixed, total, left = _within(q, k, logs, beta)
+    group = states.shape[2] // q.shape[2]
+    q, k = (jnp.repeat(jnp.moveaxis(x.astype(jnp.float32), 1, 2), group, axis=1) for x in (q, k))
+    taken = _einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
+    written = _einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
+    # Of what is left to do in order, S <- S carry + write, only one product a head and block depends on S.
+    kept = left[..., None] * k
+    carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - _einsum("bntj,bntk->bnjk", taken, kept)
+    write = _einsum("bntv,bntk->bnvk", written, kept)
+
+    def block(states, one):
+        slot, source, keep, carry, write = one
+        before = jnp.where(source < 0, 0, states[layer, jnp.maximum(source, 0)].astype(jnp.float32))
+        after = (_einsum("nvj,njk->nvk", before, carry) + write).astype(states.dtype)
+        states = states.at[layer, slot].set(after)
+        return states.at[layer, jnp.where(keep < 0, states.shape[1], keep)].set(after, mode="drop"), before
+
+    states, before = jax.lax.scan(block, states, (slots, source, keep, carry, write))
+    updates = written - _einsum("bnvk,bntk->bntv", before, taken)
+    out = _einsum("bnvk,bntk->bnvt", before, q) * total[:, :, None]
+    return out + _einsum("bnti,bniv->bnvt", mixed, updates), states
+
+
+def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:
+    """The states of `slots` with the accepted records in them."""
+    state, keys = pool.state[layer, slots].astype(jnp.float32), pool.keys[layer, slots].astype(jnp.float32)
+    rows, group = keys.shape[1], state.shape[1] // keys.shape[2]
+    accepted = jnp.arange(rows) < replay[:, None]
+    logs = jnp.where(accepted[:, None], _logs(pool.decay[layer, slots, :, :rows]), 0)
+    later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
+    updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0) * later.swapaxes(1, 2)[..., None]
+    added = _einsum("btnv,btnk->bnvk", updates, jnp.repeat(keys, group, axis=2))
+    return state * jnp.exp(logs.sum(-1))[..., None, None] + added
+
+
+def _within(
+    q: Float[Array, "b t m k"], k: Float[Array, "b t m k"], logs: Float[Array, "b n t"], beta: Float[Array, "b n t"]
+) -> tuple[Array, Array, Array, Array]:
+    """How t rows that follow one another act on one another, whatever the state before them.
+
+    With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and what they read
+    is total S q + mixed U. `total[t]` is what is left at row t of the state before, `left[i]` at the end of row i's
+    update. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t]. `logs` are running sums of the
+    decays' logarithms.
+    """
+    t, group = logs.shape[-1], logs.shape[1] // k.shape[2]
+    past = jnp.tril(jnp.ones((t, t), bool))
+    spans = jnp.exp(jnp.where(past, logs[..., :, None] - logs[..., None, :], -jnp.inf))
+    rows = jnp.stack([k, q]).astype(jnp.float32)
+    products = jnp.repeat(_einsum("sbtmk,bimk->sbmti", rows, rows[0]), group, axis=2) * spans
+    corrected = _unit_lower_inverse(jnp.tril(beta[..., None] * products[0], -1)) * beta[..., None, :]
+    return corrected, products[1], jnp.exp(logs), spans[..., -1, :]
+
+
+def _unit_lower_inverse(lower: Float[Array, "*b t t"]) -> Float[Array, "*b t t"]:
+    """The inverse of I + `lower`, which is strictly lower triangular, by halves.
+
+    Each level is two products over all its blocks. (The product of I + (-lower)^(2^i) would be as short, but its terms
+    grow like binomials where keys repeat, and float32 has no room for them.)
+    """
+    t = lower.shape[-1]
+    if t == 1:
+        return jnp.ones_like(lower)
+    half = -(-t // 2)
+    lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, 2 * half - t)] * 2)
+    first, second = _unit_lower_inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    corner = -_einsum("...ij,...jk,...kl->...il", second, lower[..., half:, :half], first)
+    return jnp.block([[first, jnp.zeros_like(first)], [corner, second]])[..., :t, :t]
+
+
+def _logs(decay: Array) -> Array:
+    return jnp.log(jnp.maximum(decay, 1e-37))

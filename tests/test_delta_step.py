@@ -1,0 +1,155 @@
+"""The kernel of a round of gated delta-rule attention against the plain one, in Pallas's GPU interpreter; and that it
+lowers for CUDA.
+
+The interpreter runs all blocks of a cluster at once, each in a thread of XLA's pool, which a small machine has two of.
+So no more than two share a key head here. `tests/gpu/test_gated_delta.py` runs the same cases and larger ones on the
+device, where alone the matmul in pieces is seen: the interpreter's takes no operand from registers.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import delta_step as op
+from jaxspec.pallas import gated_delta
+
+LAYERS, LAYER = 2, 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rounds of t rows for as many slots as `replay` has, which says how many of their `rows` records were accepted."""
+
+    name: str
+    t: int = 4
+    rows: int = 4
+    replay: tuple[int, ...] = (4, 0)
+    key_heads: int = 1
+    group: int = 1
+    dtype: str = "float32"
+    division: tuple[int, int] | None = (2, 1)  # blocks that share a key head, tiles that each has room for
+
+    def inputs(self, seed: int = 0):
+        """A pool full of random states and records, the slots, and the operands of `step` that come after them."""
+        rng = np.random.default_rng(seed)
+        b, n, width = len(self.replay), self.key_heads * self.group, op.WIDTH
+        heads = dict(key_heads=self.key_heads, value_heads=n, key_width=width, value_width=width)
+        pool = gated_delta.empty(LAYERS, b + 2, self.rows, **heads, dtype=self.dtype, key_dtype="bfloat16")
+
+        def normal(shape, dtype="float32", length=0.0):
+            x = rng.standard_normal(shape, np.float32)
+            return jnp.asarray(x * length / np.linalg.norm(x, axis=-1, keepdims=True) if length else x, dtype)
+
+        gate = lambda shape: jnp.exp(-jnp.exp(normal(shape) - 2))  # noqa: E731
+        pool = pool.replace(
+            state=normal(pool.state.shape, self.dtype),
+            keys=normal(pool.keys.shape, "bfloat16", 1),
+            updates=normal(pool.updates.shape),
+            decay=gate(pool.decay.shape),
+        )
+        rows = (b, self.t)
+        new = [normal((*rows, self.key_heads, width), "bfloat16", length) for length in (width**-0.5, 1)]
+        new += [normal((*rows, n, width), "bfloat16"), gate((*rows, n)), jax.nn.sigmoid(normal((*rows, n)))]
+        return pool, jnp.asarray(1 + rng.permutation(b), jnp.int32), (jnp.asarray(self.replay, jnp.int32), *new)
+
+
+def check(case: Case, interpret=False):
+    """Outputs, states and records are the plain step's to float32's rounding, and nothing else has changed."""
+    pool, slots, rest = case.inputs()
+    expected, wanted = gated_delta.reference_step(pool, LAYER, slots, *rest)
+    arrays = pool.state, pool.keys, pool.updates, pool.decay
+    out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, *rest, division=case.division, interpret=interpret)
+    after = gated_delta.DeltaPool(*arrays)
+    assert out.dtype == jnp.bfloat16
+    near(out, expected, 0.008)
+    near(after.state[LAYER], wanted.state[LAYER], 1e-6 if case.dtype == "float32" else 0.008)
+    near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
+    np.testing.assert_array_equal(after.keys[LAYER], wanted.keys[LAYER])
+    np.testing.assert_array_equal(after.decay[LAYER, slots, :, : case.t], wanted.decay[LAYER, slots, :, : case.t])
+    others = [slot for slot in range(pool.state.shape[1]) if slot not in np.asarray(slots)]
+    for was, now in zip(jax.tree.leaves(pool), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(was[0], now[0])
+        np.testing.assert_array_equal(was[LAYER, others], now[LAYER, others])
+
+
+def near(actual, expected, tolerance):
+    actual, expected = (np.asarray(x.astype(jnp.float32)) for x in (actual, expected))
+    assert np.isfinite(actual).all()
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert error < tolerance, error
+
+
+CASES = [
+    Case("one row", t=1, rows=1, replay=(1, 0)),
+    Case("all, none and some accepted", replay=(4, 0, 3)),
+    Case("fewer rows than records, several key heads", t=3, rows=5, replay=(2,), key_heads=2),
+    Case("eight rows, two heads in a block", t=8, rows=8, replay=(5,), group=2),
+    Case("a key head in one block, three values heads", t=2, rows=2, replay=(1,), group=3, division=(1, 1)),
+    Case("tiles in a ring", replay=(2,), group=2, division=(1, 2)),
+    Case("sixteen rows", t=16, rows=16, replay=(2,)),
+    Case("bfloat16", replay=(3,), dtype="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_plain_step(case):
+    check(case, interpret=plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize("t,group,dtype", [
+    (1, 2, "float32"),  # Qwen3-Next 80B-A3B, Qwen3.5 35B-A3B, 9B and 4B
+    (2, 1, "float32"),  # Qwen3.5 2B
+    (4, 3, "float32"),  # Qwen3.5 27B
+    (4, 2, "bfloat16"),
+    (8, 2, "float32"),
+])  # fmt: skip
+def test_lowers_for_cuda(t, group, dtype):
+    text = lowered(*Case("", t, t, (0,) * 3, 16, group, dtype, division=None).inputs(), layers=1)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def lowered(pool, slots, rest, layers):
+    @partial(jax.jit, donate_argnums=0)
+    def run(arrays, slots, rest):
+        outs = []
+        for layer in range(layers):
+            out, arrays = op.delta_step(*arrays, jnp.int32(layer), slots, *rest)
+            outs.append(out)
+        return outs, arrays
+
+    arrays = pool.state, pool.keys, pool.updates, pool.decay
+    return run.trace(arrays, slots, rest).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_all_layers_share_one_lowering():
+    text = lowered(*Case("", group=2).inputs(), layers=LAYERS)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+BF16 = jnp.bfloat16
+
+
+@pytest.mark.parametrize("q,v,rows,dtypes,reason", [
+    ((1, 4, 16, 128), (1, 4, 32, 128), 4, (jnp.float32, BF16), None),
+    ((1, 4, 16, 128), (1, 4, 64, 128), 8, (BF16, BF16), None),
+    ((1, 4, 16, 128), (1, 4, 32, 128), 4, (jnp.float16, BF16), "states in float16"),
+    ((1, 4, 16, 128), (1, 4, 32, 128), 4, (jnp.float32, BF16, jnp.float32), "queries, keys or values in float32"),
+    ((1, 4, 16, 64), (1, 4, 32, 128), 4, (jnp.float32, BF16), "keys of width 64 and values of width 128"),
+    ((1, 4, 16, 128), (1, 4, 40, 128), 4, (jnp.float32, BF16), "40 value heads over 16 key heads"),
+    ((1, 4, 4, 128), (1, 4, 32, 128), 4, (jnp.float32, BF16), "32 value heads over 4 key heads"),
+    ((1, 4, 16, 128), (1, 4, 32, 128), 17, (jnp.float32, BF16), "17 rows"),
+])  # fmt: skip
+def test_supported_says_why_not(q, v, rows, dtypes, reason):
+    answer = op.supported(q, v, rows, *dtypes)
+    assert answer is None if reason is None else reason in answer
+
+
+def test_an_unsupported_call_is_refused():
+    pool, slots, rest = Case("", rows=17, replay=(0,)).inputs()
+    with pytest.raises(ValueError, match="17 rows a request; up to 16 are"):
+        op.delta_step(pool.state, pool.keys, pool.updates, pool.decay, jnp.int32(0), slots, *rest)

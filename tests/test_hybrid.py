@@ -1,0 +1,198 @@
+"""Hybrid models in the engine: every drafter leaves the text as it is, and so does every prefix that was cached.
+
+A linear layer's state is right if each token entered it once, in order, whatever was drafted, refused, preempted,
+evicted or gone on from. Texts are held against forwards over the whole of them, snapshots against states computed in
+one block.
+"""
+
+import dataclasses
+import functools
+import random
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model, runner
+from jaxspec.scheduler import Chunk
+from tests import hybrids
+from tests import test_distribution as distribution
+from tests.tiny import tiny_checkpoint
+
+FAMILIES = hybrids.FAMILIES
+VOCAB, PAGE, CAPACITY, BATCH = 64, 8, 128, 8
+OPTIONS = {
+    "dtype": "float32",
+    "page_size": PAGE,
+    "chunked_prefill_size": 64,
+    "context_length": CAPACITY,
+    "max_running_requests": 2,
+    "max_total_tokens": 208,  # of the 2 x 128 that would never run short
+    "max_state_snapshots": 10,
+    "state_snapshot_interval": 32,
+    "skip_warmup": True,
+    "decode_log_interval": 0,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@functools.cache
+def engine(family, draft):
+    if draft == "standalone":
+        draft += f":{tiny_checkpoint('qwen3', VOCAB, 3, num_hidden_layers=1)}"
+    rounds = {"num_continuous_decode_steps": 3} if draft == "mtp" else {}
+    one_size = dataclasses.replace(runner.CPU, least_rows=99)  # of rounds: compiling is most of what these tests do
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "CPU", one_size)
+        llm = LLM(str(hybrids.checkpoint(family)), draft, num_draft_tokens=2, **OPTIONS, **rounds)
+    llm.engine.scheduler.rounds = 1  # but where a test asks for more
+    return llm
+
+
+def check_texts(llm, outs):
+    """Each token is the argmax after those before it, by forwards over whole texts: no cache, no drafts, no slots."""
+    texts = [[*out.prompt_token_ids, *out.token_ids] for out in outs]
+    for i in range(0, len(outs), BATCH):
+        padded = np.zeros((BATCH, CAPACITY), np.int32)
+        for row, text in zip(padded, texts[i : i + BATCH], strict=False):
+            row[: len(text)] = text
+        choices = np.asarray(jax.numpy.argmax(jaxspec.logits(llm.engine.runner.model, padded), axis=-1))
+        for out, chosen in zip(outs[i : i + BATCH], choices, strict=False):
+            start = len(out.prompt_token_ids) - 1
+            assert out.token_ids == chosen[start : start + len(out.token_ids)].tolist(), f"after {out.prompt_token_ids}"
+
+
+@pytest.mark.parametrize("family,draft", [
+    ("qwen3_5", "mtp"), ("qwen3_5", "ngram"), ("qwen3_5_moe", "mtp"), ("qwen3_5_moe", "standalone"),
+])  # fmt: skip
+def test_greedy_texts_are_plain_decodings(family, draft):
+    """Prompts at the edges of page, block and program; then all again, the newest first, from what is left of them."""
+    llm = engine(family, draft)
+    assert llm.engine.flush_cache()
+    rng = np.random.default_rng(FAMILIES.index(family))
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 97)]
+    first = llm.generate(prompts, GREEDY)
+    check_texts(llm, first)
+    again = llm.generate(prompts[::-1], GREEDY)
+    assert [out.token_ids for out in again[::-1]] == [out.token_ids for out in first]
+    llm.engine.scheduler.audit()
+    assert sum(out.metrics.cached_tokens for out in again) >= 64
+    accept = np.mean([out.metrics.accept_length for out in first])
+    assert 1.3 < accept < 2.9 if draft == "mtp" else accept < 2.9, "drafts are accepted now and then, and refused"
+
+
+def talk(llm, seed, cases):
+    """Conversations that branch, go on, and crowd one another out; their outputs.
+
+    A prompt is new, or a part of an earlier text or all of it (prompt and answer), and some tokens more.
+    """
+    rng, scheduler, outs = random.Random(seed), llm.engine.scheduler, []
+    texts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(20, 90))] for _ in range(4)]
+    config = llm.engine.config
+    with pytest.MonkeyPatch.context() as patch:
+        while len(outs) < cases:
+            patch.setattr(scheduler, "rounds", rng.choice((1, 3)))
+            overlap = rng.random() < 0.5
+            patch.setattr(llm.engine, "config", dataclasses.replace(config, disable_overlap=not overlap))
+            prompts, crowded = [], rng.random() < 0.2
+            for _ in range(3 if crowded else rng.randrange(1, 5)):
+                base = rng.choice(texts[-12:])
+                kept = rng.choice((0, len(base), rng.randrange(len(base)), rng.randrange(len(base))))
+                tail = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 5, 17)))]
+                prompts.append([*base[:24], *base, *tail][:44] if crowded else [*base[:kept], *tail][:100])
+            lengths = [
+                dataclasses.replace(GREEDY, max_tokens=74 if crowded else rng.choice((1, 3, 9))) for _ in prompts
+            ]
+            new = llm.generate(prompts, lengths)
+            texts += [[*out.prompt_token_ids, *out.token_ids] for out in new]
+            outs += new
+            scheduler.audit()
+    return outs
+
+
+def check_snapshots(llm):
+    """Each is the state after its prefix; how many there are."""
+    states, model = llm.engine.runner.state.cache.states, llm.engine.runner.model
+    owners = list(llm.engine.scheduler.snapshots.owners)
+    for owner in owners:
+        node, text = owner, []
+        while node.parent:
+            node, text = node.parent, [*node.key[:PAGE], *text]
+        state, window = hybrids.state_after(model, text, CAPACITY)
+        np.testing.assert_allclose(states.delta.state[:, owner.snapshot], state, atol=1e-4)
+        np.testing.assert_allclose(states.windows[:, owner.snapshot, : window.shape[1]], window, atol=1e-4)
+    return len(owners)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_prefixes_continue_as_cold_ones(family):
+    """Two hundred requests with MTP: branching prefixes, multi-turn, parts of pages, eviction, preemption."""
+    llm = engine(family, "mtp")
+    assert llm.engine.flush_cache()
+    outs, snapshots = [], 0
+    for seed in range(8):
+        outs += talk(llm, seed, 26)
+        snapshots += check_snapshots(llm)
+    check_texts(llm, outs)
+    assert len(outs) >= 200 and snapshots > 20
+    cached = [out.metrics.cached_tokens for out in outs]
+    assert sum(n > 0 for n in cached) > 50 and len(set(cached)) > 5
+    assert sum(out.metrics.preemptions for out in outs) > 5
+
+
+def test_a_stale_snapshot_would_show(monkeypatch):
+    """What the test above proves: where states aren't kept, and slots hold what they held before, texts go wrong."""
+    llm = engine("qwen3_5", "mtp")
+    assert llm.engine.flush_cache()
+    blocks = Chunk.blocks
+    monkeypatch.setattr(Chunk, "blocks", lambda self, size: [(*block[:3], -1) for block in blocks(self, size)])
+    with pytest.raises(AssertionError, match="after"):
+        check_texts(llm, talk(llm, 99, 26))
+    with pytest.raises(AssertionError, match="Not equal"):
+        check_snapshots(llm)
+    assert llm.engine.flush_cache()
+
+
+def test_trees_and_hybrid_draft_models_are_refused():
+    folder = str(hybrids.checkpoint("qwen3_5"))
+    with pytest.raises(ConfigError, match=r"--topk 12: .* has linear attention.*must be a chain"):
+        LLM(folder, "tests.test_trees:Wild", topk=2, **OPTIONS)
+    model = load_model(folder, progress=False)
+    with pytest.raises(ConfigError, match=r"qwen3_5 has linear attention.*can't take a draft back"):
+        load_drafter(f"standalone:{folder}", model)
+
+
+def test_without_room_for_snapshots_the_prefix_cache_is_off(caplog):
+    with caplog.at_level("INFO", logger="jaxspec"):
+        llm = LLM(str(hybrids.checkpoint("qwen3_5")), **{**OPTIONS, "max_state_snapshots": 0})
+    assert "the prefix cache is off" in caplog.text
+    assert "0 snapshots" in caplog.text and "a copy for each verified row" in caplog.text
+    assert not llm.engine.scheduler.prefix_cache
+
+
+class Lanes(distribution.Lanes):
+    """As there; each run goes on from the same states too, which rounds don't leave as they were."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.kept = jax.tree.map(np.asarray, (self.state.cache.states, self.state.replay))
+
+    def decode(self, run):
+        states, replay = jax.device_put(self.kept)
+        self.state = self.state.replace(cache=self.state.cache.replace(states=states), replay=replay)
+        return super().decode(run)
+
+
+@pytest.mark.parametrize("family,draft", [("qwen3_5", "mtp"), ("qwen3_5_moe", "ngram"), ("qwen3_5", "standalone")])
+def test_rounds_sample_the_target(family, draft, monkeypatch):
+    """As tests/test_distribution.py has it for all drafters, with fewer samples."""
+    model = load_model(str(hybrids.checkpoint(family, distribution.VOCAB, 5)), dtype="float32", progress=False)
+    if draft == "standalone":
+        draft = f"standalone:{distribution.checkpoint(3)}"
+    loaded = load_drafter(draft, model, EngineConfig(draft=draft, num_draft_tokens=2))
+    monkeypatch.setattr(distribution, "SAMPLES", 6_000)
+    monkeypatch.setattr(distribution, "Lanes", Lanes)
+    monkeypatch.setattr(distribution, "model", lambda: model)
+    monkeypatch.setitem(distribution.DRAFTERS, draft, lambda: (loaded.drafter, loaded.params))
+    distribution.test_round_samples_the_target(draft)

@@ -1,0 +1,88 @@
+"""Qwen3-Next and Qwen3.5 against transformers (tests/golden/hybrid): logits, greedy texts, MTP chains, every layout."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxspec
+from jaxspec import LLM, ConfigError, SamplingParams, load_drafter
+
+GOLDEN = Path(__file__).parent / "golden" / "hybrid"
+VARIANTS = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+LENGTHS = (1, 7, 33, 150)
+CHAINS = (1, 2, 7, 33, 150)  # the prompts after which they have drafts
+PROMPTS = (1, 7, 33, 64)  # whose continuations the goldens have
+CLOSE = dict(rtol=0, atol=2e-3)  # float32 noise of these models is about 1e-4
+
+
+@functools.cache
+def golden(variant):
+    return jaxspec.load_model(str(GOLDEN / variant), dtype="float32", progress=False), np.load(
+        GOLDEN / f"{variant}.npz"
+    )
+
+
+@functools.cache
+def drafter(variant):
+    return load_drafter("mtp", golden(variant)[0])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_match_transformers(variant, length):
+    model, expected = golden(variant)
+    logits = jaxspec.logits(model, expected["ids"][None, :length])
+    np.testing.assert_allclose(logits[0], expected["logits"][:length], **CLOSE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_texts_are_transformers(variant):
+    """One forward over the prompts and their expected continuations gives every greedy choice at once."""
+    model, expected = golden(variant)
+    width = max(PROMPTS) + expected["greedy"].shape[1]
+    texts = [np.append(expected["ids"][:n], text) for n, text in zip(PROMPTS, expected["greedy"], strict=True)]
+    padded = np.stack([np.pad(text, (0, width - len(text))) for text in texts])
+    choices = np.argmax(jaxspec.logits(model, padded), axis=-1)
+    for n, text, chosen in zip(PROMPTS, expected["greedy"], choices, strict=True):
+        assert chosen[n - 1 : n - 1 + len(text)].tolist() == text.tolist()
+
+
+@pytest.mark.parametrize("variant,draft", [("qwen3_next", "none"), ("qwen3_5_moe-text", "ngram")])
+def test_the_engines_greedy_texts_are_transformers(variant, draft):
+    """Of four requests at once: prompts of one token to more than one program's, states in slots, drafts refused."""
+    _, expected = golden(variant)
+    drafts = {} if draft == "none" else {"num_draft_tokens": 3}
+    options = {"context_length": 128, "page_size": 8, "chunked_prefill_size": 32, "max_running_requests": 2}
+    llm = LLM(str(GOLDEN / variant), draft, dtype="float32", skip_warmup=True, **options, **drafts)
+    prompts = [expected["ids"][:n].tolist() for n in PROMPTS]
+    outs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))
+    assert [out.token_ids for out in outs] == expected["greedy"].tolist()
+
+
+@pytest.mark.parametrize("variant,length", [
+    ("qwen3_next", 150), ("qwen3_5", 7), ("qwen3_5-text-tied", 1), ("qwen3_5-text-tied", 2), ("qwen3_5_moe", 33),
+    ("qwen3_5_moe-text", 33),
+])  # fmt: skip
+def test_chains_are_those_of_transformers_mtp_module(variant, length):
+    model, expected = golden(variant)
+    row = CHAINS.index(length)
+    prop = jaxspec.propose(model, drafter(variant), expected["ids"][:length].tolist(), 3)
+    assert prop.next_token == expected["next"][row] and prop.count == 3
+    assert prop.tokens.tolist() == expected["drafts"][row].tolist()
+    np.testing.assert_allclose(prop.logits, expected["draft_logits"][row], **CLOSE)
+
+
+def test_auto_drafts_with_the_module_that_a_checkpoint_brings(tmp_path):
+    model, _ = golden("qwen3_5")
+    assert drafter("qwen3_5").name == "mtp" and load_drafter("auto", model).name == "mtp"
+    bare = shutil.copytree(GOLDEN / "qwen3_5", tmp_path / "bare")
+    tensors = load_file(bare / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if not k.startswith("mtp.")}, bare / "model.safetensors")
+    model = jaxspec.load_model(str(bare), progress=False)
+    assert load_drafter("auto", model).name == "ngram"
+    with pytest.raises(ConfigError, match=r"brings no MTP module.*--draft ngram"):
+        load_drafter("mtp", model)
