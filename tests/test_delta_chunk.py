@@ -84,6 +84,13 @@ def test_lowers_for_cuda(group, dtype):
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
+def test_orders():
+    """A state is written unless the next block writes it anew, and read unless the block before left it."""
+    slots, source, keep = (jnp.array(x) for x in ([4, 4, 2, 4], [-1, 4, 3, 2], [-1, 5, SLOTS, 0]))
+    expected = [[op.NONE, op.NONE, op.NONE], [4, op.CARRY, 5], [2, 3, op.NONE], [4, op.CARRY, 0]]
+    np.testing.assert_array_equal(op._orders(slots, source, keep, SLOTS), expected)
+
+
 BF16 = jnp.bfloat16
 
 

@@ -65,7 +65,6 @@ def delta_within(
             row_gates_s=plgpu.SMEM((2, BLOCK), jnp.float32),
             column_gates_s=plgpu.SMEM((2, BLOCK), jnp.float32),
             right_s=plgpu.SMEM((PIECES, *tile), jnp.bfloat16),  # a product's right operand
-            taken_s=plgpu.SMEM((PIECES, BLOCK, WIDTH), jnp.bfloat16),
             written_s=plgpu.SMEM((2, *tile), jnp.float32),
             mixed_s=plgpu.SMEM(tile, jnp.bfloat16),
             ready=plgpu.Barrier(num_arrivals=5),
@@ -77,7 +76,7 @@ def delta_within(
 
 
 def _warpgroup(group: int, interpreted: bool, q_g, k_g, v_g, gates_g, taken_g, written_g, mixed_g, *, q_s, k_s, v_s,
-               row_gates_s, column_gates_s, right_s, taken_s, written_s, mixed_s, ready):  # fmt: skip
+               row_gates_s, column_gates_s, right_s, written_s, mixed_s, ready):  # fmt: skip
     """One block and value head."""
     b, head = lax.axis_index("b"), lax.axis_index("n")
     m = lax.div(head, _i32(group))
@@ -109,17 +108,16 @@ def _warpgroup(group: int, interpreted: bool, q_g, k_g, v_g, gates_g, taken_g, w
 
     corrected = inverse * along(1, 1)
     taken = product(corrected * jnp.exp(along(1, 0)), [k_s], pieces=PIECES, interpreted=interpreted)
-    _write_pieces(taken, taken_s)
-    _write_pieces(corrected, right_s)
-    plgpu.commit_smem()
+    _write_pieces(taken, (q_s, k_s))  # in place of what nobody needs any more, so that two blocks share a processor
+    _write_pieces(corrected, (right_s.at[0], right_s.at[1]))
     for half in range(2):
         values = v_s.at[:, pl.ds(half * BLOCK, BLOCK)].transpose((1, 0))
         written_s[half] = _from_shared(values, *(right_s.at[i].transpose((1, 0)) for i in range(PIECES)))
     plgpu.commit_smem()
 
     plgpu.copy_smem_to_gmem(mixed_s, mixed_g.at[b, head])
-    for i in range(PIECES):
-        plgpu.copy_smem_to_gmem(taken_s.at[i], taken_g.at[b, head, i])
+    for i, piece_s in enumerate((q_s, k_s)):
+        plgpu.copy_smem_to_gmem(piece_s, taken_g.at[b, head, i])
     for half in range(2):
         plgpu.copy_smem_to_gmem(written_s.at[half], written_g.at[b, head, pl.ds(half * BLOCK, BLOCK)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -134,23 +132,25 @@ def _unit_lower_inverse(lower, row, column, right_s, interpreted: bool):
         same = half(row, 2 * size) == half(column, 2 * size)
         return jnp.where(same & (half(row, size) != half(column, size)), lower, 0.0)
 
-    multiply = partial(product, operands=[right_s.at[i] for i in range(PIECES)], pieces=PIECES, interpreted=interpreted)
+    operands = [right_s.at[i] for i in range(PIECES)]
+    multiply = partial(product, operands=operands, pieces=PIECES, interpreted=interpreted)
     inverse = jnp.where(row == column, 1.0, -between(1))
     for size in (2, 4, 8, 16, 32):
-        _write_pieces(between(size), right_s)
-        plgpu.commit_smem()
+        _write_pieces(between(size), operands)
         corner = multiply(inverse)
-        _write_pieces(inverse, right_s)
-        plgpu.commit_smem()
+        _write_pieces(inverse, operands)
         inverse = inverse - multiply(corner)
     return inverse
 
 
-def _write_pieces(x, target):
-    for i in range(PIECES):
+def _write_pieces(x, targets):
+    """Put the pieces of x into shared memory, once all warps are done with what was there, for all to see."""
+    plgpu.commit_smem()
+    for target in targets:
         piece = x.astype(jnp.bfloat16)
-        target[i] = piece
+        target[...] = piece
         x = x - piece.astype(jnp.float32)
+    plgpu.commit_smem()
 
 
 def _from_shared(left, *rights):

@@ -19,7 +19,7 @@ log = logging.getLogger("jaxspec")
 
 KERNELS: Counter = Counter()  # by operation: how many times a program's trace chose its kernel
 # Operations whose kernels have not passed their tests on a device yet: plain jax.numpy serves, and says so.
-UNPROVEN = frozenset({"experts"})
+UNPROVEN = frozenset({"experts", "delta_step", "delta_chunk"})
 _traced: contextvars.ContextVar[Counter | None] = contextvars.ContextVar("traced", default=None)
 
 
