@@ -86,9 +86,7 @@ def test_a_class_of_the_users(model):
 def test_a_method_alone_takes_the_known_drafter(model, monkeypatch):
     monkeypatch.setitem(KNOWN["standalone"], "acme/big", str(tiny_checkpoint(seed=4)))
     assert isinstance(load_drafter("standalone", named(model, "Acme/Big")).drafter, Standalone)
-    with pytest.raises(
-        ConfigError, match=r"no public drafter is known for Acme/Other.*standalone:PATH_OR_ID.*acme/big"
-    ):
+    with pytest.raises(ConfigError, match=r"no drafter is known for Acme/Other.*standalone:PATH_OR_ID.*acme/big"):
         load_drafter("standalone", named(model, "Acme/Other"))
 
 

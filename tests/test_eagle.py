@@ -242,9 +242,7 @@ def test_a_target_with_too_few_layers_is_named():
 def test_a_method_alone_takes_the_known_drafter(monkeypatch):
     monkeypatch.setitem(KNOWN["eagle3"], "acme/big", str(GOLDEN / "safeailab-eagle3"))
     assert isinstance(load_drafter("eagle3", dataclasses.replace(target(), name="Acme/Big")).drafter, Eagle3)
-    with pytest.raises(
-        ConfigError, match=r"no public drafter is known for Acme/Other.*eagle3:PATH_OR_ID.*qwen/qwen3-8b"
-    ):
+    with pytest.raises(ConfigError, match=r"no drafter is known for Acme/Other.*eagle3:PATH_OR_ID.*qwen/qwen3-8b"):
         load_drafter("eagle3", dataclasses.replace(target(), name="Acme/Other"))
     with pytest.raises(ConfigError, match=r"eagle:PATH_OR_ID.*Known targets: none"):
         load_drafter("eagle", target())

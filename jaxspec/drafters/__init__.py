@@ -102,8 +102,7 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     if draft == "none":
         return LoadedDrafter("none", NoDrafter(), {})
     if draft == "auto":
-        # its own module, which it was trained with; n-grams need nothing and suit every model
-        draft = "mtp" if mtp.found(model, options.load_format) else "ngram"
+        draft = _automatic(model, options)
     method, _, source = draft.partition(":")
     if method in DRAFTERS:
         cls, source = DRAFTERS[method], source or None
@@ -123,12 +122,20 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     return LoadedDrafter(draft, drafter, params)
 
 
+def _automatic(model: Model, options: EngineConfig) -> str:
+    """The best method that fetches nothing: n-grams suit every model, but are the weakest."""
+    if mtp.found(model, options.load_format):
+        return "mtp"
+    shipped = KNOWN["eagle3"].get(model.name.lower(), "").startswith(str(SHIPPED))
+    return "eagle3" if shipped and options.load_format != "dummy" else "ngram"
+
+
 def _known(method: str, model: Model) -> str:
     table = KNOWN[method]
     if found := table.get(model.name.lower()):
         return found
     raise ConfigError(
-        f"--draft {method}: no public drafter is known for {model.name}. Name one with --draft {method}:PATH_OR_ID. "
+        f"--draft {method}: no drafter is known for {model.name}. Name one with --draft {method}:PATH_OR_ID. "
         f"Known targets: {', '.join(sorted(table)) or 'none'}"
     )
 

@@ -5,11 +5,11 @@
 #     scripts/gpu/train.sh OUT [PART...]
 #
 # PART is of: data eagle3 dflash evaluate; all by default, in that order. Each can be run again to go on where it was
-# ended, and ends by itself after LIMIT seconds (570) with status 124. SAMPLES (131072) texts are written, and MINUTES (12)
-# spent on each drafter. OUT receives texts/data.jsonl, and in eagle3/ and
-# dflash/ the drafter, its checkpoints, metrics.jsonl, run.json, acceptance.json and the charts. SMOLLM2 is the demo
-# model's GGUF file; for evaluate, SPECBENCH is Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. Needed as
-# well, as wheels on PYTHONPATH where they aren't installed: gguf, and what optax and orbax-checkpoint need.
+# ended, and ends by itself after LIMIT seconds (570) with status 124. SAMPLES (131072) texts are written, and MINUTES
+# (12) spent on each drafter. OUT receives texts/data.jsonl, and in eagle3/ and dflash/ the drafter, its checkpoints,
+# metrics.jsonl, run.json, acceptance.json and the charts. SMOLLM2 is the demo model's GGUF file; for evaluate,
+# SPECBENCH is Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. Needed as well, as wheels on PYTHONPATH
+# where they aren't installed: gguf, and what optax and orbax-checkpoint need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 [ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
@@ -33,13 +33,15 @@ evaluate() {
     local name=$1 draft=$2
     shift 2
     run "evaluate-$name" evaluate --model "$SMOLLM2" --draft "$draft" --data "$SPECBENCH" "$GSM8K" --prompts 80 \
-        --max-new-tokens 256 --dtype bfloat16 --context-length 2048 --max-running-requests 128 --skip-warmup --output "$out/evaluate-$name" "$@"
+        --max-new-tokens 256 --dtype bfloat16 --context-length 2048 --max-running-requests 128 --skip-warmup \
+        --output "$out/evaluate-$name" "$@"
 }
 
 for part in "${@:-data eagle3 dflash evaluate}"; do
     for part in $part; do
         case $part in
-            data) run data data --model "$SMOLLM2" --data self --num-samples "${SAMPLES:-131072} --temperature 0,0,0,0.8" --output "$out/texts" ;;
+            data) run data data --model "$SMOLLM2" --data self --num-samples "${SAMPLES:-131072}" \
+                --temperature 0,0,0,0.8 --output "$out/texts" ;;
             eagle3) run eagle3 eagle3 --model "$SMOLLM2" --data "$out/texts/data.jsonl" --output "$out/eagle3" \
                 --minutes "${MINUTES:-12}" --learning-rate 2e-3 --batch-size 8 --mlp-size 2048 --unroll 4 ;;
             dflash) run dflash dflash --model "$SMOLLM2" --data "$out/texts/data.jsonl" --output "$out/dflash" \

@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint import demo
+from jaxspec.drafters import KNOWN
 
 pytestmark = pytest.mark.gpu
 
@@ -22,10 +23,11 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "smollm2_greedy.json"
 @functools.cache
 def smollm2(draft):
     path = os.environ.get("JAXSPEC_TEST_GGUF") or str(demo.fetch())
+    draft = KNOWN.get(draft, {}).get(demo.NAME, draft)  # a shipped one is found by the demo's name, not by its file's
     return LLM(path, draft, dtype="float32", context_length=512, max_running_requests=8, skip_warmup=True)
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "eagle3", "dflash"])
 def test_it_knows_the_capital_of_france(draft):
     llm = smollm2(draft)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
@@ -35,7 +37,7 @@ def test_it_knows_the_capital_of_france(draft):
     assert out.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "eagle3", "dflash"])
 def test_greedy_text_is_that_of_transformers(draft, figures):
     cases = json.loads(GOLDEN.read_text())
     params = SamplingParams(temperature=0.0, max_tokens=len(cases[0]["expected"]), ignore_eos=True)

@@ -1,0 +1,39 @@
+"""The drafters that ship with the demo model: found by name, made for it, small enough.
+
+What the engine makes of them is tests/gpu/test_smollm2.py's; how often they are right, docs/performance.md's.
+"""
+
+import pytest
+
+from jaxspec import load_drafter, load_model
+from jaxspec.checkpoint import CheckpointError, demo
+from jaxspec.config import EngineConfig
+from jaxspec.drafters import SHIPPED
+
+
+@pytest.fixture(scope="module")
+def model():
+    try:
+        demo.fetch()
+    except CheckpointError as error:
+        pytest.skip(f"the demo model can't be fetched: {error}")
+    return load_model(demo.NAME, dtype="float32", progress=False)
+
+
+@pytest.mark.parametrize(
+    "draft, method, drafts", [("auto", "eagle3", 3), ("eagle3", "eagle3", 3), ("dflash", "dflash", 7)]
+)
+def test_a_shipped_drafter_is_found_and_fits(model, draft, method, drafts):
+    loaded = load_drafter(draft, model)
+    assert (loaded.name, loaded.drafter.num_draft_tokens) == (method, drafts)
+
+
+def test_dummy_weights_get_no_drafter_that_knows_better(model):
+    assert load_drafter("auto", model, EngineConfig(draft="auto", load_format="dummy")).name == "ngram"
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_it_is_small(method):
+    files = list((SHIPPED / f"smollm2-135m-instruct-{method}").iterdir())
+    assert {file.name for file in files} == {"config.json", "model.safetensors"}
+    assert sum(file.stat().st_size for file in files) < 12e6
