@@ -23,8 +23,9 @@ help:  ## show this list
 serve: $(READY)  ## serve a model on an OpenAI-compatible API; flags: make serve ARGS="--model M --draft D --port 8000"
 	@exec $(PY) -m server $(ARGS)
 
+# Without a limit on restarts, xdist waits for ever for a worker that crashed.
 test: $(READY)  ## run the tests on the CPU; one file: make test ARGS=tests/test_models.py
-	@$(PYTEST) -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(PYTEST) -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 $(ARGS)
 
 test-gpu: $(READY)  ## run the tests that need an NVIDIA GPU
 	@JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)

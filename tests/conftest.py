@@ -3,12 +3,14 @@
 The platform must be chosen before jax is first imported, so this file sets it before importing anything of ours.
 """
 
+import gc
 import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `make test-gpu` sets it to cuda
 
 import jax
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,3 +19,15 @@ jax.config.update("jax_default_matmul_precision", "highest")  # comparisons with
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; a limit also makes writers take a lock
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs(request):
+    """Drop a file's compiled programs after it, and the engines that it keeps: on a CPU each program holds some memory
+    mappings, of which Linux allows a process 65,530, and one more is a segmentation fault."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+            value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
