@@ -4,14 +4,15 @@
 #
 #     scripts/gpu/bench.sh OUT [PART...]
 #
-# PART is of: decode prefill ngram eagle3 dflash kernels serve start smollm2 parity; all by default, in that order. OUT
-# receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they aren't installed:
-# gguf, and for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder with Qwen3-8B's config.json
-# (weights are made up) and a tokenizer, EAGLE3 and DFLASH folders with its drafters' config.json; SMOLLM2 the demo
-# model's GGUF file; SPECBENCH Spec-Bench's question.jsonl.
+# PART is of: decode prefill ngram eagle3 dflash kernels moe hybrid serve start smollm2 parity; all by default, in that
+# order. OUT receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they aren't
+# installed: gguf, and for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder with Qwen3-8B's
+# config.json (weights are made up) and a tokenizer, EAGLE3 and DFLASH folders with its drafters' config.json, QWEN_MOE
+# and QWEN_HYBRID the same of Qwen3-30B-A3B and Qwen3.5-35B-A3B; SMOLLM2 the demo model's GGUF file; SPECBENCH
+# Spec-Bench's question.jsonl.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
@@ -27,7 +28,7 @@ bench() {
         { status=1; tail -n 5 "$out/$name.log"; }
 }
 
-for part in "${@:-decode prefill ngram eagle3 dflash kernels serve start smollm2 parity}"; do
+for part in "${@:-decode prefill ngram eagle3 dflash kernels moe hybrid serve start smollm2 parity}"; do
     for part in $part; do
         case $part in
             decode) bench decode 240 decode --model "$QWEN" --overlap both --back-to-back ;;
@@ -39,6 +40,11 @@ for part in "${@:-decode prefill ngram eagle3 dflash kernels serve start smollm2
             dflash) bench dflash 240 decode --model "$QWEN" --draft "dflash:$DFLASH" --back-to-back --skip-warmup \
                 --accept-rates "$(python3 -c 'print(*[0.87] * 15, sep=",")')" ;;
             kernels) bench kernels 120 kernels ;;
+            moe) bench moe 240 decode --model "$QWEN_MOE" && bench moe-prefill 150 prefill --model "$QWEN_MOE" ;;
+            hybrid)
+                bench hybrid 240 decode --model "$QWEN_HYBRID"
+                bench hybrid-mtp 240 decode --model "$QWEN_HYBRID" --draft mtp --accept-rates 0.75,0.5,0.25 --skip-warmup
+                bench hybrid-prefill 150 prefill --model "$QWEN_HYBRID" ;;
             serve) bench serve 240 serve --model "$QWEN" --load-format dummy --concurrency 128 --offline ;;
             start) # the second of two starts finds what the first compiled
                 for name in cold warm; do

@@ -4,15 +4,15 @@
 #
 #     scripts/gpu/smoke.sh OUT
 #
-# OUT receives device.txt, log.txt, junit.xml, figures.json and host.json. Needed as well, as wheels on PYTHONPATH
-# where it isn't installed: gguf. The demo model's GGUF file is $JAXSPEC_TEST_GGUF (else it is downloaded). Ends within
-# ten minutes, with pytest's exit status.
+# OUT receives device.txt, host.json, and for each test file a log, junit.xml and figures; TESTS names some of them only,
+# LIMIT is a file's seconds (240). Needed as well, as wheels on PYTHONPATH where it isn't installed: gguf. The demo
+# model's GGUF file is $JAXSPEC_TEST_GGUF (else it is downloaded). Ends with the last failing file's status, or 0.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 [ $# = 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 JAXSPEC_FIGURES=$out/figures.json
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
 
 {
@@ -22,10 +22,14 @@ export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
 } >"$out/device.txt" 2>&1
 cat "$out/device.txt"
 
-# Kernels first, then fewest compilations: what fails later leaves these results.
-timeout 520 python3 -m pytest -m gpu -s --durations=0 --junitxml="$out/junit.xml" \
-    tests/gpu/test_weight_stream.py tests/gpu/test_decode_attention.py tests/gpu/test_prompt_attention.py \
-    tests/gpu/test_qwen3_8b.py tests/gpu/test_smollm2.py tests/gpu/test_lossless.py 2>&1 | tee "$out/log.txt"
-status=${PIPESTATUS[0]}
-timeout 60 python3 -m jaxspec.bench host --rounds 500 --json "$out/host.json" 2>&1 | tee -a "$out/log.txt"
+# Kernels first, then fewest compilations: what fails later leaves these results. A process each, since a kernel that
+# reads out of bounds fails all that its process does afterwards.
+status=0
+for name in ${TESTS:-expert_stream gated_delta weight_stream decode_attention prompt_attention trees qwen3_8b smollm2 lossless}; do
+    JAXSPEC_FIGURES=$out/$name.json timeout "${LIMIT:-240}" python3 -m pytest -m gpu -s --durations=0 \
+        --junitxml="$out/$name.xml" "tests/gpu/test_$name.py" >"$out/$name.log" 2>&1 || status=$?
+    grep -E '^(FAILED|E  )' "$out/$name.log" | cut -c1-300 | head -20
+    echo "$name: $(tail -n 1 "$out/$name.log")"
+done
+timeout 60 python3 -m jaxspec.bench host --rounds 500 --json "$out/host.json"
 exit "$status"
