@@ -1,6 +1,7 @@
 """Qwen3-Next and Qwen3.5 against transformers (tests/golden/hybrid): logits, greedy texts, MTP chains, every layout."""
 
 import functools
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec import LLM, ConfigError, SamplingParams, load_drafter
+from jaxspec import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams, load_drafter
+from tests.tiny import tiny_config
 
 GOLDEN = Path(__file__).parent / "golden" / "hybrid"
 VARIANTS = sorted(path.stem for path in GOLDEN.glob("*.npz"))
@@ -86,3 +88,28 @@ def test_auto_drafts_with_the_module_that_a_checkpoint_brings(tmp_path):
     assert load_drafter("auto", model).name == "ngram"
     with pytest.raises(ConfigError, match=r"brings no MTP module.*--draft ngram"):
         load_drafter("mtp", model)
+
+
+def test_a_module_that_lacks_a_tensor_is_refused_by_its_name(tmp_path):
+    folder = shutil.copytree(GOLDEN / "qwen3_5", tmp_path / "lacking")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    model = jaxspec.load_model(str(folder), progress=False)
+    with pytest.raises(CheckpointError, match=r"1 missing.*\n.*missing mtp\.fc\.weight \[32, 64\]"):
+        load_drafter("auto", model)
+
+
+@pytest.mark.parametrize("modules,auto", [(0, "ngram"), (1, "mtp"), (2, "ngram")])
+def test_without_weights_the_config_says_what_to_draft_with(tmp_path, modules, auto):
+    """It may be any file. Of several modules none is chosen, and asking for one says why."""
+    config = tmp_path / "sizes.json"
+    config.write_text(json.dumps(tiny_config("qwen3_5", mtp_num_hidden_layers=modules)))
+    model = jaxspec.load_model(str(config), load_format="dummy")
+    options = EngineConfig(draft="auto", load_format="dummy")
+    assert load_drafter("auto", model, options).name == auto
+    if modules < 2:
+        assert load_drafter("mtp", model, options).drafter.num_draft_tokens == 3
+    else:
+        with pytest.raises(ConfigError, match="has 2 MTP modules; one"):
+            load_drafter("mtp", model, options)

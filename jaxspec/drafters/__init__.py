@@ -103,7 +103,7 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
         return LoadedDrafter("none", NoDrafter(), {})
     if draft == "auto":
         # its own module, which it was trained with; n-grams need nothing and suit every model
-        draft = "mtp" if mtp.found(model, options.load_format) else "ngram"
+        draft = "mtp" if mtp.preferred(model, options.load_format) else "ngram"
     method, _, source = draft.partition(":")
     if method in DRAFTERS:
         cls, source = DRAFTERS[method], source or None
