@@ -25,7 +25,7 @@ from jaxspec import batch as packing
 from jaxspec import sampling, verify
 from jaxspec.batch import Shapes, Slots
 from jaxspec.cache import PageLayout, Rows
-from jaxspec.config import ModelConfig
+from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.executables import Executables
 from jaxspec.mixers import NOTHING, Cache, PromptBlocks, RoundRows, empty_cache
@@ -150,6 +150,11 @@ def decode_round(
     proposal = proposal.replace(count=jnp.where(batch.live, jnp.minimum(proposal.count, slots.drafts), 0))
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     tree = None if proposal.parents is None else Tree.of(proposal.parents, drafter.longest)
+    if tree is not None and config.linear:  # the runner refuses those that say so by their `topk`
+        raise ConfigError(
+            f"{type(drafter).__name__} drafts a tree (Proposal.parents), and {config.model_type} has linear attention, "
+            "whose state goes from one token to the next; it must draft a chain"
+        )
     rows = Rows(slots.length - 1, jnp.where(batch.live, proposal.count + 1, 0), batch.table)
     if tree is not None:
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
