@@ -13,6 +13,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
+STATE_DTYPES = ("float32", "bfloat16")
 
 
 class ConfigError(ValueError):
@@ -319,6 +320,7 @@ class EngineConfig:
     - `mem_fraction_static`: share of the device's memory for weights, caches and states together.
     - `max_total_tokens`: tokens in the page pool; overrides what `mem_fraction_static` gives.
     - `page_size`: tokens per KV page. `chunked_prefill_size`: most prompt tokens in one program.
+    - `state_dtype`: of linear attention's states, `float32` or `bfloat16`, which rounds them once a round or block.
     - `max_state_snapshots`: of a model with linear attention, states kept after cached prefixes, without which those
       can't be gone on from; 0 keeps none. `state_snapshot_interval`: prompt tokens between two of them.
     - `num_continuous_decode_steps`: rounds in one program while no request can be taken in. Tokens are streamed, and
@@ -346,6 +348,7 @@ class EngineConfig:
     max_total_tokens: int | None = None
     page_size: int | None = None
     chunked_prefill_size: int | None = None
+    state_dtype: str = "float32"
     max_state_snapshots: int | None = None
     state_snapshot_interval: int = 256
     num_continuous_decode_steps: int | None = None
@@ -364,6 +367,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", (None, *DTYPES)),
             ("kv_cache_dtype", ("auto", *KV_DTYPES)),
+            ("state_dtype", STATE_DTYPES),
             ("load_format", ("auto", "dummy")),
         ):
             if getattr(self, name) not in allowed:

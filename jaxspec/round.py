@@ -75,13 +75,14 @@ def empty_state(
     capacity: int,
     dtype: str,
     snapshots: int = 0,
+    state_dtype: str = "float32",
 ) -> State:
     """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`.
 
-    Of a model with linear attention, there are `snapshots` state slots beside those of the requests.
+    Of a model with linear attention, there are `snapshots` state slots beside those of the requests, in `state_dtype`.
     """
     slots = packing.empty_slots(num_slots, capacity)
-    cache = empty_cache(config, layout, num_slots + 1 + snapshots, drafter.num_draft_tokens + 1, dtype)
+    cache = empty_cache(config, layout, num_slots + 1 + snapshots, drafter.num_draft_tokens + 1, dtype, state_dtype)
     last = lambda: jnp.zeros((num_slots + 1, config.hidden_size), dtype)  # noqa: E731
     draft = drafter.init_state(layout, num_slots + 1)
     replay = jnp.zeros((num_slots + 1,), jnp.int32)

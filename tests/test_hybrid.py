@@ -212,6 +212,19 @@ def test_without_room_for_snapshots_the_prefix_cache_is_off(caplog):
     assert not llm.engine.scheduler.prefix_cache
 
 
+def test_states_can_be_bfloat16():
+    plans = {}
+    for dtype in ("float32", "bfloat16"):
+        llm = LLM(str(hybrids.checkpoint("qwen3_5")), "mtp", state_dtype=dtype, **OPTIONS)
+        assert llm.engine.runner.state.cache.states.delta.state.dtype == dtype
+        plans[dtype] = llm.engine.runner.plan.states
+    state = 4 * 4 * 12 * 8  # bytes: of 4 heads, 12 x 8
+    assert plans["float32"].bytes - plans["bfloat16"].bytes == state // 2
+    assert plans["float32"].copies == 2 * plans["bfloat16"].copies == 2 * 4 * state  # 2 requests, 4 rows
+    with pytest.raises(ConfigError, match="--state-dtype must be one of float32, bfloat16, got 'float16'"):
+        EngineConfig(state_dtype="float16")
+
+
 class Lanes(distribution.Lanes):
     """As there; each run goes on from the same states too, which rounds don't leave as they were."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.cache import kv_bytes_per_token
 from jaxspec.checkpoint import Model
@@ -58,7 +59,7 @@ class ModelCost:
     experts_per_token: int = 1
 
     @classmethod
-    def of(cls, model: Model, kv_dtype: str) -> ModelCost:
+    def of(cls, model: Model, kv_dtype: str, state_dtype: str = "float32") -> ModelCost:
         config = model.config
         tied = config.tie_embeddings
         layers = model.params["layers"]
@@ -66,11 +67,12 @@ class ModelCost:
         chosen, routed = config.experts_per_token, sum(x.size for x in stacks)
         matrices = sum(x.size for x in jax.tree.leaves(layers) if x.ndim > 1) - routed
         matrices += routed * chosen // max(config.num_experts, 1)
-        states = state_bytes(config, 1, kv_dtype)[1]
+        states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
+        numbers = states // jnp.dtype(state_dtype).itemsize
         head = model.params["embed"] if tied else model.params["head"]
         return cls(
             weight_bytes=_bytes(model.params) - (0 if tied else _bytes(model.params["embed"])),
-            layer_flops=2 * matrices + 3 * 2 * (states // 4),  # a state is read twice and added to, for each token
+            layer_flops=2 * matrices + 3 * 2 * numbers,  # a state is read twice and added to, for each token
             head_flops=2 * head.size,
             attention_flops=4 * config.num_heads * config.head_dim * config.num_kv_layers,
             kv_bytes=kv_bytes_per_token(config, kv_dtype),
