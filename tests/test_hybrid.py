@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from tests import test_distribution as distribution
 from tests.tiny import tiny_checkpoint
 
 FAMILIES = (*hybrids.FAMILIES, "qwen3_moe")
+GOLDEN = Path(__file__).parent / "golden"
 VOCAB, PAGE, CAPACITY, BATCH = 64, 8, 128, 8
 OPTIONS = {
     "dtype": "float32",
@@ -179,6 +181,27 @@ def test_a_stale_snapshot_would_show(monkeypatch):
     with pytest.raises(AssertionError, match="Not equal"):
         check_snapshots(llm)
     assert llm.engine.flush_cache()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft,vocab,layers", [("eagle/specforge-eagle3", 96, 8), ("dflash/full", 40, 6)])
+def test_drafters_of_other_targets_features_leave_the_text_as_it_is(draft, vocab, layers):
+    """EAGLE-3 and DFlash read linear layers' outputs like any; prompts scored on the way see the same states."""
+    folder = tiny_checkpoint("qwen3_5", vocab, num_hidden_layers=layers)
+    llm = LLM(str(folder), str(GOLDEN / draft), num_draft_tokens=2, **OPTIONS)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, vocab, n).tolist() for n in (1, 16, 31, 33, 97)]
+    first = llm.generate(prompts, GREEDY)
+    check_texts(llm, first)
+    scored = llm.generate(prompts[::-1], dataclasses.replace(GREEDY, prompt_logprobs=0))[::-1]
+    assert [out.token_ids for out in scored] == [out.token_ids for out in first]
+    padded = np.zeros((len(prompts), CAPACITY), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    logprobs = np.asarray(jax.nn.log_softmax(jaxspec.logits(llm.engine.runner.model, padded)))
+    for prompt, out, expected in zip(prompts, scored, logprobs, strict=True):
+        told = [entry.logprob for entry in out.prompt_logprobs[1:]]
+        np.testing.assert_allclose(told, [expected[i, token] for i, token in enumerate(prompt[1:])], atol=1e-3)
 
 
 @dataclass(frozen=True)
