@@ -54,8 +54,7 @@ def engine(family, draft):
     folder = tiny_checkpoint(family, VOCAB) if family == "qwen3_moe" else hybrids.checkpoint(family)
     if draft == "standalone":
         draft += f":{tiny_checkpoint('qwen3', VOCAB, 3, num_hidden_layers=1)}"
-    rounds = {"num_continuous_decode_steps": 3} if draft == "mtp" else {}
-    llm = LLM(str(folder), draft, num_draft_tokens=2, **OPTIONS, **rounds)
+    llm = LLM(str(folder), draft, num_draft_tokens=2, num_continuous_decode_steps=3, **OPTIONS)
     llm.engine.scheduler.rounds = 1  # but where a test asks for more
     return llm
 
