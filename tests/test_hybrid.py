@@ -54,7 +54,9 @@ def engine(family, draft):
     folder = tiny_checkpoint(family, VOCAB) if family == "qwen3_moe" else hybrids.checkpoint(family)
     if draft == "standalone":
         draft += f":{tiny_checkpoint('qwen3', VOCAB, 3, num_hidden_layers=1)}"
-    llm = LLM(str(folder), draft, num_draft_tokens=2, num_continuous_decode_steps=3, **OPTIONS)
+    # in a prefill of three blocks, one can start from what another request's leaves; a further size is more to compile
+    options = OPTIONS | {"chunked_prefill_size": 96} if family == "qwen3_5" else OPTIONS
+    llm = LLM(str(folder), draft, num_draft_tokens=2, num_continuous_decode_steps=3, **options)
     llm.engine.scheduler.rounds = 1  # but where a test asks for more
     return llm
 
@@ -94,7 +96,8 @@ def test_greedy_texts_are_plain_decodings(family, draft):
 def talk(llm, seed, cases):
     """Conversations that branch, go on, are broken off, and crowd one another out; their outputs.
 
-    A prompt is new, or a part of an earlier text or all of it (prompt and answer), and some tokens more.
+    A prompt is new, or a part of an earlier text or all of it (prompt and answer), and some tokens more. Some texts are
+    those of prompts that come at the same time.
     """
     rng, scheduler, outs = random.Random(seed), llm.engine.scheduler, []
     texts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(20, 90))] for _ in range(4)]
@@ -106,7 +109,7 @@ def talk(llm, seed, cases):
             patch.setattr(llm.engine, "config", dataclasses.replace(config, disable_overlap=not overlap))
             prompts, crowded = [], rng.random() < 0.2
             for _ in range(3 if crowded else rng.randrange(1, 5)):
-                base = rng.choice(texts[-12:])
+                base = prompts[-1] if prompts and rng.random() < 0.3 else rng.choice(texts[-12:])
                 kept = rng.choice((0, len(base), rng.randrange(len(base)), rng.randrange(len(base))))
                 tail = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 5, 17)))]
                 prompts.append([*base[:24], *base, *tail][:44] if crowded else [*base[:kept], *tail][:100])
@@ -166,7 +169,7 @@ def test_cached_prefixes_continue_as_cold_ones(family, draft, count):
     assert snapshots > count / 10 or family not in hybrids.FAMILIES
     cached = [out.metrics.cached_tokens for out in outs]
     assert sum(n > 0 for n in cached) > count / 4 and len(set(cached)) > 5
-    assert sum(out.metrics.preemptions for out in outs) > count / 50
+    assert sum(out.metrics.preemptions for out in outs) > count / 100
 
 
 def test_a_stale_snapshot_would_show(monkeypatch):
@@ -264,7 +267,7 @@ class Lanes(distribution.Lanes):
 def test_rounds_sample_the_target(family, draft, monkeypatch):
     """As tests/test_distribution.py has it for all drafters, with fewer samples."""
     if family == "qwen3_moe":
-        folder = tiny_checkpoint(family, distribution.VOCAB, 5)
+        folder = tiny_checkpoint(family, distribution.VOCAB, 2)  # one that often says what it said before
     else:
         folder = hybrids.checkpoint(family, distribution.VOCAB, 5)
         monkeypatch.setattr(distribution, "Lanes", Lanes)
