@@ -1,6 +1,6 @@
 # The two commands a person needs are `make serve` and `make test`. Each first brings .venv in line with the lock.
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu soak lint lock clean
+.PHONY: help serve test test-gpu exhaustive soak lint lock clean
 
 # CUDA=12 installs jax for NVIDIA GPUs, CUDA=none for CPUs; by default the machine decides.
 CUDA ?= $(if $(shell nvidia-smi -L 2>/dev/null),12,none)
@@ -18,7 +18,7 @@ LOCKED := uv pip compile pyproject.toml --extra dev --universal --python-version
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
-		printf 'make %-9s %s\n' "$$name" "$$text"; done
+		printf 'make %-10s %s\n' "$$name" "$$text"; done
 
 serve: $(READY)  ## serve a model on an OpenAI-compatible API; flags: make serve ARGS="--model M --draft D --port 8000"
 	@exec $(PY) -m server $(ARGS)
@@ -29,6 +29,9 @@ test: $(READY)  ## run the tests on the CPU; one file: make test ARGS=tests/test
 
 test-gpu: $(READY)  ## run the tests that need an NVIDIA GPU
 	@JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)
+
+exhaustive: $(READY)  ## run the tests that take every combination of what `make test` samples
+	@$(PYTEST) -m exhaustive -n auto --maxprocesses 4 --dist load $(ARGS)
 
 soak: $(READY)  ## run the ten-minute load test
 	@$(PYTEST) -m soak $(ARGS)

@@ -13,6 +13,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
+STATE_DTYPES = ("float32", "bfloat16")
 
 
 class ConfigError(ValueError):
@@ -120,18 +121,13 @@ class ModelConfig:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
         if (act := hf.get("hidden_act", "silu")) != "silu":
             raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
-        if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
-            raise ConfigError(
-                "use_sliding_window or layer_types: sliding-window attention is not supported; "
-                "every layer attends to the whole context"
-            )
         hybrid = getattr(MODELS[model_type], "HYBRID", False)
-        if hybrid and hf.get("attention_bias"):
-            raise ConfigError(f"attention_bias true is not supported for model_type {model_type!r}")
+        _refuse_other_attention(hf, model_type, hybrid)
         theta, scaling, fraction = _rope(hf, 0.25 if hybrid else 1.0)
-        if (rotary := int(head_dim * fraction)) % 2 or not rotary:
+        if (rotary := int(head_dim * fraction)) % 2 or not 0 < rotary <= head_dim:
             raise ConfigError(
-                f"partial_rotary_factor {fraction:g} of head_dim {head_dim} is {rotary}, not an even number"
+                f"partial_rotary_factor {fraction:g} of head_dim {head_dim} is {rotary}, not an even number from 2 to "
+                f"{head_dim}"
             )
         experts = _experts(hf, getattr(MODELS[model_type], "NORM_TOPK_PROB", None))
         only_experts = experts and not experts["dense_layers"]
@@ -166,10 +162,26 @@ class ModelConfig:
         )
 
 
+def _refuse_other_attention(hf: Mapping[str, Any], model_type: str, hybrid: bool) -> None:
+    """Whatever is neither full attention nor, in a hybrid, linear attention (see `_linear`)."""
+    kinds = set(hf.get("layer_types") or ())
+    if hf.get("use_sliding_window") or "sliding_attention" in kinds:
+        raise ConfigError(
+            "use_sliding_window or layer_types: sliding-window attention is not supported; "
+            "every layer attends to the whole context"
+        )
+    if not hybrid and (other := kinds - {"full_attention"}):
+        raise ConfigError(
+            f"layer_types: {min(other)!r} is not supported for model_type {model_type!r}; supported: full_attention"
+        )
+    if hybrid and hf.get("attention_bias"):
+        raise ConfigError(f"attention_bias true is not supported for model_type {model_type!r}")
+
+
 def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's part of a multimodal config, under the model type that it has alone.
 
-    End tokens of both count, and tying is the outer config's to say, if it does.
+    End tokens of both count, tying is the outer config's to say, if it does, and the dtype if the text's doesn't.
     """
     text = hf.get("text_config")
     if isinstance(text, Mapping):
@@ -178,7 +190,9 @@ def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
             token for end in eos for token in (end if isinstance(end, list | tuple) else [end]) if token is not None
         ]
         tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        hf = {**text, "eos_token_id": list(dict.fromkeys(flat)), "tie_word_embeddings": tied}
+        names = ("dtype", "torch_dtype")
+        own = {"tie_word_embeddings": tied, "dtype": next((c[n] for c in (text, hf) for n in names if c.get(n)), None)}
+        hf = {**text, **own, "eos_token_id": list(dict.fromkeys(flat))}
     if isinstance(kind := hf.get("model_type"), str):
         hf = {**hf, "model_type": kind.removesuffix("_text")}
     return hf
@@ -306,6 +320,7 @@ class EngineConfig:
     - `mem_fraction_static`: share of the device's memory for weights, caches and states together.
     - `max_total_tokens`: tokens in the page pool; overrides what `mem_fraction_static` gives.
     - `page_size`: tokens per KV page. `chunked_prefill_size`: most prompt tokens in one program.
+    - `state_dtype`: of linear attention's states, `float32` or `bfloat16`, which rounds them once a round or block.
     - `max_state_snapshots`: of a model with linear attention, states kept after cached prefixes, without which those
       can't be gone on from; 0 keeps none. `state_snapshot_interval`: prompt tokens between two of them.
     - `num_continuous_decode_steps`: rounds in one program while no request can be taken in. Tokens are streamed, and
@@ -333,6 +348,7 @@ class EngineConfig:
     max_total_tokens: int | None = None
     page_size: int | None = None
     chunked_prefill_size: int | None = None
+    state_dtype: str = "float32"
     max_state_snapshots: int | None = None
     state_snapshot_interval: int = 256
     num_continuous_decode_steps: int | None = None
@@ -351,6 +367,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", (None, *DTYPES)),
             ("kv_cache_dtype", ("auto", *KV_DTYPES)),
+            ("state_dtype", STATE_DTYPES),
             ("load_format", ("auto", "dummy")),
         ):
             if getattr(self, name) not in allowed:
@@ -380,7 +397,7 @@ class EngineConfig:
         for name in ("model", "draft"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{flag(name)} must be a name or a path, got {getattr(self, name)!r}")
-        for name in ("disable_overlap", "disable_prefix_cache", "skip_warmup"):
+        for name in ("disable_overlap", "disable_prefix_cache", "skip_warmup", "few_programs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{flag(name)} is on or off, got {getattr(self, name)!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):

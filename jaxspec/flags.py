@@ -43,6 +43,7 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
         "kv_cache_dtype": ("TYPE", "of keys and values; auto is --dtype's"),
         "page_size": ("TOKENS", "tokens per KV page"),
         "chunked_prefill_size": ("TOKENS", "most prompt tokens in one program"),
+        "state_dtype": ("TYPE", "of linear attention's states: float32 or bfloat16"),
         "max_state_snapshots": (
             "N",
             "states of linear attention kept after cached prefixes; 0: none, so no prefix hits",

@@ -41,13 +41,15 @@ class Cache:
     states: States | None = None
 
 
-def empty_cache(config: ModelConfig, layout: PageLayout, slots: int, rows: int, dtype: str) -> Cache:
+def empty_cache(
+    config: ModelConfig, layout: PageLayout, slots: int, rows: int, dtype: str, state_dtype: str = "float32"
+) -> Cache:
     """A cache with `slots` state slots, for rounds of at most `rows` rows, activations in `dtype`."""
-    return Cache(layout.kv(config), empty_states(config, slots, rows, dtype) if config.linear else None)
+    return Cache(layout.kv(config), empty_states(config, slots, rows, dtype, state_dtype) if config.linear else None)
 
 
-def empty_states(config: ModelConfig, slots: int, rows: int, dtype: str) -> States:
-    """States of no tokens. They are kept in float32: what a round adds would be lost in a rounded one."""
+def empty_states(config: ModelConfig, slots: int, rows: int, dtype: str, state_dtype: str) -> States:
+    """States of no tokens, those of the delta rule in `state_dtype`; the convolution's are inputs, in `dtype`."""
     mix, layers = config.linear, config.num_linear_layers
     delta = gated_delta.empty(
         layers,
@@ -57,17 +59,17 @@ def empty_states(config: ModelConfig, slots: int, rows: int, dtype: str) -> Stat
         value_heads=mix.value_heads,
         key_width=mix.key_dim,
         value_width=mix.value_dim,
-        dtype=jnp.float32,
+        dtype=state_dtype,
         key_dtype=dtype,
     )
     return States(delta, empty_windows(layers, slots, rows, mix.channels, mix.taps, dtype))
 
 
-def state_bytes(config: ModelConfig, rows: int, dtype: str) -> tuple[int, int]:
+def state_bytes(config: ModelConfig, rows: int, dtype: str, state_dtype: str = "float32") -> tuple[int, int]:
     """Bytes of one state slot, and of the states in it alone, without the records of a round of `rows` rows."""
     if config.linear is None:
         return 0, 0
-    slot = jax.eval_shape(lambda: empty_states(config, 1, rows, dtype))
+    slot = jax.eval_shape(lambda: empty_states(config, 1, rows, dtype, state_dtype))
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     return size(slot), size(slot.delta.state)
 

@@ -25,7 +25,7 @@ from jaxspec import batch as packing
 from jaxspec import sampling, verify
 from jaxspec.batch import Shapes, Slots
 from jaxspec.cache import PageLayout, Rows
-from jaxspec.config import ModelConfig
+from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.executables import Executables
 from jaxspec.mixers import NOTHING, Cache, PromptBlocks, RoundRows, empty_cache
@@ -75,13 +75,14 @@ def empty_state(
     capacity: int,
     dtype: str,
     snapshots: int = 0,
+    state_dtype: str = "float32",
 ) -> State:
     """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`.
 
-    Of a model with linear attention, there are `snapshots` state slots beside those of the requests.
+    Of a model with linear attention, there are `snapshots` state slots beside those of the requests, in `state_dtype`.
     """
     slots = packing.empty_slots(num_slots, capacity)
-    cache = empty_cache(config, layout, num_slots + 1 + snapshots, drafter.num_draft_tokens + 1, dtype)
+    cache = empty_cache(config, layout, num_slots + 1 + snapshots, drafter.num_draft_tokens + 1, dtype, state_dtype)
     last = lambda: jnp.zeros((num_slots + 1, config.hidden_size), dtype)  # noqa: E731
     draft = drafter.init_state(layout, num_slots + 1)
     replay = jnp.zeros((num_slots + 1,), jnp.int32)
@@ -150,6 +151,11 @@ def decode_round(
     proposal = proposal.replace(count=jnp.where(batch.live, jnp.minimum(proposal.count, slots.drafts), 0))
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     tree = None if proposal.parents is None else Tree.of(proposal.parents, drafter.longest)
+    if tree is not None and config.linear:  # the runner refuses those that say so by their `topk`
+        raise ConfigError(
+            f"{type(drafter).__name__} drafts a tree (Proposal.parents), and {config.model_type} has linear attention, "
+            "whose state goes from one token to the next; it must draft a chain"
+        )
     rows = Rows(slots.length - 1, jnp.where(batch.live, proposal.count + 1, 0), batch.table)
     if tree is not None:
         rows = rows.replace(depth=tree.depth, mask=tree.follows)

@@ -142,7 +142,7 @@ class Runner:
         smallest = PageLayout(1, 1, dtype)
         empty = jax.eval_shape(lambda: self._empty_state(smallest, 0))
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
-        slot, state = state_bytes(self.model.config, self.width, config.dtype)
+        slot, state = state_bytes(self.model.config, self.width, config.dtype, config.state_dtype)
         plan = plan_memory(
             weight_bytes=_bytes(self.model.params),
             draft_weight_bytes=_bytes(self.draft.params, self.model.params),
@@ -170,9 +170,17 @@ class Runner:
         return Executables(cache_folder() / "executables", made_by)
 
     def _empty_state(self, layout: PageLayout, snapshots: int) -> State:
-        shapes, dtype = self.shapes, self.config.dtype
-        drafter = self.draft.drafter
-        return empty_state(self.model.config, drafter, layout, shapes.num_slots, shapes.capacity, dtype, snapshots)
+        shapes, config = self.shapes, self.config
+        return empty_state(
+            self.model.config,
+            self.draft.drafter,
+            layout,
+            shapes.num_slots,
+            shapes.capacity,
+            config.dtype,
+            snapshots,
+            config.state_dtype,
+        )
 
     @property
     def snapshots(self) -> tuple[int, ...] | None:

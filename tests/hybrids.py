@@ -16,7 +16,7 @@ from jaxspec.cache import PageLayout, Rows
 from jaxspec.mixers import NOTHING, PromptBlocks, empty_cache
 from tests.tiny import tiny_checkpoint
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
 @functools.cache

@@ -239,6 +239,10 @@ def break_empty(folder):
             lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "fp8"}),
             "method fp8.*not supported",
         ),
+        (
+            lambda f: edit_json(f / "config.json", text_config={"quantization_config": {"quant_method": "awq"}}),
+            "method awq.*not supported",
+        ),
     ],
 )
 def test_each_kind_of_damage_has_its_own_message(folder, damage, message):

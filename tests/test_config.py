@@ -303,6 +303,7 @@ def test_flag_spelling():
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"rope_scaling": 5}, "rope_scaling"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention' is not supported .* 'qwen3'"),
         ({"rope_theta": -1.0}, "rope_theta"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"torch_dtype": "float8"}, "dtype"),
@@ -315,7 +316,15 @@ def test_a_senseless_value_in_a_config_is_named(change, named):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("model", ""), ("model", 5), ("draft", None), ("seed", "x"), ("seed", -1), ("disable_overlap", "yes")],
+    [
+        ("model", ""),
+        ("model", 5),
+        ("draft", None),
+        ("seed", "x"),
+        ("seed", -1),
+        ("disable_overlap", "yes"),
+        ("few_programs", 1),
+    ],
 )
 def test_an_engine_option_of_the_wrong_kind_is_named(option, value):
     with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
@@ -333,6 +342,8 @@ def test_hybrids():
     assert (config.rope_theta, config.rotary_dim, config.num_experts) == (5e6, 8, 4)
     assert config.linear.layers == (0, 1, 3, 4) and (config.num_kv_layers, config.num_linear_layers) == (2, 4)
     assert config.linear.channels == 2 * 2 * 8 + 4 * 12
+    del text["torch_dtype"]
+    assert ModelConfig.from_hf(whole | {"torch_dtype": "float16"}).dtype == "float16"
     named = {key: value for key, value in text.items() if key != "full_attention_interval"}
     kinds = ["linear_attention", "linear_attention", "full_attention"] * 2
     assert ModelConfig.from_hf({**named, "layer_types": kinds}).linear == config.linear
@@ -347,6 +358,7 @@ def test_hybrids():
     ({"attn_output_gate": False}, "attn_output_gate"),
     ({"attention_bias": True}, "attention_bias"),
     ({"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 of head_dim 16 is 1"),
+    ({"partial_rotary_factor": 2.0}, "partial_rotary_factor 2 of head_dim 16 is 32, not an even number from 2 to 16"),
 ])  # fmt: skip
 def test_hybrids_that_are_refused(change, words):
     with pytest.raises(ConfigError, match=words):

@@ -59,7 +59,7 @@ def close(actual, expected, tolerance=1e-5):
     assert error < tolerance, error
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
 def test_a_round_goes_on_from_what_was_accepted(rows):
     """Three rounds, of which the accepted rows differ by slot: as a loop over the accepted tokens."""
     rng = np.random.default_rng(rows)
@@ -98,7 +98,7 @@ def test_fewer_rows_than_records_and_more():
         op.step(pool, jnp.int32(LAYER), slots, np.array([0]), *tokens(rng, 1, 5))
 
 
-@pytest.mark.parametrize("t", [32, 64, 7])
+@pytest.mark.parametrize("t", [64, 7])
 def test_blocks_in_order(t):
     """Two requests, one from a stored state and one from nothing, snapshots on the way, one taken up by a third."""
     rng = np.random.default_rng(t)
@@ -172,10 +172,10 @@ def test_a_prompt_and_its_rounds_are_one_text(dtype, tolerance):
     close(np.concatenate(outs), expected, tolerance)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_where_a_prompt_is_cut_into_programs_does_not_show(dtype):
+def test_where_a_prompt_is_cut_into_programs_does_not_show():
+    """Though its state is rounded: that happens after every block, wherever the next one runs."""
     rng = np.random.default_rng(2)
-    pool, new = a_pool(rng, 1, dtype), tokens(rng, 3, 16)
+    pool, new = a_pool(rng, 1, jnp.bfloat16), tokens(rng, 3, 16)
     slots, keep, count = np.array([1, 1, 1]), np.array([-1, -1, -1]), np.array([16, 16, 16])
     whole, at_once = chunk(pool, jnp.int32(LAYER), slots, np.array([-1, 1, 1]), keep, count, *new)
     parts = []

@@ -1,6 +1,7 @@
 """Qwen3-Next and Qwen3.5 against transformers (tests/golden/hybrid): logits, greedy texts, MTP chains, every layout."""
 
 import functools
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec import LLM, ConfigError, SamplingParams, load_drafter
+from jaxspec import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams, load_drafter
+from tests.tiny import tiny_config
 
 GOLDEN = Path(__file__).parent / "golden" / "hybrid"
 VARIANTS = sorted(path.stem for path in GOLDEN.glob("*.npz"))
@@ -31,42 +33,49 @@ def drafter(variant):
     return load_drafter("mtp", golden(variant)[0])
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+def each_variant_with(values, often):
+    """All pairs, of which `make test` runs those in `often`."""
+    pairs = [(variant, value) for variant in VARIANTS for value in values]
+    return [pytest.param(*pair, marks=() if pair in often else pytest.mark.exhaustive) for pair in pairs]
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_match_transformers(variant, length):
+def test_logits_and_greedy_texts_are_transformers(variant):
+    """One forward over the longest prompt, and over others with their expected continuations behind them, gives the
+    logits after every token and every greedy choice."""
+    model, expected = golden(variant)
+    texts = [np.append(expected["ids"][:n], text) for n, text in zip(PROMPTS, expected["greedy"], strict=True)]
+    padded = np.stack([np.pad(text, (0, max(LENGTHS) - len(text))) for text in [expected["ids"], *texts]])
+    logits, *others = np.asarray(jaxspec.logits(model, padded))
+    np.testing.assert_allclose(logits, expected["logits"], **CLOSE)
+    for n, text, row in zip(PROMPTS, expected["greedy"], others, strict=True):
+        assert row[n - 1 : n - 1 + len(text)].argmax(-1).tolist() == text.tolist()
+
+
+@pytest.mark.parametrize("variant,length", each_variant_with(
+    LENGTHS, often=[("qwen3_next", 7), ("qwen3_5", 33), ("qwen3_5_moe", 1)]
+))  # fmt: skip
+def test_logits_match_transformers_at_any_length(variant, length):
     model, expected = golden(variant)
     logits = jaxspec.logits(model, expected["ids"][None, :length])
     np.testing.assert_allclose(logits[0], expected["logits"][:length], **CLOSE)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_texts_are_transformers(variant):
-    """One forward over the prompts and their expected continuations gives every greedy choice at once."""
-    model, expected = golden(variant)
-    width = max(PROMPTS) + expected["greedy"].shape[1]
-    texts = [np.append(expected["ids"][:n], text) for n, text in zip(PROMPTS, expected["greedy"], strict=True)]
-    padded = np.stack([np.pad(text, (0, width - len(text))) for text in texts])
-    choices = np.argmax(jaxspec.logits(model, padded), axis=-1)
-    for n, text, chosen in zip(PROMPTS, expected["greedy"], choices, strict=True):
-        assert chosen[n - 1 : n - 1 + len(text)].tolist() == text.tolist()
-
-
-@pytest.mark.parametrize("variant,draft", [("qwen3_next", "none"), ("qwen3_5_moe-text", "ngram")])
+@pytest.mark.parametrize("variant,draft", each_variant_with(("none", "ngram", "mtp"), often=[("qwen3_next", "ngram")]))
 def test_the_engines_greedy_texts_are_transformers(variant, draft):
     """Of four requests at once: prompts of one token to more than one program's, states in slots, drafts refused."""
     _, expected = golden(variant)
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
     options = {"context_length": 128, "page_size": 8, "chunked_prefill_size": 32, "max_running_requests": 2}
-    llm = LLM(str(GOLDEN / variant), draft, dtype="float32", skip_warmup=True, **options, **drafts)
+    llm = LLM(str(GOLDEN / variant), draft, dtype="float32", skip_warmup=True, few_programs=True, **options, **drafts)
     prompts = [expected["ids"][:n].tolist() for n in PROMPTS]
     outs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))
     assert [out.token_ids for out in outs] == expected["greedy"].tolist()
 
 
-@pytest.mark.parametrize("variant,length", [
-    ("qwen3_next", 150), ("qwen3_5", 7), ("qwen3_5-text-tied", 1), ("qwen3_5-text-tied", 2), ("qwen3_5_moe", 33),
-    ("qwen3_5_moe-text", 33),
-])  # fmt: skip
+@pytest.mark.parametrize("variant,length", each_variant_with(
+    CHAINS, often=[("qwen3_next", 33), ("qwen3_5-text-tied", 1), ("qwen3_5_moe", 7), ("qwen3_5_moe-text", 2)]
+))  # fmt: skip
 def test_chains_are_those_of_transformers_mtp_module(variant, length):
     model, expected = golden(variant)
     row = CHAINS.index(length)
@@ -86,3 +95,28 @@ def test_auto_drafts_with_the_module_that_a_checkpoint_brings(tmp_path):
     assert load_drafter("auto", model).name == "ngram"
     with pytest.raises(ConfigError, match=r"brings no MTP module.*--draft ngram"):
         load_drafter("mtp", model)
+
+
+def test_a_module_that_lacks_a_tensor_is_refused_by_its_name(tmp_path):
+    folder = shutil.copytree(GOLDEN / "qwen3_5", tmp_path / "lacking")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    model = jaxspec.load_model(str(folder), progress=False)
+    with pytest.raises(CheckpointError, match=r"1 missing.*\n.*missing mtp\.fc\.weight \[32, 64\]"):
+        load_drafter("auto", model)
+
+
+@pytest.mark.parametrize("modules,auto", [(0, "ngram"), (1, "mtp"), (2, "ngram")])
+def test_without_weights_the_config_says_what_to_draft_with(tmp_path, modules, auto):
+    """It may be any file. Of several modules none is chosen, and asking for one says why."""
+    config = tmp_path / "sizes.json"
+    config.write_text(json.dumps(tiny_config("qwen3_5", mtp_num_hidden_layers=modules)))
+    model = jaxspec.load_model(str(config), load_format="dummy")
+    options = EngineConfig(draft="auto", load_format="dummy")
+    assert load_drafter("auto", model, options).name == auto
+    if modules < 2:
+        assert load_drafter("mtp", model, options).drafter.num_draft_tokens == 3
+    else:
+        with pytest.raises(ConfigError, match="has 2 MTP modules; one"):
+            load_drafter("mtp", model, options)

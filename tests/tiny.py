@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 LINEAR = dict(
     full_attention_interval=2,
@@ -43,12 +44,13 @@ LINEAR = dict(
     linear_value_head_dim=12,
     linear_conv_kernel_dim=4,
 )
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16)
 # what a family's config has beside the keys that all have
 EXTRA = {
     "qwen3_5": LINEAR,
-    "qwen3_5_moe": LINEAR
-    | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16),
+    "qwen3_5_moe": LINEAR | EXPERTS,
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+    "qwen3_next": LINEAR | EXPERTS,
 }
 
 _root = tempfile.TemporaryDirectory(prefix="jaxspec-tiny-")  # removed when the process ends

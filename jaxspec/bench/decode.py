@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
 
 def against_floor(engine: Engine, args: argparse.Namespace, row: Row) -> Row:
     """The floor of a round of this row, and how many times that its median took."""
-    cost = floors.ModelCost.of(engine.runner.model, engines.kv_dtype(engine))
+    cost = floors.ModelCost.of(engine.runner.model, engines.kv_dtype(engine), engine.config.state_dtype)
     if row["ms_per_round"] is None:
         return {"floor_ms": None, "ratio": None}
     size, flops = cost.round(row["concurrency"], engine.runner.width, row["context"])

@@ -1,9 +1,9 @@
 """The least time that the hardware needs: bytes over bandwidth or operations over arithmetic, whichever is longer.
 
-Counted is the target model's own work: its weights once, the keys and values that are there, its multiplications. The
-embedding table is read only if it is also the head. Of experts, those are read that some token chose, their number as
-expected if all are equally likely: text that has a preference reads fewer. What a drafter does comes on top, so a
-round's ratio shows it.
+Counted is the target model's own work: its weights once, the keys and values that are there, its multiplications; of
+linear attention, each request's states, read and written once a round. The embedding table is read only if it is also
+the head. Of experts, those are read that some token chose, their number as expected if all are equally likely: text
+that has a preference reads fewer. What a drafter does comes on top, so a round's ratio shows it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.cache import kv_bytes_per_token
 from jaxspec.checkpoint import Model
+from jaxspec.mixers import state_bytes
 from jaxspec.pallas.experts import expected_experts
 
 
@@ -51,25 +53,30 @@ class ModelCost:
     head_flops: int  # per row that is unembedded
     attention_flops: int  # per row and position that it sees
     kv_bytes: int  # per token, in the cache
+    state_bytes: int = 0  # of a request's states, the same at any length
     expert_bytes: int = 0  # of weight_bytes, those of experts that a token may choose or not
     num_experts: int = 1
     experts_per_token: int = 1
 
     @classmethod
-    def of(cls, model: Model, kv_dtype: str) -> ModelCost:
+    def of(cls, model: Model, kv_dtype: str, state_dtype: str = "float32") -> ModelCost:
         config = model.config
         tied = config.tie_embeddings
-        layers = jax.tree.leaves(model.params["layers"])
-        stacks = [x for x in layers if x.ndim == 3]  # of experts
-        share = config.experts_per_token / max(config.num_experts, 1)
-        matrices = sum(x.size for x in layers if x.ndim == 2) + round(share * sum(x.size for x in stacks))
+        layers = model.params["layers"]
+        stacks = [layer[name] for layer in layers for name in ("experts_gate_up", "experts_down") if name in layer]
+        chosen, routed = config.experts_per_token, sum(x.size for x in stacks)
+        matrices = sum(x.size for x in jax.tree.leaves(layers) if x.ndim > 1) - routed
+        matrices += routed * chosen // max(config.num_experts, 1)
+        states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
+        numbers = states // jnp.dtype(state_dtype).itemsize
         head = model.params["embed"] if tied else model.params["head"]
         return cls(
             weight_bytes=_bytes(model.params) - (0 if tied else _bytes(model.params["embed"])),
-            layer_flops=2 * matrices,
+            layer_flops=2 * matrices + 3 * 2 * numbers,  # a state is read twice and added to, for each token
             head_flops=2 * head.size,
-            attention_flops=4 * config.num_heads * config.head_dim * config.num_layers,
+            attention_flops=4 * config.num_heads * config.head_dim * config.num_kv_layers,
             kv_bytes=kv_bytes_per_token(config, kv_dtype),
+            state_bytes=states,
             expert_bytes=_bytes(stacks),
             num_experts=max(config.num_experts, 1),
             experts_per_token=max(config.experts_per_token, 1),
@@ -84,12 +91,12 @@ class ModelCost:
         """Bytes and operations of verifying `width` rows for each of `requests` with `context` tokens on average."""
         rows = requests * width
         flops = rows * (self.layer_flops + self.head_flops + self.attention_flops * context)
-        return self._weights_read(rows) + requests * context * self.kv_bytes, flops
+        return self._weights_read(rows) + requests * (context * self.kv_bytes + 2 * self.state_bytes), flops
 
     def prefill(self, tokens: int) -> tuple[float, float]:
         """Bytes and operations of a prompt up to its first token: only the last row is unembedded."""
         flops = tokens * self.layer_flops + self.head_flops + self.attention_flops * tokens * (tokens + 1) / 2
-        return self._weights_read(tokens) + tokens * self.kv_bytes, flops
+        return self._weights_read(tokens) + tokens * self.kv_bytes + self.state_bytes, flops
 
 
 def _bytes(tree: Any) -> int:

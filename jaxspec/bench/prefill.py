@@ -57,7 +57,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
     """Measure every length."""
     most = max(_batch(args, length) for length in args.lengths)
     engine = engines.start(args, result, min(most, 128))
-    cost, limits = floors.ModelCost.of(engine.runner.model, engines.kv_dtype(engine)), floors.ceilings(args)
+    cost = floors.ModelCost.of(engine.runner.model, engines.kv_dtype(engine), engine.config.state_dtype)
+    limits = floors.ceilings(args)
     prompts = Prompts(engine, np.random.default_rng(args.seed or 0))
     for length in tqdm(args.lengths, desc="prefill", unit="length", disable=None):
         size, flops = cost.prefill(length)

@@ -136,12 +136,14 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
 
 
 def _refuse_quantized(file: Path, config: dict[str, Any]) -> None:
-    if method := config.get("quantization_config"):
-        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        raise CheckpointError(
-            f"{file}: quantized weights (quantization_config, method {kind}) are not supported yet; "
-            "use the unquantized checkpoint, or a GGUF file"
-        )
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        if method := part.get("quantization_config"):
+            kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+            raise CheckpointError(
+                f"{file}: quantized weights (quantization_config, method {kind}) are not supported yet; "
+                "use the unquantized checkpoint, or a GGUF file"
+            )
 
 
 def read_json(file: Path) -> dict[str, Any]:

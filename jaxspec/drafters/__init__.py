@@ -124,7 +124,7 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
 
 def _automatic(model: Model, options: EngineConfig) -> str:
     """The best method that fetches nothing: n-grams suit every model, but are the weakest."""
-    if mtp.found(model, options.load_format):
+    if mtp.preferred(model, options.load_format):
         return "mtp"
     shipped = KNOWN["eagle3"].get(model.name.lower(), "").startswith(str(SHIPPED))
     return "eagle3" if shipped and options.load_format != "dummy" else "ngram"

@@ -35,8 +35,7 @@ class Mtp(Chain):
     def load(cls, target, source, options):
         """**Raises:** `ConfigError` for a target without such a module, or several of them, `CheckpointError` for
         tensors that are missing or don't fit."""
-        files = _files(target, options.load_format)
-        if files is None:
+        if not found(target, options.load_format):
             raise ConfigError(
                 f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next "
                 "and Qwen3.5 checkpoints do, as tensors mtp.*. Use --draft ngram, which needs nothing"
@@ -49,11 +48,11 @@ class Mtp(Chain):
         config = dataclasses.replace(target.config, num_layers=1, linear=None, dense_layers=())
         embed = target.params["embed"]
         declared, dtype = parameters(config), str(embed.dtype)
-        if files.files:
-            own = lambda name: name if name.startswith(MTP) else None  # noqa: E731
-            params = read_params(declared, files, f"{target.name}, MTP", dtype, rename=own)
-        else:
+        if options.load_format == "dummy":
             params = dummy(declared, dtype, options.seed or 0)
+        else:
+            own = lambda name: name if name.startswith(MTP) else None  # noqa: E731
+            params = read_params(declared, locate(target.path), f"{target.name}, MTP", dtype, rename=own)
         params |= {"embed": embed, "head": {k: target.params[k] for k in ("head", "embed") if k in target.params}}
         drafts = options.num_draft_tokens or 3
         return cls(config, target.config.model_type, dtype, (target.config.num_layers,), drafts), params
@@ -89,18 +88,14 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def found(target: Model, load_format: str) -> bool:
-    """Whether the target's checkpoint brings a module to draft with; without weights, whether its config counts one."""
-    files = _files(target, load_format)
-    return files is not None and bool(files.files or target.config.mtp_layers)
+    """Whether the target brings a module to draft with: tensors in its checkpoint, or, without weights, any hybrid."""
+    if target.config.linear is None or load_format == "dummy":
+        return target.config.linear is not None
+    files = locate(target.path) if target.path is not None else None
+    return isinstance(files, ModelFolder) and any(name.startswith(MTP) for name in files.tensors())
 
 
-def _files(target: Model, load_format: str) -> ModelFolder | None:
-    """The target's folder, if it can hold an MTP module: with weights, only if it does."""
-    if target.config.linear is None or target.path is None:
-        return None
-    files = locate(target.path, load_format=load_format)
-    if not isinstance(files, ModelFolder):
-        return None
-    if files.files and not any(name.startswith(MTP) for name in files.tensors()):
-        return None
-    return files
+def preferred(target: Model, load_format: str) -> bool:
+    """Whether to draft with it where the user names no drafter; without weights, if the config counts one module."""
+    counted = target.config.mtp_layers
+    return counted <= 1 and bool(counted or load_format != "dummy") and found(target, load_format)

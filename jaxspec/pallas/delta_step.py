@@ -87,14 +87,6 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, sta
     return None
 
 
-def _division(b: int, m: int, group: int) -> tuple[int, int]:
-    """Blocks that share a request's key head, and tiles that each has room for.
-
-    A block must have one tile or whole heads.
-    """
-    return group * WIDTH // TILE, 1
-
-
 def delta_step(
     state: Float[Array, "l r n v k"],
     keys: Float[Array, "l r s m k"],
@@ -116,7 +108,8 @@ def delta_step(
     """`gated_delta.step` on the arrays of a pool; returns what the rows read, in bfloat16, and those arrays anew.
 
     `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
-    `plgpu.kernel`. **Raises:** `ValueError` if `supported` has a reason against it.
+    `plgpu.kernel`. `division`: how many blocks share a request's key head, and how many tiles each has room for; one
+    has one tile, as by default, or whole heads. **Raises:** `ValueError` if `supported` has a reason against it.
     """
     if reason := supported(q.shape, v.shape, keys.shape[2], state.dtype, q.dtype, k.dtype, keys.dtype, v.dtype):
         raise ValueError(f"delta_step doesn't support {reason}")
@@ -130,7 +123,7 @@ def delta_step(
 def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, division, pieces):
     b, t, n, _ = v.shape
     m = q.shape[2]
-    splits, stages = division or _division(b, m, n // m)
+    splits, stages = division or (n // m * WIDTH // TILE, 1)
     plan = _Plan(b, t, pool[1].shape[2], m, n // m, pool[0].dtype, splits, stages, pieces, bool(interpret))
     pad = lambda x, to, value=0: jnp.pad(x, [(0, 0), (0, to - t), *[(0, 0)] * (x.ndim - 2)], constant_values=value)  # noqa: E731
     kq = jnp.concatenate([pad(k, plan.padded), pad(q, plan.padded)], axis=1)

@@ -32,6 +32,24 @@ QWEN3_30B_A3B = QWEN3_8B | {
     "num_experts_per_tok": 8,
 }
 
+QWEN35_35B_A3B = QWEN3_8B | {
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_hidden_layers": 40,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
 
 def cost(**overrides):
     """The cost of a model that has shapes and no numbers, in bfloat16."""
@@ -64,6 +82,18 @@ def test_of_experts_those_are_read_that_are_chosen(requests, floor_ms):
     assert H200.seconds(size, flops) * 1e3 == pytest.approx(floor_ms, rel=0.06)
     assert moe.weight_bytes - moe.expert_bytes < moe.round(1, 1, 0)[0] < 0.12 * moe.weight_bytes
     assert moe.layer_flops + moe.head_flops == pytest.approx(2 * 3.04e9, rel=0.02)  # what is active, embedding aside
+
+
+@pytest.mark.parametrize("requests, floor_ms", [(1, 1.4), (8, 4.5), (32, 11.6), (128, 20.1)])
+def test_of_hybrids_states_are_read_and_written_and_few_layers_attend(requests, floor_ms):
+    """Qwen3.5-35B-A3B likewise. A shared expert is read whoever is chosen."""
+    hybrid = cost(family="qwen3_5_moe", **QWEN35_35B_A3B)
+    size, flops = hybrid.round(requests, 1, 1024 + 128)
+    assert H200.seconds(size, flops) * 1e3 == pytest.approx(floor_ms, rel=0.06)
+    assert hybrid.state_bytes == 30 * 32 * 128 * 128 * 4 and hybrid.kv_bytes == 10 * 2 * 2 * 256 * 2
+    assert hybrid.attention_flops == 10 * 4 * 16 * 256
+    assert hybrid.expert_bytes == 2 * 40 * 256 * 3 * 512 * 2048
+    assert hybrid.layer_flops + hybrid.head_flops == pytest.approx(2 * 3.05e9, rel=0.03)
 
 
 def test_verifying_many_rows_is_bound_by_arithmetic(qwen):
