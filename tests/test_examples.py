@@ -124,12 +124,12 @@ def test_a_tiny_hybrid_is_trained_and_served(tmp_path, plain, monkeypatch, capsy
     assert tiny.write_texts(file, "no model is asked for what is there", prompts, max_tokens=24) == texts
 
     tiny.make_tokenizer(tmp_path, texts, 272)
-    tiny.write_config(tmp_path, 272, width=32)
-    monkeypatch.setattr(tiny, "DRAFTS", 2)
+    tiny.write_config(tmp_path, 272, width=32, layers=2)
+    monkeypatch.setattr(tiny, "DRAFTS", 1)  # of each, a gradient is compiled
     tiny.train(tmp_path, texts, loop.Settings(steps=2, optimizer="adamw", warm_up=0), batch_size=1)
     trained, model = load_file(tmp_path / "model.safetensors"), load_model(str(tmp_path), progress=False)
-    assert trained["mtp.fc.weight"].shape == (32, 64) and model.config.num_linear_layers == 3
-    assert 1 <= tiny.trial(tmp_path, prompts[:2], max_tokens=12) <= 3
+    assert trained["mtp.fc.weight"].shape == (32, 64) and model.config.num_linear_layers == 1
+    assert 1 <= tiny.trial(tmp_path, prompts[:2], max_tokens=12) <= 2
     assert "> Say a." in capsys.readouterr().out
 
 
