@@ -23,6 +23,7 @@ from jaxspec.pallas import gated_delta
 from jaxspec.pallas.gated_delta import DeltaPool
 
 NOTHING = -1  # as a state slot to start from: the state before any token; to keep a snapshot in: none is kept
+BLOCK = 32  # tokens of a whole text that linear attention takes at once
 
 
 @flax.struct.dataclass
@@ -81,25 +82,30 @@ class WholeTexts:
         return causal_attention(cache, layer, q, k, v)
 
     def convolve(self, cache, layer, x, weight):
-        b, dtype = len(x), x.dtype
-        windows = empty_windows(1, b, 0, x.shape[2], weight.shape[1], dtype)
-        return conv_chunk(windows, jnp.int32(0), *self._slots(x), x, weight)[0], cache
+        b, t, _ = x.shape
+        nothing = jnp.full((b,), NOTHING, jnp.int32)
+        windows = empty_windows(1, b, 0, x.shape[2], weight.shape[1], x.dtype)
+        slots = jnp.arange(b, dtype=jnp.int32), nothing, nothing, jnp.full((b,), t, jnp.int32)
+        return conv_chunk(windows, jnp.int32(0), *slots, x, weight)[0], cache
 
     def recur(self, cache, layer, q, k, v, decay, beta):
+        """In blocks, as what rows of one block do to one another grows with the square of its length."""
+        b, t = q.shape[:2]
+        count = -(-t // BLOCK)
+        pad = count * BLOCK - t
+        cut = lambda x: jnp.pad(x, ((0, 0), (0, pad), *[(0, 0)] * (x.ndim - 2))).reshape(-1, BLOCK, *x.shape[2:])  # noqa: E731
+        text, block = jnp.divmod(jnp.arange(b * count, dtype=jnp.int32), count)
+        nothing = jnp.full((b * count,), NOTHING, jnp.int32)
+        slots = text, jnp.where(block == 0, NOTHING, text), nothing, jnp.minimum(t - block * BLOCK, BLOCK)
         widths = {
             "key_heads": k.shape[2],
             "value_heads": v.shape[2],
             "key_width": k.shape[3],
             "value_width": v.shape[3],
         }
-        pool = gated_delta.empty(1, len(q), 1, **widths, dtype=jnp.float32, key_dtype=k.dtype)
-        return gated_delta.chunk(pool, jnp.int32(0), *self._slots(q), q, k, v, decay, beta)[0], cache
-
-    @staticmethod
-    def _slots(x: Array) -> tuple[Array, Array, Array, Array]:
-        """A slot for each text, filled from nothing with all of its rows."""
-        nothing = jnp.full((len(x),), NOTHING, jnp.int32)
-        return jnp.arange(len(x), dtype=jnp.int32), nothing, nothing, jnp.full((len(x),), x.shape[1], jnp.int32)
+        pool = gated_delta.empty(1, b, 1, **widths, dtype=jnp.float32, key_dtype=k.dtype)
+        out, _ = gated_delta.chunk(pool, jnp.int32(0), *slots, *map(cut, (q, k, v, decay, beta)))
+        return out.reshape(b, -1, *out.shape[2:])[:, :t], cache
 
 
 @flax.struct.dataclass

@@ -12,13 +12,15 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from examples.markov import Markov
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.cache import Rows
 from jaxspec.config import EngineConfig, flag
 from jaxspec.draft import DraftBatch, PrefillBatch, Verified
 from jaxspec.drafters import DRAFTERS
+from jaxspec.train import loop
 from server.options import SERVER_DEFAULTS, make_parser
 from tests.tiny import tiny_checkpoint
 
@@ -109,6 +111,26 @@ def test_offline_prints_what_drafting_changes_nothing_about(folder, capsys):
         assert printed.startswith("> hi\n") and "8 tokens" in printed and " a round, ended by length]" in printed
         texts.append(printed[: printed.index("[8 tokens")])
     assert texts[0] == texts[1]
+
+
+def test_a_tiny_hybrid_is_trained_and_served(tmp_path, plain, monkeypatch, capsys):
+    tiny = load("tiny_hybrid")
+    file, prompts = tmp_path / "texts.jsonl", ["Say a.", "Say b.", "Say c."]
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny, "LLM", lambda *_, **__: plain)
+        first = tiny.write_texts(file, "", prompts[:2], max_tokens=24)
+        texts = tiny.write_texts(file, "", prompts, max_tokens=24)
+    assert texts[:2] == first and [text["prompt"] for text in texts] == prompts
+    assert tiny.write_texts(file, "no model is asked for what is there", prompts, max_tokens=24) == texts
+
+    tiny.make_tokenizer(tmp_path, texts, 272)
+    tiny.write_config(tmp_path, 272, width=32, layers=2)
+    monkeypatch.setattr(tiny, "DRAFTS", 1)  # of each, a gradient is compiled
+    tiny.train(tmp_path, texts, loop.Settings(steps=2, optimizer="adamw", warm_up=0), batch_size=1)
+    trained, model = load_file(tmp_path / "model.safetensors"), load_model(str(tmp_path), progress=False)
+    assert trained["mtp.fc.weight"].shape == (32, 64) and model.config.num_linear_layers == 1
+    assert 1 <= tiny.trial(tmp_path, prompts[:2], max_tokens=12) <= 2
+    assert "> Say a." in capsys.readouterr().out
 
 
 def load(name):

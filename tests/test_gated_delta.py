@@ -1,5 +1,6 @@
 """Gated delta-rule attention against a loop over tokens in float64: rounds with replay, prompts in blocks, both."""
 
+import re
 from functools import partial
 
 import jax
@@ -196,3 +197,13 @@ def test_nothing_is_copied():
     )
     aliased = lowered.compile().memory_analysis().alias_size_in_bytes
     assert aliased == sum(x.nbytes for x in jax.tree.leaves(pool))
+
+
+def test_long_blocks_have_no_products_of_many_axes():
+    """XLA's CPU compiler ends the process, at run time, on some products of eight axes, as gradients are full of."""
+    rng = np.random.default_rng(9)
+    slots, count = jnp.arange(2), jnp.full(2, 200)
+    read = lambda *operands: op.chunk(a_pool(rng, 1), jnp.int32(0), slots, slots, slots - 9, count, *operands)[0].sum()  # noqa: E731
+    gradient = jax.make_jaxpr(jax.grad(read, argnums=range(5)))(*tokens(rng, 2, 200))
+    axes = [shape.count(",") + 1 for shape in re.findall(r"\[([\d,]+)\] = dot_general", str(gradient))]
+    assert len(axes) > 40 and max(axes) < 8

@@ -223,18 +223,21 @@ def _within(
     return corrected, products[1], jnp.exp(logs), spans[..., -1, :]
 
 
-def _unit_lower_inverse(lower: Float[Array, "*b t t"]) -> Float[Array, "*b t t"]:
+def _unit_lower_inverse(lower: Float[Array, "b *n t t"]) -> Float[Array, "b *n t t"]:
     """The inverse of I + `lower`, which is strictly lower triangular, by halves.
 
-    Each level is two products over all its blocks. (The product of I + (-lower)^(2^i) would be as short, but its terms
-    grow like binomials where keys repeat, and float32 has no room for them.)
+    Each level is two products over all its blocks, which are side by side in the first axis. (The product of
+    I + (-lower)^(2^i) would be as short, but its terms grow like binomials where keys repeat, and float32 has no room
+    for them.)
     """
     t = lower.shape[-1]
     if t == 1:
         return jnp.ones_like(lower)
     half = -(-t // 2)
     lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, 2 * half - t)] * 2)
-    first, second = _unit_lower_inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    # Not stacked in an axis of their own: XLA's CPU compiler aborts on products of eight axes or more.
+    blocks = jnp.concatenate([lower[..., :half, :half], lower[..., half:, half:]])
+    first, second = jnp.split(_unit_lower_inverse(blocks), 2)
     corner = -_einsum("...ij,...jk,...kl->...il", second, lower[..., half:, :half], first)
     return jnp.block([[first, jnp.zeros_like(first)], [corner, second]])[..., :t, :t]
 

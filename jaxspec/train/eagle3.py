@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.drafters.eagle import Eagle3
+from jaxspec.models.layers import Hidden
 from jaxspec.train.attention import causal_attention
 from jaxspec.train.losses import Rows, Scorer
-from jaxspec.train.objective import Batch, Objective, matmul_weights, report
+from jaxspec.train.objective import Batch, Objective, Report, matmul_weights, report
 
 HEAD = ("norm", "head")  # params that turn the layer's output into logits
 
@@ -31,6 +32,8 @@ class _Step:
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         return self.batch.positions + self.step
+
+    marked_positions = positions  # padding is a text too
 
     def attend(self, cache, layer, q, k, v):
         cache = [*cache, (k, v)]
@@ -52,7 +55,12 @@ class Eagle3Objective(Objective):
         return self.steps
 
     def loss(self, trained, frozen, target_params, batch, key):
-        hidden = self.read(target_params, batch)
+        return self.chain_loss(trained, frozen, target_params, self.read(target_params, batch), batch)
+
+    def chain_loss(
+        self, trained: Any, frozen: Any, target_params: Any, hidden: Hidden, batch: Batch
+    ) -> tuple[Float[Array, ""], Report]:
+        """The loss after the target's reading of the batch."""
         outputs = self._unroll({**frozen, **self.cast(trained)}, hidden.features, batch)
         # All guesses at a token in one column, where the target's own stands: step i guessed it from i + 1 rows before.
         align = lambda x, i: jnp.roll(x, i + 1, axis=1)  # noqa: E731

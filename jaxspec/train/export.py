@@ -123,19 +123,33 @@ def fresh_dflash(folder: Path, target: Model, shape: Shape, block_size: int, mas
 
 
 def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:
-    """A pytree of params as checkpoint tensors, bfloat16: `checkpoint.params.assemble` undone."""
+    """A pytree of params as checkpoint tensors: `checkpoint.params.assemble` undone.
+
+    They are bfloat16, but for what is declared with a dtype of its own.
+    """
     tensors: dict[str, np.ndarray] = {}
     leaves = jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, Param))
     for param, array in zip(leaves, jax.tree.leaves(params), strict=True):
-        array = np.asarray(array.astype(_STORED_DTYPE))
-        if param.interleave:
-            runs = array.reshape(*array.shape[:-1], -1, len(param.splits), param.interleave)
-            parts = [runs[..., i, :].reshape(*array.shape[:-1], -1) for i in range(len(param.splits))]
-        else:
-            parts = np.split(array, np.cumsum(param.splits)[:-1], axis=-1)
+        parts = _sources(param, np.asarray(array.astype(param.dtype or _STORED_DTYPE)))
         for name, part in zip(param.sources, parts, strict=True):
-            tensors[name] = np.ascontiguousarray(part.T if param.transpose else part)
+            part = part.T if param.transpose else part
+            tensors[name] = np.ascontiguousarray(part[:, None] if param.depthwise else part)
     return tensors
+
+
+def _sources(param: Param, array: np.ndarray) -> list[np.ndarray]:
+    """What an array was put together from."""
+    if param.stacked:
+        return np.split(array.reshape(-1, array.shape[-1]), np.cumsum(param.splits)[:-1])
+    if param.interleave:
+        runs = array.reshape(*array.shape[:-1], -1, len(param.splits), param.interleave)
+        return [runs[..., i, :].reshape(*array.shape[:-1], -1) for i in range(len(param.splits))]
+    if param.grouped:
+        groups = array.shape[-1] // sum(param.grouped)
+        parts = np.split(array, np.cumsum(param.grouped)[:-1] * groups, axis=-1)
+        parts = [part.reshape(*array.shape[:-1], groups, -1) for part in parts]
+        array = np.concatenate(parts, axis=-1).reshape(array.shape)
+    return np.split(array, np.cumsum(param.splits)[:-1], axis=-1)
 
 
 def _layer_config(c: ModelConfig, shape: Shape) -> dict[str, Any]:

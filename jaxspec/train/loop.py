@@ -167,10 +167,10 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 def _inner(params: dict[str, Any]) -> dict[str, Any]:
-    """Which params Muon is for. A head's columns are tokens, each a vector by itself, so it isn't one of them."""
+    """Which params Muon is for. Columns of a head and rows of an embedding are tokens, each a vector by itself."""
 
     def of(name: str, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        return optax.contrib.MuonDimensionNumbers() if x.ndim > 1 and name != "head" else None
+        return optax.contrib.MuonDimensionNumbers() if x.ndim > 1 and name not in ("head", "embed") else None
 
     return {name: jax.tree.map(partial(of, name), tree) for name, tree in params.items()}
 

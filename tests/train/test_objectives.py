@@ -48,6 +48,22 @@ def test_the_unrolled_chain_is_the_drafted_one(target):
         np.testing.assert_allclose(loaded.drafter._logits(loaded.params, out[0, at]), logits, atol=1e-4)
 
 
+def test_the_unrolled_module_is_the_drafting_one():
+    """MTP's chain too: the module goes on with its own normed output, over the hybrid target's last hidden state."""
+    hybrid = load_model(str(GOLDEN / "hybrid" / "qwen3_5"), "float32", progress=False)
+    loaded = load_drafter("mtp", hybrid)
+    prompt = np.load(GOLDEN / "hybrid" / "qwen3_5.npz")["ids"][:33]
+    prop = jaxspec.propose(hybrid, loaded, prompt.tolist(), 3)
+    row = jnp.array([[*prompt, prop.next_token, *prop.tokens]])
+    batch = Batch(row, jnp.zeros_like(row), jnp.ones(row.shape, bool))
+    ours = Eagle3Objective(loaded.drafter, hybrid.config, "float32", "soft", steps=3)
+    hidden = jaxspec.hidden_states(hybrid, row, loaded.drafter.feature_layers)
+    outputs = jax.jit(ours._unroll)(loaded.params, tuple(hidden), batch)
+    assert len(set(prop.tokens.tolist())) > 1
+    for out, logits in zip(outputs, prop.logits, strict=True):
+        np.testing.assert_allclose(loaded.drafter._logits(loaded.params, out[0, 32]), logits, atol=1e-4)
+
+
 def test_a_trained_block_is_the_drafted_one(target):
     loaded, prop, batch = drafted(target, "dflash", 5)
     ours = DFlashObjective(loaded.drafter, target.config, "float32", "soft", anchors=2)

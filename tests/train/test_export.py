@@ -1,0 +1,24 @@
+"""Params become a checkpoint's tensors and are read back as they were, whatever they were put together from."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.checkpoint.params import assemble, dummy
+from jaxspec.config import ModelConfig
+from jaxspec.models import MODELS
+from jaxspec.train.export import checkpoint_tensors
+from tests.tiny import tiny_config
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_what_is_written_is_read_back(family):
+    config = tiny_config("qwen3_5_moe" if family == "qwen3_next" else family)
+    config = ModelConfig.from_hf({**config, "model_type": family})
+    declared = MODELS[family].parameters(config)
+    params = dummy(declared, "bfloat16", 3)
+    tensors = checkpoint_tensors(declared, params)
+    for param in jax.tree.leaves(declared):
+        assert {name: tensors[name].shape for name in param.sources} == param.stored()
+    read = assemble(declared, tensors.items(), "bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, read, params)
