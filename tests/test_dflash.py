@@ -25,7 +25,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.draft import DraftBatch
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.models import qwen3
-from jaxspec.models.layers import Param, rms_norm, rope, rope_frequencies
+from jaxspec.models.layers import Attention, Param, rms_norm, rope, rope_frequencies
 from jaxspec.pallas import target
 from tests import test_distribution as sampled
 from tests import test_lossless as lossless
@@ -213,7 +213,7 @@ def drafts_everywhere(loaded, text, features):
         weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("bnts,bsnh->btnh", weights, values), None
 
-    hidden = qwen3.forward(params, c, block, positions, attention)
+    hidden = qwen3.forward(params, c, block, positions, Attention(attention))
     return qwen3.unembed(params, hidden.last[:, 1:])
 
 

@@ -43,7 +43,8 @@ def load(folder, model=None, **options):
 
 
 @pytest.mark.parametrize("name,length", [
-    *((name, length) for name in DRAFTERS for length in (1, 150)), ("safeailab-eagle", 17), ("safeailab-eagle3", 2),
+    *((name, 150) for name in DRAFTERS), ("safeailab-eagle", 1), ("safeailab-eagle", 17), ("safeailab-eagle3", 2),
+    *(pytest.param(name, 1, marks=pytest.mark.exhaustive) for name in DRAFTERS if name != "safeailab-eagle"),
 ])  # fmt: skip
 def test_chains_are_those_of_the_original(name, length):
     drafter, golden = load(GOLDEN / name), np.load(GOLDEN / f"{name}.npz")
@@ -325,7 +326,16 @@ def folder_for(kind, family="qwen3"):
     return random_eagle3(checkpoint, tuple(ids), (0, 0, 0))
 
 
-@pytest.mark.parametrize("kind,overlap,rounds", [("eagle", False, 4), ("eagle3", True, 1), ("eagle3", False, 4)])
+KINDS = [  # the rest of `make exhaustive`
+    pytest.param(kind, overlap, rounds, marks=() if (kind, overlap, rounds) in often else pytest.mark.exhaustive)
+    for often in [{("eagle", False, 4), ("eagle3", True, 1)}]
+    for kind in ("eagle", "eagle3")
+    for overlap in (True, False)
+    for rounds in (1, 4)
+]
+
+
+@pytest.mark.parametrize("kind,overlap,rounds", KINDS)
 def test_greedy_output_equals_plain(kind, overlap, rounds, monkeypatch):
     """As tests/test_lossless.py has it for all drafters: chunked prompts, prefix hits, preemption, stops."""
     lossless.test_greedy_output_equals_plain("qwen3", f"{folder_for(kind)}", overlap, rounds, monkeypatch)
@@ -395,7 +405,7 @@ def check_caches(llm):
         np.testing.assert_allclose(kv[pages].reshape(expected.shape), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind,overlap,rounds", [("eagle", False, 4), ("eagle3", True, 1), ("eagle3", False, 4)])
+@pytest.mark.parametrize("kind,overlap,rounds", KINDS)
 def test_caches_are_those_of_a_cold_prefill(kind, overlap, rounds, monkeypatch):
     """Whatever made them: chunks of prompt, rounds with and without rejections, prefix hits, preemption."""
     llm = lossless.engine("qwen3", f"{folder_for(kind)}")
@@ -460,7 +470,7 @@ def sampled(kind):
     return loaded.drafter, loaded.params
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.exhaustive), "eagle3"])
 def test_rounds_sample_the_target(kind, monkeypatch):
     """As tests/test_distribution.py has it for all drafters, with fewer samples."""
     monkeypatch.setattr(distribution, "SAMPLES", 20_000)

@@ -110,12 +110,12 @@ def plain():
 
 
 @pytest.mark.parametrize("kind,topk,steps,drafts", [
-    ("eagle", 2, 2, 6),
-    ("eagle", 2, 3, 7),
+    pytest.param("eagle", 2, 2, 6, marks=pytest.mark.exhaustive),
+    pytest.param("eagle", 2, 3, 7, marks=pytest.mark.exhaustive),
     ("eagle", 2, 5, 18),
-    ("eagle", 4, 2, 8),
+    pytest.param("eagle", 4, 2, 8, marks=pytest.mark.exhaustive),
     ("eagle", 4, 3, 12),
-    ("eagle", 4, 5, 40),
+    pytest.param("eagle", 4, 5, 40, marks=pytest.mark.exhaustive),
     ("eagle3", 4, 3, 36),
 ])  # fmt: skip
 def test_greedy_text_is_plain_decodings_at_every_page_edge(kind, topk, steps, drafts):
@@ -162,7 +162,9 @@ def test_greedy_output_equals_plain(kind, overlap, rounds, monkeypatch):
     lossless.test_greedy_output_equals_plain("qwen3", f"{eagle.folder_for(kind)}", overlap, rounds, monkeypatch)
 
 
-@pytest.mark.parametrize("kind,overlap,rounds", [("eagle", True, 1), ("eagle3", True, 4)])
+@pytest.mark.parametrize("kind,overlap,rounds", [
+    ("eagle", True, 1), pytest.param("eagle3", True, 4, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_caches_are_those_of_a_cold_prefill(kind, overlap, rounds, monkeypatch):
     eagle.test_caches_are_those_of_a_cold_prefill(kind, overlap, rounds, monkeypatch)
 

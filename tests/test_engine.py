@@ -51,7 +51,8 @@ class CountUp(Drafter):
 @functools.cache
 def engine(draft):
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
-    warm = {"skip_warmup": draft != "ngram"}  # that one is asked whether anything compiles later
+    # That one is asked whether anything compiles later; the others compile little.
+    warm = {"skip_warmup": draft != "ngram", "few_programs": draft != "ngram"}
     llm = LLM(checkpoint(), draft.replace("self", checkpoint()), **OPTIONS | drafts | warm)
     set_rounds(llm, 1)
     return llm

@@ -113,6 +113,7 @@ def test_offline_prints_what_drafting_changes_nothing_about(folder, capsys):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_hybrid_is_trained_and_served(tmp_path, plain, monkeypatch, capsys):
     tiny = load("tiny_hybrid")
     file, prompts = tmp_path / "texts.jsonl", ["Say a.", "Say b.", "Say c."]

@@ -27,7 +27,13 @@ from tests.test_lossless import checkpoint, draft_folder
 CLIENTS = 64
 DEADLINE = 120  # seconds after which a request counts as stuck; it waits for a handful at most
 MEGABYTES_GROWTH = 96  # allowed between a quarter of the run and its end
-OPTIONS = {"page_size": 8, "chunked_prefill_size": 64, "context_length": 192, "decode_log_interval": 0}
+OPTIONS = {
+    "page_size": 8,
+    "chunked_prefill_size": 64,
+    "context_length": 192,
+    "few_programs": True,
+    "decode_log_interval": 0,
+}
 CROWDED = {"max_running_requests": 8, "max_total_tokens": 320}  # 8 x 192 would never run short
 
 GREEDY = {"temperature": 0.0}

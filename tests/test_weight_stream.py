@@ -47,7 +47,7 @@ def assert_close(got, expected, tolerance: float = 8e-3):
     assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("rows", [3, 24, 72])  # one warpgroup, more slots that overlap, two warpgroups
+@pytest.mark.parametrize("rows", [24, 72])  # one warpgroup, two
 def test_each_stage_matches_plain_layers(few_blocks, rows):
     x, mixed, weights, scales = inputs(rows, 256, 384, 256)
     got, partials = stream(x, mixed, weights, scales, EPS, fused=False, interpret=plgpu.InterpretGPUParams())
