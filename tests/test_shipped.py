@@ -3,6 +3,7 @@
 What the engine makes of them is tests/gpu/test_smollm2.py's; how often they are right, docs/performance.md's.
 """
 
+import jax
 import pytest
 
 from jaxspec import load_drafter, load_model
@@ -20,15 +21,17 @@ def model():
     return load_model(demo.NAME, dtype="float32", progress=False)
 
 
-@pytest.mark.parametrize(
-    "draft, method, drafts", [("auto", "eagle3", 3), ("eagle3", "eagle3", 3), ("dflash", "dflash", 7)]
-)
+@pytest.mark.parametrize("draft, method, drafts", [("eagle3", "eagle3", 3), ("dflash", "dflash", 7)])
 def test_a_shipped_drafter_is_found_and_fits(model, draft, method, drafts):
     loaded = load_drafter(draft, model)
     assert (loaded.name, loaded.drafter.num_draft_tokens) == (method, drafts)
 
 
-def test_dummy_weights_get_no_drafter_that_knows_better(model):
+def test_auto_takes_it_where_it_pays(model, monkeypatch):
+    """Not on a CPU, and not for made-up weights, which it knows nothing of."""
+    assert load_drafter("auto", model).name == "ngram"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert load_drafter("auto", model).name == "eagle3"
     assert load_drafter("auto", model, EngineConfig(draft="auto", load_format="dummy")).name == "ngram"
 
 
