@@ -31,8 +31,9 @@ from jaxspec.request import (
 )
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, SAMPLED, TOKENS
 from jaxspec.runner import Runner
-from jaxspec.scheduler import Chunk, Scheduler, Sequence
-from jaxspec.scheduler import State as SequenceState
+from jaxspec.scheduler import Scheduler
+from jaxspec.sequence import Chunk, Sequence
+from jaxspec.sequence import State as SequenceState
 from jaxspec.stats import DecodeLog
 from jaxspec.tokenizer import Detokenizer
 

@@ -25,7 +25,7 @@ from jaxspec.executables import Executables
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.target import kernels_here
 from jaxspec.round import PREFILL_COLUMNS, Programs, State, compile_counter, empty_state
-from jaxspec.scheduler import Chunk, Sequence
+from jaxspec.sequence import Chunk, Sequence
 
 log = logging.getLogger("jaxspec")
 

@@ -128,7 +128,7 @@ def _automatic(model: Model, options: EngineConfig) -> str:
     if mtp.preferred(model, options.load_format):
         return "mtp"
     shipped = KNOWN["eagle3"].get(model.name.lower(), "").startswith(str(SHIPPED))
-    # On a CPU its drafts cost more than they save: 10.4 tokens a second on two cores, against 13.2 with n-grams.
+    # On a CPU its drafts cost more than they save: see docs/performance.md, "The demo model".
     return "eagle3" if shipped and options.load_format != "dummy" and jax.default_backend() != "cpu" else "ngram"
 
 

@@ -1,0 +1,99 @@
+"""What the scheduler plans with: a sequence, the chunks of its prefill, and the plan of a step. No jax.
+
+The engine reads tokens off a sequence, the runner slots and blocks off a chunk; only the scheduler changes them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxspec.pages import Node
+
+NO_STATE = -1  # as a state slot: none
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One completion in the making.
+
+    **Arguments:**
+
+    - `tokens`: the prompt and those generated tokens that the host has read; `prompt_len` of them are the prompt's.
+    - `limit`: how many tokens in all it may reach, as `Scheduler.check` returned.
+    - `owner`: the engine's record; the scheduler never looks at it.
+    - `score`: log-probabilities of the prompt are wanted, so all of it is computed: no cached prefix, chunks of at most
+      `score_tokens`, each alone in its prefill. Cleared by the engine once it has them.
+
+    The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
+    been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
+    read yet, of which the first token is one; `epoch`, which moves on whenever slot and pages are lost, so that older
+    results can be told apart; `source`, the snapshot that the first chunk starts from; `points`, positions where
+    snapshots are wanted.
+    """
+
+    tokens: list[int] = field(repr=False)
+    prompt_len: int
+    limit: int
+    owner: Any = field(default=None, repr=False)
+    score: bool = False
+    slot: int = -1
+    pages: list[int] = field(default_factory=list, repr=False)
+    computed: int = 0
+    cached: int = 0
+    in_flight: int = 0
+    epoch: int = 0
+    state: State = State.WAITING
+    preemptions: int = 0
+    node: Node | None = field(default=None, repr=False)  # how far its pages are published; None: they must not be
+    source: int | None = field(default=None, repr=False)
+    points: list[int] = field(default_factory=list, repr=False)
+
+
+class Chunk(NamedTuple):
+    """Prefill of `seq.tokens[start : start + count]`.
+
+    `source` is the snapshot's state slot that it starts from; None: it goes on from the chunk before, or from nothing.
+    `keeps` are the positions, in order, at which the state is kept, and the state slots for that.
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+    source: int | None = None
+    keeps: tuple[tuple[int, int], ...] = ()
+
+    def blocks(self, size: int) -> list[tuple[int, int, int, int]]:
+        """As blocks of up to `size` tokens: start, count, the state slots to go on from and to keep a snapshot in."""
+        own, blocks, end = self.seq.slot, [], self.start + self.count
+        source = self.source if self.source is not None else own if self.start else NO_STATE
+        for stop, keep in (*self.keeps, (end, NO_STATE)):
+            start = blocks[-1][0] + blocks[-1][1] if blocks else self.start
+            for at in range(start, stop, size):
+                count = min(size, stop - at)
+                blocks.append((at, count, source, keep if at + count == stop else NO_STATE))
+                source = own
+        return blocks
+
+
+class Plan(NamedTuple):
+    """What to dispatch: set up the slots of `admit`; one program for all of `prefill`; one for the first tokens of
+    `first`, whose prompts that completes; then one that runs `rounds` rounds of `rows`, one after the other.
+
+    `drain`: pages ran out while results are unread. Nothing else is in the plan: read them all, then plan again.
+    """
+
+    admit: list[Sequence]
+    prefill: list[Chunk]
+    first: list[Sequence]
+    rows: list[Sequence]
+    rounds: int = 1
+    drain: bool = False
