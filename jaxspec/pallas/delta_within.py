@@ -128,9 +128,13 @@ def _unit_lower_inverse(lower, row, column, right_s, interpreted: bool):
     half = lambda x, size: lax.div(x, _i32(size))  # noqa: E731
 
     def between(size):
-        """What of `lower` is between the halves of its diagonal blocks of 2 `size`."""
+        """What of `lower` is between the halves of its diagonal blocks of 2 `size`.
+
+        Multiplied, not selected: some registers would be zero whatever the thread, and ptxas (seen in 13.5) sets a left
+        operand's constant registers after the matmul that reads them.
+        """
         same = half(row, 2 * size) == half(column, 2 * size)
-        return jnp.where(same & (half(row, size) != half(column, size)), lower, 0.0)
+        return lower * jnp.where(same & (half(row, size) != half(column, size)), 1.0, 0.0)
 
     operands = [right_s.at[i] for i in range(PIECES)]
     multiply = partial(product, operands=operands, pieces=PIECES, interpreted=interpreted)
