@@ -127,6 +127,17 @@ def lowered(pool, slots, rest):
     return run.trace(arrays, slots, rest).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize("key_heads,group,division", [
+    (16, 2, (4, 1)),  # one request: a tile a block
+    (128, 2, (2, 2)),
+    (512, 2, (1, 2)),
+    (16, 1, (2, 1)),
+    (512, 3, (1, 2)),
+])  # fmt: skip
+def test_division(key_heads, group, division):
+    assert op._division(key_heads, group) == division
+
+
 BF16 = jnp.bfloat16
 
 

@@ -88,7 +88,7 @@ def test_lowers_for_cuda(t, n, m, h, page_size, dtype):
     q, start = jnp.zeros((3, t, n, h), BF16), jnp.zeros(3, jnp.int32)
     kv, table = jnp.zeros((1, 2, 2, m, page_size, h), dtype), jnp.zeros((3, 1), jnp.int32)
     assert supported(q.shape, kv.shape, kv.dtype) is None
-    prompt_attention.trace(q, kv, jnp.int32(0), table, start).lower(lowering_platforms=("cuda",))
+    jax.jit(prompt_attention).trace(q, kv, jnp.int32(0), table, start).lower(lowering_platforms=("cuda",))
 
 
 def test_layers_share_one_lowering():

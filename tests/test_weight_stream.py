@@ -50,7 +50,7 @@ def assert_close(got, expected, tolerance: float = 8e-3):
 @pytest.mark.parametrize("rows", [24, 72])  # one warpgroup, two
 def test_each_stage_matches_plain_layers(few_blocks, rows):
     x, mixed, weights, scales = inputs(rows, 256, 384, 256)
-    got, partials = stream(x, mixed, weights, scales, EPS, fused=False, interpret=plgpu.InterpretGPUParams())
+    got, partials = stream(x, mixed, weights, scales, eps=EPS, fused=False, interpret=plgpu.InterpretGPUParams())
     expected, logits = reference(x, mixed, weights, scales)
     assert_close(got, expected)
     assert_close(partials.sum(0), logits)
@@ -59,7 +59,7 @@ def test_each_stage_matches_plain_layers(few_blocks, rows):
 @pytest.mark.parametrize("rows", [1, 33, 128])
 def test_whole_chain_lowers_for_cuda(rows):
     shapes = jax.eval_shape(lambda: inputs(rows, 512, 1024, 768))
-    lowered = jax.jit(lambda *a: stream(*a, EPS)).trace(*shapes).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(lambda *a: stream(*a, eps=EPS)).trace(*shapes).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1  # one kernel, whatever the stages
 
 

@@ -129,7 +129,7 @@ def _streamed_layers(params, config, x, positions, mixer, cache):
         weights = [layer["out"], layer["gate_up"], layer["down"], following["qkv"]]
         scales = [layer["mlp_norm"], following["attn_norm"]]
         flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-        out, partials = weight_stream.stream(flat(x), flat(mixed), weights, scales, eps)
+        out, partials = weight_stream.stream(flat(x), flat(mixed), weights, scales, eps=eps)
         return out.reshape(x.shape), partials.sum(0).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
     qkv = rms_norm(x, layers[0]["attn_norm"], eps) @ layers[0]["qkv"]

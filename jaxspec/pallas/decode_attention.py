@@ -23,6 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.pallas.once import lower_once
+
 ROWS = 64  # of a tile: the M of a Hopper warpgroup's matmul
 MAX_ROWS = 32  # new rows a request
 MAX_WINDOW = 32  # places that a mask is about: bits of a word
@@ -172,7 +174,7 @@ def decode_attention(
     return _attend(q, kv, layer, table, start, scales, mask, interpret=interpret)
 
 
-@partial(jax.jit, static_argnames=("interpret", "division"))
+@lower_once("division")
 def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=None):
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.delta_within import BLOCK, PIECES, WIDTH, delta_within
+from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.pieces import product
 
 TILE = 64  # value rows of a warpgroup
@@ -65,7 +66,7 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], state_dtype, *
     return None
 
 
-@partial(jax.jit, static_argnames="interpret")
+@lower_once()
 def delta_chunk(
     state: Float[Array, "l r n v k"],
     layer: Int[Array, ""],

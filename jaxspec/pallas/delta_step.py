@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.pieces import product
 
 TILE = 64  # rows of a state that a warpgroup has at a time: the M of its matmul
@@ -34,7 +35,8 @@ WIDTH = 128  # of keys and values
 MAX_ROWS = 16
 MAX_GROUP = 4  # value heads of a key head: 8 tiles, as many as a cluster has blocks
 GATES = 2 * MAX_ROWS  # decays and betas of a head's rows: 128 bytes, what a bulk copy's target is aligned to
-PIECES = 3
+PIECES = 2  # errors of 2^-18 of an element, so some 1e-6 of a product
+ENOUGH = 250  # blocks: about two for each multiprocessor, whose shared memory has room for two
 _i32 = jnp.int32
 
 
@@ -109,7 +111,9 @@ def delta_step(
 
     `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
     `plgpu.kernel`. `division`: how many blocks share a request's key head, and how many tiles each has room for; one
-    has one tile, as by default, or whole heads. **Raises:** `ValueError` if `supported` has a reason against it.
+    has one tile or whole heads. By default, what keeps all multiprocessors busy.
+
+    **Raises:** `ValueError` if `supported` has a reason against it.
     """
     if reason := supported(q.shape, v.shape, keys.shape[2], state.dtype, q.dtype, k.dtype, keys.dtype, v.dtype):
         raise ValueError(f"delta_step doesn't support {reason}")
@@ -119,12 +123,12 @@ def delta_step(
     )
 
 
-@partial(jax.jit, static_argnames=("interpret", "division", "pieces"))
+@lower_once("division", "pieces")
 def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, division, pieces):
     b, t, n, _ = v.shape
     m = q.shape[2]
-    splits, stages = division or (n // m * WIDTH // TILE, 1)
-    plan = _Plan(b, t, pool[1].shape[2], m, n // m, pool[0].dtype, splits, stages, pieces, bool(interpret))
+    division = division or _division(b * m, n // m)
+    plan = _Plan(b, t, pool[1].shape[2], m, n // m, pool[0].dtype, *division, pieces, bool(interpret))
     pad = lambda x, to, value=0: jnp.pad(x, [(0, 0), (0, to - t), *[(0, 0)] * (x.ndim - 2)], constant_values=value)  # noqa: E731
     kq = jnp.concatenate([pad(k, plan.padded), pad(q, plan.padded)], axis=1)
     gates = jnp.concatenate([pad(decay, MAX_ROWS, 1), pad(beta, MAX_ROWS)], axis=1).swapaxes(1, 2)
@@ -142,6 +146,16 @@ def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, divisi
         interpret=interpret,
     )(layer.reshape(1), slots, replay, kq, v, gates, *refs)
     return out, tuple(jax.freeze(ref) for ref in refs)
+
+
+def _division(key_heads: int, group: int) -> tuple[int, int]:
+    """For so many key heads of all requests: few blocks with many tiles each, the next on its way, if that is enough.
+
+    Then what a key head's blocks have in common is done once, and none waits for the others of its cluster.
+    """
+    tiles = group * WIDTH // TILE
+    splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), tiles)
+    return splits, min(2, tiles // splits)
 
 
 def _scratch(plan: _Plan, width: int) -> dict:

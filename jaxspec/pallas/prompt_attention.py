@@ -30,6 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.once import lower_once
+
 UNIT = 64  # query rows of a consumer: the M of one wgmma
 STAGES = 2  # slots of the key and value rings
 H200_SMS = 132  # an H100 has as many
@@ -54,7 +56,7 @@ def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -
     return None
 
 
-@partial(jax.jit, static_argnames=("interpret", "sms"))
+@lower_once("sms")
 def prompt_attention(
     q: Float[Array, "b t n h"],
     kv: Float[Array, "l p 2 m s h"],

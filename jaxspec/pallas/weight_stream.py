@@ -30,6 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from jaxspec.pallas.once import lower_once
+
 STAGES = ("matmul", "norm", "gated", "matmul", "norm", "matmul")
 HALF = 32  # columns of gate, then of up, in a `gated` weight
 TILE = 64  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
@@ -94,13 +96,14 @@ def supported(rows: int, dtype: Any, *widths: int) -> str | None:
     return None
 
 
+@lower_once("eps", "fused")
 def stream(
     x: Float[Array, "b d"],
     rows: Float[Array, "b k"],
     weights: list[Float[Array, "k n"]],
     scales: list[Float[Array, " d"]],
-    eps: float,
     *,
+    eps: float,
     fused: bool = True,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:

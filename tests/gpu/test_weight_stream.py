@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("widths", [(512, 1024, 768), (4096, 12288, 6144)], ids=["narrow", "qwen3-8b"])
 def test_chain_matches_plain_layers(rows, widths):
     """Narrow shapes leave blocks without work and hand over quickly: where a missing wait would show."""
-    run = jax.jit(lambda *a: stream(*a, EPS))
+    run = jax.jit(lambda *a: stream(*a, eps=EPS))
     for seed in range(3):
         x, mixed, weights, scales = inputs(rows, *widths, seed=seed)
         got, partials = run(x, mixed, weights, scales)

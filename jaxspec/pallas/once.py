@@ -1,0 +1,67 @@
+"""Kernels that are lowered once for all programs that call them with the same shapes.
+
+Lowering a Mosaic kernel is Python and takes half a second to two, most of what a program's lowering takes; jax's own
+caches of it end with the program. But a ladder has each round three times (greedy, sampled, with logprobs), and what
+differs isn't the kernels. So a kernel is exported by itself, and its module put in wherever it is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import export
+
+# Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this process.
+MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+
+
+def lower_once(*static: str) -> Callable[[Callable], Callable]:
+    """Decorates a function that calls kernels, as `jax.jit` does; `static` names those arguments, given by keyword.
+
+    With `interpret`, a keyword argument that all of them take, it is `jax.jit`.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        jitted = jax.jit(function, static_argnames=("interpret", *static))
+        known: dict[Any, _Lowered] = {}
+        guard = threading.Lock()
+
+        @functools.wraps(function)
+        def call(*args, interpret: Any = False, **named):
+            if interpret:
+                return jitted(*args, interpret=interpret, **named)
+            fixed = {name: named.pop(name) for name in static if name in named}
+            leaves, tree = jax.tree.flatten((args, named))
+            shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, leaves))
+            with guard:
+                lowered = known.setdefault((tuple(fixed.items()), tree, shapes), _Lowered())
+            return lowered.function(functools.partial(jitted, interpret=False, **fixed), tree, shapes)(*leaves)
+
+        return call
+
+    return decorate
+
+
+class _Lowered:
+    """A kernel for arguments of certain shapes, once somebody has asked for it. Others wait meanwhile."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._function: Callable | None = None
+
+    def function(self, jitted: Callable, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable:
+        """What takes the leaves of the arguments `tree` and gives the result."""
+
+        def flat(*leaves):
+            args, named = jax.tree.unflatten(tree, leaves)
+            return jitted(*args, **named)
+
+        with self._lock:
+            if self._function is None:
+                exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[MOSAIC])(*shapes)
+                self._function = jax.jit(exported.call)  # jit: a function in a program, however often it is called
+            return self._function
