@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -343,6 +344,7 @@ class Programs:
             **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds) for mode in MODES},
         }
         self._compiled: dict[tuple[str, int], Any] = {}
+        self._lowering = threading.Lock()
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
@@ -373,9 +375,9 @@ class Programs:
         for kind, sizes in (("first", shapes.firsts), ("round", shapes.batches), *several):
             wanted += [(f"{kind}_{mode}", size) for size in sizes for mode in MODES]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            compiling = pool.map(lambda wanted: self._program(*wanted, state), wanted)
-            for _ in tqdm(compiling, total=len(wanted), desc="compiling", unit="program"):
-                pass
+            compiling = [pool.submit(self._program, *one, state) for one in reversed(wanted)]  # the largest first
+            for one in tqdm(as_completed(compiling), total=len(wanted), desc="compiling", unit="program"):
+                one.result()
 
     @property
     def workspace_bytes(self) -> int:
@@ -413,7 +415,8 @@ class Programs:
 
     def _compile(self, kind: str, size: int, state: State) -> Any:
         arguments = self._arguments(kind, size, state)
-        with counting() as kernels:
+        # Lowering is Python: programs that took turns at it would all be done late, and compiled only then.
+        with self._lowering, counting() as kernels:
             lowered = self._jits[kind].lower(*arguments)
         program = lowered.compile(COMPILER_OPTIONS)
         if self._store is not None:
