@@ -50,10 +50,3 @@ def test_a_slow_path_on_a_fast_card_is_told_once(on, caplog):
         "op runs in plain jax.numpy, which is slow: pages of 8 tokens"
     ]
     target.tell.cache_clear()
-
-
-def test_a_kernel_that_nothing_has_proven_isnt_chosen(monkeypatch, caplog):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
-    monkeypatch.setattr(target, "UNPROVEN", frozenset({"young"}))
-    assert not target.chosen("young", None) and target.chosen("grown", None)
-    assert "young runs in plain jax.numpy" in caplog.text and "hasn't passed its tests on a device" in caplog.text

@@ -26,13 +26,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.once import lower_once
+
 Stack = tuple[jax.Array, jax.Array]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
 ALIGN = 8  # rows: what bulk copies begin at a multiple of
 TILE_ROWS = 64  # the M of a Hopper warpgroup's matmul
 BLOCKS = 132  # multiprocessors of an H100 or H200: all blocks must be resident, since they wait for one another
 SHARED_BYTES = 224 * 1024  # of 227 KiB; the rest is for barriers
+MOST_BARRIERS = 32  # that Mosaic puts into one group
 COLUMNS = (128, 64, 32, 16)  # of a tile, so of half a unit
-WASTE = {64: 1.0, 32: 1.02, 16: 1.06}  # what narrower tiles cost: more copies and steps for the same bytes
+EXPERT, SOURCE, TARGET, ROW_BLOCKS, COUNT = range(5)  # columns of the items' table
 _i32 = jnp.int32
 
 
@@ -78,28 +81,17 @@ class Tiling:
     @property
     def weight_slots(self) -> int:
         taken = 2 * (self.row_space * self.step + TILE_ROWS * self.warpgroups * self.columns)
-        return (SHARED_BYTES - taken) // (4 * self.columns * self.step)
+        return min((SHARED_BYTES - taken) // (4 * self.columns * self.step), MOST_BARRIERS)
 
 
-def tiling(rows: int, items: float, d: int, f: int) -> Tiling:
-    """For `items` items or so of up to `rows` rows: wide tiles for many rows, else what keeps all blocks busy."""
-    fits = [columns for columns in COLUMNS if f % columns == 0 and d % (2 * columns) == 0]
-    if rows >= 32:
-        columns = max(fits)
-    else:
-        near = range(round(0.95 * items), round(1.05 * items) + 1)  # how many there are varies, if there are many
-        columns = min((c for c in fits if c in WASTE), key=lambda c: WASTE[c] * sum(_busiest(n, c, d, f) for n in near))
+def tiling(rows: int, d: int, f: int) -> Tiling:
+    """For items of up to `rows` rows. Wide tiles: fewer steps for the bytes, though some blocks may have no work."""
+    widest = COLUMNS[0] if rows >= 32 else COLUMNS[1]
+    columns = max(c for c in COLUMNS if c <= widest and f % c == 0 and d % (2 * c) == 0)
     step = max(64, 4096 // columns)
     while d % step or f % step:
         step //= 2
     return Tiling(rows, columns, step)
-
-
-def _busiest(items: int, columns: int, d: int, f: int) -> int:
-    """Weights, in columns times inputs, that the block with most to do reads."""
-    ups, downs = items * (f // columns), items * (d // (2 * columns))
-    taken = [(len(range(b, ups, BLOCKS)), len(range(b, ups + downs, BLOCKS))) for b in range(BLOCKS)]
-    return max(up * columns * d + (both - up) * columns * f for up, both in taken)
 
 
 def supported(dtype: Any, stacks: list[Stack]) -> str | None:
@@ -119,27 +111,26 @@ def stream(
     stacks: list[Stack],
     items: Items,
     *,
-    busy: float | None = None,
     sizes: Tiling | None = None,
     fused: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "c d"]:
     """Each item's rows through its expert, `down @ (silu(gate) * up)`, as `experts.reference`; all in bfloat16.
 
-    Rows that are no item's are arbitrary, NaN included. `busy` is how many items have work on average, `sizes`
-    overrides the tiling that follows from it. `fused=False` makes each of the two matmuls a kernel of its own: what
-    interpret mode, which has no counters between blocks, can run.
+    Rows that are no item's are arbitrary, NaN included. `sizes` overrides `tiling`. `fused=False` makes each of the two
+    matmuls a kernel of its own: what interpret mode, which has no counters between blocks, can run.
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
     if reason := supported(rows.dtype, stacks):
         raise ValueError(f"the expert kernel can't run: {reason}")
-    sizes = sizes or tiling(items.rows, busy or len(items.expert), *stacks[0][1].shape[1:])
+    sizes = sizes or tiling(items.rows, *stacks[0][1].shape[1:])
     gate_ups, downs = zip(*stacks, strict=True)
+    launch = partial(_launch, sizes=sizes, interpret=interpret)
     if fused:
-        return _launch(("up", "down"), sizes, rows, [gate_ups, downs], items, interpret)[1]
-    (hidden,) = _launch(("up",), sizes, rows, [gate_ups], items, interpret)
-    return _launch(("down",), sizes, hidden, [downs], items, interpret)[0]
+        return launch(rows, [gate_ups, downs], items, names=("up", "down"))[1]
+    (hidden,) = launch(rows, [gate_ups], items, names=("up",))
+    return launch(hidden, [downs], items, names=("down",))[0]
 
 
 @dataclass(frozen=True)
@@ -163,12 +154,15 @@ class Stage:
         return (unit if self.name == "up" else unit * 2) * columns + half * self.half
 
 
-@partial(jax.jit, static_argnames=("names", "sizes", "interpret"))
-def _launch(names, sizes, rows, weights, items, interpret):
+@lower_once("names", "sizes")
+def _launch(rows, weights, items, *, names, sizes, interpret):
     stages = [Stage.of(name, stack[0], sizes.columns) for name, stack in zip(names, weights, strict=True)]
+    n = len(items.expert)
+    count = jnp.broadcast_to(n if items.count is None else items.count, n)
+    table = jnp.stack([items.expert, items.source, items.target, items.blocks, count], axis=1)  # made by one kernel
     tall = TILE_ROWS * sizes.warpgroups
     return plgpu.kernel(
-        partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]], items.count is None),
+        partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]]),
         out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
         grid=(BLOCKS,),
         grid_names=("block",),
@@ -186,18 +180,18 @@ def _launch(names, sizes, rows, weights, items, interpret):
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(rows, *jax.tree.leaves(weights), *jax.tree.leaves(items))
+    )(rows, *jax.tree.leaves(weights), table)
 
 
-def _kernel(stages, sizes, stacks, all_real, rows_g, *refs, **scratch):
+def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):
     refs = list(refs)
     weights = [[refs.pop(0) for _ in stacks] for _ in stages]
-    expert_g, source_g, target_g, blocks_g, *outs = refs
-    count = expert_g.shape[0] if all_real else outs.pop(0)[0]
+    items_g, *outs = refs
+    count = items_g[0, COUNT]
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     warpgroups, columns = sizes.warpgroups, sizes.columns
     # by item, how many of its units of `up` are done, counted by each consumer
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR((expert_g.shape[0],))) if len(stages) > 1 else None
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR((items_g.shape[0],))) if len(stages) > 1 else None
 
     def each_unit(body, carry):
         """`body(stage index, item, unit, steps, carry)` over this block's units, none of whose steps may be needed."""
@@ -209,7 +203,7 @@ def _kernel(stages, sizes, stacks, all_real, rows_g, *refs, **scratch):
             def one(j, carry, i=i, stage=stage, first=first):
                 u = first + j * BLOCKS
                 item = lax.div(u, _i32(stage.units))
-                steps = jnp.where(blocks_g[item] > 0, stage.inputs // sizes.step, 0)
+                steps = jnp.where(items_g[item, ROW_BLOCKS] > 0, stage.inputs // sizes.step, 0)
                 return body(i, item, u - item * stage.units, steps, carry)
 
             carry = lax.fori_loop(_i32(0), mine, one, carry)
@@ -243,7 +237,7 @@ def _kernel(stages, sizes, stacks, all_real, rows_g, *refs, **scratch):
         plgpu.set_max_registers(40, action="decrease")
 
         def begin(i, item, unit, steps):
-            ring, full, expert = scratch["weight_s"], scratch["weight_full"], expert_g[item]
+            ring, full, expert = scratch["weight_s"], scratch["weight_full"], items_g[item, EXPERT]
 
             def fetch_from(stack, expert, inputs, slot):
                 for half in range(2):
@@ -269,7 +263,7 @@ def _kernel(stages, sizes, stacks, all_real, rows_g, *refs, **scratch):
 
         def begin(i, item, unit, steps):
             source = outs[0] if i > 0 else rows_g  # what `down` reads is what `up` wrote, where it wrote it
-            place = (source_g if stages[i].name == "up" else target_g)[item]
+            place = items_g[item, SOURCE if stages[i].name == "up" else TARGET]
             if i > 0:
 
                 @pl.when(steps > 0)
@@ -313,7 +307,9 @@ def _kernel(stages, sizes, stacks, all_real, rows_g, *refs, **scratch):
                     parts = [tiles[0] / (1 + jnp.exp(-tiles[0])) * tiles[1]]
                     if done is not None:
                         tell(untold)  # now that its copies have long been made
-                store = partial(_store, sizes, warpgroup, scratch["out_s"], target_g[item], blocks_g[item])
+                store = partial(
+                    _store, sizes, warpgroup, scratch["out_s"], items_g[item, TARGET], items_g[item, ROW_BLOCKS]
+                )
                 for half, part in enumerate(parts):
                     store(part, outs[i].at[:, pl.ds((unit * len(parts) + half) * columns, columns)])
 

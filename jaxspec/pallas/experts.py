@@ -41,7 +41,7 @@ def experts_mlp(
     if fits is not None:
         tell("experts", fits)
     if chosen("experts", fits, expert_stream.BLOCKS):
-        out = expert_stream.stream(rows, stacks, items, busy=expected_experts(*ids.shape, num_experts))
+        out = expert_stream.stream(rows, stacks, items)
     else:
         out = reference(rows, stacks, items)
     return combine(out, place, weights)

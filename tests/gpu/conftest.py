@@ -6,14 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.pallas import target
-
-
-@pytest.fixture(autouse=True)
-def every_kernel(monkeypatch):
-    """These tests are what proves a kernel, so they run those that nothing has proven yet."""
-    monkeypatch.setattr(target, "UNPROVEN", frozenset())
-
 
 @pytest.fixture(scope="session")
 def figures():
