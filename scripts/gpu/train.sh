@@ -5,14 +5,15 @@
 #     scripts/gpu/train.sh OUT [PART...]
 #
 # PART is of: data eagle3 dflash evaluate; all by default, in that order. Each can be run again to go on where it was
-# ended, and ends by itself after LIMIT seconds (570) with status 124. SAMPLES (131072) texts are written, and MINUTES
-# (12) spent on each drafter. OUT receives texts/data.jsonl, and in eagle3/ and dflash/ the drafter, its checkpoints,
-# metrics.jsonl, run.json, acceptance.json and the charts. SMOLLM2 is the demo model's GGUF file; for evaluate,
-# SPECBENCH is Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. Needed as well, as wheels on PYTHONPATH
-# where they aren't installed: gguf, and what optax and orbax-checkpoint need.
+# ended, and ends by itself after LIMIT seconds (570) with status 124. PROMPTS, a file that scripts/training_prompts.py
+# made, is answered, SAMPLES (16384) conversations of the model's own are added, and MINUTES (5) spent on each drafter,
+# without compiling. OUT receives texts.jsonl, and in eagle3/ and dflash/ the drafter, its checkpoints, metrics.jsonl,
+# run.json, acceptance.json and the charts. SMOLLM2 is the demo model's GGUF file; for evaluate, SPECBENCH is
+# Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. Needed as well, as wheels on PYTHONPATH where they aren't
+# installed: gguf, and what optax and orbax-checkpoint need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
@@ -34,18 +35,22 @@ evaluate() {
     shift 2
     run "evaluate-$name" evaluate --model "$SMOLLM2" --draft "$draft" --data "$SPECBENCH" "$GSM8K" --prompts 80 \
         --max-new-tokens 256 --dtype bfloat16 --context-length 2048 --max-running-requests 128 --skip-warmup \
+        --few-programs \
         --output "$out/evaluate-$name" "$@"
 }
 
+drafter=(--model "$SMOLLM2" --data "$out/texts.jsonl" --row-length 1536 --minutes "${MINUTES:-5}" --learning-rate 2e-3)
 for part in "${@:-data eagle3 dflash evaluate}"; do
     for part in $part; do
         case $part in
-            data) run data data --model "$SMOLLM2" --data self --num-samples "${SAMPLES:-131072}" \
-                --temperature 0,0,0,0.8 --output "$out/texts" ;;
-            eagle3) run eagle3 eagle3 --model "$SMOLLM2" --data "$out/texts/data.jsonl" --output "$out/eagle3" \
-                --minutes "${MINUTES:-12}" --learning-rate 2e-3 --batch-size 8 --mlp-size 2048 --unroll 4 ;;
-            dflash) run dflash dflash --model "$SMOLLM2" --data "$out/texts/data.jsonl" --output "$out/dflash" \
-                --minutes "${MINUTES:-12}" --learning-rate 2e-3 --num-layers 3 --mlp-size 448 --block-size 8 ;;
+            data)
+                texts=(--model "$SMOLLM2" --row-length 1536 --temperature 0,0,0,0.8)
+                run prompted data "${texts[@]}" --data "$PROMPTS" --seed 10 --max-answer-tokens 400 --output "$out/prompted"
+                run own data "${texts[@]}" --data self --num-samples "${SAMPLES:-16384}" --output "$out/own"
+                [ $status = 0 ] && cat "$out/prompted/data.jsonl" "$out/own/data.jsonl" >"$out/texts.jsonl" ;;
+            eagle3) run eagle3 eagle3 "${drafter[@]}" --output "$out/eagle3" --batch-size 6 --mlp-size 2048 --unroll 4 ;;
+            dflash) run dflash dflash "${drafter[@]}" --output "$out/dflash" --batch-size 10 --num-layers 3 \
+                --mlp-size 448 --block-size 8 ;;
             evaluate)
                 evaluate eagle3-3 "eagle3:$out/eagle3/drafter" --num-draft-tokens 3
                 evaluate eagle3-5 "eagle3:$out/eagle3/drafter" --num-draft-tokens 5
