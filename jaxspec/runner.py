@@ -39,6 +39,7 @@ class Defaults:
 
     `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
     `prefill_steps`: program sizes per doubling of a prefill's; on a CPU as few as can be: they take long to compile.
+    `mixture_prefill_steps`: the same for mixtures of experts, which padding doesn't go through.
     `least_rows`: rows that the smallest round has, padding included; on a GPU fewer cost as much or more.
     """
 
@@ -47,6 +48,7 @@ class Defaults:
     max_running_requests: int
     chunked_prefill_size: int
     prefill_steps: int
+    mixture_prefill_steps: int
     least_rows: int
     small_model_rounds: int
 
@@ -57,6 +59,7 @@ CPU = Defaults(
     max_running_requests=4,
     chunked_prefill_size=256,
     prefill_steps=1,
+    mixture_prefill_steps=1,
     least_rows=1,
     small_model_rounds=1,
 )
@@ -66,6 +69,7 @@ GPU = Defaults(
     max_running_requests=128,
     chunked_prefill_size=2048,
     prefill_steps=8,
+    mixture_prefill_steps=2,
     least_rows=8,
     small_model_rounds=8,
 )
@@ -105,7 +109,7 @@ class Runner:
         drafter = self.draft.drafter
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
-        self.shapes = _shapes(self.config, drafter)
+        self.shapes = _shapes(self.config, drafter, bool(self.model.config.num_experts))
         self.plan, layout = self._plan()
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
@@ -288,18 +292,19 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
     )
 
 
-def _shapes(config: EngineConfig, drafter: Drafter) -> Shapes:
+def _shapes(config: EngineConfig, drafter: Drafter, mixture: bool) -> Shapes:
     defaults, width = _defaults(), drafter.num_draft_tokens + 1
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
     blocks = config.chunked_prefill_size // defaults.block
     few = config.few_programs
+    steps = defaults.mixture_prefill_steps if mixture else defaults.prefill_steps
     batches = tuple(size for size in ladder(slots) if size * width >= defaults.least_rows or size == slots)
     return Shapes(
         num_slots=slots,
         capacity=config.context_length,
         pages_per_seq=-(-(config.context_length + drafter.lookahead) // config.page_size),
         block=defaults.block,
-        prefills=ladder(blocks, 1 if few else defaults.prefill_steps),
+        prefills=ladder(blocks, 1 if few else steps),
         score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
         firsts=tuple(sorted({1, min(slots, blocks)})),  # one alone, or as many prompts as a prefill can hold
         batches=batches[-1:] if few else batches,
