@@ -10,8 +10,8 @@ and queries alone,
 with G the running product of the decays; those products run on the tensor cores. They take bfloat16, so a state goes in
 as a sum of `PIECES` of them.
 
-A block has a part of the value rows of one request and key head, and the blocks of a cluster share them. Invariant:
-records are overwritten once every block that reads them has them.
+A block has the value rows of one request and key head, or where requests are few a part of them: then the blocks of a
+cluster share them. Invariant: records are overwritten once every block that reads them has them.
 """
 
 from __future__ import annotations
