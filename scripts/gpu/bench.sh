@@ -42,9 +42,9 @@ for part in "${@:-decode prefill ngram eagle3 dflash kernels moe hybrid serve st
             kernels) bench kernels 120 kernels ;;
             moe) bench moe 240 decode --model "$QWEN_MOE" && bench moe-prefill 150 prefill --model "$QWEN_MOE" ;;
             hybrid)
-                bench hybrid 240 decode --model "$QWEN_HYBRID"
-                bench hybrid-mtp 240 decode --model "$QWEN_HYBRID" --draft mtp --accept-rates 0.75,0.5,0.25 --skip-warmup
-                bench hybrid-prefill 150 prefill --model "$QWEN_HYBRID" ;;
+                bench hybrid 400 decode --model "$QWEN_HYBRID" --skip-warmup
+                bench hybrid-mtp 400 decode --model "$QWEN_HYBRID" --draft mtp --accept-rates 0.75,0.5,0.25 --skip-warmup
+                bench hybrid-prefill 300 prefill --model "$QWEN_HYBRID" --skip-warmup ;;
             serve) bench serve 240 serve --model "$QWEN" --load-format dummy --concurrency 128 --offline ;;
             start) # the second of two starts finds what the first compiled
                 for name in cold warm; do
