@@ -13,7 +13,7 @@ def product(x, operands, *, pieces: int, interpreted: bool):
 
     x is cut into `pieces`. The operands are pieces of one matrix, largest first; products of pieces that are as small
     as what has been cut off are left out. `interpreted`: the interpreter's matmul takes no left operand in registers,
-    so there it is done by `lax.dot_general`.
+    so there it is done by `lax.dot_general`. No element of x may be known when compiling: see `delta_within`.
     """
     terms = []
 
