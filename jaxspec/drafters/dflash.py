@@ -158,7 +158,7 @@ class DFlash(Drafter):
         block = jnp.concatenate([newest, jnp.full((len(newest), n), self.mask_token, newest.dtype)], axis=1)
         rows = batch.rows(-1, n + 1)
         attend = lambda kv, layer, q, k, v: self._attend(rows, kv, layer, q, k, v)  # noqa: E731
-        hidden = qwen3.forward(params, self.config, block, rows.positions(n + 1), Attention(attend), state)
+        hidden = qwen3.forward(params, self.config, block, rows.marked_positions(n + 1), Attention(attend), state)
         logits = qwen3.unembed(params, hidden.last[:, 1:])  # a mask's row is about its own position, not the next
         tokens, probs = jax.vmap(batch.choose, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(n))
         return Proposal(tokens, jnp.where(batch.live, n, 0), probs, logits), hidden.cache

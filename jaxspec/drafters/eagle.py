@@ -26,6 +26,7 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
 from jaxspec.models import MODELS, llama
 from jaxspec.models.layers import rms_norm
+from jaxspec.pallas.project import project, real_rows
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,11 @@ class Chain(Drafter):
         self, layer: dict[str, Array], kv: KV, x: Float[Array, "b t w"], residual: Float[Array, "b t d"], rows: Rows
     ) -> tuple[Float[Array, "b t d"], KV]:
         """Attention over what `x` projects to, then the MLP, each added to the residual stream."""
-        qkv = x @ layer["qkv"]
-        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv, rows.positions(x.shape[1]), rows, kv)
-        mixed = mixed @ layer["out"]
-        residual = residual + (mixed + layer["out_bias"] if self.config.attention_bias else mixed)
-        return residual + llama.mlp(layer, rms_norm(residual, layer["mlp_norm"], self.config.rms_norm_eps)), kv
+        positions = rows.marked_positions(x.shape[1])
+        real = real_rows(positions)
+        qkv = project(x, layer["qkv"], real)
+        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv, positions, rows, kv)
+        return llama.finish(layer, self.config, residual, mixed, positions, real), kv
 
     def _feedback(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         """What the next draft is paired with, of the output that it was drawn from."""

@@ -12,7 +12,6 @@ are one kernel (`pallas.weight_stream`). Columns of gate and up alternate in run
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models import moe
 from jaxspec.models.layers import Hidden, Mixer, Param, bias, linear, rms_norm, rope, rope_frequencies, scale
 from jaxspec.pallas import weight_stream
+from jaxspec.pallas.project import gate, project, real_rows, run
 from jaxspec.pallas.target import chosen
 
 QK_NORM = False
@@ -69,11 +69,11 @@ def mlp_parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
     """A dense MLP, whose tensors are called `prefix...` in the checkpoint."""
     d, f = config.hidden_size, config.mlp_size
     tree = {
-        "gate_up": linear(d, {prefix + "gate_proj.weight": f, prefix + "up_proj.weight": f}, _run(f)),
+        "gate_up": linear(d, {prefix + "gate_proj.weight": f, prefix + "up_proj.weight": f}, run(f)),
         "down": linear(f, {prefix + "down_proj.weight": d}),
     }
     if config.mlp_bias:
-        tree["gate_up_bias"] = bias({prefix + "gate_proj.bias": f, prefix + "up_proj.bias": f}, _run(f))
+        tree["gate_up_bias"] = bias({prefix + "gate_proj.bias": f, prefix + "up_proj.bias": f}, run(f))
         tree["down_bias"] = bias({prefix + "down_proj.bias": d})
     return tree
 
@@ -102,13 +102,13 @@ def forward(
 
 def _plain_layers(params, config, x, positions, mixer, cache):
     """All decoder layers; the final norm's output, each layer's output, the cache."""
-    eps, outputs = config.rms_norm_eps, []
+    eps, outputs, real = config.rms_norm_eps, [], real_rows(positions)
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
     def decoder_layer(layer, i, x, cache):
-        qkv = rms_norm(x, layer["attn_norm"], eps) @ layer["qkv"]
+        qkv = project(rms_norm(x, layer["attn_norm"], eps), layer["qkv"], real)
         mixed, cache = mix(layer, config, i, qkv, positions, mixer, cache)
-        return _finish(layer, config, x, mixed, positions), cache
+        return finish(layer, config, x, mixed, positions, real), cache
 
     for i, layer in enumerate(params["layers"]):
         x, cache = decoder_layer(layer, jnp.int32(i), x, cache)
@@ -132,13 +132,13 @@ def _streamed_layers(params, config, x, positions, mixer, cache):
         out, partials = weight_stream.stream(flat(x), flat(mixed), weights, scales, eps=eps)
         return out.reshape(x.shape), partials.sum(0).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
-    qkv = rms_norm(x, layers[0]["attn_norm"], eps) @ layers[0]["qkv"]
+    qkv = rms_norm(x, layers[0]["attn_norm"], eps) @ layers[0]["qkv"]  # few rows
     for i, (layer, following) in enumerate(itertools.pairwise(layers)):
         mixed, cache = attend(layer, jnp.int32(i), qkv, cache)
         x, qkv = stream(layer, following, x, mixed)
         outputs.append(x)
     mixed, cache = attend(layers[-1], jnp.int32(len(layers) - 1), qkv, cache)
-    x = _finish(layers[-1], config, x, mixed, positions)
+    x = finish(layers[-1], config, x, mixed, positions, real_rows(positions))
     return rms_norm(x, params["norm"], eps), [*outputs, x], cache
 
 
@@ -166,28 +166,22 @@ def mix(layer, config, i, qkv, positions, mixer, cache):
     return out.reshape(b, t, n * h), cache
 
 
-def _finish(layer, config, x, mixed, positions):
+def finish(layer, config, x, mixed, positions, real):
     """The rest of a layer after its attention: output projection and MLP, each added to the residual stream."""
-    mixed = mixed @ layer["out"]
+    mixed = project(mixed, layer["out"], real)
     x = x + (mixed + layer["out_bias"] if config.attention_bias else mixed)
     normed = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else mlp(layer, normed))
+    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else mlp(layer, normed, real))
 
 
-def mlp(layer: dict[str, Array], x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    gate_up = x @ layer["gate_up"]
+def mlp(layer: dict[str, Array], x: Float[Array, "b t d"], real: Int[Array, "1"]) -> Float[Array, "b t d"]:
+    """The gated MLP of the first `real` rows."""
     if "gate_up_bias" in layer:
-        gate_up = gate_up + layer["gate_up_bias"]
-    f = layer["down"].shape[0]
-    runs = gate_up.reshape(*x.shape[:-1], f // _run(f), 2, _run(f))
-    hidden = (jax.nn.silu(runs[..., 0, :]) * runs[..., 1, :]).reshape(*x.shape[:-1], f)
-    x = hidden @ layer["down"]
+        hidden = gate(project(x, layer["gate_up"], real) + layer["gate_up_bias"])
+    else:
+        hidden = project(x, layer["gate_up"], real, True)
+    x = project(hidden, layer["down"], real)
     return x + layer["down_bias"] if "down_bias" in layer else x
-
-
-def _run(mlp_size: int) -> int:
-    """How many columns of gate alternate with as many of up."""
-    return math.gcd(mlp_size, weight_stream.HALF)
 
 
 def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:

@@ -32,6 +32,7 @@ from jaxspec.models.layers import (
     scale,
 )
 from jaxspec.models.llama import unembed
+from jaxspec.pallas.project import project, real_rows
 
 QK_NORM = True
 HYBRID = True
@@ -162,7 +163,8 @@ def attention_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float
     """Gated full attention and the MLP: the residual stream after them. `i` counts layers of full attention."""
     eps, (b, t, _) = config.rms_norm_eps, x.shape
     n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
-    qkv = (centred_rms_norm(x, layer["attn_norm"], eps) @ layer["qkv"]).reshape(b, t, 2 * n + 2 * m, h)
+    qkv = project(centred_rms_norm(x, layer["attn_norm"], eps), layer["qkv"], real_rows(positions))
+    qkv = qkv.reshape(b, t, 2 * n + 2 * m, h)
     q, k, v = jnp.split(qkv, [2 * n, 2 * n + m], axis=2)
     q, gate = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
     frequencies = rope_frequencies(config)
@@ -176,7 +178,7 @@ def linear_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Ar
     """Linear attention and the MLP: the residual stream after them. `i` counts linear layers."""
     mix, eps, (b, t, _) = config.linear, config.rms_norm_eps, x.shape
     normed = centred_rms_norm(x, layer["attn_norm"], eps)
-    qkv, z = jnp.split(normed @ layer["qkvz"], [mix.channels], axis=-1)
+    qkv, z = jnp.split(project(normed, layer["qkvz"], real_rows(positions)), [mix.channels], axis=-1)
     beta, a = jnp.split(jnp.matmul(normed, layer["ba"], preferred_element_type=jnp.float32), 2, axis=-1)
     decay = jnp.exp(-jnp.exp(layer["decay_log"]) * jax.nn.softplus(a + layer["decay_bias"]))
 
@@ -201,6 +203,7 @@ def _unit(x: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
 
 def _finish(layer, config, x, mixed, positions):
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
-    x = x + mixed @ layer["out"]
+    real = real_rows(positions)
+    x = x + project(mixed, layer["out"], real)
     normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else llama.mlp(layer, normed))
+    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else llama.mlp(layer, normed, real))

@@ -1,0 +1,62 @@
+"""Products of rows with a layer's weights: by a kernel of ours where XLA's takes longer, else in plain jnp.
+
+The weight of a gated MLP holds gate and up as alternating runs of columns, so that a tile of it has both.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import tile_matmul
+from jaxspec.pallas.target import chosen
+from jaxspec.pallas.weight_stream import HALF
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def project(
+    x: Float[Array, "*b k"], weight: Float[Array, "k n"], real: Int[Array, "1"], gated: bool = False
+) -> Float[Array, "*b o"]:
+    """`x @ weight`; `gated`, silu(gate) * up of it, half as wide. Rows from `real` on are padding, and may be zeros."""
+    rows = x.reshape(-1, x.shape[-1])
+    if chosen("tile_matmul", tile_matmul.supported(len(rows), weight.dtype, *weight.shape)):
+        return tile_matmul.matmul(rows, weight, real, gated=gated).reshape(*x.shape[:-1], -1)
+    return reference(x, weight, gated)
+
+
+def reference(x: Float[Array, "*b k"], weight: Float[Array, "k n"], gated: bool = False) -> Float[Array, "*b o"]:
+    """The same in plain jnp, of all rows."""
+    return gate(x @ weight) if gated else x @ weight
+
+
+def _forward(x, weight, real, gated):
+    return project(x, weight, real, gated), (x, weight)
+
+
+def _backward(gated, kept, gradient):
+    return *jax.vjp(partial(reference, gated=gated), *kept)[1](gradient), None
+
+
+project.defvjp(_forward, _backward)
+
+
+def gate(gate_up: Float[Array, "*b n"]) -> Float[Array, "*b o"]:
+    """silu(gate) * up of alternating runs of both."""
+    *batch, width = gate_up.shape
+    runs = gate_up.reshape(*batch, -1, 2, run(width // 2))
+    return (jax.nn.silu(runs[..., 0, :]) * runs[..., 1, :]).reshape(*batch, width // 2)
+
+
+def run(mlp_size: int) -> int:
+    """How many columns of gate alternate with as many of up."""
+    return math.gcd(mlp_size, HALF)
+
+
+def real_rows(positions: Int[Array, "b t"]) -> Int[Array, "1"]:
+    """How many rows there are up to the last that isn't padding, which has a negative position."""
+    row = jnp.arange(1, positions.size + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(positions.reshape(-1) >= 0, row, 0), keepdims=True)

@@ -1,0 +1,197 @@
+"""A matmul of many rows, bound by arithmetic: of prompts, and of rounds that verify many rows of many requests.
+
+Each multiprocessor takes one tile of outputs after the other, `TILE_ROWS` x `columns`; tiles of the same weights come
+next to one another, so that these are read from memory once. A producer warpgroup copies both operands into a ring in
+shared memory, ahead into the next tile while the results of this one are written, and two warpgroups multiply, 64 rows
+each.
+
+How many rows are real is data: programs come in few sizes, and padding takes no time. A gated matmul, whose weight
+alternates `HALF` columns of gate and `HALF` of up, writes silu(gate) * up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.once import lower_once
+from jaxspec.pallas.weight_stream import HALF, MAX_ROWS
+
+TILE_ROWS = 128
+STEP = 64  # inputs of one step: 128 bytes of bfloat16, the widest swizzle
+BLOCKS = 132  # multiprocessors of an H100 or H200; with fewer, some take two blocks' work, one after the other
+RING_BYTES = 192 * 1024
+WARPGROUPS = 2  # that multiply
+_i32 = jnp.int32
+
+
+def supported(rows: int, dtype: Any, inputs: int, outputs: int) -> str | None:
+    """Why this isn't for the kernel, or None if it is."""
+    if dtype != jnp.bfloat16:
+        return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
+    if rows <= MAX_ROWS:
+        return f"{rows} rows: reading the weights takes longer than multiplying"
+    if inputs % STEP or outputs % 128:
+        return f"a weight of {inputs} x {outputs} is not a multiple of {STEP} x 128"
+    return None
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How outputs are divided: `columns` of a tile."""
+
+    columns: int
+
+    @classmethod
+    def of(cls, rows: int, outputs: int) -> Tiling:
+        """The widest tiles, which need the fewest copies, unless narrower ones leave fewer multiprocessors idle.
+
+        Where a block has many, wide ones are slower for a reason not known: 51 us instead of 45 for one of 256 columns.
+        """
+
+        def cost(columns: int) -> tuple[bool, int]:
+            each = -(-(-(-rows // TILE_ROWS) * (outputs // columns)) // BLOCKS)
+            return columns > 128 and each > 4, each * (columns + 16)  # 16: what a tile takes beside its products
+
+        return cls(min((columns for columns in (256, 192, 128, 64) if outputs % columns == 0), key=cost))
+
+    @property
+    def slots(self) -> int:
+        return RING_BYTES // (2 * STEP * (TILE_ROWS + self.columns))
+
+
+@lower_once("gated", "tiling")
+def matmul(
+    x: Float[Array, "r k"],
+    weight: Float[Array, "k n"],
+    real: Int[Array, "1"],
+    *,
+    gated: bool = False,
+    tiling: Tiling | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r o"]:
+    """`x @ weight` of the first `real` rows, summed in float32, rounded to x's dtype; the same or zeros of the others.
+
+    `gated`: silu(gate) * up of it, half as wide, rounded where the plain layers round. `tiling` overrides its choice.
+    """
+    rows, outputs = x.shape[0], weight.shape[1]
+    tiling = tiling or Tiling.of(rows, outputs)
+    x = jnp.pad(x, ((0, -rows % TILE_ROWS), (0, 0)))
+    part = HALF if gated else STEP  # columns of one store
+    out = plgpu.kernel(
+        partial(_kernel, tiling, gated),
+        out_type=jax.ShapeDtypeStruct((len(x), outputs // 2 if gated else outputs), x.dtype),
+        grid=(BLOCKS,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            rows_s=plgpu.SMEM((tiling.slots, TILE_ROWS, STEP), x.dtype),
+            weight_s=plgpu.SMEM((tiling.slots, STEP, tiling.columns), x.dtype),
+            out_s=plgpu.SMEM((WARPGROUPS, 4 if gated else 2, TILE_ROWS // WARPGROUPS, part), x.dtype),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.slots),
+            empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiling.slots),
+        ),
+        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(x, weight, real)
+    return out[:rows]
+
+
+def _kernel(tiling, gated, x, weight, real, out, *, rows_s, weight_s, out_s, full, empty):
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    columns, slots, steps = tiling.columns, _i32(tiling.slots), weight.shape[0] // STEP
+    high, all_high = lax.div(real[0] + TILE_ROWS - 1, _i32(TILE_ROWS)), x.shape[0] // TILE_ROWS
+    across = weight.shape[1] // columns
+    tiles = high * across  # with real rows; the tiles after these have none, and become zeros
+
+    def mine(count):  # how many of `count` tiles are this block's: it takes block, block + BLOCKS, ...
+        return lax.div(count + BLOCKS - 1 - block, _i32(BLOCKS))
+
+    def place(j):  # of this block's j-th tile: among the rows' tiles, and the columns'
+        tile = block + j * BLOCKS
+        padding = jnp.maximum(all_high - high, 1)
+        into = tile - tiles
+        i = jnp.where(into < 0, lax.rem(tile, jnp.maximum(high, 1)), high + lax.rem(into, padding))
+        return i, jnp.where(into < 0, lax.div(tile, jnp.maximum(high, 1)), lax.div(into, padding))
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def produce():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def tile(j, step):
+            i, c = place(j)
+
+            def fetch(k, step):
+                slot = lax.rem(step, slots)
+                pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                inputs = pl.ds(k * STEP, STEP)
+                rows, outputs = pl.ds(i * TILE_ROWS, TILE_ROWS), pl.ds(c * columns, columns)
+                plgpu.copy_gmem_to_smem(x.at[rows, inputs], rows_s.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(weight.at[inputs, outputs], weight_s.at[slot], full.at[slot])
+                return step + 1
+
+            return lax.fori_loop(_i32(0), _i32(steps), fetch, step)
+
+        step = lax.fori_loop(_i32(0), mine(tiles), tile, _i32(0))
+
+        def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
+            plgpu.barrier_wait(empty.at[lax.rem(step, slots)])
+            return _
+
+        lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def consume():
+        plgpu.set_max_registers(232, action="increase")
+        height = TILE_ROWS // WARPGROUPS
+
+        def tile(j, step):
+            i, c = place(j)
+            needed = jnp.where(j < mine(tiles), _i32(steps), 0)
+
+            def accumulate(total):
+                def multiply(k, step):
+                    slot = lax.rem(step, slots)
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.wgmma(total, rows_s.at[slot, pl.ds(warpgroup * height, height)], weight_s.at[slot])
+                    plgpu.wgmma_wait(1)  # this step's may go on: that of the step before is done
+                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(step - 1, slots)]))
+                    return step + 1
+
+                last = lax.fori_loop(_i32(0), needed, multiply, step)
+                result = total[...]
+                pl.when(needed > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(last - 1, slots)]))
+                return result
+
+            total = pl.run_scoped(accumulate, plgpu.ACC((height, columns), jnp.float32))
+            rows = pl.ds(i * TILE_ROWS + warpgroup * height, height)
+            places, _, part = out_s.shape[1:]
+            width = columns // 2 if gated else columns
+            for p in range(width // part):
+                value = _gate(total, p, x.dtype) if gated else total[:, p * part : (p + 1) * part]
+                plgpu.wait_smem_to_gmem(min(p, places - 1), wait_read_only=True)  # what this place held has been sent
+                place_s = out_s.at[warpgroup, p % places]
+                place_s[...] = value.astype(x.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(place_s, out.at[rows, pl.ds(c * width + p * part, part)])
+            return step + needed
+
+        lax.fori_loop(_i32(0), mine(_i32(all_high * across)), tile, _i32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _gate(total, run, dtype):
+    """silu(gate) * up of one run of columns. Rounds where plain layers do."""
+    gate, up = (total[:, at : at + HALF] for at in (2 * run * HALF, (2 * run + 1) * HALF))
+    gate, up = (half.astype(dtype).astype(jnp.float32) for half in (gate, up))
+    return (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32) * up

@@ -1,0 +1,54 @@
+"""The matmul of many rows on the device: shapes that are served, and how fast it is."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.pallas.tile_matmul import Tiling, matmul
+from tests.test_tile_matmul import check, inputs
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {"qkv": (4096, 6144, False), "out": (4096, 4096, False), "gate, up": (4096, 24576, True)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows,real", [(192, 130), (512, 512), (1024, 700), (2048, 1)])
+def test_matches_plain_jnp(rows, real, shape):
+    for _ in range(2):  # what one launch leaves behind isn't the next one's
+        check(rows, real, *SHAPES[shape])
+
+
+@pytest.mark.parametrize("columns", [64, 128, 192, 256])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_every_width_of_tile(columns, gated):
+    check(640, 600, 576, 2304 if columns == 192 else 2048, gated, tiling=Tiling(columns))
+
+
+def test_a_row_gets_the_same_in_any_company():
+    """Sums run over the inputs in one order, whatever the tiles."""
+    x, weight = inputs(2048, 4096, 6144)
+    of = lambda rows, real: matmul(x[:rows], weight, jnp.array([real], jnp.int32))[:100]  # noqa: E731
+    for rows, real in ((136, 136), (512, 300), (2048, 2048)):
+        assert (of(rows, real) == of(256, 256)).all()
+
+
+def test_arithmetic_rate(figures):
+    """TFLOP/s of a layer's gate and up at 1024 rows; the limit leaves room for a busy device."""
+    rows, (width, outputs, gated) = 1024, SHAPES["gate, up"]
+    x, weight = inputs(rows, width, outputs)
+    weights, real = [weight * (1 + i) for i in range(4)], jnp.array([rows], jnp.int32)
+    run = jax.jit(lambda x, weights: [matmul(x, weight, real, gated=gated) for weight in weights])
+    jax.block_until_ready(run(x, weights))
+    begin, rounds = time.perf_counter(), 20
+    for _ in range(rounds):
+        outs = run(x, weights)
+    jax.block_until_ready(outs)
+    seconds = (time.perf_counter() - begin) / rounds / len(weights)
+    rate = 2 * rows * width * outputs / seconds / 1e12
+    figures["gate, up of 1024 rows"] = {"us": seconds * 1e6, "TFLOP/s": rate}
+    assert rate >= 600

@@ -1,0 +1,97 @@
+"""The matmul of many rows: in interpret mode against plain jnp, by lowering it for CUDA, and where it is chosen."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import project, target, tile_matmul
+from jaxspec.pallas.target import counting
+from jaxspec.pallas.tile_matmul import BLOCKS, TILE_ROWS, Tiling, matmul, supported
+
+
+def inputs(rows: int, width: int, outputs: int, seed: int = 0):
+    x, weight = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(jax.random.split(jax.random.key(seed)), ((rows, width), (width, outputs)), strict=True)
+    )
+    return x.astype(jnp.bfloat16), (weight * width**-0.5).astype(jnp.bfloat16)
+
+
+def check(rows: int, real: int, width: int, outputs: int, gated: bool, **options) -> None:
+    """Real rows against plain jnp, summed in float32, by norm; padding comes out as zeros or as its own product."""
+    x, weight = inputs(rows, width, outputs)
+    out = np.asarray(matmul(x, weight, jnp.array([real], jnp.int32), gated=gated, **options), np.float32)
+    wide = np.asarray(jnp.matmul(x, weight, preferred_element_type=jnp.float32))
+    expected = np.asarray(project.gate(wide)) if gated else wide
+    assert out.shape == expected.shape
+    difference = np.linalg.norm(out - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert (difference[:real] < 8e-3).all()
+    padding = out[real:]
+    assert ((padding == 0).all(axis=1) | (difference[real:] < 8e-3)).all()
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("columns", [64, 128, 192])
+@pytest.mark.parametrize("rows,real", [(256, 256), (300, 140), (256, 0)])
+def test_matches_plain_jnp(monkeypatch, rows, real, columns, gated):
+    """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
+    monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
+    check(rows, real, 128, 384, gated, tiling=Tiling(columns), interpret=plgpu.InterpretGPUParams())
+
+
+def test_the_ring_comes_round(monkeypatch):
+    """More steps than slots, and tiles that begin at any of them."""
+    monkeypatch.setattr(tile_matmul, "BLOCKS", 1)
+    check(256, 256, 64 * 5, 512, False, tiling=Tiling(256), interpret=plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize("outputs", [4096, 6144, 24576, 128])
+@pytest.mark.parametrize("rows", [136, 512, 2048])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_lowers_for_cuda(rows, outputs, gated):
+    shapes = jax.eval_shape(lambda: inputs(rows, 512, outputs))
+    real = jax.ShapeDtypeStruct((1,), jnp.int32)
+    lowered = jax.jit(partial(matmul, gated=gated)).trace(*shapes, real).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("rows,outputs", [(512, 4096), (512, 6144), (512, 24576), (1024, 4096), (1024, 24576)])
+def test_tiles_keep_multiprocessors_busy(rows, outputs):
+    tiling = Tiling.of(rows, outputs)
+    tiles = rows // TILE_ROWS * (outputs // tiling.columns)
+    assert tiles / (-(-tiles // BLOCKS) * BLOCKS) > 0.95
+
+
+def test_what_is_not_for_it_is_named():
+    assert supported(129, jnp.bfloat16, 4096, 6144) is None
+    assert "128 rows" in supported(128, jnp.bfloat16, 4096, 6144)
+    assert "576" in supported(512, jnp.bfloat16, 4096, 576)
+    assert "float32" in supported(512, jnp.float32, 4096, 4096)
+
+
+def test_real_rows_end_with_the_last_real_one():
+    assert project.real_rows(jnp.array([[0, -1, 2], [-1, 7, -1], [-1, -1, -1]])).tolist() == [5]
+    assert project.real_rows(jnp.full((2, 2), -1)).tolist() == [0]
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_projections_choose_it_and_have_gradients(monkeypatch, gated):
+    """Gradients are those of plain jnp, which training needs where the kernel serves the forward."""
+    x, weight = inputs(256, 128, 256)
+    real = jnp.array([256], jnp.int32)
+    total = lambda f: jax.grad(lambda x, w: f(x, w).astype(jnp.float32).sum(), argnums=(0, 1))(x, weight)  # noqa: E731
+    expected = total(lambda x, w: project.reference(x, w, gated))
+    monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(tile_matmul, "matmul", partial(matmul, interpret=plgpu.InterpretGPUParams()))
+    with counting() as chosen:
+        got = total(lambda x, w: project.project(x, w, real, gated))
+    assert chosen == {"tile_matmul": 1}
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
