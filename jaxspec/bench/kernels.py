@@ -24,7 +24,7 @@ from tqdm import tqdm
 from jaxspec.bench import floors
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.models.layers import rms_norm
-from jaxspec.pallas import experts, gated_delta, weight_stream
+from jaxspec.pallas import experts, gated_delta, project, weight_stream
 from jaxspec.pallas.paged_attention import paged_attention, reference
 from jaxspec.pallas.target import KERNELS, kernels_here
 
@@ -49,6 +49,7 @@ DECODE = (
 PROMPTS = ((1, 1024), (1, 2048), (1, 8192), (16, 512))  # prompts, tokens each
 LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
 ROWS = (1, 8, 32, 128)
+MANY_ROWS = (256, 512, 1024, 2048)
 EPS = 1e-6
 MIXTURES = {  # model width, expert width, experts, experts of a token
     "35B-A3B": (2048, 512, 256, 8),  # Qwen3.5's
@@ -66,6 +67,8 @@ SMALL = {
     "delta": (1, 2, 16),
     "steps": ((2, 3),),
     "chunks": ((2, 100),),
+    "layer": (64, 64, 96),
+    "many": (20,),
 }
 
 
@@ -169,7 +172,7 @@ def make_cases(small: bool) -> list[Case]:
     """All cases, at Qwen3-8B's sizes and those of two mixtures of experts, or at tiny ones."""
     layers, dtype = (2, "float32") if small else (16, "bfloat16")
     full = {"decode": DECODE, "prompts": PROMPTS, "mixtures": MIXTURES, "tokens": TOKENS}
-    full |= {"delta": DELTA, "steps": STEPS, "chunks": CHUNKS}
+    full |= {"delta": DELTA, "steps": STEPS, "chunks": CHUNKS, "layer": LAYER, "many": MANY_ROWS}
     sizes = SMALL if small else full
     cases = [decode_attention(b, context, t, layers, dtype) for b, context, t in sizes["decode"]]
     cases += [prompt_attention(count, length, layers, dtype) for count, length in sizes["prompts"]]
@@ -177,6 +180,8 @@ def make_cases(small: bool) -> list[Case]:
     cases += [experts_mlp(name, t, *widths, layers // 2, dtype) for name, t, widths in mixtures]
     cases += [delta_step(b, t, *sizes["delta"], layers, dtype) for b, t in sizes["steps"]]
     cases += [delta_chunk(count, length, *sizes["delta"], layers, dtype) for count, length in sizes["chunks"]]
+    for rows in sizes["many"]:
+        cases += projections(rows, *sizes["layer"], layers // 2, dtype)
     if not small and kernels_here() is None:  # there is no other path to it: a model without it has plain layers
         cases += [layer_matmuls(rows, *LAYER, layers=8) for rows in ROWS]
     return cases
@@ -382,6 +387,34 @@ def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:
         flops=2 * rows * weights,
         kernel="weight_stream",
     )
+
+
+def projections(rows: int, d: int, f: int, n: int, layers: int, dtype: str = "bfloat16") -> list[Case]:
+    """The matmuls of a layer one by one, for more rows than `layer_matmuls` takes; names as there."""
+
+    def one(name: str, inputs: int, outputs: int, gated: bool = False) -> Case:
+        def build(key):
+            def own(key):
+                x, weight = (
+                    jax.random.normal(k, shape, dtype)
+                    for k, shape in zip(jax.random.split(key), ((rows, inputs), (inputs, outputs)), strict=True)
+                )
+                return x, weight * inputs**-0.5
+
+            return jnp.array([rows], jnp.int32), [own(each) for each in jax.random.split(key, layers)]
+
+        return Case(
+            name=f"{name}, {rows} rows",
+            group="projections",
+            layers=layers,
+            build=build,
+            op=lambda layer, real, own: project.project(*own[layer], real, gated),
+            plain=lambda layer, real, own: project.reference(*own[layer], gated),
+            size=jnp.dtype(dtype).itemsize * (inputs * outputs + rows * (inputs + outputs // (1 + gated))),
+            flops=2 * rows * inputs * outputs,
+        )
+
+    return [one("q, k, v", d, n), one("out", d, d), one("gate, up", d, 2 * f, gated=True), one("down", f, d)]
 
 
 def _stream(layer: int, shared: Any, own: Any) -> jax.Array:
