@@ -142,18 +142,10 @@ def admission_size(capacity: int) -> int:
     return _HISTORY + capacity
 
 
-def ladder(limit: int, steps_per_octave: int = 1) -> tuple[int, ...]:
-    """Sizes that programs are compiled for, up to `limit` and `limit` itself: powers of two, or that many between them.
-
-    With eight steps to an octave (1 to 16 by 1, 18 to 32 by 2, 36 to 64 by 4, ...) at most a ninth of a program is
-    padding.
-    """
-    steps, size = [], 1
-    while size < limit:
-        steps.append(size)
-        octave = 1 << (size.bit_length() - 1)  # the largest power of two that isn't above `size`
-        size += max(octave // steps_per_octave, 1)
-    return (*steps, limit)
+def ladder(limit: int) -> tuple[int, ...]:
+    """Sizes that programs are compiled for: powers of two below `limit`, and `limit`. Few, for each takes long to
+    compile; kernels skip most of the padding."""
+    return (*(1 << i for i in range((limit - 1).bit_length())), limit)
 
 
 def fit(size: int, steps: tuple[int, ...]) -> int:

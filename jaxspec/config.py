@@ -328,8 +328,8 @@ class EngineConfig:
     - `disable_overlap`: read each round's result before the next is dispatched.
     - `load_format`: `auto`, or `dummy` for random weights made from the config alone.
     - `revision`: branch, tag or commit of a hub id. `seed`: of dummy weights and of requests that give none.
-    - `skip_warmup`: compile on first use instead of at start. `few_programs`: compile for one batch size and few prompt
-      sizes: ready sooner, and slower where fewer requests run.
+    - `skip_warmup`: compile on first use instead of at start. `few_programs`: compile for one batch size: ready
+      sooner, and slower where fewer requests run.
     - `decode_log_interval`: rounds between two decode log lines; 0 turns them off.
 
     **Raises:** `ConfigError` naming the option, what was given and what is allowed.

@@ -55,7 +55,7 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
         "num_continuous_decode_steps": ("K", "rounds in one program while none can be taken in; pays for small models"),
         "disable_overlap": (None, "read each round's result before the next is dispatched"),
         "skip_warmup": (None, "compile on first use instead of at start"),
-        "few_programs": (None, "compile for one batch size and few prompt sizes: ready sooner, slower at low load"),
+        "few_programs": (None, "compile for one batch size: ready sooner, slower at low load"),
         "decode_log_interval": ("ROUNDS", "rounds between two decode log lines; 0 turns them off"),
     },
 }

@@ -369,13 +369,15 @@ class Programs:
     def warm_up(self, state: State) -> None:
         """Compile every program of the ladder, several at a time."""
         shapes = self.shapes
-        several = [("rounds", shapes.batches)] if shapes.rounds > 1 else []
         wanted = [("admit", packing.admission_size(shapes.capacity)), ("score", shapes.score)]
-        wanted += [("prefill", blocks) for blocks in shapes.prefills]
-        for kind, sizes in (("first", shapes.firsts), ("round", shapes.batches), *several):
-            wanted += [(f"{kind}_{mode}", size) for size in sizes for mode in MODES]
+        wanted += [("prefill", blocks) for blocks in reversed(shapes.prefills)]
+        several = [("rounds", shapes.batches)] if shapes.rounds > 1 else []
+        # One mode after the other: what the next ones share with it, kernels and XLA's choices, is there by then.
+        for mode in MODES:
+            for kind, sizes in (("round", shapes.batches), *several, ("first", shapes.firsts)):
+                wanted += [(f"{kind}_{mode}", size) for size in reversed(sizes)]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            compiling = [pool.submit(self._program, *one, state) for one in reversed(wanted)]  # the largest first
+            compiling = [pool.submit(self._program, *one, state) for one in wanted]
             for one in tqdm(as_completed(compiling), total=len(wanted), desc="compiling", unit="program"):
                 one.result()
 

@@ -38,8 +38,6 @@ class Defaults:
     """What options left to the machine come to there, and what else differs.
 
     `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
-    `prefill_steps`: program sizes per doubling of a prefill's; on a CPU as few as can be: they take long to compile.
-    `mixture_prefill_steps`: the same for mixtures of experts, which padding doesn't go through.
     `least_rows`: rows that the smallest round has, padding included; on a GPU fewer cost as much or more.
     """
 
@@ -47,8 +45,6 @@ class Defaults:
     page_size: int
     max_running_requests: int
     chunked_prefill_size: int
-    prefill_steps: int
-    mixture_prefill_steps: int
     least_rows: int
     small_model_rounds: int
 
@@ -58,8 +54,6 @@ CPU = Defaults(
     page_size=16,
     max_running_requests=4,
     chunked_prefill_size=256,
-    prefill_steps=1,
-    mixture_prefill_steps=1,
     least_rows=1,
     small_model_rounds=1,
 )
@@ -68,8 +62,6 @@ GPU = Defaults(
     page_size=64,
     max_running_requests=128,
     chunked_prefill_size=2048,
-    prefill_steps=8,
-    mixture_prefill_steps=2,
     least_rows=8,
     small_model_rounds=8,
 )
@@ -109,7 +101,7 @@ class Runner:
         drafter = self.draft.drafter
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
-        self.shapes = _shapes(self.config, drafter, bool(self.model.config.num_experts))
+        self.shapes = _shapes(self.config, drafter)
         self.plan, layout = self._plan()
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
@@ -292,21 +284,19 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
     )
 
 
-def _shapes(config: EngineConfig, drafter: Drafter, mixture: bool) -> Shapes:
+def _shapes(config: EngineConfig, drafter: Drafter) -> Shapes:
     defaults, width = _defaults(), drafter.num_draft_tokens + 1
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
     blocks = config.chunked_prefill_size // defaults.block
-    few = config.few_programs
-    steps = defaults.mixture_prefill_steps if mixture else defaults.prefill_steps
     batches = tuple(size for size in ladder(slots) if size * width >= defaults.least_rows or size == slots)
     return Shapes(
         num_slots=slots,
         capacity=config.context_length,
         pages_per_seq=-(-(config.context_length + drafter.lookahead) // config.page_size),
         block=defaults.block,
-        prefills=ladder(blocks, 1 if few else steps),
+        prefills=ladder(blocks),
         score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
         firsts=tuple(sorted({1, min(slots, blocks)})),  # one alone, or as many prompts as a prefill can hold
-        batches=batches[-1:] if few else batches,
+        batches=batches[-1:] if config.few_programs else batches,
         rounds=rounds,
     )

@@ -14,10 +14,10 @@ def resolve(monkeypatch):
     model = load_model(str(tiny_checkpoint()), progress=False)
     draft = load_drafter("ngram", model)
 
-    def on(backend, mixture=False, **options):
+    def on(backend, **options):
         monkeypatch.setattr(jax, "default_backend", lambda: backend)
         config = runner._resolve(EngineConfig(draft="ngram", **options), model, draft)
-        return config, runner._shapes(config, draft.drafter, mixture)
+        return config, runner._shapes(config, draft.drafter)
 
     return on
 
@@ -29,19 +29,14 @@ def test_on_a_cpu_few_programs_are_compiled(resolve):
     assert (shapes.firsts, shapes.batches, shapes.rounds) == ((1, 4), (1, 2, 4), 1)
 
 
-def test_on_a_gpu_little_is_padding(resolve):
+def test_on_a_gpu_programs_are_for_many_rows(resolve):
     config, shapes = resolve("gpu")
     assert (config.page_size, config.chunked_prefill_size, config.max_running_requests) == (64, 2048, 128)
-    assert (shapes.block, shapes.score, shapes.prefills) == (64, 2, (*range(1, 17), *range(18, 33, 2)))
+    assert (shapes.block, shapes.score, shapes.prefills) == (64, 2, (1, 2, 4, 8, 16, 32))
     assert (shapes.firsts, shapes.batches) == ((1, 32), (2, 4, 8, 16, 32, 64, 128))
 
 
-def test_a_mixture_takes_fewer_prompt_sizes(resolve):
-    assert resolve("gpu", mixture=True)[1].prefills == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-    assert resolve("gpu", mixture=True, few_programs=True)[1].prefills == (1, 2, 4, 8, 16, 32)
-
-
-def test_few_programs_are_for_one_batch_and_doubling_prompts(resolve):
+def test_few_programs_are_for_one_batch(resolve):
     _, shapes = resolve("gpu", few_programs=True)
     assert (shapes.batches, shapes.prefills) == ((128,), (1, 2, 4, 8, 16, 32))
 
