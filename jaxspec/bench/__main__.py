@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "report":
-            report.run(args.folder, {name: module.TABLES for name, module in SUBCOMMANDS.items()})
+            report.run(args.folder, {name: module.TABLES for name, module in SUBCOMMANDS.items()}, args.plot)
         else:
             _measure(SUBCOMMANDS[args.command], args, argv)
     except (BenchError, CheckpointError, ConfigError, RequestError, TokenizerError) as error:

@@ -1,6 +1,7 @@
 """Markdown from the JSON files of a folder: each with the command that made it, the machine, tables and notes.
 
-docs/performance.md embeds what this prints. A PNG beside a JSON file, of the same name, is linked.
+docs/performance.md embeds what this prints. A PNG beside a JSON file, of the same name, is linked. With --plot, the
+decode results are drawn in one chart, a curve for each file: where one drafter overtakes another.
 """
 
 from __future__ import annotations
@@ -9,30 +10,55 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from jaxspec.bench import plots
 from jaxspec.bench.results import BenchError, Document, Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="that holds what --json wrote")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw decode results here, as PNG (needs matplotlib)")
 
 
-def run(folder: Path, tables: Mapping[str, Sequence[Table]]) -> None:
-    """Print the report. `tables` are those of each benchmark, by its name.
+def run(folder: Path, tables: Mapping[str, Sequence[Table]], plot: Path | None = None) -> None:
+    """Print the report. `tables` are those of each benchmark, by its name; `plot` is the chart to draw.
 
-    **Raises:** `BenchError` for a folder without results, or a file that holds none.
+    **Raises:** `BenchError` for a folder without results, or without those to draw, or a file that holds none.
     """
+    if plot is not None:
+        plots.check()
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise BenchError(f"{folder} has no .json files; make some with --json {folder / 'decode.json'}")
-    parts = []
+    parts, decoding = [], {}
     for path in paths:
         try:
             document = json.loads(path.read_text())
             parts.append(section(path, document, tables[document["benchmark"]]))
+            if document["benchmark"] == "decode":
+                decoding[path.stem] = document
         except (ValueError, KeyError, TypeError) as error:
             raise BenchError(f"{path} is not a benchmark's result ({type(error).__name__}: {error})") from error
     print("\n\n".join(parts))
+    if plot is not None and not decoding:
+        raise BenchError(f"--plot draws decode results, and {folder} has none")
+    if plot is not None:
+        plots.draw(lambda _, figure: compare(decoding, figure), next(iter(decoding.values())), plot)
+
+
+def compare(documents: Mapping[str, Document], figure: Any) -> None:
+    """Round time and tokens per second against the number of requests, a curve for each document, overlap on."""
+    time_axes, rate_axes = figure.subplots(1, 2)
+    x = set()
+    for name, document in documents.items():
+        rows = [row for row in document["rows"] if row["overlap"] == "on" and row["ms_per_round"]]
+        requests = [row["concurrency"] for row in rows]
+        time_axes.plot(requests, [row["ms_per_round"] for row in rows], "o-", label=name)
+        rate_axes.plot(requests, [row["tokens_per_s"] for row in rows], "o-", label=name)
+        x.update(requests)
+    plots.against(time_axes, sorted(x), "requests", "ms per round")
+    plots.against(rate_axes, sorted(x), "requests", "tokens per second")
 
 
 def section(path: Path, document: Document, tables: Sequence[Table]) -> str:

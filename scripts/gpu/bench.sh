@@ -4,8 +4,8 @@
 #
 #     scripts/gpu/bench.sh OUT [PART...]
 #
-# PART is of: decode prefill ngram eagle3 dflash kernels moe hybrid serve start smollm2 parity; all by default, in that
-# order. OUT receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they aren't
+# PART is of: decode prefill ngram eagle3 dflash crossover kernels moe hybrid serve start smollm2 parity; all by default,
+# in that order. OUT receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they aren't
 # installed: gguf, and for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder with Qwen3-8B's
 # config.json (weights are made up) and a tokenizer, EAGLE3 and DFLASH folders with its drafters' config.json, QWEN_MOE
 # and QWEN_HYBRID the same of Qwen3-30B-A3B and Qwen3.5-35B-A3B; SMOLLM2 the demo model's GGUF file; SPECBENCH
@@ -28,7 +28,7 @@ bench() {
         { status=1; tail -n 5 "$out/$name.log"; }
 }
 
-for part in "${@:-decode prefill ngram eagle3 dflash kernels moe hybrid serve start smollm2 parity}"; do
+for part in "${@:-decode prefill ngram eagle3 dflash crossover kernels moe hybrid serve start smollm2 parity}"; do
     for part in $part; do
         case $part in
             decode) bench decode 240 decode --model "$QWEN" --overlap both --back-to-back ;;
@@ -39,7 +39,15 @@ for part in "${@:-decode prefill ngram eagle3 dflash kernels moe hybrid serve st
                 --back-to-back --skip-warmup ;;
             dflash) bench dflash 240 decode --model "$QWEN" --draft "dflash:$DFLASH" --back-to-back --skip-warmup \
                 --accept-rates "$(python3 -c 'print(*[0.87] * 15, sep=",")')" ;;
-            kernels) bench kernels 120 kernels ;;
+            crossover)
+                many=(decode --model "$QWEN" --concurrency 1,8,32,64,128,256)
+                drafts=(--draft "eagle3:$EAGLE3" --accept-rates)
+                mkdir -p "$out/crossover"
+                bench crossover/none 240 "${many[@]}"
+                bench crossover/one-draft 240 "${many[@]}" "${drafts[@]}" 0.75 --num-steps 1
+                bench crossover/three-drafts 240 "${many[@]}" "${drafts[@]}" 0.75,0.5,0.25
+                python3 -m jaxspec.bench report "$out/crossover" --plot "$out/crossover.png" ;;
+            kernels) bench kernels 180 kernels ;;
             moe) bench moe 240 decode --model "$QWEN_MOE" && bench moe-prefill 150 prefill --model "$QWEN_MOE" ;;
             hybrid)
                 bench hybrid 400 decode --model "$QWEN_HYBRID" --skip-warmup

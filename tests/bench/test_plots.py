@@ -1,11 +1,12 @@
 """A PNG for each benchmark, where matplotlib is installed; a plain word before measuring where it isn't."""
 
 import builtins
+import json
 
 import pytest
 
 from jaxspec.bench import __main__ as bench
-from jaxspec.bench import latency, plots
+from jaxspec.bench import latency, plots, report
 
 FACTS = {"commit": None, "devices": ["cpu:0 cpu"], "width": 4}
 LATENCIES = {f"{kind}_{figure}_ms": 3.0 for kind in latency.KINDS for figure in latency.FIGURES}
@@ -28,6 +29,7 @@ ROWS = {
         {"case": "one", "ratio": 1.5, "floor_us": 2.0},
         {"case": "two", "ratio": 1.2, "floor_us": 2.0, "plain_us": 8.0},
     ],
+    "parity": [{"run": "ngram", "differ": 2, "margins": [0.1, 0.2]}],
     "host": [{"requests": n} | {name: {"mean_ms": 1.0, "p99_ms": 2.0} for name in bench.host.FIGURES} for n in (1, 8)],
 }
 
@@ -54,3 +56,27 @@ def test_without_matplotlib_the_command_says_so_before_it_measures(monkeypatch, 
         bench.main(["kernels", "--small", "--plot", "x.png"])
     assert stop.value.code == 2
     assert "pip install 'jaxspec[bench]'" in capsys.readouterr().err
+
+
+def test_decode_results_are_drawn_in_one_chart(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    facts = FACTS | {"cores": 1, "versions": {"python": "3.12", "jax": "0.11"}, "time": "now"}
+    document = {"benchmark": "decode", "command": "run", "arguments": {"model": "m"}, "facts": facts, "notes": []}
+    for name in ("none", "eagle3"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document | {"rows": ROWS["decode"]}))
+    assert bench.main(["report", str(tmp_path), "--plot", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    report.compare({"none": document | {"rows": ROWS["decode"]}}, figure)
+    assert [line.get_label() for axes in figure.axes for line in axes.lines] == ["none", "none"]
+
+
+def test_a_chart_needs_something_to_draw(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    facts = FACTS | {"cores": 1, "versions": {"python": "3.12", "jax": "0.11"}, "time": "now"}
+    (tmp_path / "a.json").write_text(
+        json.dumps({"benchmark": "host", "command": "run", "facts": facts, "rows": [], "notes": []})
+    )
+    with pytest.raises(SystemExit):
+        bench.main(["report", str(tmp_path), "--plot", str(tmp_path / "x.png")])
+    assert "--plot draws decode results" in capsys.readouterr().err
