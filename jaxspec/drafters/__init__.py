@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
@@ -128,8 +127,7 @@ def _automatic(model: Model, options: EngineConfig) -> str:
     if mtp.preferred(model, options.load_format):
         return "mtp"
     shipped = KNOWN["eagle3"].get(model.name.lower(), "").startswith(str(SHIPPED))
-    # On a CPU its drafts cost more than they save: see docs/performance.md, "The demo model".
-    return "eagle3" if shipped and options.load_format != "dummy" and jax.default_backend() != "cpu" else "ngram"
+    return "eagle3" if shipped and options.load_format != "dummy" else "ngram"
 
 
 def _known(method: str, model: Model) -> str:
