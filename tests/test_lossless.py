@@ -143,7 +143,7 @@ def cases():
         yield pytest.param(family, draft, overlap, rounds, id=name, marks=() if often else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("family,draft,overlap,rounds", cases())
+@pytest.mark.parametrize("family,draft,overlap,rounds", list(cases()))
 def test_greedy_output_equals_plain(family, draft, overlap, rounds, monkeypatch):
     llm = engine(family, draft)
     cases, before = 0, llm.engine.stats()["dispatches"].get("rounds_greedy", 0)
