@@ -5,8 +5,8 @@
 #     scripts/gpu/bench.sh OUT [PART...]
 #
 # PART is of: decode prefill ngram eagle3 dflash crossover kernels moe hybrid serve start smollm2 parity; all by default,
-# in that order. OUT receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they aren't
-# installed: gguf, and for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder with Qwen3-8B's
+# in that order. OUT receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they
+# aren't installed: gguf, and for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder with Qwen3-8B's
 # config.json (weights are made up) and a tokenizer, EAGLE3 and DFLASH folders with its drafters' config.json, QWEN_MOE
 # and QWEN_HYBRID the same of Qwen3-30B-A3B and Qwen3.5-35B-A3B; SMOLLM2 the demo model's GGUF file; SPECBENCH
 # Spec-Bench's question.jsonl.
@@ -46,7 +46,7 @@ for part in "${@:-decode prefill ngram eagle3 dflash crossover kernels moe hybri
                 bench crossover/none 240 "${many[@]}"
                 bench crossover/one-draft 240 "${many[@]}" "${drafts[@]}" 0.75 --num-steps 1
                 bench crossover/three-drafts 240 "${many[@]}" "${drafts[@]}" 0.75,0.5,0.25
-                python3 -m jaxspec.bench report "$out/crossover" --plot "$out/crossover.png" ;;
+                python3 -m jaxspec.bench report "$out/crossover" --plot "$out/crossover.png" || status=1 ;;
             kernels) bench kernels 180 kernels ;;
             moe) bench moe 240 decode --model "$QWEN_MOE" && bench moe-prefill 150 prefill --model "$QWEN_MOE" ;;
             hybrid)
