@@ -62,7 +62,7 @@ def test_memory_bandwidth(b, t, least, figures):
             outs.append(out)
         return pool, outs
 
-    for _ in range(2):  # compiled once for a new pool, once for one that a program returned
+    for _ in range(2):  # a pool that a program returned may take a compilation of its own
         pool, outs = jax.block_until_ready(run(pool))
     begin, rounds = time.perf_counter(), 30
     for _ in range(rounds):
