@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import Param, expert_stack, linear
 from jaxspec.pallas.experts import NOBODY, experts_mlp
+from jaxspec.pallas.top_experts import top_experts
 
 
 def parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
@@ -67,17 +68,9 @@ def route(
 ) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
     """Each token's experts, likeliest first, and their weights, float32.
 
-    Weights are probabilities among all experts, or, with `norm_topk_prob`, among those chosen. Experts are ranked by
-    comparing each with each, which fuses: `lax.top_k` of so few numbers sorts them on a GPU, at several times the cost.
+    Weights are probabilities among all experts, or, with `norm_topk_prob`, among those chosen.
     """
-    probs = jax.nn.softmax(_float32(rows, router), axis=-1)
-    expert = jnp.arange(config.num_experts)
-    other, own = probs[:, None], probs[:, :, None]
-    rank = jnp.sum((other > own) | ((other == own) & (expert < expert[:, None])), axis=2, dtype=jnp.int32)
-    place = rank[:, None] == jnp.arange(config.experts_per_token)[:, None]
-    ids = jnp.sum(jnp.where(place, expert, 0), axis=2, dtype=jnp.int32)
-    weights = jnp.sum(jnp.where(place, probs[:, None], 0.0), axis=2)
-    return ids, weights / weights.sum(-1, keepdims=True) if config.norm_topk_prob else weights
+    return top_experts(_float32(rows, router), config.experts_per_token, config.norm_topk_prob)
 
 
 def _float32(x: Array, weight: Array) -> Array:
