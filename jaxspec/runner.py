@@ -38,6 +38,7 @@ class Defaults:
     """What options left to the machine come to there, and what else differs.
 
     `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
+    `mixture_prefill_size`: `chunked_prefill_size` of a mixture of experts, all of which a program of many tokens reads.
     `least_rows`: rows that the smallest round has, padding included; on a GPU fewer cost as much or more.
     """
 
@@ -45,6 +46,7 @@ class Defaults:
     page_size: int
     max_running_requests: int
     chunked_prefill_size: int
+    mixture_prefill_size: int
     least_rows: int
     small_model_rounds: int
 
@@ -54,6 +56,7 @@ CPU = Defaults(
     page_size=16,
     max_running_requests=4,
     chunked_prefill_size=256,
+    mixture_prefill_size=256,
     least_rows=1,
     small_model_rounds=1,
 )
@@ -62,6 +65,7 @@ GPU = Defaults(
     page_size=64,
     max_running_requests=128,
     chunked_prefill_size=2048,
+    mixture_prefill_size=8192,
     least_rows=8,
     small_model_rounds=8,
 )
@@ -266,7 +270,9 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
             f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
             "the next, so drafts must be a chain. Drop --topk"
         )
-    chunk = options.chunked_prefill_size or defaults.chunked_prefill_size
+    chunk = options.chunked_prefill_size or (
+        defaults.mixture_prefill_size if model.config.num_experts else defaults.chunked_prefill_size
+    )
     small = _bytes(model.params) < SMALL_MODEL
     return dataclasses.replace(
         options,

@@ -36,6 +36,14 @@ def test_on_a_gpu_programs_are_for_many_rows(resolve):
     assert (shapes.firsts, shapes.batches) == ((1, 32), (2, 4, 8, 16, 32, 64, 128))
 
 
+def test_a_mixture_takes_longer_prompts_at_once(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model = load_model(str(tiny_checkpoint("qwen3_moe")), progress=False)
+    of = lambda **options: runner._resolve(EngineConfig(**options), model, load_drafter("none", model))  # noqa: E731
+    assert of().chunked_prefill_size == 8192
+    assert of(chunked_prefill_size=1024).chunked_prefill_size == 1024
+
+
 def test_few_programs_are_for_one_batch(resolve):
     _, shapes = resolve("gpu", few_programs=True)
     assert (shapes.batches, shapes.prefills) == ((128,), (1, 2, 4, 8, 16, 32))

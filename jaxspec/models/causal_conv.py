@@ -37,8 +37,9 @@ def conv_step(
         raise ValueError(f"a step of {t} rows with windows for rounds of {room - back}; make them for {t} or more")
     at = replay[:, None] + jnp.arange(back)
     before = windows[layer, slots[:, None], at]
-    inputs = jnp.concatenate([before, x.astype(windows.dtype)], axis=1)
-    return _convolve(inputs, weight).astype(x.dtype), windows.at[layer, slots, : back + t].set(inputs)
+    x = x.astype(windows.dtype)
+    inputs = jnp.concatenate([before, x], axis=1)
+    return _convolve(before, x, weight).astype(x.dtype), windows.at[layer, slots, : back + t].set(inputs)
 
 
 def conv_chunk(
@@ -71,13 +72,15 @@ def conv_chunk(
     targets, tails = jnp.concatenate([slots, keep]), jnp.concatenate([tail, tail])
     targets = jnp.where(_last_to_write(targets, jnp.concatenate([blocks, blocks])), targets, windows.shape[1])
     windows = windows.at[layer, targets, :back].set(tails, mode="drop")
-    return _convolve(jnp.concatenate([before, x], axis=1), weight).astype(x.dtype), windows
+    return _convolve(before, x, weight).astype(x.dtype), windows
 
 
 def _tail(before: Float[Array, "b k c"], x: Float[Array, "b t c"], count: Int[Array, " b"]) -> Float[Array, "b k c"]:
     """The last inputs after each block's real rows."""
-    at = count[:, None] + jnp.arange(before.shape[1])
-    return jnp.take_along_axis(jnp.concatenate([before, x], axis=1), at[..., None], axis=1)
+    back = before.shape[1]
+    at = count[:, None] + jnp.arange(back)
+    of = lambda inputs, at: jnp.take_along_axis(inputs, jnp.clip(at, 0, inputs.shape[1] - 1)[..., None], axis=1)  # noqa: E731
+    return jnp.where((at < back)[..., None], of(before, at), of(x, at - back))
 
 
 def _last_to_write(targets: Int[Array, " b"], order: Int[Array, " b"]) -> Bool[Array, " b"]:
@@ -86,9 +89,17 @@ def _last_to_write(targets: Int[Array, " b"], order: Int[Array, " b"]) -> Bool[A
     return ~over.any(axis=1) & (targets >= 0)
 
 
-def _convolve(inputs: Float[Array, "b s c"], weight: Float[Array, "c w"]) -> Float[Array, "b t c"]:
-    """Rows w - 1 onwards, in float32."""
-    width = weight.shape[1]
-    t = inputs.shape[1] - width + 1
-    inputs, weight = inputs.astype(jnp.float32), weight.astype(jnp.float32)
-    return jax.nn.silu(sum(inputs[:, j : j + t] * weight[:, j] for j in range(width)))
+def _convolve(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: Float[Array, "c w"]) -> Array:
+    """The convolution of x's rows, which follow k = w - 1 others, in float32.
+
+    What a tap looks at is added up from padded arrays, of which one is zero: all of it fuses into whoever wants the
+    result, where rows put together first would be written out.
+    """
+    (back, t), weight = (before.shape[1], x.shape[1]), weight.astype(jnp.float32)
+
+    def tap(j):
+        late = min(back - j, t)  # rows for which this tap looks at what was before
+        earlier = jnp.pad(before[:, j : j + late], ((0, 0), (0, t - late), (0, 0)))
+        return (earlier + jnp.pad(x[:, : t - late], ((0, 0), (late, 0), (0, 0)))).astype(jnp.float32)
+
+    return jax.nn.silu(sum(tap(j) * weight[:, j] for j in range(weight.shape[1])))

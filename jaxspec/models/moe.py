@@ -60,7 +60,7 @@ def moe(
         weights = jnp.concatenate([weights, gate], axis=1)
     if real is not None:
         ids = jnp.where(real.reshape(-1, 1), ids, NOBODY)
-    return experts_mlp(rows, stacks, ids, weights).astype(x.dtype).reshape(x.shape)
+    return experts_mlp(rows, stacks, ids, weights).reshape(x.shape)
 
 
 def route(

@@ -194,6 +194,7 @@ def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=Non
         out_type.append(jax.ShapeDtypeStruct((*parts, 2, ROWS), jnp.float32))
     out, *_ = plgpu.kernel(
         partial(_warpgroup, plan, scales is not None),
+        kernel_name="decode_attention",
         out_type=out_type,
         grid=(b, m, plan.tiles),
         grid_names=("b", "m", "tile"),

@@ -96,6 +96,7 @@ def delta_chunk(
     ref = jax.new_ref(state)
     out = plgpu.kernel(
         partial(_warpgroup, plan),
+        kernel_name="delta_chunk",
         out_type=jax.ShapeDtypeStruct((plan.b, plan.n, WIDTH, BLOCK), jnp.bfloat16),
         grid=(plan.n, WIDTH // TILE),
         grid_names=("n", "half"),

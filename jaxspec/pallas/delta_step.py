@@ -135,6 +135,7 @@ def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, divisi
     refs = [jax.new_ref(x) for x in pool]
     out = plgpu.kernel(
         partial(_block, plan),
+        kernel_name="delta_step",
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
         grid=(b, m),
         grid_names=("b", "m"),

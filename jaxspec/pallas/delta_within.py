@@ -51,6 +51,7 @@ def delta_within(
     tile = (BLOCK, BLOCK)
     return plgpu.kernel(
         partial(_warpgroup, n // m, bool(interpret)),
+        kernel_name="delta_within",
         out_type=[
             shape((b, n, PIECES, t, WIDTH), jnp.bfloat16),
             shape((b, n, WIDTH, t), jnp.float32),

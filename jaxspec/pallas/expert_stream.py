@@ -163,6 +163,7 @@ def _launch(rows, weights, items, *, names, sizes, interpret):
     tall = TILE_ROWS * sizes.warpgroups
     return plgpu.kernel(
         partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]]),
+        kernel_name="expert_stream",
         out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
         grid=(BLOCKS,),
         grid_names=("block",),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import expert_stream
+from jaxspec.pallas import expert_stream, weighted_rows
 from jaxspec.pallas.expert_stream import ALIGN, Items, Stack
 from jaxspec.pallas.target import chosen, tell
 
@@ -30,10 +30,10 @@ CHUNK = 256  # pairs that are ranked against one another at once
 def experts_mlp(
     x: Float[Array, "t d"], stacks: list[Stack], ids: Int[Array, "t k"], weights: Float[Array, "t k"]
 ) -> Float[Array, "t d"]:
-    """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in float32.
+    """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype.
 
     Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each. A token's must be distinct, or
-    `NOBODY`. Each expert's result is rounded to x's dtype before it is weighted.
+    `NOBODY`. Each expert's result is rounded to x's dtype before it is weighted, and the sum, in float32, at last.
     """
     num_experts = sum(len(down) for _, down in stacks)
     rows, items, place = plan(x, ids, num_experts)
@@ -48,9 +48,11 @@ def experts_mlp(
 
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
-    """Each token's weighted sum, float32, of the rows that hold its experts' results; row -1 is no expert's."""
-    chosen = jnp.where(place[..., None] >= 0, out[jnp.maximum(place, 0)], 0)  # what nobody wrote may be NaN
-    return jnp.sum(chosen.astype(jnp.float32) * weights[..., None], axis=1)
+    """Each token's weighted sum of the rows that hold its experts' results; row -1 is no expert's."""
+    if chosen("weighted rows", weighted_rows.supported(*place.shape, out.shape[1], out.dtype)):
+        return weighted_rows.weighted_rows(out, place, weights)
+    rows = jnp.where(place[..., None] >= 0, out[jnp.maximum(place, 0)], 0)  # what nobody wrote may be NaN
+    return jnp.sum(rows.astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)
 
 
 def expected_experts(tokens: float, each: int, num_experts: int) -> float:

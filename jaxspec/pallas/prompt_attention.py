@@ -91,6 +91,7 @@ def prompt_attention(
     queue = jnp.stack([longest_first.astype(jnp.int32), start[longest_first]])
     call = plgpu.kernel(
         partial(_kernel, plan),
+        kernel_name="prompt_attention",
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(plan.ctas,),
         grid_names=("cta",),

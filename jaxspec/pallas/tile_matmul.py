@@ -85,6 +85,7 @@ def matmul(
     part = HALF if gated else STEP  # columns of one store
     out = plgpu.kernel(
         partial(_kernel, tiling, gated),
+        kernel_name="tile_matmul",
         out_type=jax.ShapeDtypeStruct((len(x), outputs // 2 if gated else outputs), x.dtype),
         grid=(BLOCKS,),
         grid_names=("block",),

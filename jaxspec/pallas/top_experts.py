@@ -62,6 +62,7 @@ def select(
     shape = partial(jax.ShapeDtypeStruct, (t, LANES))
     ids, weights = plgpu.kernel(
         partial(_token, e, k, renormalised),
+        kernel_name="top_experts",
         out_type=[shape(_i32), shape(jnp.float32)],
         grid=(t,),
         grid_names=("token",),

@@ -186,6 +186,7 @@ def _launch(stages, b, held, taken, eps, interpret):
     warpgroups, tile_rows = geometry.warpgroups, geometry.tile_rows
     results = plgpu.kernel(
         partial(_kernel, stages, shares, geometry, tuple(held), [tuple(out) for out in outs], eps),
+        kernel_name="weight_stream",
         out_type=tuple(s for out in outs for s in out.values()),
         grid=(BLOCKS,),
         grid_names=("block",),
