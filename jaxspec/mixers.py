@@ -17,7 +17,8 @@ from jaxtyping import Array, Int
 
 from jaxspec.cache import KV, PageLayout, Rows
 from jaxspec.config import ModelConfig
-from jaxspec.models.causal_conv import Windows, conv_chunk, conv_step, empty_windows
+from jaxspec.models import causal_conv
+from jaxspec.models.causal_conv import Windows, conv_chunk, empty_windows, split_heads
 from jaxspec.models.layers import causal_attention
 from jaxspec.pallas import gated_delta
 from jaxspec.pallas.gated_delta import DeltaPool
@@ -81,12 +82,13 @@ class WholeTexts:
     def attend(self, cache, layer, q, k, v):
         return causal_attention(cache, layer, q, k, v)
 
-    def convolve(self, cache, layer, x, weight):
+    def convolve(self, cache, layer, x, weight, mix):
         b, t, _ = x.shape
         nothing = jnp.full((b,), NOTHING, jnp.int32)
-        windows = empty_windows(1, b, 0, x.shape[2], weight.shape[1], x.dtype)
+        windows = empty_windows(1, b, 0, mix.channels, mix.taps, x.dtype)
         slots = jnp.arange(b, dtype=jnp.int32), nothing, nothing, jnp.full((b,), t, jnp.int32)
-        return conv_chunk(windows, jnp.int32(0), *slots, x, weight)[0], cache
+        out, _ = conv_chunk(windows, jnp.int32(0), *slots, x[..., : mix.channels], weight.T)
+        return split_heads(out, mix), cache
 
     def recur(self, cache, layer, q, k, v, decay, beta):
         """In blocks, as what rows of one block do to one another grows with the square of its length."""
@@ -125,11 +127,10 @@ class PromptBlocks:
         out, kv = self.rows.attend(cache.kv, layer, q, k, v)
         return out, cache.replace(kv=kv)
 
-    def convolve(self, cache, layer, x, weight):
-        out, windows = conv_chunk(
-            cache.states.windows, layer, self.slots, self.source, self.keep, self.rows.count, x, weight
-        )
-        return out, cache.replace(states=cache.states.replace(windows=windows))
+    def convolve(self, cache, layer, x, weight, mix):
+        slots = self.slots, self.source, self.keep, self.rows.count
+        out, windows = conv_chunk(cache.states.windows, layer, *slots, x[..., : mix.channels], weight.T)
+        return split_heads(out, mix), cache.replace(states=cache.states.replace(windows=windows))
 
     def recur(self, cache, layer, q, k, v, decay, beta):
         out, delta = gated_delta.chunk(
@@ -153,8 +154,8 @@ class RoundRows:
         out, kv = self.rows.attend(cache.kv, layer, q, k, v)
         return out, cache.replace(kv=kv)
 
-    def convolve(self, cache, layer, x, weight):
-        out, windows = conv_step(cache.states.windows, layer, self.slots, self.replay, x, weight)
+    def convolve(self, cache, layer, x, weight, mix):
+        out, windows = causal_conv.step(cache.states.windows, layer, self.slots, self.replay, x, weight, mix)
         return out, cache.replace(states=cache.states.replace(windows=windows))
 
     def recur(self, cache, layer, q, k, v, decay, beta):

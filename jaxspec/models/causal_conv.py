@@ -12,12 +12,51 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.config import LinearAttention
+from jaxspec.pallas import conv_step as kernel
+from jaxspec.pallas.target import chosen, tell
+
+L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
+
 Windows = Float[Array, "l r s c"]  # s = w - 1 + q: what came before the last round, then its q rows
 
 
 def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, width: int, dtype) -> Windows:
     """Windows of zeros, for rounds of at most `rows` rows before a convolution of this `width`."""
     return jnp.zeros((num_layers, num_slots, width - 1 + rows, channels), dtype)
+
+
+def split_heads(x: Float[Array, "b t c"], mix: LinearAttention) -> tuple[Array, Array, Array]:
+    """Queries and keys [b, t, m, k], of length one and queries scaled by k**-0.5, and values [b, t, n, v]."""
+
+    def unit(part: Array) -> Array:
+        part = part.reshape(*part.shape[:-1], mix.key_heads, mix.key_dim).astype(jnp.float32)
+        return part * jax.lax.rsqrt((part * part).sum(-1, keepdims=True) + L2_EPS)
+
+    keys = mix.key_heads * mix.key_dim
+    q, k, v = jnp.split(x, [keys, 2 * keys], axis=-1)
+    v = v.reshape(*v.shape[:-1], mix.value_heads, mix.value_dim)
+    return (unit(q) * mix.key_dim**-0.5).astype(v.dtype), unit(k).astype(v.dtype), v
+
+
+def step(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    x: Float[Array, "b t d"],
+    weight: Float[Array, "w c"],
+    mix: LinearAttention,
+) -> tuple[tuple[Array, Array, Array], Windows]:
+    """`conv_step` of the first c columns of x, and `split_heads` of what comes of it."""
+    t, channels = x.shape[1], weight.shape[1]
+    fits = kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
+    if fits is not None:
+        tell("conv_step", fits)
+    if chosen("conv_step", fits):
+        return kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
+    out, windows = conv_step(windows, layer, slots, replay, x[..., :channels], weight.T)
+    return split_heads(out, mix), windows
 
 
 def conv_step(

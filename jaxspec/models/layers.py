@@ -39,9 +39,13 @@ class Mixer(Protocol):
         ...
 
     def convolve(
-        self, cache: Any, layer: Int[Array, ""], x: Float[Array, "b t c"], weight: Float[Array, "c w"]
-    ) -> tuple[Float[Array, "b t c"], Any]:
-        """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU."""
+        self, cache: Any, layer: Int[Array, ""], x: Float[Array, "b t d"], weight: Float[Array, "w c"], mix: Any
+    ) -> tuple[tuple[Float[Array, "b t m k"], Float[Array, "b t m k"], Float[Array, "b t n v"]], Any]:
+        """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU.
+
+        The channels are the first c columns of x: queries, keys and values of the heads that `mix`, a
+        `config.LinearAttention`, has. They come out by head, queries and keys of length one, queries scaled by k**-0.5.
+        """
         ...
 
     def recur(

@@ -40,8 +40,6 @@ NORM_TOPK_PROB = True  # transformers' default
 
 __all__ = ["HYBRID", "NORM_TOPK_PROB", "QK_NORM", "forward", "parameters", "unembed"]
 
-L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
-
 
 def projections(config: ModelConfig, prefix: str) -> dict[str, Param]:
     """What a linear layer makes of its input: `qkvz`, and `ba`, from which beta and the decay come.
@@ -178,27 +176,16 @@ def linear_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Ar
     """Linear attention and the MLP: the residual stream after them. `i` counts linear layers."""
     mix, eps, (b, t, _) = config.linear, config.rms_norm_eps, x.shape
     normed = centred_rms_norm(x, layer["attn_norm"], eps)
-    qkv, z = jnp.split(project(normed, layer["qkvz"], real_rows(positions)), [mix.channels], axis=-1)
+    qkvz = project(normed, layer["qkvz"], real_rows(positions))
     beta, a = jnp.split(jnp.matmul(normed, layer["ba"], preferred_element_type=jnp.float32), 2, axis=-1)
     decay = jnp.exp(-jnp.exp(layer["decay_log"]) * jax.nn.softplus(a + layer["decay_bias"]))
 
-    qkv, cache = mixer.convolve(cache, i, qkv, layer["conv"].T)
-    keys = mix.key_heads * mix.key_dim
-    q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
-    q, k = (_unit(part.reshape(b, t, mix.key_heads, mix.key_dim)) for part in (q, k))
-    v = v.reshape(b, t, mix.value_heads, mix.value_dim)
-    q, k = (q * mix.key_dim**-0.5).astype(v.dtype), k.astype(v.dtype)
+    (q, k, v), cache = mixer.convolve(cache, i, qkvz, layer["conv"], mix)
     read, cache = mixer.recur(cache, i, q, k, v, decay, jax.nn.sigmoid(beta))
 
-    gate = jax.nn.silu(z.astype(jnp.float32).reshape(v.shape))
+    gate = jax.nn.silu(qkvz[..., mix.channels :].astype(jnp.float32).reshape(v.shape))
     read = rms_norm(read.astype(jnp.float32), layer["read_norm"].astype(jnp.float32), eps) * gate
     return _finish(layer, config, x, read.astype(x.dtype).reshape(b, t, -1), positions), cache
-
-
-def _unit(x: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
-    """Vectors of length one, float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2_EPS)
 
 
 def _finish(layer, config, x, mixed, positions):

@@ -1,0 +1,16 @@
+"""The kernel of a round's convolution, on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests import test_conv_step
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("rows,replay", [(1, (0,)), (1, (1, 0) * 64), (4, (4, 0, 2)), (8, tuple(range(9)) * 7)])
+def test_matches_the_plain_form(rows, replay):
+    test_conv_step.check(rows, replay, dataclasses.replace(test_conv_step.MIX, key_heads=16, value_heads=32))
