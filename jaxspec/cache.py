@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.pallas import kv_write
 from jaxspec.pallas.paged_attention import paged_attention
+from jaxspec.pallas.target import chosen
 
 KV = Float[Array, "l p 2 m s h"]
 
@@ -78,12 +80,15 @@ class Rows:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
         places = self._places(k.shape[-3])
         real = jnp.arange(k.shape[-3]) < self.count[:, None]
+        page, slot = self._pages(places, real, kv.shape[4]), places % kv.shape[4]
+        fits = kv_write.supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
+        if layer.ndim == 0 and chosen("kv_write", fits):
+            return kv_write.kv_write(kv, layer, page, slot, k, v)
         new = jnp.stack([k, v], axis=-3)
         if jnp.finfo(kv.dtype).bits == 8:  # beyond its range lies NaN
             largest = float(jnp.finfo(kv.dtype).max)
             new = jnp.clip(new, -largest, largest)
-        page = self._pages(places, real, kv.shape[4])
-        return kv.at[layer, page, :, :, places % kv.shape[4]].set(new.astype(kv.dtype))
+        return kv.at[layer, page, :, :, slot].set(new.astype(kv.dtype))
 
     def straighten(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
         """Keep the path of a tree as the chain that it has become: move what all layers have of row `path[r, i]` to

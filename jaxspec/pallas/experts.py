@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import expert_stream, weighted_rows
+from jaxspec.pallas import expert_rows, expert_stream
 from jaxspec.pallas.expert_stream import ALIGN, Items, Stack
 from jaxspec.pallas.target import chosen, tell
 
@@ -49,8 +49,8 @@ def experts_mlp(
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
     """Each token's weighted sum of the rows that hold its experts' results; row -1 is no expert's."""
-    if chosen("weighted rows", weighted_rows.supported(*place.shape, out.shape[1], out.dtype)):
-        return weighted_rows.weighted_rows(out, place, weights)
+    if chosen("expert_rows", expert_rows.supported(*place.shape, out.shape[1], out.dtype)):
+        return expert_rows.weighted_rows(out, place, weights)
     rows = jnp.where(place[..., None] >= 0, out[jnp.maximum(place, 0)], 0)  # what nobody wrote may be NaN
     return jnp.sum(rows.astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)
 
@@ -73,6 +73,8 @@ def plan(
     token = jnp.zeros(items.capacity, jnp.int32)
     into = jnp.where(flat < 0, items.capacity + pair, flat)
     token = token.at[into].set(pair // k, unique_indices=True, mode="drop")
+    if chosen("expert_rows", expert_rows.supported(t, k, x.shape[1], x.dtype)):
+        return expert_rows.take_rows(x, token), items, place
     return x[token], items, place
 
 

@@ -1,4 +1,4 @@
-"""The kernel that adds up rows from all over an array: interpreted against its reference, and where it serves."""
+"""Rows to experts and back: the kernels interpreted against their definitions, and where they serve."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import experts, target
+from jaxspec.pallas.expert_rows import FEWEST, MOST, supported, take_rows, weighted_rows
 from jaxspec.pallas.target import KERNELS
-from jaxspec.pallas.weighted_rows import FEWEST, MOST, supported, weighted_rows
 
 
 def check(t: int, k: int, d: int, **options):
@@ -25,20 +25,36 @@ def check(t: int, k: int, d: int, **options):
     np.testing.assert_allclose(got, expected, rtol=2**-8, atol=1e-6)
 
 
+def check_taking(t: int, rows: int, d: int, **options):
+    x = jax.random.normal(jax.random.key(d), (t, d)).astype(jnp.bfloat16)
+    token = jax.random.randint(jax.random.key(rows), (rows,), 0, t)
+    np.testing.assert_array_equal(take_rows(x, token, **options), x[token])
+
+
+@pytest.mark.parametrize("t,rows,d", [(3, 16, 128), (20, 8, 2048)])
+def test_rows_are_taken(t, rows, d):
+    check_taking(t, rows, d, interpret=plgpu.InterpretGPUParams())
+
+
+def test_rows_are_taken_in_groups():
+    with pytest.raises(ValueError, match="12 rows to take; a multiple of 8 are"):
+        take_rows(jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros(12, jnp.int32))
+
+
 @pytest.mark.parametrize("t,k,d", [(2, 8, 128), (1, 9, 2048), (2, 1, 384)])
-def test_matches_the_definition(t, k, d):
+def test_rows_are_added_up(t, k, d):
     check(t, k, d, interpret=plgpu.InterpretGPUParams())
 
 
 def test_many_tokens_take_it_where_there_is_one(monkeypatch):
     monkeypatch.setattr(target, "kernels_here", lambda: None)
     shape = jax.ShapeDtypeStruct
-    before = KERNELS["weighted rows"]
+    before = KERNELS["expert_rows"]
     for tokens, kernels in ((FEWEST - 1, 0), (FEWEST, 1)):
         place, weights = shape((tokens, 9), jnp.int32), shape((tokens, 9), jnp.float32)
         traced = jax.jit(experts.combine).trace(shape((9 * tokens, 2048), jnp.bfloat16), place, weights)
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == kernels
-        assert KERNELS["weighted rows"] == before + kernels
+        assert KERNELS["expert_rows"] == before + kernels
 
 
 def test_what_it_leaves_to_others_is_named():

@@ -1,0 +1,93 @@
+"""Rows of many tokens on their way to their experts and back, on Hopper: gathered, and added up by weight.
+
+Mosaic GPU kernels. A warpgroup takes a few rows, or the token whose rows it adds up, and asks for all of them before
+it does anything with the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.once import lower_once
+
+LANES = 128  # threads of a warpgroup
+FEWEST = 513  # tokens; with fewer XLA's gathers, which fuse with what comes after, take no longer
+MOST = 16  # rows of a token, held in registers at once
+TOGETHER = 8  # rows that a warpgroup gathers
+
+
+def supported(tokens: int, rows: int, width: int, dtype: Any) -> str | None:
+    """Why the kernels shouldn't serve `tokens` tokens of so many `rows` each, or None if they should."""
+    if tokens < FEWEST:
+        return f"{tokens} tokens"
+    if rows > MOST:
+        return f"{rows} rows a token, more than {MOST}"
+    if dtype != jnp.bfloat16:
+        return f"rows are {jnp.dtype(dtype).name}, not bfloat16"
+    return f"a width of {width} is not a multiple of {LANES}" if width % LANES else None
+
+
+@lower_once()
+def take_rows(x: Float[Array, "t d"], token: Int[Array, " r"], *, interpret: Any = False) -> Float[Array, "r d"]:
+    """`x[token]`. **Raises:** `ValueError` unless r is a multiple of 8."""
+    if len(token) % TOGETHER:
+        raise ValueError(f"{len(token)} rows to take; a multiple of {TOGETHER} are")
+    return plgpu.kernel(
+        _take,
+        kernel_name="take_rows",
+        out_type=jax.ShapeDtypeStruct((len(token), x.shape[1]), x.dtype),
+        grid=(len(token) // TOGETHER,),
+        grid_names=("group",),
+        interpret=interpret,
+    )(x, token)
+
+
+def _take(x_g, token_g, out_g):
+    first = lax.axis_index("group") * TOGETHER
+    rows = [_bring(x_g, token_g[first + i]) for i in range(TOGETHER)]
+    for i, row in enumerate(rows):
+        out_g[first + i] = row
+
+
+@lower_once()
+def weighted_rows(
+    rows: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"], *, interpret: Any = False
+) -> Float[Array, "t d"]:
+    """The sum over j of `weights[t, j] * rows[place[t, j]]`, in float32 and rounded at last. Row -1 counts as zeros."""
+    return plgpu.kernel(
+        _add,
+        kernel_name="weighted_rows",
+        out_type=jax.ShapeDtypeStruct((len(place), rows.shape[1]), rows.dtype),
+        grid=(len(place),),
+        grid_names=("token",),
+        interpret=interpret,
+    )(rows, place, weights)
+
+
+def _add(rows_g, place_g, weights_g, out_g):
+    token, width = lax.axis_index("token"), rows_g.shape[1]
+    places = [place_g[token, j] for j in range(place_g.shape[1])]
+    rows = [_bring(rows_g, jnp.maximum(place, 0)) for place in places]
+    column = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=_layout(width))
+    total = None
+    for j, (place, row) in enumerate(zip(places, rows, strict=True)):
+        # Chosen, not multiplied by zero: what nobody wrote may not be a number.
+        wanted = column < jnp.where(place >= 0, jnp.int32(width), jnp.int32(0))
+        part = jnp.where(wanted, row.astype(jnp.float32) * weights_g[token, j], 0.0)
+        total = part if total is None else total + part
+    out_g[token] = total.astype(out_g.dtype)
+
+
+def _bring(x_g, row):
+    return plgpu.load(x_g.at[row], layout=_layout(x_g.shape[1]), optimized=False)
+
+
+def _layout(width: int):
+    """Of a row in registers: each thread has up to 16 bytes that stand together."""
+    return plgpu.Layout.WG_STRIDED((width,), next(n for n in (8, 4, 2, 1) if width % (n * LANES) == 0))
