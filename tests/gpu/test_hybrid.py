@@ -1,0 +1,76 @@
+"""A hybrid mixture on the device: prompts and a round through all of its kernels, against plain jnp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache import PageLayout, Rows
+from jaxspec.checkpoint.params import dummy
+from jaxspec.config import ModelConfig
+from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
+from jaxspec.models import MODELS
+from jaxspec.pallas import target
+from jaxspec.pallas.target import counting
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = {
+    "hidden_size": 512,
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+PROMPTS = {"router", "experts", "expert_rows", "kv_write", "tile_matmul", "delta_chunk", "prompt_attention"}
+ROUNDS = {"router", "experts", "conv_step", "delta_step", "decode_attention"}
+BLOCKS, ROWS, REQUESTS = 12, 4, 3  # four blocks a request
+
+
+def serve(config: ModelConfig, params):
+    """A prompt of 200 to 256 tokens and a round of four rows for each request: hidden states, and kernels chosen."""
+    family, length = MODELS[config.model_type], jnp.array([256, 200, 237])
+    keys = jax.random.split(jax.random.key(0))
+    table = jnp.arange(1, 1 + 5 * REQUESTS, dtype=jnp.int32).reshape(REQUESTS, 5)
+    cache = empty_cache(config, PageLayout(1 + table.size, 64, "bfloat16"), REQUESTS + 1, ROWS, "bfloat16")
+    request, place = jnp.divmod(jnp.arange(BLOCKS, dtype=jnp.int32), BLOCKS // REQUESTS)
+    blocks = Rows(64 * place, jnp.clip(length[request] - 64 * place, 0, 64), table[request])
+    nothing = jnp.full((BLOCKS,), NOTHING, jnp.int32)
+    prompt = PromptBlocks(blocks, request, jnp.where(place == 0, NOTHING, request), nothing)
+    rows = Rows(length, jnp.full((REQUESTS,), ROWS), table)
+    step = RoundRows(rows, jnp.arange(REQUESTS, dtype=jnp.int32), jnp.zeros((REQUESTS,), jnp.int32))
+    run = jax.jit(
+        lambda params, tokens, positions, mixer, cache: family.forward(params, config, tokens, positions, mixer, cache)
+    )
+    outs = []
+    for mixer, at, key in ((prompt, blocks, keys[0]), (step, rows, keys[1])):
+        tokens = jax.random.randint(key, (len(at.start), 64 if at is blocks else ROWS), 0, config.vocab_size)
+        with counting() as chosen:
+            hidden = run(params, tokens, at.marked_positions(tokens.shape[1]), mixer, cache)
+        real = np.arange(tokens.shape[1]) < np.asarray(at.count)[:, None]
+        outs.append((np.asarray(hidden.last, np.float64)[real], set(chosen)))
+        cache = hidden.cache
+    return outs
+
+
+def test_prompts_and_rounds_are_those_of_the_plain_path(monkeypatch):
+    config = ModelConfig.from_hf(tiny_config("qwen3_5_moe", **WIDTHS))
+    params = dummy(MODELS[config.model_type].parameters(config), "bfloat16", seed=0)
+    ours = serve(config, params)
+    assert [chosen for _, chosen in ours] == [PROMPTS, ROUNDS]
+    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    jax.clear_caches()
+    for (got, _), (expected, chosen) in zip(ours, serve(config, params), strict=True):
+        assert not chosen and np.isfinite(got).all()
+        apart = np.linalg.norm(got - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        # A rounded sum may send a token to another expert, and what it wrote is seen by those after it.
+        assert np.median(apart) <= 2e-2 and np.mean(apart > 0.1) <= 0.1, np.quantile(apart, [0.5, 0.9, 1])
