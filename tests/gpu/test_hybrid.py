@@ -62,15 +62,19 @@ def serve(config: ModelConfig, params):
     return outs
 
 
-def test_prompts_and_rounds_are_those_of_the_plain_path(monkeypatch):
+def test_prompts_and_rounds_are_as_exact_as_the_plain_path(monkeypatch):
+    """Against float32: two paths in bfloat16 are apart by what each is from that. A rounded sum sends one token in ten
+    to another expert, and what it writes is seen by those after it."""
     config = ModelConfig.from_hf(tiny_config("qwen3_5_moe", **WIDTHS))
     params = dummy(MODELS[config.model_type].parameters(config), "bfloat16", seed=0)
     ours = serve(config, params)
     assert [chosen for _, chosen in ours] == [PROMPTS, ROUNDS]
     monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
-    for (got, _), (expected, chosen) in zip(ours, serve(config, params), strict=True):
+    plain, exact = serve(config, params), serve(config, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    for (got, _), (rounded, chosen), (expected, _) in zip(ours, plain, exact, strict=True):
         assert not chosen and np.isfinite(got).all()
-        apart = np.linalg.norm(got - expected, axis=1) / np.linalg.norm(expected, axis=1)
-        # A rounded sum may send a token to another expert, and what it wrote is seen by those after it.
-        assert np.median(apart) <= 2e-2 and np.mean(apart > 0.1) <= 0.1, np.quantile(apart, [0.5, 0.9, 1])
+        apart = [
+            np.median(np.linalg.norm(x - expected, axis=1) / np.linalg.norm(expected, axis=1)) for x in (got, rounded)
+        ]
+        assert apart[0] <= 1.5 * apart[1], apart
