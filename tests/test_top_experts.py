@@ -46,6 +46,15 @@ def test_a_router_takes_the_kernel_where_there_is_one(monkeypatch):
     assert KERNELS["router"] == before + 1
 
 
+@pytest.mark.parametrize("renormalised", [True, False])
+def test_gradients_are_those_of_plain_jnp(renormalised):
+    """A router is trained through it, whichever path served."""
+    logits, scale = jax.random.normal(jax.random.key(0), (5, 12)), jnp.arange(1.0, 4)
+    of = lambda f: jax.grad(lambda x: (f(x, 3, renormalised)[1] * scale).sum())(logits)  # noqa: E731
+    np.testing.assert_allclose(of(top_experts), of(reference), rtol=1e-6)
+    assert abs(of(top_experts)).max() > 0.01
+
+
 def test_what_cannot_run_is_named():
     assert supported(1024, 128) is None
     assert supported(1025, 8) == "1025 experts, more than 1024"

@@ -48,8 +48,9 @@ def step(
     weight: Float[Array, "w c"],
     mix: LinearAttention,
 ) -> tuple[tuple[Array, Array, Array], Windows]:
-    """`conv_step` of the first c columns of x, and `split_heads` of what comes of it."""
-    t, channels = x.shape[1], weight.shape[1]
+    """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that."""
+    t, (taps, channels) = x.shape[1], weight.shape
+    _check_room(windows, t, taps - 1)
     fits = kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
     if fits is not None:
         tell("conv_step", fits)
@@ -71,14 +72,19 @@ def conv_step(
 
     Returns the rows in x's dtype. **Raises:** `ValueError` for more rows than a window has room for.
     """
-    t, back, room = x.shape[1], weight.shape[1] - 1, windows.shape[2]
-    if t > room - back:
-        raise ValueError(f"a step of {t} rows with windows for rounds of {room - back}; make them for {t} or more")
+    t, back = x.shape[1], weight.shape[1] - 1
+    _check_room(windows, t, back)
     at = replay[:, None] + jnp.arange(back)
     before = windows[layer, slots[:, None], at]
     x = x.astype(windows.dtype)
     inputs = jnp.concatenate([before, x], axis=1)
     return _convolve(before, x, weight).astype(x.dtype), windows.at[layer, slots, : back + t].set(inputs)
+
+
+def _check_room(windows: Windows, rows: int, back: int) -> None:
+    room = windows.shape[2] - back
+    if rows > room:
+        raise ValueError(f"a step of {rows} rows with windows for rounds of {room}; make them for {rows} or more")
 
 
 def conv_chunk(

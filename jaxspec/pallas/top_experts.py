@@ -24,6 +24,7 @@ LEAST = -3e38  # in place of what isn't a number, and above what has been chosen
 _i32 = jnp.int32
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def top_experts(
     logits: Float[Array, "t e"], k: int, renormalised: bool
 ) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
@@ -35,6 +36,17 @@ def top_experts(
     if chosen("router", fits):
         return select(logits, k=k, renormalised=renormalised)
     return reference(logits, k, renormalised)
+
+
+def _forward(logits, k, renormalised):
+    return top_experts(logits, k, renormalised), logits
+
+
+def _backward(k, renormalised, logits, gradient):
+    return jax.vjp(lambda logits: reference(logits, k, renormalised)[1], logits)[1](gradient[1])
+
+
+top_experts.defvjp(_forward, _backward)
 
 
 def reference(logits: Float[Array, "t e"], k: int, renormalised: bool) -> tuple[Array, Array]:
