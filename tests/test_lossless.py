@@ -30,7 +30,9 @@ OPTIONS = {
     "max_total_tokens": 208,  # of the 3 x 192 that would never run short: long requests preempt each other
     "num_continuous_decode_steps": 4,  # where a test asks for it
     "skip_warmup": True,
+    "few_programs": True,  # compiling is most of what these tests do
 }
+EVERY_SIZE = ("llama", "ngram")  # runs a program for each number of requests
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129)
 SEEDS = {"llama": 0, "qwen3": 1, "qwen3_moe": 2}
 LAYERS = {
@@ -90,7 +92,8 @@ def engine(family, draft):
     if method == "standalone":
         draft = f"standalone:{draft_folder(family, which)}"
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
-    llm = LLM(str(checkpoint(family)), draft, **OPTIONS, **drafts)
+    sizes = {"few_programs": (family, draft) != EVERY_SIZE}
+    llm = LLM(str(checkpoint(family)), draft, **OPTIONS | drafts | sizes)
     llm.engine.scheduler.rounds = 1
     return llm
 
