@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import ModelConfig, RopeScaling
+from jaxspec.config import LinearAttention, ModelConfig, RopeScaling
 
 
 class Mixer(Protocol):
@@ -39,12 +39,17 @@ class Mixer(Protocol):
         ...
 
     def convolve(
-        self, cache: Any, layer: Int[Array, ""], x: Float[Array, "b t d"], weight: Float[Array, "w c"], mix: Any
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        x: Float[Array, "b t d"],
+        weight: Float[Array, "w c"],
+        mix: LinearAttention,
     ) -> tuple[tuple[Float[Array, "b t m k"], Float[Array, "b t m k"], Float[Array, "b t n v"]], Any]:
         """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU.
 
-        The channels are the first c columns of x: queries, keys and values of the heads that `mix`, a
-        `config.LinearAttention`, has. They come out by head, queries and keys of length one, queries scaled by k**-0.5.
+        The channels are the first c columns of x: queries, keys and values of `mix`'s heads. They come out by head,
+        queries and keys of length one, queries scaled by k**-0.5.
         """
         ...
 

@@ -19,7 +19,7 @@ from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.target import chosen, tell
 
 LANES = 128  # threads of a warpgroup
-MOST_EXPERTS = 1024  # eight logits a thread
+MOST_EXPERTS = 512  # four logits a thread, which it loads at once
 LEAST = -3e38  # in place of what isn't a number, and above what has been chosen already
 _i32 = jnp.int32
 
@@ -70,7 +70,8 @@ def select(
 ) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
     """`top_experts` by the kernel. A token whose logits aren't numbers gets k experts all the same."""
     t, e = logits.shape
-    logits = jnp.pad(logits.astype(jnp.float32), ((0, 0), (0, -e % LANES)), constant_values=-jnp.inf)
+    width = next(n * LANES for n in (1, 2, 4) if e <= n * LANES)  # a thread's logits are a vector as memory has them
+    logits = jnp.pad(logits.astype(jnp.float32), ((0, 0), (0, width - e)), constant_values=-jnp.inf)
     shape = partial(jax.ShapeDtypeStruct, (t, LANES))
     ids, weights = plgpu.kernel(
         partial(_token, e, k, renormalised),
