@@ -142,6 +142,36 @@ def admission_size(capacity: int) -> int:
     return _HISTORY + capacity
 
 
+# The packed block of a prefill: its slot, where it starts, how many tokens it has, the state slots to go on from and to
+# keep a snapshot in, and whether its last token is the newest known; then its tokens and the one after them, then the
+# page table of its slot. The tokens are the slot's, but a prefill needn't wait for the admission that puts them there.
+_BLOCK = 6
+
+
+def block_columns(block: int) -> int:
+    """Columns of a packed block of up to `block` tokens, before the page table."""
+    return _BLOCK + block + 1
+
+
+def pack_blocks(
+    blocks: list[tuple[int, int, int, int, int]], texts: list[list[int]], tables: np.ndarray, block: int
+) -> np.ndarray:
+    """Blocks of known tokens as int32[n, block_columns(block) + pages].
+
+    Of each, `blocks` has slot, start, count, source and keep, `texts` all the tokens known of its slot, `tables` the
+    pages. Padding has the dummy slot, no tokens and the dummy page.
+    """
+    columns = block_columns(block)
+    packed = np.zeros((len(blocks), columns + tables.shape[1]), np.int32)
+    packed[:, columns:] = tables
+    for row, one, text in zip(packed, blocks, texts, strict=True):
+        _, start, count, *_ = one
+        known = text[start : start + block + 1]
+        row[:_BLOCK] = *one, 0 < count == len(text) - start
+        row[_BLOCK : _BLOCK + len(known)] = known
+    return packed
+
+
 def ladder(limit: int) -> tuple[int, ...]:
     """Sizes that programs are compiled for: powers of two below `limit`, and `limit`. Few, for each takes long to
     compile; kernels skip most of the padding."""

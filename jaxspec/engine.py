@@ -214,13 +214,13 @@ class Engine:
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
         table = self.scheduler.table
-        for seq in plan.admit:
-            self._admit(seq)
-        if plan.prefill:
+        if plan.prefill:  # first, so that the device is at work while slots are set up
             scored = self.runner.prefill(plan.prefill, table)
             if scored is not None:
                 (chunk,) = plan.prefill
                 self._fly(self._read_score, scored, [chunk.seq], chunk=chunk)
+        for seq in plan.admit:
+            self._admit(seq)
         if plan.first:
             mode = _mode(plan.first)
             result = self.runner.first([seq.slot for seq in plan.first], table, mode)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec import round as programs
-from jaxspec.batch import empty_slots
+from jaxspec.batch import empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.checkpoint import Model
 from jaxspec.config import ConfigError
@@ -117,13 +117,16 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     )
     state = programs.empty_state(model.config, drafter.drafter, layout, 1, capacity, dtype).replace(slots=slots)
     table = np.arange(1, pages + 1)
-    return _propose(model, drafter, state, table, length)
+    return _propose(model, drafter, state, table, prompt.tolist())
 
 
-def _propose(model: Model, drafter: LoadedDrafter, state: programs.State, table: np.ndarray, length: int) -> Proposed:
-    args = model.params, drafter.params
+def _propose(
+    model: Model, drafter: LoadedDrafter, state: programs.State, table: np.ndarray, prompt: list[int]
+) -> Proposed:
+    args, length = (model.params, drafter.params), len(prompt)
     fill = partial(programs.prefill, model.config, drafter.drafter, length, False)
-    state, _ = jax.jit(fill)(*args, state, np.array([[0, 0, length, NOTHING, NOTHING, *table]], np.int32))
+    blocks = pack_blocks([(0, 0, length, NOTHING, NOTHING)], [prompt], table[None], length)
+    state, _ = jax.jit(fill)(*args, state, blocks)
     first = partial(programs.first, model.config, drafter.drafter, programs.GREEDY)
     state, out = jax.jit(first)(*args, state, np.array([[0, *table]], np.int32))
 

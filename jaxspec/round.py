@@ -29,7 +29,7 @@ from jaxspec.cache import PageLayout, Rows
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.executables import Executables
-from jaxspec.mixers import NOTHING, Cache, PromptBlocks, RoundRows, empty_cache
+from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models import MODELS
 from jaxspec.pallas.target import KERNELS, counting
 from jaxspec.request import MAX_LOGPROBS
@@ -43,8 +43,6 @@ MODES = GREEDY, SAMPLED, LOGPROBS = "greedy", "sampled", "logprobs"
 # then (in mode logprobs) what `_pack_logprobs` packs. DRAFTED is how many drafts it could have accepted.
 EMITTED, ACCEPTED, DRAFTED, DONE, TOKENS = range(5)
 LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the values of the top ones
-
-PREFILL_COLUMNS = 5  # of a prefill's packed blocks, before the page table
 
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and spends most of
 # a compilation on making them fewer: so let its limit lie beyond what it counts.
@@ -97,29 +95,27 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 def prefill(
     config: ModelConfig, drafter: Drafter, block: int, score: bool, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "b t w"] | None]:
-    """Compute keys, values and states of blocks of known tokens. `packed[i]` is slot, start, count, the state slots to
-    start from and to keep a snapshot in (`mixers.PromptBlocks`), the slot's page table.
+    """Compute keys, values and states of blocks of known tokens, packed as by `batch.pack_blocks`; which state slots
+    they start from and keep snapshots in is as in `mixers.PromptBlocks`. Of the slots themselves nothing is read.
 
     A block that ends with the newest known token leaves what `first` needs of it. The drafter isn't shown that row: the
     token after it isn't known yet. With `score`, also returns the packed logprobs of the token after each row.
     """
-    slots, rows = packed[:, 0], Rows(packed[:, 1], packed[:, 2], packed[:, PREFILL_COLUMNS:])
-    positions = rows.positions(block)
-    history = state.slots.history
-    at = lambda p: history[slots[:, None], jnp.minimum(p, history.shape[1] - 1)]  # noqa: E731
-    tokens, next_tokens = at(positions), at(positions + 1)
+    columns = packing.block_columns(block)
+    slots, start, count, source, keep, newest = packed[:, : columns - block - 1].T
+    known = packed[:, columns - block - 1 : columns]
+    tokens, next_tokens = known[:, :-1], known[:, 1:]
+    rows = Rows(start, count, packed[:, columns:])
     family = MODELS[config.model_type]
-    mixer = PromptBlocks(rows, slots, packed[:, 3], packed[:, 4])
-    marked = rows.marked_positions(block)
+    mixer, marked = PromptBlocks(rows, slots, source, keep), rows.marked_positions(block)
     hidden = family.forward(params, config, tokens, marked, mixer, state.cache, drafter.feature_layers)
 
-    newest = rows.start + rows.count == state.slots.length[slots]
-    known = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=rows.count - newest))
-    draft = drafter.prefill(draft_params, state.draft, known, hidden.features)
-    last = jnp.maximum(rows.count - 1, 0)[:, None, None]
-    into = jnp.where(newest, slots, len(state.hidden))  # out of range for all other blocks, whose rows are dropped
-    keep = lambda x, old: old.at[into].set(jnp.take_along_axis(x, last, axis=1)[:, 0], mode="drop")  # noqa: E731
-    kept = jax.tree.map(keep, (hidden.last, hidden.features), (state.hidden, state.features))
+    shown = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=count - newest))
+    draft = drafter.prefill(draft_params, state.draft, shown, hidden.features)
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    into = jnp.where(newest > 0, slots, len(state.hidden))  # out of range for all other blocks: their rows are dropped
+    left = lambda x, old: old.at[into].set(jnp.take_along_axis(x, last, axis=1)[:, 0], mode="drop")  # noqa: E731
+    kept = jax.tree.map(left, (hidden.last, hidden.features), (state.hidden, state.features))
     state = State(state.slots, hidden.cache, state.replay.at[slots].set(0), draft, *kept)
     if not score:
         return state, None
@@ -386,11 +382,10 @@ class Programs:
         """What the most demanding of the compiled programs needs beside its operands and results."""
         return max((p.memory_analysis().temp_size_in_bytes for p in self._compiled.values()), default=0)
 
-    def padding(self, rows: int, columns: int) -> np.ndarray:
-        """A packed batch of padding rows: the dummy slot, no tokens, no other state slot, the dummy page."""
-        packed = np.zeros((rows, columns + self.shapes.pages_per_seq), np.int32)
+    def padding(self, rows: int) -> np.ndarray:
+        """A packed batch of padding rows of a round: the dummy slot, the dummy page."""
+        packed = np.zeros((rows, 1 + self.shapes.pages_per_seq), np.int32)
         packed[:, 0] = self.shapes.num_slots
-        packed[:, 3:columns] = NOTHING
         return packed
 
     def _call(self, kind: str, state: State, packed: np.ndarray) -> tuple[State, Array | None]:
@@ -405,7 +400,8 @@ class Programs:
     def _arguments(self, kind: str, size: int, state: State) -> tuple:
         if kind == "admit":
             return state, np.zeros(size, np.int32)
-        return *self._params, state, self.padding(size, PREFILL_COLUMNS if kind in ("prefill", "score") else 1)
+        columns = packing.block_columns(self.shapes.block) if kind in ("prefill", "score") else 1
+        return *self._params, state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)
 
     def _kept(self, kind: str, size: int, state: State) -> Any:
         if self._store is None or (kept := self._store.load((kind, size), self._arguments(kind, size, state))) is None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.batch import Shapes, fit, ladder, pack_admission
+from jaxspec.batch import Shapes, fit, ladder, pack_admission, pack_blocks
 from jaxspec.cache import MemoryPlan, PageLayout, StateSlots, claim_device, kv_bytes_per_token, plan_memory
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
@@ -24,8 +24,8 @@ from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.executables import Executables
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.target import kernels_here
-from jaxspec.round import PREFILL_COLUMNS, Programs, State, compile_counter, empty_state
-from jaxspec.sequence import Chunk, Sequence
+from jaxspec.round import Programs, State, compile_counter, empty_state
+from jaxspec.sequence import NO_STATE, Chunk, Sequence
 
 log = logging.getLogger("jaxspec")
 
@@ -204,17 +204,19 @@ class Runner:
         self.state = self.programs.admit(self.state, packed)
 
     def prefill(self, chunks: list[Chunk], table: np.ndarray) -> jax.Array | None:
-        """Dispatch the keys and values of prompt chunks. A chunk to be scored travels alone: its packed logprobs."""
+        """Dispatch the keys and values of prompt chunks, before or after their sequences are admitted.
+
+        A chunk to be scored travels alone: its packed logprobs.
+        """
         score, block = chunks[0].seq.score, self.shapes.block
-        blocks = [
-            (chunk.seq.slot, start, count, source, keep)
-            for chunk in chunks
-            for start, count, source, keep in chunk.blocks(block)
-        ]
-        size = self.shapes.score if score else fit(len(blocks), self.shapes.prefills)
-        packed = self.programs.padding(size, PREFILL_COLUMNS)
-        packed[: len(blocks), :PREFILL_COLUMNS] = blocks
-        packed[: len(blocks), PREFILL_COLUMNS:] = table[packed[: len(blocks), 0]]
+        blocks, texts = [], []
+        for chunk in chunks:
+            cut = chunk.blocks(block)
+            blocks += [(chunk.seq.slot, *each) for each in cut]
+            texts += [chunk.seq.tokens] * len(cut)
+        padding = (self.shapes.score if score else fit(len(blocks), self.shapes.prefills)) - len(blocks)
+        blocks += [(self.shapes.num_slots, 0, 0, NO_STATE, NO_STATE)] * padding
+        packed = pack_blocks(blocks, texts + [[]] * padding, table[[slot for slot, *_ in blocks]], block)
         if not score:
             self.state = self.programs.prefill(self.state, packed)
             return None
@@ -236,7 +238,7 @@ class Runner:
         return out
 
     def _pack(self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-        packed = self.programs.padding(fit(len(slots), sizes), 1)
+        packed = self.programs.padding(fit(len(slots), sizes))
         packed[: len(slots), 0] = slots
         packed[: len(slots), 1:] = table[slots]
         return packed

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec import round as programs
-from jaxspec.batch import Shapes, empty_slots
+from jaxspec.batch import Shapes, empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.config import ModelConfig
 from jaxspec.draft import DraftBatch
@@ -93,14 +93,14 @@ class Rounds:
             [SamplingParams(temperature=0.0)] * n, prompts, [[]] * n,
             capacity=capacity, new_tokens=60, drafts=width - 1,
         )  # fmt: skip
-        blocks = [
-            (i, at, min(BLOCK, m - at), -1, -1, *table[i]) for i, m in enumerate(LENGTHS) for at in range(0, m, BLOCK)
-        ]
+        blocks = [(i, at, min(BLOCK, m - at), -1, -1) for i, m in enumerate(LENGTHS) for at in range(0, m, BLOCK)]
         shapes = Shapes(n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,))
         self.programs = programs.Programs(model.config, self.drafter, shapes, model.params, self.params)
         layout = PageLayout(n * pages + 1, PAGE, "float32")
         state = programs.empty_state(model.config, self.drafter, layout, n, capacity, "float32").replace(slots=slots)
-        state = self.programs.prefill(state, np.array(blocks, np.int32))
+        which = [i for i, *_ in blocks]
+        blocks = pack_blocks(blocks, [prompts[i] for i in which], table[which], BLOCK)
+        state = self.programs.prefill(state, blocks)
         self.packed = np.column_stack([np.arange(n), table]).astype(np.int32)
         self.state, out = self.programs.first(state, self.packed, programs.GREEDY)
         self.first = np.asarray(out)[:, programs.TOKENS]

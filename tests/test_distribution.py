@@ -15,7 +15,7 @@ import pytest
 
 import jaxspec
 from jaxspec import SamplingParams, load_model
-from jaxspec.batch import Shapes
+from jaxspec.batch import Shapes, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import NoDrafter
@@ -137,9 +137,8 @@ class Lanes:
         which = np.append(np.repeat(np.arange(len(SETTINGS)), LANES), len(SETTINGS))  # and the dummy
         self.slots = jax.tree.map(lambda x: np.asarray(x)[which], some)  # on the host: programs consume what they get
         state = empty_state(config, drafter, layout, n, capacity, "float32").replace(slots=jax.device_put(self.slots))
-        known, none = np.full(n, KNOWN - 1), np.full((n, 2), NOTHING)
-        blocks = np.column_stack([np.arange(n), np.zeros(n), known, none, self.table]).astype(np.int32)
-        self.state = self.programs.prefill(state, blocks)
+        blocks = [(i, 0, KNOWN - 1, NOTHING, NOTHING) for i in range(n)]
+        self.state = self.programs.prefill(state, pack_blocks(blocks, [[*PROMPT, *OUTPUT]] * n, self.table, PAGE))
         self.drafted = self.accepted = self.whole_rounds = 0
 
     def decode(self, run):

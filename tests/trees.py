@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspec import SamplingParams
 from jaxspec import round as programs
-from jaxspec.batch import Shapes
+from jaxspec.batch import Shapes, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.checkpoint import Model
 from jaxspec.draft import Drafter, Proposal
@@ -53,7 +53,7 @@ class Session:
             stop_ids=[each.stop_token_ids for each in settings],
         )  # fmt: skip
         blocks = [
-            (i, at, min(BLOCK, len(prompt) - at), i if at else -1, -1, *self.table[i])
+            (i, at, min(BLOCK, len(prompt) - at), i if at else -1, -1)
             for i, prompt in enumerate(prompts)
             for at in range(0, len(prompt), BLOCK)
         ]
@@ -62,7 +62,8 @@ class Session:
         dtype = str(model.params["embed"].dtype)
         layout = PageLayout(n * pages + 1, PAGE, dtype)
         state = programs.empty_state(model.config, drafter, layout, n, capacity, dtype).replace(slots=slots)
-        state = run.prefill(state, np.array(blocks, np.int32))
+        which = [i for i, *_ in blocks]
+        state = run.prefill(state, pack_blocks(blocks, [prompts[i] for i in which], self.table[which], BLOCK))
         self.texts = [list(prompt) for prompt in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
         packed = np.column_stack([np.arange(n), self.table]).astype(np.int32)
