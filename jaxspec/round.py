@@ -44,9 +44,9 @@ MODES = GREEDY, SAMPLED, LOGPROBS = "greedy", "sampled", "logprobs"
 EMITTED, ACCEPTED, DRAFTED, DONE, TOKENS = range(5)
 LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the values of the top ones
 
-# XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and spends most of
-# a compilation on making them fewer: so let its limit lie beyond what it counts.
-COMPILER_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
+# XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
+# small arrays again and again to hold fewer at once: a seventh of a round's kernels, and most of a compilation's time.
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
 @flax.struct.dataclass
