@@ -84,9 +84,9 @@ def test_a_block_with_a_shared_expert_matches_transformers():
         hidden_size=48, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40
     )
     layer = read_params(moe.parameters(config, ""), Tensors(golden), "shared", "float32", progress=False)
-    run = jax.jit(moe.moe, static_argnums=1)
-    np.testing.assert_allclose(run(layer, config, x), out, rtol=0, atol=2e-5)
-    assert abs(out - run(layer, dataclasses.replace(config, shared_expert_size=0), x)).max() > 0.1
+    run, positions = jax.jit(moe.moe, static_argnums=1), jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    np.testing.assert_allclose(run(layer, config, x, positions), out, rtol=0, atol=2e-5)
+    assert abs(out - run(layer, dataclasses.replace(config, shared_expert_size=0), x, positions)).max() > 0.1
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -107,14 +107,17 @@ def test_router_probabilities_are_float32_whatever_the_dtype(norm):
 def test_padding_reads_no_experts(monkeypatch):
     """The rows of a program that aren't real are marked all the way down to the items."""
     seen = []
-    monkeypatch.setattr(moe, "experts_mlp", lambda x, stacks, ids, w: seen.append(ids) or jnp.zeros(x.shape))
+    noted = lambda x, stacks, ids, weights, real: seen.append((ids, real)) or jnp.zeros(x.shape)  # noqa: E731
+    monkeypatch.setattr(moe, "experts_mlp", noted)
     model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
     rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))
     attend = lambda kv, layer, q, k, v: (q, kv)  # noqa: E731
     with jax.disable_jit():
         tokens = jnp.zeros((2, 3), jnp.int32)
         model.family.forward(model.params, model.config, tokens, rows.marked_positions(3), Attention(attend))
-    assert (seen[0] == experts.NOBODY).all(axis=1).tolist() == [False, False, True, True, True, True]
+    ((ids, real),) = seen
+    assert (ids == experts.NOBODY).all(axis=1).tolist() == [False, False, True, True, True, True]
+    assert real.tolist() == [2]
 
 
 def test_equal_probabilities_choose_the_first_experts():
@@ -129,7 +132,7 @@ def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
     ((gate_up, down),) = random_case(1, 8, 2)[1]
     layer = {"router": router, "experts_gate_up": gate_up, "experts_down": down}
     rows = jax.random.normal(jax.random.key(1), (t, 32))
-    run = jax.jit(lambda x: moe.moe(layer, config, x[None])[0])
+    run = jax.jit(lambda x: moe.moe(layer, config, x[None], jnp.arange(t)[None])[0])
     broken = run(rows.at[3].set(jnp.nan))
     assert jnp.isnan(broken[3]).all()
     np.testing.assert_allclose(jnp.delete(broken, 3, axis=0), jnp.delete(run(rows), 3, axis=0), rtol=0, atol=1e-6)
@@ -154,9 +157,11 @@ def test_experts_match_one_pair_at_a_time(t, e, k, skew, shared):
 def test_items_hold_each_pair_once(t, e, k, skew):
     """Whatever the routing: a pair's row of the result is its expert's work on its token, and items don't overlap."""
     ids = random_case(t, e, k, skew)[2]
-    ids = ids.at[t // 2 :: 4].set(experts.NOBODY) if skew == 0.3 else ids  # padding
+    real = jnp.array([t])
+    if skew == 0.3:  # padding, between what is real and at the end
+        ids, real = ids.at[t // 2 :: 4].set(experts.NOBODY).at[t - 1].set(experts.NOBODY), jnp.array([t - 1])
     x = jnp.arange(1.0, t + 1)[:, None]
-    rows, items, place = jax.tree.map(np.asarray, jax.jit(experts.plan, static_argnums=2)(x, ids, e))
+    rows, items, place = jax.tree.map(np.asarray, jax.jit(experts.plan, static_argnums=2)(x, ids, e, real))
     count, written = len(items.expert) if items.count is None else int(items.count[0]), {}
     assert count <= len(items.expert)
     for i in range(count):

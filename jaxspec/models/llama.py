@@ -171,7 +171,7 @@ def finish(layer, config, x, mixed, positions, real):
     mixed = project(mixed, layer["out"], real)
     x = x + (mixed + layer["out_bias"] if config.attention_bias else mixed)
     normed = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else mlp(layer, normed, real))
+    return x + (moe.moe(layer, config, normed, positions) if "router" in layer else mlp(layer, normed, real))
 
 
 def mlp(layer: dict[str, Array], x: Float[Array, "b t d"], real: Int[Array, "1"]) -> Float[Array, "b t d"]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import Param, expert_stack, linear
 from jaxspec.pallas.experts import NOBODY, experts_mlp
+from jaxspec.pallas.project import real_rows
 from jaxspec.pallas.top_experts import top_experts
 
 
@@ -44,13 +45,14 @@ def parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
 
 
 def moe(
-    layer: dict[str, Array], config: ModelConfig, x: Float[Array, "b t d"], real: Bool[Array, "b t"] | None = None
+    layer: dict[str, Array], config: ModelConfig, x: Float[Array, "b t d"], positions: Int[Array, "b t"]
 ) -> Float[Array, "b t d"]:
     """The weighted sum of each token's experts, and of the shared expert if there is one.
 
-    Tokens that aren't `real` (None: all are) choose no expert: their weights would be read for nothing.
+    Padding, at negative positions, chooses no expert: its weights would be read for nothing.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
+    rows = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
     ids, weights = route(layer["router"], config, rows)
     stacks = [(layer["experts_gate_up"], layer["experts_down"])]
     if config.shared_expert_size:  # one expert more, that every token chooses
@@ -58,9 +60,8 @@ def moe(
         ids = jnp.pad(ids, ((0, 0), (0, 1)), constant_values=config.num_experts)
         gate = jax.nn.sigmoid(_float32(rows, layer["shared_gate"]))
         weights = jnp.concatenate([weights, gate], axis=1)
-    if real is not None:
-        ids = jnp.where(real.reshape(-1, 1), ids, NOBODY)
-    return experts_mlp(rows, stacks, ids, weights).reshape(x.shape)
+    ids = jnp.where(positions.reshape(-1, 1) >= 0, ids, NOBODY)
+    return experts_mlp(rows, stacks, ids, weights, real_rows(positions)).reshape(x.shape)
 
 
 def route(

@@ -193,4 +193,4 @@ def _finish(layer, config, x, mixed, positions):
     real = real_rows(positions)
     x = x + project(mixed, layer["out"], real)
     normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + (moe.moe(layer, config, normed, positions >= 0) if "router" in layer else llama.mlp(layer, normed, real))
+    return x + (moe.moe(layer, config, normed, positions) if "router" in layer else llama.mlp(layer, normed, real))

@@ -28,15 +28,20 @@ CHUNK = 256  # pairs that are ranked against one another at once
 
 
 def experts_mlp(
-    x: Float[Array, "t d"], stacks: list[Stack], ids: Int[Array, "t k"], weights: Float[Array, "t k"]
+    x: Float[Array, "t d"],
+    stacks: list[Stack],
+    ids: Int[Array, "t k"],
+    weights: Float[Array, "t k"],
+    real: Int[Array, "1"] | None = None,
 ) -> Float[Array, "t d"]:
     """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype.
 
     Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each. A token's must be distinct, or
-    `NOBODY`. Each expert's result is rounded to x's dtype before it is weighted, and the sum, in float32, at last.
+    `NOBODY`, which all are of tokens from `real` on. Each expert's result is rounded to x's dtype before it is
+    weighted, and the sum, in float32, at last.
     """
     num_experts = sum(len(down) for _, down in stacks)
-    rows, items, place = plan(x, ids, num_experts)
+    rows, items, place = plan(x, ids, num_experts, real)
     fits = expert_stream.supported(x.dtype, stacks)
     if fits is not None:
         tell("experts", fits)
@@ -61,12 +66,12 @@ def expected_experts(tokens: float, each: int, num_experts: int) -> float:
 
 
 def plan(
-    x: Float[Array, "t d"], ids: Int[Array, "t k"], num_experts: int
+    x: Float[Array, "t d"], ids: Int[Array, "t k"], num_experts: int, real: Int[Array, "1"] | None = None
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
     """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert."""
     t, k = ids.shape
     if t <= FEW:
-        items, place = _by_pair(ids, num_experts)
+        items, place = _by_pair(ids, num_experts, real)
         return jnp.pad(x, ((0, items.rows - t), (0, 0))), items, place
     items, place = _by_expert(ids, num_experts, rows_per_item(t * k / num_experts))
     flat, pair = place.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
@@ -83,7 +88,7 @@ def rows_per_item(mean: float) -> int:
     return next((rows for rows in ITEM_ROWS if rows >= 2.5 * mean), ITEM_ROWS[-1])
 
 
-def _by_pair(ids: Int[Array, "t k"], num_experts: int) -> tuple[Items, Int[Array, "t k"]]:
+def _by_pair(ids, num_experts, real) -> tuple[Items, Int[Array, "t k"]]:
     """Items of a few tokens: all of them through the expert of each pair that is its expert's first."""
     t, k = ids.shape
     blocks = -(-t // ALIGN)
@@ -95,8 +100,7 @@ def _by_pair(ids: Int[Array, "t k"], num_experts: int) -> tuple[Items, Int[Array
         source=jnp.zeros(t * k, jnp.int32),
         target=blocks * pair,
         blocks=jnp.where(works, blocks, 0),
-        # padding stands behind what is real, more often than not
-        count=None if t == 1 else jnp.max(jnp.where(works, pair + 1, 0), keepdims=True),
+        count=None if real is None else real * k,
         rows=ALIGN * blocks,
         capacity=ALIGN * blocks * t * k,
     )
