@@ -331,7 +331,7 @@ def _run_chunk_plain(layer: int, shared: Any, pool: Any) -> tuple[jax.Array, Any
     logs = jnp.cumsum(jnp.log(decay), axis=1).swapaxes(1, 2)
     within = q, k, v, logs, beta.swapaxes(1, 2)
     out, state = gated_delta.reference_chunk(pool.state, jnp.int32(layer), *_prompts(slots), *within)
-    return jnp.moveaxis(out, 3, 1), pool.replace(state=state)
+    return out, pool.replace(state=state)
 
 
 def _prompts(slots: jax.Array) -> tuple[jax.Array, ...]:

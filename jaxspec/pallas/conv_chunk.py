@@ -1,10 +1,9 @@
 """Blocks of prompts before the gated delta rule, on Hopper: convolved, in heads, keys and queries of length one.
 
 A Mosaic GPU kernel in place of XLA's, which reached a fifth of the memory's speed. A warpgroup takes a head of one
-block: 64 rows of 128 channels, behind those that came before, brought into shared memory at once. A thread runs through
-eight rows of eight channels and keeps the inputs that it has seen in registers; sixteen threads share a row, so what
-makes it of length one is a sum over a few lanes. What the next block or round looks back on goes into the windows here
-as well. Invariant: the rows before each block have been read from the windows when the kernel starts.
+block: 64 rows of 128 channels, behind those that came before, brought into shared memory at once. Sixteen threads share
+a row, so its length is a sum over a few lanes. What the next block or round looks back on goes into the windows here as
+well. Invariant: the rows before each block have been read from the windows when the kernel starts.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from jaxspec.pallas.once import lower_once
 
 BLOCK = 64  # rows
 WIDTH = 128  # channels of a head
-RUNS = 8  # of rows that follow one another, side by side in a block
-RUN = BLOCK // RUNS
+STEP = 16  # rows that a warpgroup convolves at once
+HALO = 8  # rows of shared memory before a block's own, of which the last hold what came before
 FEWEST = 513  # rows of a call; of fewer XLA's kernels take no longer than their launch
-# A row of each run: sixteen threads a row, eight channels each.
-LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((RUNS, WIDTH), (2, WIDTH), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
+# Rows of a step: of each eighth of them, sixteen threads have eight channels each.
+TILING = plgpu.Tiling(((STEP, WIDTH), (STEP // 4, WIDTH), (STEP // 8, 8)))
+LAYOUT = plgpu.Layout.TILED(TILING, warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1)
 
 
 def supported(b: int, t: int, taps: int, key_dim: int, value_dim: int, *dtypes: Any) -> str | None:
@@ -42,7 +40,7 @@ def supported(b: int, t: int, taps: int, key_dim: int, value_dim: int, *dtypes: 
         return f"inputs, windows or weights in {wrong[0]}; bfloat16 are"
     if (key_dim, value_dim) != (WIDTH, WIDTH):
         return f"keys of width {key_dim} and values of width {value_dim}; {WIDTH} and {WIDTH} are"
-    return f"{taps} taps, more than {RUN}" if taps > RUN else None
+    return f"{taps} taps, more than {HALO}" if taps > HALO else None
 
 
 @lower_once("key_heads", "eps")
@@ -64,8 +62,8 @@ def conv_chunk(
     The last inputs of block i's `count[i]` real rows are left in the slots `targets[i]` that aren't negative; no two
     blocks name the same.
     """
-    (b, t, d), heads = x.shape, windows.shape[3] // WIDTH
-    shape = lambda heads: jax.ShapeDtypeStruct((b, RUNS, RUN, heads, WIDTH), x.dtype)  # noqa: E731
+    (b, t, _), heads = x.shape, windows.shape[3] // WIDTH
+    shape = lambda heads: jax.ShapeDtypeStruct((b, t, heads, WIDTH), x.dtype)  # noqa: E731
     ref = jax.new_ref(windows)
     out = plgpu.kernel(
         partial(_head, key_heads, eps),
@@ -73,60 +71,57 @@ def conv_chunk(
         out_type=[shape(key_heads), shape(key_heads), shape(heads - 2 * key_heads)],
         grid=(b, heads),
         grid_names=("b", "head"),
-        scratch_types=dict(x_s=plgpu.SMEM((1 + RUNS, RUN, WIDTH), x.dtype), ready=plgpu.Barrier(num_arrivals=2)),
+        scratch_types=dict(x_s=plgpu.SMEM((HALO + BLOCK, WIDTH), x.dtype), ready=plgpu.Barrier(num_arrivals=2)),
         # Safe here: nobody but bulk copies writes to shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(layer.reshape(1), targets, count, before, x.reshape(b, RUNS, RUN, d), weight, ref)
-    return tuple(part.reshape(b, t, -1, WIDTH) for part in out), jax.freeze(ref)
+    )(layer.reshape(1), targets, count, before, x, weight, ref)
+    return tuple(out), jax.freeze(ref)
 
 
-def _head(key_heads, eps, layer_g, targets_g, count_g, before_g, x_g, weight_g, windows_g, q_g, k_g, v_g, *, x_s, ready):
+def _head(
+    key_heads, eps, layer_g, targets_g, count_g, before_g, x_g, weight_g, windows_g, q_g, k_g, v_g, *, x_s, ready
+):
     b, head = lax.axis_index("b"), lax.axis_index("head")
     back, cut = weight_g.shape[0] - 1, pl.ds(head * WIDTH, WIDTH)
-    plgpu.copy_gmem_to_smem(before_g.at[b, :, cut], x_s.at[0, pl.ds(RUN - back, back)], ready)
-    plgpu.copy_gmem_to_smem(x_g.at[b, :, :, cut], x_s.at[pl.ds(1, RUNS)], ready)
+    plgpu.copy_gmem_to_smem(before_g.at[b, :, cut], x_s.at[pl.ds(HALO - back, back)], ready)
+    plgpu.copy_gmem_to_smem(x_g.at[b, :, cut], x_s.at[pl.ds(HALO, BLOCK)], ready)
     across = partial(plgpu.load, layout=LAYOUT.reduce(0), optimized=False)
     taps = [across(weight_g.at[j, cut]).astype(jnp.float32) for j in range(back + 1)]
-    taps = [lax.broadcast_in_dim(tap, (RUNS, WIDTH), [1]) for tap in taps]
     plgpu.barrier_wait(ready)
 
-    def bring(i):
-        """Row i of each run; rows before the first are the last ones of the run before."""
-        return plgpu.load(x_s.at[pl.ds(i >= 0, RUNS), i % RUN], layout=LAYOUT, optimized=False).astype(jnp.float32)
-
-    seen = [bring(i) for i in range(-back, 0)]
-    rows = []
-    for i in range(RUN):
-        seen.append(bring(i))
-        total = sum(x * tap for x, tap in zip(seen, taps, strict=True))
+    def step(i, carry):
+        at = i * STEP
+        total = None
+        for j, tap in enumerate(taps):
+            seen = plgpu.load(x_s.at[pl.ds(at + HALO - back + j, STEP)], layout=LAYOUT, optimized=False)
+            part = seen.astype(jnp.float32) * lax.broadcast_in_dim(tap, seen.shape, [1])
+            total = part if total is None else total + part
         root = lax.rsqrt(1 + jnp.exp(-total))  # whose square is quicker to have than a quotient
-        rows.append((total * root * root).astype(jnp.bfloat16))
-        seen.pop(0)
+        rows = (total * root * root).astype(jnp.bfloat16)
 
-    def put(out_g, first, rows):
-        for i, row in enumerate(rows):
-            out_g[b, :, i, head - first] = row
+        def put(out_g, first, rows):
+            out_g[b, pl.ds(at, STEP), head - first] = rows
 
-    @pl.when(head < 2 * key_heads)
-    def _():
-        scale = jnp.where(head < key_heads, WIDTH**-0.5, 1.0)
-        units = []
-        for row in rows:
-            wide = row.astype(jnp.float32)
+        @pl.when(head < 2 * key_heads)
+        def _():
+            wide = rows.astype(jnp.float32)
             length = lax.rsqrt(jnp.sum(wide * wide, axis=1) + eps)
-            units.append((wide * lax.broadcast_in_dim(length, wide.shape, [0]) * scale).astype(jnp.bfloat16))
-        pl.when(head < key_heads)(lambda: put(q_g, 0, units))
-        pl.when(head >= key_heads)(lambda: put(k_g, key_heads, units))
+            length = length * jnp.where(head < key_heads, WIDTH**-0.5, 1.0)
+            unit = (wide * lax.broadcast_in_dim(length, wide.shape, [0])).astype(jnp.bfloat16)
+            pl.when(head < key_heads)(lambda: put(q_g, 0, unit))
+            pl.when(head >= key_heads)(lambda: put(k_g, key_heads, unit))
 
-    pl.when(head >= 2 * key_heads)(lambda: put(v_g, 2 * key_heads, rows))
+        pl.when(head >= 2 * key_heads)(lambda: put(v_g, 2 * key_heads, rows))
+        return carry
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(BLOCK // STEP), step, None)
 
     for target in (targets_g[b, 0], targets_g[b, 1]):
 
         @pl.when(target >= 0)
         def _(target=target):
             for j in range(back):
-                at = RUN - back + count_g[b] + j
-                row = x_s.at[lax.div(at, jnp.int32(RUN)), lax.rem(at, jnp.int32(RUN))]
+                row = x_s.at[HALO - back + count_g[b] + j]
                 row = plgpu.load(row, layout=plgpu.Layout.WG_STRIDED((WIDTH,), 1), optimized=False)
                 windows_g[layer_g[0], target, j, cut] = row
