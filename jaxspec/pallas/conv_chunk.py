@@ -1,13 +1,15 @@
 """Blocks of prompts before the gated delta rule, on Hopper: convolved, in heads, keys and queries of length one.
 
-A Mosaic GPU kernel in place of XLA's, which reached a fifth of the memory's speed. A warpgroup takes a head of one
-block: 64 rows of 128 channels, behind those that came before, brought into shared memory at once. Sixteen threads share
-a row, so its length is a sum over a few lanes. What the next block or round looks back on goes into the windows here as
-well. Invariant: the rows before each block have been read from the windows when the kernel starts.
+A Mosaic GPU kernel in place of XLA's, which reached a fifth of the memory's speed. A warpgroup takes two heads of one
+block, each 64 rows of 128 channels behind those that came before, and asks for both at once: the second arrives while
+it is busy with the first. Sixteen threads share a row, so its length is a sum over a few lanes. What the next block or
+round looks back on goes into the windows here as well. Invariant: the rows before each block have been read from the
+windows when the kernel starts.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,7 @@ from jaxspec.pallas.once import lower_once
 
 BLOCK = 64  # rows
 WIDTH = 128  # channels of a head
+GROUP = 2  # heads of a warpgroup, if there is an even number of them
 STEP = 16  # rows that a warpgroup convolves at once
 HALO = 8  # rows of shared memory before a block's own, of which the last hold what came before
 FEWEST = 513  # rows of a call; of fewer XLA's kernels take no longer than their launch
@@ -62,16 +65,21 @@ def conv_chunk(
     The last inputs of block i's `count[i]` real rows are left in the slots `targets[i]` that aren't negative; no two
     blocks name the same.
     """
-    (b, t, _), heads = x.shape, windows.shape[3] // WIDTH
+    (b, t, _), taps, heads = x.shape, weight.shape[0], windows.shape[3] // WIDTH
+    group = math.gcd(heads, GROUP)
     shape = lambda heads: jax.ShapeDtypeStruct((b, t, heads, WIDTH), x.dtype)  # noqa: E731
     ref = jax.new_ref(windows)
     out = plgpu.kernel(
-        partial(_head, key_heads, eps),
+        partial(_heads, key_heads, eps),
         kernel_name="conv_chunk",
         out_type=[shape(key_heads), shape(key_heads), shape(heads - 2 * key_heads)],
-        grid=(b, heads),
-        grid_names=("b", "head"),
-        scratch_types=dict(x_s=plgpu.SMEM((HALO + BLOCK, WIDTH), x.dtype), ready=plgpu.Barrier(num_arrivals=2)),
+        grid=(b, heads // group),
+        grid_names=("b", "group"),
+        scratch_types=dict(
+            x_s=plgpu.SMEM((group, HALO + BLOCK, WIDTH), x.dtype),
+            weight_s=plgpu.SMEM((group, taps, WIDTH), x.dtype),
+            ready=plgpu.Barrier(num_arrivals=3, num_barriers=group),
+        ),
         # Safe here: nobody but bulk copies writes to shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
@@ -79,49 +87,62 @@ def conv_chunk(
     return tuple(out), jax.freeze(ref)
 
 
-def _head(
-    key_heads, eps, layer_g, targets_g, count_g, before_g, x_g, weight_g, windows_g, q_g, k_g, v_g, *, x_s, ready
-):
-    b, head = lax.axis_index("b"), lax.axis_index("head")
-    back, cut = weight_g.shape[0] - 1, pl.ds(head * WIDTH, WIDTH)
-    plgpu.copy_gmem_to_smem(before_g.at[b, :, cut], x_s.at[pl.ds(HALO - back, back)], ready)
-    plgpu.copy_gmem_to_smem(x_g.at[b, :, cut], x_s.at[pl.ds(HALO, BLOCK)], ready)
-    across = partial(plgpu.load, layout=LAYOUT.reduce(0), optimized=False)
-    taps = [across(weight_g.at[j, cut]).astype(jnp.float32) for j in range(back + 1)]
-    plgpu.barrier_wait(ready)
+def _heads(key_heads, eps, layer_g, targets_g, count_g, before_g, x_g, weight_g, windows_g, q_g, k_g, v_g, *, x_s,
+           weight_s, ready):  # fmt: skip
+    b, first = lax.axis_index("b"), lax.axis_index("group") * x_s.shape[0]
+    back = weight_g.shape[0] - 1
 
-    def step(i, carry):
-        at = i * STEP
-        total = None
-        for j, tap in enumerate(taps):
-            seen = plgpu.load(x_s.at[pl.ds(at + HALO - back + j, STEP)], layout=LAYOUT, optimized=False)
-            part = seen.astype(jnp.float32) * lax.broadcast_in_dim(tap, seen.shape, [1])
-            total = part if total is None else total + part
-        root = lax.rsqrt(1 + jnp.exp(-total))  # whose square is quicker to have than a quotient
-        rows = (total * root * root).astype(jnp.bfloat16)
+    def channels(i):
+        return pl.ds((first + i) * WIDTH, WIDTH)
 
-        def put(out_g, first, rows):
-            out_g[b, pl.ds(at, STEP), head - first] = rows
+    for i in range(x_s.shape[0]):
+        bring = partial(plgpu.copy_gmem_to_smem, barrier=ready.at[i])
+        bring(weight_g.at[:, channels(i)], weight_s.at[i])
+        bring(before_g.at[b, :, channels(i)], x_s.at[i, pl.ds(HALO - back, back)])
+        bring(x_g.at[b, :, channels(i)], x_s.at[i, pl.ds(HALO, BLOCK)])
 
-        @pl.when(head < 2 * key_heads)
-        def _():
-            wide = rows.astype(jnp.float32)
-            length = lax.rsqrt(jnp.sum(wide * wide, axis=1) + eps)
-            length = length * jnp.where(head < key_heads, WIDTH**-0.5, 1.0)
-            unit = (wide * lax.broadcast_in_dim(length, wide.shape, [0])).astype(jnp.bfloat16)
-            pl.when(head < key_heads)(lambda: put(q_g, 0, unit))
-            pl.when(head >= key_heads)(lambda: put(k_g, key_heads, unit))
+    def one(i, carry):
+        head = first + i
+        plgpu.barrier_wait(ready.at[i])
+        across = partial(plgpu.load, layout=LAYOUT.reduce(0), optimized=False)
+        taps = [across(weight_s.at[i, j]).astype(jnp.float32) for j in range(back + 1)]
 
-        pl.when(head >= 2 * key_heads)(lambda: put(v_g, 2 * key_heads, rows))
+        def step(at, carry):
+            at = at * STEP
+            total = None
+            for j, tap in enumerate(taps):
+                seen = plgpu.load(x_s.at[i, pl.ds(at + HALO - back + j, STEP)], layout=LAYOUT, optimized=False)
+                part = seen.astype(jnp.float32) * lax.broadcast_in_dim(tap, seen.shape, [1])
+                total = part if total is None else total + part
+            root = lax.rsqrt(1 + jnp.exp(-total))  # whose square is quicker to have than a quotient
+            rows = (total * root * root).astype(jnp.bfloat16)
+
+            def put(out_g, before, rows):
+                out_g[b, pl.ds(at, STEP), head - before] = rows
+
+            @pl.when(head < 2 * key_heads)
+            def _():
+                wide = rows.astype(jnp.float32)
+                length = lax.rsqrt(jnp.sum(wide * wide, axis=1) + eps)
+                length = length * jnp.where(head < key_heads, WIDTH**-0.5, 1.0)
+                unit = (wide * lax.broadcast_in_dim(length, wide.shape, [0])).astype(jnp.bfloat16)
+                pl.when(head < key_heads)(lambda: put(q_g, 0, unit))
+                pl.when(head >= key_heads)(lambda: put(k_g, key_heads, unit))
+
+            pl.when(head >= 2 * key_heads)(lambda: put(v_g, 2 * key_heads, rows))
+            return carry
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(BLOCK // STEP), step, None)
+
+        for target in (targets_g[b, 0], targets_g[b, 1]):
+
+            @pl.when(target >= 0)
+            def _(target=target):
+                for j in range(back):
+                    row = x_s.at[i, HALO - back + count_g[b] + j]
+                    row = plgpu.load(row, layout=plgpu.Layout.WG_STRIDED((WIDTH,), 1), optimized=False)
+                    windows_g[layer_g[0], target, j, channels(i)] = row
+
         return carry
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(BLOCK // STEP), step, None)
-
-    for target in (targets_g[b, 0], targets_g[b, 1]):
-
-        @pl.when(target >= 0)
-        def _(target=target):
-            for j in range(back):
-                row = x_s.at[HALO - back + count_g[b] + j]
-                row = plgpu.load(row, layout=plgpu.Layout.WG_STRIDED((WIDTH,), 1), optimized=False)
-                windows_g[layer_g[0], target, j, cut] = row
+    lax.fori_loop(jnp.int32(0), jnp.int32(x_s.shape[0]), one, None)
