@@ -129,8 +129,8 @@ class PromptBlocks:
 
     def convolve(self, cache, layer, x, weight, mix):
         slots = self.slots, self.source, self.keep, self.rows.count
-        out, windows = conv_chunk(cache.states.windows, layer, *slots, x[..., : mix.channels], weight.T)
-        return split_heads(out, mix), cache.replace(states=cache.states.replace(windows=windows))
+        out, windows = causal_conv.chunk(cache.states.windows, layer, *slots, x, weight, mix)
+        return out, cache.replace(states=cache.states.replace(windows=windows))
 
     def recur(self, cache, layer, q, k, v, decay, beta):
         out, delta = gated_delta.chunk(

@@ -84,6 +84,7 @@ def make_cases(small: bool) -> list[Case]:
     cases += [cache_write(count, length, layers, dtype) for count, length in sizes["prompts"]]
     cases += [convolution(b, t, *sizes["delta"], layers, dtype) for b, t in sizes["steps"]]
     cases += [delta_step(b, t, *sizes["delta"], layers, dtype) for b, t in sizes["steps"]]
+    cases += [prompt_convolution(count, length, *sizes["delta"], layers, dtype) for count, length in sizes["chunks"]]
     cases += [delta_chunk(count, length, *sizes["delta"], layers, dtype) for count, length in sizes["chunks"]]
     for rows in sizes["many"]:
         cases += projections(rows, *sizes["layer"], layers // 2, dtype)
@@ -267,6 +268,43 @@ def convolution(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str)
     )
 
 
+def prompt_convolution(count: int, length: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
+    """The convolution of `count` whole prompts of `length` tokens, in blocks; among columns that it has no use for."""
+    mix = LinearAttention((), m, n, h, h, taps=4)
+    blocks = -(-length // BLOCK)
+    slots = jnp.repeat(jnp.arange(count, dtype=jnp.int32), blocks)
+    which = *_prompts(slots), jnp.full(len(slots), BLOCK, jnp.int32)
+
+    def build(key):
+        x, weight = (
+            jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
+            for i, shape in enumerate(((len(slots), BLOCK, mix.channels + n * h), (mix.taps, mix.channels)))
+        )
+        return (x, weight), causal_conv.empty_windows(layers, count, 1, mix.channels, mix.taps, dtype)
+
+    def plain(layer, shared, windows):
+        x, weight = shared
+        inputs = x[..., : mix.channels]
+        out, windows = causal_conv.conv_chunk(windows, jnp.int32(layer), *which, inputs, weight.T)
+        return jax.lax.optimization_barrier(causal_conv.split_heads(out, mix))[2], windows
+
+    def op(layer, shared, windows):
+        heads, windows = causal_conv.chunk(windows, jnp.int32(layer), *which, *shared, mix)
+        return jax.lax.optimization_barrier(heads)[2], windows
+
+    return Case(
+        name=f"convolution prompts {count} x {length}",
+        group="convolution prompts",
+        layers=layers,
+        build=build,
+        op=op,
+        plain=plain,
+        in_place=True,
+        size=2 * jnp.dtype(dtype).itemsize * len(slots) * BLOCK * mix.channels,
+        flops=2 * len(slots) * BLOCK * mix.channels * mix.taps,
+    )
+
+
 def delta_step(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
     """A round of `t` rows for each of `b` requests, all but one row of the round before accepted; float32 states."""
     return Case(
@@ -331,7 +369,7 @@ def _run_chunk_plain(layer: int, shared: Any, pool: Any) -> tuple[jax.Array, Any
     logs = jnp.cumsum(jnp.log(decay), axis=1).swapaxes(1, 2)
     within = q, k, v, logs, beta.swapaxes(1, 2)
     out, state = gated_delta.reference_chunk(pool.state, jnp.int32(layer), *_prompts(slots), *within)
-    return jnp.moveaxis(out, 3, 1), pool.replace(state=state)
+    return out, pool.replace(state=state)
 
 
 def _prompts(slots: jax.Array) -> tuple[jax.Array, ...]:

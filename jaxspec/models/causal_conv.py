@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import LinearAttention
-from jaxspec.pallas import conv_step as kernel
+from jaxspec.pallas import conv_chunk as chunk_kernel
+from jaxspec.pallas import conv_step as step_kernel
 from jaxspec.pallas.target import chosen, tell
 
 L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
@@ -51,11 +52,11 @@ def step(
     """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that."""
     t, (taps, channels) = x.shape[1], weight.shape
     _check_room(windows, t, taps - 1)
-    fits = kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
+    fits = step_kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
     if fits is not None:
         tell("conv_step", fits)
     if chosen("conv_step", fits):
-        return kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
+        return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
     out, windows = conv_step(windows, layer, slots, replay, x[..., :channels], weight.T)
     return split_heads(out, mix), windows
 
@@ -87,6 +88,32 @@ def _check_room(windows: Windows, rows: int, back: int) -> None:
         raise ValueError(f"a step of {rows} rows with windows for rounds of {room}; make them for {rows} or more")
 
 
+def chunk(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    count: Int[Array, " b"],
+    x: Float[Array, "b t d"],
+    weight: Float[Array, "w c"],
+    mix: LinearAttention,
+) -> tuple[tuple[Array, Array, Array], Windows]:
+    """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it."""
+    (b, t, _), (taps, channels) = x.shape, weight.shape
+    fits = chunk_kernel.supported(b, t, taps, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
+    inputs = x[..., :channels]
+    if chosen("conv_chunk", fits):
+        blocks = slots, source, keep
+        before = _before(windows, layer, *blocks, count, inputs, taps - 1)
+        targets = _targets(slots, keep, windows.shape[1]).reshape(2, b).T
+        return chunk_kernel.conv_chunk(
+            windows, layer, targets, count, before, x, weight, key_heads=mix.key_heads, eps=L2_EPS
+        )
+    out, windows = conv_chunk(windows, layer, slots, source, keep, count, inputs, weight.T)
+    return split_heads(out, mix), windows
+
+
 def conv_chunk(
     windows: Windows,
     layer: Int[Array, ""],
@@ -101,23 +128,35 @@ def conv_chunk(
 
     A block that another of this call starts from must have a real token. Nothing is left to replay.
     """
-    b, back = len(slots), weight.shape[1] - 1
+    back = weight.shape[1] - 1
     x = x.astype(windows.dtype)
-    blocks = jnp.arange(b)
+    before = _before(windows, layer, slots, source, keep, count, x, back)
+    tail, targets = _tail(before, x, count), _targets(slots, keep, windows.shape[1])
+    targets = jnp.where(targets < 0, windows.shape[1], targets)
+    windows = windows.at[layer, targets, :back].set(jnp.concatenate([tail, tail]), mode="drop")
+    return _convolve(before, x, weight).astype(x.dtype), windows
+
+
+def _before(windows, layer, slots, source, keep, count, x, back: int) -> Float[Array, "b k c"]:
+    """The `back` inputs before each block's first row: its source's, as earlier blocks of this call leave them."""
+    blocks = jnp.arange(len(slots))
     wrote = (slots == source[:, None]) | ((keep == source[:, None]) & (keep >= 0))
     wrote &= (blocks < blocks[:, None]) & (source >= 0)[:, None]
     earlier = jnp.where(wrote, blocks, -1).max(axis=1)  # the block of this call that each one starts from, or -1
     stored = jnp.where((source < 0)[:, None, None], 0, windows[layer, jnp.maximum(source, 0), :back])
     before = stored
     # Each turn looks one block further back, which reaches another token at least.
-    for _ in range(min(back, b)):
+    for _ in range(min(back, len(slots))):
         before = jnp.where((earlier < 0)[:, None, None], stored, _tail(before, x, count)[earlier])
+    return before
 
-    tail = _tail(before, x, count)
-    targets, tails = jnp.concatenate([slots, keep]), jnp.concatenate([tail, tail])
-    targets = jnp.where(_last_to_write(targets, jnp.concatenate([blocks, blocks])), targets, windows.shape[1])
-    windows = windows.at[layer, targets, :back].set(tails, mode="drop")
-    return _convolve(before, x, weight).astype(x.dtype), windows
+
+def _targets(slots: Int[Array, " b"], keep: Int[Array, " b"], num_slots: int) -> Int[Array, " 2b"]:
+    """The slot that each block's last inputs go to, then the slot for a copy of them: -1 if there is none, or if a
+    later block of this call writes it."""
+    targets, order = jnp.concatenate([slots, keep]), jnp.tile(jnp.arange(len(slots)), 2)
+    stays = _last_to_write(targets, order) & (targets < num_slots)
+    return jnp.where(stays, targets, -1).astype(jnp.int32)
 
 
 def _tail(before: Float[Array, "b k c"], x: Float[Array, "b t c"], count: Int[Array, " b"]) -> Float[Array, "b k c"]:

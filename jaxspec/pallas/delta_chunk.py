@@ -7,7 +7,7 @@ before the block enters linearly,
 
 so a warpgroup takes one value head and 64 of its value rows through all blocks, the state staying in shared memory, the
 next block's operands on their way meanwhile. Products run on the tensor cores with the value rows as M, so U and the
-output are transposed. States and updates go in as two pieces of bfloat16.
+output come out transposed. States and updates go in as two pieces of bfloat16.
 
 Invariant: a state is rounded to the pool's dtype after every block, wherever it goes next, so how blocks are spread
 over programs doesn't show.
@@ -80,8 +80,8 @@ def delta_chunk(
     beta: Float[Array, "b n t"],
     *,
     interpret: Any = False,
-) -> tuple[Float[Array, "b n v t"], Float[Array, "l r n v k"]]:
-    """What the tokens read, bfloat16 and transposed, and the states after all blocks.
+) -> tuple[Float[Array, "b t n v"], Float[Array, "l r n v k"]]:
+    """What the tokens read, bfloat16, and the states after all blocks.
 
     `q`, `k` and `v` are bfloat16; `logs` are running sums of the decays' logarithms, 0 for rows that aren't real, as is
     their `beta`; both float32. Slots are as in `gated_delta.chunk`, `interpret` as in `plgpu.kernel`.
@@ -97,7 +97,7 @@ def delta_chunk(
     out = plgpu.kernel(
         partial(_warpgroup, plan),
         kernel_name="delta_chunk",
-        out_type=jax.ShapeDtypeStruct((plan.b, plan.n, WIDTH, BLOCK), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((plan.b, BLOCK, plan.n, WIDTH), jnp.bfloat16),
         grid=(plan.n, WIDTH // TILE),
         grid_names=("n", "half"),
         scratch_types=dict(
@@ -109,7 +109,7 @@ def delta_chunk(
             gates_s=plgpu.SMEM((STAGES, 2, BLOCK), jnp.float32),
             orders_s=plgpu.SMEM((STAGES, 32), jnp.int32),
             state_s=plgpu.SMEM((TILE, WIDTH), plan.dtype),
-            out_s=plgpu.SMEM((TILE, BLOCK), jnp.bfloat16),
+            out_s=plgpu.SMEM((BLOCK, TILE), jnp.bfloat16),
             ready=plgpu.Barrier(num_arrivals=8, num_barriers=STAGES),
             loaded=plgpu.Barrier(),
         ),
@@ -190,10 +190,10 @@ def _warpgroup(plan: _Plan, layer_g, orders_g, q_g, k_g, taken_g, written_g, mix
         state = state * gates_s[stage, 0, BLOCK - 1] + multiply(updates * across[1], [k_s.at[stage]], pieces=PIECES)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         state_s[...] = state.astype(plan.dtype)
-        out_s[...] = out.astype(jnp.bfloat16)
+        out_s.transpose((1, 0))[...] = out.astype(jnp.bfloat16)
         plgpu.commit_smem()
 
-        plgpu.copy_smem_to_gmem(out_s, out_g.at[i, head, cut])
+        plgpu.copy_smem_to_gmem(out_s, out_g.at[i, :, head, cut])
         pl.when(slot >= 0)(lambda: plgpu.copy_smem_to_gmem(state_s, state_g.at[layer, slot, head, cut]))
         pl.when(keep >= 0)(lambda: plgpu.copy_smem_to_gmem(state_s, state_g.at[layer, keep, head, cut]))
         pl.when(i + STAGES < plan.b)(lambda: fetch(i + STAGES, stage))

@@ -151,7 +151,7 @@ def chunk(
         tell("delta_chunk", fits)
     run = delta_chunk if chosen("delta_chunk", fits) else reference_chunk
     out, state = run(pool.state, layer, slots, source, keep, *operands)
-    return jnp.moveaxis(out, 3, 1).astype(v.dtype), pool.replace(state=state)
+    return out.astype(v.dtype), pool.replace(state=state)
 
 
 def reference_chunk(
@@ -165,7 +165,7 @@ def reference_chunk(
     v: Float[Array, "b t n v"],
     logs: Float[Array, "b n t"],
     beta: Float[Array, "b n t"],
-) -> tuple[Float[Array, "b n v t"], Float[Array, "l r n v k"]]:
+) -> tuple[Float[Array, "b t n v"], Float[Array, "l r n v k"]]:
     """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms."""
     # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
     # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3).
@@ -188,8 +188,8 @@ def reference_chunk(
 
     states, before = jax.lax.scan(block, states, (slots, source, keep, carry, write))
     updates = written - _einsum("bnvk,bntk->bntv", before, taken)
-    out = _einsum("bnvk,bntk->bnvt", before, q) * total[:, :, None]
-    return out + _einsum("bnti,bniv->bnvt", mixed, updates), states
+    out = _einsum("bnvk,bntk->bntv", before, q) * total[..., None] + _einsum("bnti,bniv->bntv", mixed, updates)
+    return out.swapaxes(1, 2), states
 
 
 def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:

@@ -1,7 +1,7 @@
 """A router's choice: each token's likeliest experts and their probabilities, on Hopper in one kernel.
 
-A Mosaic GPU kernel. A warpgroup takes one token: its experts' logits lie in registers, and are searched for the largest
-once for each expert that a token gets.
+A Mosaic GPU kernel. A warp takes one token: its experts' logits lie in registers, and are searched for the largest once
+for each expert that a token gets. So what it finds passes between lanes alone, and nothing has to be waited for.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.target import chosen, tell
 
-LANES = 128  # threads of a warpgroup
-MOST_EXPERTS = 512  # four logits a thread, which it loads at once
+WARPS = 4  # of a warpgroup
+LANES = 128  # logits that a warp loads at once, four a thread
+MOST_EXPERTS = 512  # sixteen logits a thread
+LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, LANES), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 LEAST = -3e38  # in place of what isn't a number, and above what has been chosen already
 _i32 = jnp.int32
 
@@ -70,39 +73,41 @@ def select(
 ) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
     """`top_experts` by the kernel. A token whose logits aren't numbers gets k experts all the same."""
     t, e = logits.shape
-    width = next(n * LANES for n in (1, 2, 4) if e <= n * LANES)  # a thread's logits are a vector as memory has them
-    logits = jnp.pad(logits.astype(jnp.float32), ((0, 0), (0, width - e)), constant_values=-jnp.inf)
-    shape = partial(jax.ShapeDtypeStruct, (t, LANES))
+    rows, width = -(-t // WARPS) * WARPS, -(-e // LANES) * LANES
+    logits = jnp.pad(logits.astype(jnp.float32), ((0, rows - t), (0, width - e)), constant_values=-jnp.inf)
+    shape = partial(jax.ShapeDtypeStruct, (rows, LANES))
     ids, weights = plgpu.kernel(
-        partial(_token, e, k, renormalised),
+        partial(_tokens, e, k, renormalised),
         kernel_name="top_experts",
         out_type=[shape(_i32), shape(jnp.float32)],
-        grid=(t,),
-        grid_names=("token",),
+        grid=(rows // WARPS,),
+        grid_names=("group",),
         interpret=interpret,
     )(logits)
-    return ids[:, :k], weights[:, :k]
+    return ids[:t, :k], weights[:t, :k]
 
 
-def _token(experts, k, renormalised, logits_g, ids_g, weights_g):
-    token, width = lax.axis_index("token"), logits_g.shape[1]
-    layout = plgpu.Layout.WG_STRIDED((width,), width // LANES)
-    expert = plgpu.broadcasted_iota(_i32, (width,), 0, layout=layout)
-    lane = plgpu.broadcasted_iota(_i32, (LANES,), 0, layout=plgpu.Layout.WG_STRIDED((LANES,), 1))
-    logits = plgpu.load(logits_g.at[token], layout=layout, optimized=False)
+def _tokens(experts, k, renormalised, logits_g, ids_g, weights_g):
+    tokens, width = pl.ds(lax.axis_index("group") * WARPS, WARPS), logits_g.shape[1]
+    each, wide = (WARPS, width), (WARPS, LANES)
+    across = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
+    expert = plgpu.broadcasted_iota(_i32, each, 1, layout=LAYOUT)
+    lane = plgpu.broadcasted_iota(_i32, wide, 1, layout=LAYOUT)
+    logits = plgpu.load(logits_g.at[tokens], layout=LAYOUT, optimized=False)
     logits = jnp.where(expert < experts, jnp.where(logits > LEAST, logits, LEAST), -jnp.inf)
 
-    top = jnp.max(logits)
-    total = jnp.float32(0) if renormalised else jnp.sum(jnp.exp(logits - top))
-    ids, weights, best = jnp.zeros_like(lane), jnp.zeros_like(lane).astype(jnp.float32), top
+    best = top = jnp.max(logits, axis=1)
+    total = None if renormalised else jnp.sum(jnp.exp(logits - across(top, each)), axis=1)
+    ids, weights = jnp.zeros_like(lane), jnp.zeros_like(lane).astype(jnp.float32)
     for j in range(k):
-        which = jnp.min(jnp.where(logits == best, expert, width))
+        which = jnp.min(jnp.where(logits == across(best, each), expert, width), axis=1)
         weight = jnp.exp(best - top)
-        ids, weights = jnp.where(lane == j, which, ids), jnp.where(lane == j, weight, weights)
+        ids = jnp.where(lane == j, across(which, wide), ids)
+        weights = jnp.where(lane == j, across(weight, wide), weights)
         if renormalised:
-            total = total + weight
+            total = weight if total is None else total + weight
         if j + 1 < k:
-            logits = jnp.where(expert == which, -jnp.inf, logits)
-            best = jnp.max(logits)
-    ids_g[token] = ids
-    weights_g[token] = weights / total
+            logits = jnp.where(expert == across(which, each), -jnp.inf, logits)
+            best = jnp.max(logits, axis=1)
+    ids_g[tokens] = ids
+    weights_g[tokens] = weights / across(total, wide)
