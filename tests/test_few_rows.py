@@ -1,4 +1,4 @@
-"""The kernels of a small model's layer: interpreted against plain layers, lowered for CUDA, and where they are chosen."""
+"""The kernels of a small model's layer: interpreted against plain layers, lowered for CUDA, and where they serve."""
 
 from __future__ import annotations
 

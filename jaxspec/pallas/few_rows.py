@@ -274,7 +274,7 @@ def _normed_scratch(rows: int, width: int) -> dict[str, Any]:
 
 
 def _fetch(weight_g, tile, weight_s, ready, split=0, rows_g=None, rows_s=None):
-    """Begin to copy a tile's weights, those of this split's inputs; and these inputs of the rows, if memory has them."""
+    """Begin to copy a tile's weights of this split's inputs, and these inputs of the rows if they come from memory."""
     chunks, chunk, _ = weight_s.shape
     for i in range(chunks):
         inputs = pl.ds((split * chunks + i) * chunk, chunk)

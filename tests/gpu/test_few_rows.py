@@ -6,6 +6,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.cache import PageLayout, Rows
@@ -69,7 +70,7 @@ def test_a_forward_of_smollm2(monkeypatch, figures, batch, t):
     start = jnp.arange(batch) * 7 + 100
     rows = Rows(start, jnp.full(batch, t), jnp.arange(1, 1 + 8 * batch).reshape(batch, 8))
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(1 + 8 * batch, 64, "bfloat16").kv(config).shape)
-    kv, tokens = kv.astype("bfloat16"), jnp.arange(batch * t).reshape(batch, t)
+    start_pages, tokens = kv.astype("bfloat16"), jnp.arange(batch * t).reshape(batch, t)
 
     def forward(params, tokens, kv):
         hidden = llama.forward(params, config, tokens, rows.marked_positions(t), rows, kv)
@@ -84,19 +85,22 @@ def test_a_forward_of_smollm2(monkeypatch, figures, batch, t):
         return jax.lax.scan(step, (tokens, kv), length=8)[0]
 
     results, times = [], {}
+    choose = target.chosen
     for name in ("few rows", "plain"):
-        results.append(jax.jit(forward)(params, tokens, kv))
+        results.append(jax.jit(forward)(params, tokens, start_pages))
         run = jax.jit(many, donate_argnums=2)
-        tokens_after, pages = jax.block_until_ready(run(params, tokens, kv + 0))
+        tokens_after, pages = jax.block_until_ready(run(params, tokens, start_pages + 0))
         taken = []
         for _ in range(20):
             began = time.perf_counter()
             tokens_after, pages = jax.block_until_ready(run(params, tokens_after, pages))
             taken.append(time.perf_counter() - began)
         times[name] = f"{min(taken) / 8 * 1e3:.3f} ms"
-        monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+        monkeypatch.setattr(llama, "chosen", lambda name, *fits: name != "few_rows" and choose(name, *fits))
         jax.clear_caches()
-    (last, pages), (expected, expected_pages) = results
     figures[f"forward of SmolLM2, {batch} x {t} rows"] = times
-    cpu.assert_close(last, expected, 5e-2)
-    cpu.assert_close(pages, expected_pages, 5e-2)
+    wide = jax.tree.map(lambda a: a.astype("float32"), (params, start_pages))
+    exact, _ = jax.jit(forward)(wide[0], tokens, wide[1])
+    few, plain = (np.linalg.norm(np.asarray(last - exact, np.float64)) for last, _ in results)
+    assert 0 < few <= 1.3 * plain  # in thirty layers rounding adds up to some percent on either path
+    cpu.assert_close(results[0][1], results[1][1], 5e-2)
