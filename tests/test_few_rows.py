@@ -56,7 +56,7 @@ def operands(rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int 
 
 def check_heads(given: dict[str, jax.Array], **options):
     of = [given[name] for name in ("x", "scale", "qkv", "cos", "sin", "kv")]
-    q, kv = op.heads(*of, jnp.int32(1), given["place"], eps=EPS, **options)
+    q, kv = op.heads(*of, jnp.int32(1), given["place"], [given["gate_up"]], eps=EPS, **options)
     rows, kv_heads = len(given["x"]), given["kv"].shape[3]
     qkv = (rms_norm(given["x"], given["scale"], EPS) @ given["qkv"]).reshape(rows, 1, -1, 64)
     turned = rope(qkv[:, :, :-kv_heads], given["position"][:, None], given["frequencies"])[:, 0]
@@ -71,7 +71,7 @@ def check_heads(given: dict[str, jax.Array], **options):
 
 
 def check_gated(given: dict[str, jax.Array], **options):
-    got = op.gated(given["x"], given["scale"], given["gate_up"], eps=EPS, **options)
+    got = op.gated(given["x"], given["scale"], given["gate_up"], [given["down"]], eps=EPS, **options)
     assert_close(got, project.reference(rms_norm(given["x"], given["scale"], EPS), given["gate_up"], gated=True))
 
 
@@ -108,9 +108,9 @@ def _result(check, given):
     """What the kernel of a check gives."""
     if check is check_heads:
         of = [given[name] for name in ("x", "scale", "qkv", "cos", "sin", "kv")]
-        return op.heads(*of, jnp.int32(1), given["place"], eps=EPS)
+        return op.heads(*of, jnp.int32(1), given["place"], [given["gate_up"]], eps=EPS)
     if check is check_gated:
-        return op.gated(given["x"], given["scale"], given["gate_up"], eps=EPS)
+        return op.gated(given["x"], given["scale"], given["gate_up"], [given["down"]], eps=EPS)
     return op.add_product(given["x"], given["hidden"], given["down"])
 
 

@@ -46,19 +46,20 @@ def layers(params, config, x, positions, mixer, cache):
     cos, sin = jnp.cos(angle), jnp.sin(angle)
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
-    def decoder_layer(layer, i, x, cache):
+    def decoder_layer(layer, following, i, x, cache):
         def write(kv, place):
-            place = flat(place, -1)[:, 0]
-            q, kv = few_rows.heads(x, layer["attn_norm"], layer["qkv"], cos, sin, kv, i, place, eps=eps)
+            operands = x, layer["attn_norm"], layer["qkv"], cos, sin, kv, i, flat(place, -1)[:, 0]
+            q, kv = few_rows.heads(*operands, [layer["out"], layer["gate_up"], layer["down"]], eps=eps)
             return q[:rows].reshape(b, t, config.num_heads, config.head_dim), kv
 
         mixed, cache = mixer.attend_written(cache, i, t, write)
         x = few_rows.add_product(x, flat(mixed), layer["out"])
-        hidden = few_rows.gated(x, layer["mlp_norm"], layer["gate_up"], eps=eps)
+        hidden = few_rows.gated(x, layer["mlp_norm"], layer["gate_up"], [following], eps=eps)
         return few_rows.add_product(x, hidden, layer["down"]), cache
 
     x = flat(x)
     for i, layer in enumerate(params["layers"]):
-        x, cache = decoder_layer(layer, jnp.int32(i), x, cache)
+        following = params["layers"][(i + 1) % len(params["layers"])]  # after the last, the next round's first
+        x, cache = decoder_layer(layer, following["qkv"], jnp.int32(i), x, cache)
         outputs.append(x[:rows].reshape(b, t, -1))
     return rms_norm(outputs[-1], params["norm"], eps), outputs, cache

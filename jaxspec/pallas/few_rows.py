@@ -10,12 +10,14 @@ are, and how long each waits for memory in turn. Here a layer is four of them an
 A warpgroup takes `TILE` columns of a product, a head of that width or half a tile each of gate and up. It asks for its
 weights first, all at once, and while they come it makes the other operand: every block norms all rows for itself, since
 they are few. On the tensor cores the weights' columns are what is 64 wide, and rows are the narrow side, so eight rows
-cost an eighth of 64. Inputs of `add_product` are divided among the blocks of a cluster, which send their sums into the
-shared memory of the first one.
+cost an eighth of 64. While it waits it has the weights of later kernels brought into the L2 cache (`ahead`), since
+memory is idle for most of a layer. Inputs of `add_product` are divided among the blocks of a cluster, which send their
+sums into the shared memory of the first one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -101,14 +103,18 @@ def gated(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"],
     weight: Float[Array, "d n"],
+    ahead: Sequence[Float[Array, "k o"]] = (),
     *,
     eps: float,
     interpret: Any = False,
 ) -> Float[Array, "r f"]:
-    """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round."""
+    """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
+
+    `ahead`: weights that the kernels after it will read.
+    """
     rows, width = x.shape
     return plgpu.kernel(
-        partial(_gated_tile, eps),
+        partial(_gated_tile, eps, len(ahead)),
         kernel_name="few_rows_gated",
         out_type=jax.ShapeDtypeStruct((rows, weight.shape[1] // 2), x.dtype),
         grid=(weight.shape[1] // TILE,),
@@ -116,13 +122,14 @@ def gated(
         scratch_types=_normed_scratch(rows, width),
         compiler_params=_params(),
         interpret=interpret,
-    )(x, scale, weight)
+    )(x, scale, weight, *ahead)
 
 
-def _gated_tile(eps, x_g, scale_g, weight_g, out_g, *, weight_s, rows_s, out_s, ready):
-    tile = lax.axis_index("tile")
+def _gated_tile(eps, ahead, x_g, scale_g, weight_g, *refs, weight_s, rows_s, out_s, ready):
+    tile, out_g = lax.axis_index("tile"), refs[ahead]
     _fetch(weight_g, tile, weight_s, ready)
     _norm(x_g, scale_g, eps, rows_s)
+    _bring(refs[:ahead], tile, weight_g.shape[1] // TILE)
     gate, up = _halves(_product(weight_s, rows_s, ready), out_s)
     value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
     out_g[:, pl.ds(tile * HALF, HALF)] = value.astype(jnp.bfloat16)
@@ -138,6 +145,7 @@ def heads(
     kv: Float[Array, "l p 2 m s h"],
     layer: Int[Array, ""],
     place: Int[Array, " r"],
+    ahead: Sequence[Float[Array, "k o"]] = (),
     *,
     eps: float,
     interpret: Any = False,
@@ -146,13 +154,13 @@ def heads(
 
     `weight` has columns of the query heads, then of as many keys and values as the pages have. `cos` and `sin` are
     those of each row's position, float32. Row i's keys and values go to slot `place[i] % s` of page `place[i] // s`;
-    those of a row at a negative place go nowhere.
+    those of a row at a negative place go nowhere. `ahead`: weights that the kernels after it will read.
     """
     rows, width = x.shape
     queries = weight.shape[1] // TILE - 2 * kv.shape[3]
     ref = jax.new_ref(kv)
     q = plgpu.kernel(
-        partial(_head, eps, queries),
+        partial(_head, eps, queries, len(ahead)),
         kernel_name="few_rows_heads",
         out_type=jax.ShapeDtypeStruct((rows, queries * TILE), x.dtype),
         grid=(weight.shape[1] // TILE,),
@@ -160,19 +168,20 @@ def heads(
         scratch_types=_normed_scratch(rows, width) | {"head_s": plgpu.SMEM((rows, TILE), x.dtype)},
         compiler_params=_params(),
         interpret=interpret,
-    )(x, scale, weight, cos, sin, layer.reshape(1), place, ref)
+    )(x, scale, weight, cos, sin, layer.reshape(1), place, ref, *ahead)
     return q, jax.freeze(ref)
 
 
-def _head(eps, queries, x_g, scale_g, weight_g, cos_g, sin_g, layer_g, place_g, kv_g, q_g, *, weight_s, rows_s, out_s,
-          head_s, ready):  # fmt: skip
-    head, half = lax.axis_index("head"), TILE // 2
+def _head(eps, queries, ahead, x_g, scale_g, weight_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs, weight_s, rows_s,
+          out_s, head_s, ready):  # fmt: skip
+    head, half, q_g = lax.axis_index("head"), TILE // 2, refs[ahead]
     kv_heads, page_size = kv_g.shape[3], kv_g.shape[4]
     _fetch(weight_g, head, weight_s, ready)
     # Asked for before anything is waited for, as each would take its time later.
     cos, sin = (plgpu.load(ref, layout=_by_row(2), optimized=False) for ref in (cos_g, sin_g))
     layer, places = layer_g[0], [place_g[i] for i in range(x_g.shape[0])]
     _norm(x_g, scale_g, eps, rows_s)
+    _bring(refs[:ahead], head, weight_g.shape[1] // TILE)
     first, second = _halves(_product(weight_s, rows_s, ready), out_s)
     turns = (head < queries + kv_heads).astype(_f32)  # values aren't rotated
     cos, sin = cos * turns + (1 - turns), sin * turns
@@ -281,6 +290,19 @@ def _fetch(weight_g, tile, weight_s, ready, split=0, rows_g=None, rows_s=None):
         plgpu.copy_gmem_to_smem(weight_g.at[inputs, pl.ds(tile * TILE, TILE)], weight_s.at[i], ready.at[i])
         if rows_g is not None:
             plgpu.copy_gmem_to_smem(rows_g.at[:, inputs], rows_s.at[i], ready.at[i])
+
+
+def _bring(ahead, block, blocks):
+    """Begin to bring this block's share of the weights `ahead` into the L2 cache."""
+    for weight_g in ahead:
+        height, width = (_chunk(size) for size in weight_g.shape)
+        across = weight_g.shape[1] // width
+        pieces = weight_g.shape[0] // height * across
+        for first in range(0, pieces, blocks):
+            piece = first + block
+            down, along = lax.div(piece, _i32(across)), lax.rem(piece, _i32(across))
+            part = weight_g.at[pl.ds(down * height, height), pl.ds(along * width, width)]
+            plgpu.async_prefetch(part, predicate=piece < pieces)
 
 
 def _norm(x_g, scale_g, eps, rows_s):
