@@ -8,6 +8,7 @@ so pages are shared, reused and freed for both together.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import flax.struct
@@ -73,14 +74,25 @@ class Rows:
 
         As in `models.layers.Mixer`, with the pages as its cache.
         """
-        kv = self.write(kv, layer, k, v)
+        return self._look(self.write(kv, layer, k, v), layer, q)
+
+    def pages(self, kv: KV) -> KV:
+        return kv
+
+    def attend_written(
+        self, kv: KV, layer: Int[Array, ""], t: int, write: Callable[[KV, Array], tuple[Array, KV]]
+    ) -> tuple[Array, KV]:
+        """As in `models.layers.PagedMixer`. The dummy page is padding's, and nothing is written there."""
+        page, slot = self._slots(kv, t)
+        q, kv = write(kv, jnp.where(page > 0, page * kv.shape[4] + slot, -1))
+        return self._look(kv, layer, q)
+
+    def _look(self, kv: KV, layer: Int[Array, ""], q: Array) -> tuple[Array, KV]:
         return paged_attention(q, kv, layer, self.table, self._window(q.shape[1]), self.mask), kv
 
     def write(self, kv: KV, layer: Array, k: Float[Array, "*l b t m h"], v: Float[Array, "*l b t m h"]) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
-        places = self._places(k.shape[-3])
-        real = jnp.arange(k.shape[-3]) < self.count[:, None]
-        page, slot = self._pages(places, real, kv.shape[4]), places % kv.shape[4]
+        page, slot = self._slots(kv, k.shape[-3])
         fits = kv_write.supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
         if layer.ndim == 0 and chosen("kv_write", fits):
             return kv_write.kv_write(kv, layer, page, slot, k, v)
@@ -101,6 +113,12 @@ class Rows:
 
     def _places(self, t: int) -> Int[Array, "b t"]:
         return self.start[:, None] + jnp.arange(t, dtype=jnp.int32)
+
+    def _slots(self, kv: KV, t: int) -> tuple[Int[Array, "b t"], Int[Array, "b t"]]:
+        """The page and the slot in it of each row."""
+        places = self._places(t)
+        real = jnp.arange(t) < self.count[:, None]
+        return self._pages(places, real, kv.shape[4]), places % kv.shape[4]
 
     def _window(self, t: int) -> Int[Array, " b"]:
         """The first of the places that the mask is about; without one, that of the first row."""

@@ -141,7 +141,7 @@ class PromptBlocks:
 
 @flax.struct.dataclass
 class RoundRows:
-    """A `Mixer` of a round's rows over a `Cache`: request i, in slot `slots[i]`, stands at `rows`.
+    """A `PagedMixer` of a round's rows over a `Cache`: request i, in slot `slots[i]`, stands at `rows`.
 
     Of the rows of its last round, `replay[i]` stood.
     """
@@ -152,6 +152,13 @@ class RoundRows:
 
     def attend(self, cache, layer, q, k, v):
         out, kv = self.rows.attend(cache.kv, layer, q, k, v)
+        return out, cache.replace(kv=kv)
+
+    def pages(self, cache):
+        return cache.kv
+
+    def attend_written(self, cache, layer, t, write):
+        out, kv = self.rows.attend_written(cache.kv, layer, t, write)
         return out, cache.replace(kv=kv)
 
     def convolve(self, cache, layer, x, weight, mix):

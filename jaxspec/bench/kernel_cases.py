@@ -15,7 +15,7 @@ from jaxspec.cache import Rows
 from jaxspec.config import LinearAttention
 from jaxspec.models import causal_conv
 from jaxspec.models.layers import rms_norm
-from jaxspec.pallas import experts, gated_delta, project, top_experts, weight_stream
+from jaxspec.pallas import experts, few_rows, gated_delta, project, top_experts, weight_stream
 from jaxspec.pallas.paged_attention import paged_attention, reference
 from jaxspec.pallas.target import kernels_here
 
@@ -25,8 +25,10 @@ DECODE = (
     *((b, context, t) for t in (1, 4) for b, context in ((1, 1024), (1, 16384), (8, 1024), (32, 4096), (128, 1152))),
 )  # requests, tokens each, rows each
 PROMPTS = ((1, 1024), (1, 2048), (1, 8192), (16, 512))  # prompts, tokens each
+SMALL_LAYER = 576, 9, 3, 1536  # SmolLM2-135M's: model width, query heads, KV heads of 64, MLP width
 LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
 ROWS = (1, 8, 32, 128)
+FEW_ROWS = (8, 32, 64)
 MANY_ROWS = (256, 512, 1024, 2048)
 EPS = 1e-6
 MIXTURES = {  # model width, expert width, experts, experts of a token
@@ -90,6 +92,7 @@ def make_cases(small: bool) -> list[Case]:
         cases += projections(rows, *sizes["layer"], layers // 2, dtype)
     if not small and kernels_here() is None:  # there is no other path to it: a model without it has plain layers
         cases += [layer_matmuls(rows, *LAYER, layers=8) for rows in ROWS]
+        cases += [small_layer(rows, *SMALL_LAYER, layers=30) for rows in FEW_ROWS]
     return cases
 
 
@@ -406,6 +409,66 @@ def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:
         size=2 * (weights + rows * (3 * d + n)),
         flops=2 * rows * weights,
         kernel="weight_stream",
+    )
+
+
+def small_layer(rows: int, d: int, heads: int, kv_heads: int, f: int, layers: int) -> Case:
+    """A small model's layer but for its attention, whose place the queries take: four kernels, one after the other."""
+    width = few_rows.TILE
+    shapes = {
+        "qkv": (d, (heads + 2 * kv_heads) * width),
+        "out": (heads * width, d),
+        "gate_up": (d, 2 * f),
+        "down": (f, d),
+    }
+    weights = sum(k * m for k, m in shapes.values())
+    place = PAGE + jnp.arange(rows, dtype=jnp.int32)
+    cos, sin = (of(place[:, None] * jnp.geomspace(1, 1e-4, width // 2)) for of in (jnp.cos, jnp.sin))
+
+    def build(key):
+        def own(key):
+            keys = jax.random.split(key, len(shapes))
+            pairs = zip(keys, shapes.items(), strict=True)
+            matrices = {name: jax.random.normal(k, shape, "bfloat16") * shape[0] ** -0.5 for k, (name, shape) in pairs}
+            return matrices | {"scale": jnp.ones(d, "bfloat16")}
+
+        x = jax.random.normal(key, (rows, d), "bfloat16")
+        kv = jnp.zeros((layers, 1 + -(-rows // PAGE), 2, kv_heads, PAGE, width), "bfloat16")
+        return [own(each) for each in jax.random.split(key, layers)], (x, kv)
+
+    def op(i, own, carried):
+        (x, kv), layer = carried, own[i]
+        operands = x, layer["scale"], layer["qkv"], cos, sin, kv, jnp.int32(i), place
+        q, kv = few_rows.heads(*operands, [layer["out"], layer["gate_up"], layer["down"]], eps=EPS)
+        x = few_rows.add_product(x, q, layer["out"])
+        hidden = few_rows.gated(x, layer["scale"], layer["gate_up"], [own[(i + 1) % layers]["qkv"]], eps=EPS)
+        x = few_rows.add_product(x, hidden, layer["down"])
+        return x, (x, kv)
+
+    def plain(i, own, carried):
+        (x, kv), layer = carried, own[i]
+        qkv = (rms_norm(x, layer["scale"], EPS) @ layer["qkv"]).reshape(rows, -1, 2, width // 2).astype(jnp.float32)
+        turned, v = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
+        first, second = turned[:, :, 0], turned[:, :, 1]
+        c, s = cos[:, None], sin[:, None]
+        turned = jnp.stack([first * c - second * s, second * c + first * s], axis=2)
+        new = jnp.stack([turned[:, heads:], v], axis=1).reshape(rows, 2, kv_heads, width)
+        kv = kv.at[i, place // PAGE, :, :, place % PAGE].set(new.astype(kv.dtype))
+        x = x + turned[:, :heads].reshape(rows, -1).astype(x.dtype) @ layer["out"]
+        x = x + project.reference(rms_norm(x, layer["scale"], EPS), layer["gate_up"], gated=True) @ layer["down"]
+        return x, (x, kv)
+
+    return Case(
+        name=f"small layer, {rows} rows",
+        group="small layer",
+        layers=layers,
+        build=build,
+        op=op,
+        plain=plain,
+        size=2 * (weights + rows * (2 * d + (heads + 2 * kv_heads) * width)),
+        flops=2 * rows * weights,
+        kernel="few_rows",
+        in_place=True,
     )
 
 

@@ -60,7 +60,9 @@ def run(args: argparse.Namespace, result: Result) -> None:
         result.add(measure(case, args.repeats, limits, not args.no_plain, seed=number))
     if args.small or (reason := kernels_here()):
         why = "--small" if args.small else reason
-        result.note(f"layer matmuls are left out ({why}): their kernel runs on a Hopper GPU at full size only")
+        result.note(
+            f"layer matmuls and small layers are left out ({why}): their kernels run on a Hopper GPU at full size only"
+        )
 
 
 def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed: int) -> Row:

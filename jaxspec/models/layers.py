@@ -67,6 +67,27 @@ class Mixer(Protocol):
         ...
 
 
+class PagedMixer(Mixer, Protocol):
+    """One that keeps keys and values in pages, and lets a kernel of the layer's own write them there."""
+
+    def pages(self, cache: Any) -> Float[Array, "l p 2 m s h"]:
+        """The pages of all layers, as `cache.KV`."""
+        ...
+
+    def attend_written(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        t: int,
+        write: Callable[[Array, Int[Array, "b t"]], tuple[Float[Array, "b t n h"], Array]],
+    ) -> tuple[Float[Array, "b t n h"], Any]:
+        """As `attend`, of t rows a request whose keys and values `write(pages, place)` puts where they belong.
+
+        It gives their queries and the pages. A row's place is a slot counted over all pages, and -1 for padding.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Attention:
     """A `Mixer` for models without linear attention, made of a function that attends."""

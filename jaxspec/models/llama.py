@@ -6,7 +6,8 @@ details that the config can express (biases, norms of q and k, rope scaling) reu
 Layers of a mixture-of-experts model differ in the MLP alone (`models.moe`), and not all need have one.
 
 Few rows of a dense model on a Hopper GPU take the same layers cut elsewhere: all matmuls from one attention to the next
-are one kernel (`pallas.weight_stream`). Columns of gate and up alternate in runs, so that a tile of them holds both.
+are one kernel (`pallas.weight_stream`), or in a small model each is one with all that stands around it
+(`models.few_rows`). Columns of gate and up alternate in runs, so that a tile of them holds both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
-from jaxspec.models import moe
+from jaxspec.models import few_rows, moe
 from jaxspec.models.layers import Hidden, Mixer, Param, bias, linear, rms_norm, rope, rope_frequencies, scale
 from jaxspec.pallas import weight_stream
 from jaxspec.pallas.project import gate, project, real_rows, run
@@ -94,8 +95,12 @@ def forward(
     layer's is the final norm's output.
     """
     x = params["embed"][tokens]
-    fits = _streamable(params, config, tokens.size)
-    layers = _streamed_layers if chosen("weight_stream", fits, weight_stream.BLOCKS) else _plain_layers
+    if chosen("few_rows", few_rows.supported(params, config, tokens.size, mixer, cache)):
+        layers = few_rows.layers
+    elif chosen("weight_stream", _streamable(params, config, tokens.size), weight_stream.BLOCKS):
+        layers = _streamed_layers
+    else:
+        layers = _plain_layers
     last, outputs, cache = layers(params, config, x, positions, mixer, cache)
     return Hidden(last, tuple([*outputs, last][i] for i in capture), cache)
 

@@ -20,7 +20,7 @@ def test_the_command_times_every_case(tmp_path, capsys):
     groups |= {"convolution prompts", "gated delta", "gated delta prompts", "projections"}
     assert {row["group"] for row in document["rows"]} == groups
     assert document["notes"] == [
-        "layer matmuls are left out (--small): their kernel runs on a Hopper GPU at full size only"
+        "layer matmuls and small layers are left out (--small): their kernels run on a Hopper GPU at full size only"
     ]
     for row in document["rows"]:
         assert row["ran"] == "reference" and row["error"] < 1e-5  # a CPU has no kernels
