@@ -31,7 +31,16 @@ WIDTHS = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
-PROMPTS = {"router", "experts", "expert_rows", "kv_write", "tile_matmul", "conv_chunk", "delta_chunk", "prompt_attention"}
+PROMPTS = {
+    "router",
+    "experts",
+    "expert_rows",
+    "kv_write",
+    "tile_matmul",
+    "conv_chunk",
+    "delta_chunk",
+    "prompt_attention",
+}
 ROUNDS = {"router", "experts", "conv_step", "delta_step", "decode_attention"}
 BLOCKS, ROWS, REQUESTS = 12, 4, 3  # four blocks a request
 
