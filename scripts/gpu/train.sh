@@ -82,7 +82,7 @@ for part in "${@:-data eagle3 dflash evaluate}"; do
             eagle3) run eagle3 eagle3 "${drafter[@]}" --output "$out/eagle3" --batch-size "$((6 * gpus))" --mlp-size 2048 \
                 --unroll 4 "${more[@]}" ;;
             dflash) run dflash dflash "${drafter[@]}" --output "$out/dflash" --batch-size "$((10 * gpus))" --num-layers 5 \
-                --num-heads 6 --num-kv-heads 3 --mlp-size 192 --target-layers 1,14,27 --block-size 8 --gamma 2.5 \
+                --num-heads 6 --num-kv-heads 3 --mlp-size 192 --target-layers 1,14,27 --block-size 8 --gamma 3 \
                 "${more[@]}" ;;
             evaluate)
                 evaluate eagle3-3 eagle3/drafter --num-draft-tokens 3
