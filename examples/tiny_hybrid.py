@@ -148,7 +148,7 @@ class HybridObjective(Eagle3Objective):
     The module learns the model's distributions, not the texts: what it drafts is what the model would say.
     """
 
-    def loss(self, trained, frozen, target_params, batch, key):
+    def loss(self, trained, frozen, target_params, batch, keys):
         family, layers = MODELS[self.target.model_type], self.drafter.feature_layers
         hidden = family.forward(trained, self.target, batch.tokens, batch.positions, WholeTexts(), None, layers)
         logits, answers = family.unembed(trained, hidden.last)[:, :-1], batch.answer[:, 1:]

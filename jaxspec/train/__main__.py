@@ -117,9 +117,7 @@ def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple
         print(f"draft vocabulary: {size} tokens, {counts[vocabulary].sum() / counts.sum():.2%} of the answers' tokens")
     fresh = export.fresh_eagle3(args.output / "drafter", target, _shape(args, 1), vocabulary, args.seed)
     dtype = str(target.params["embed"].dtype)
-    return fresh, Eagle3Objective(
-        fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay, jax.device_count()
-    )
+    return fresh, Eagle3Objective(fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay)
 
 
 def _dflash(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
@@ -134,7 +132,7 @@ def _dflash(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple
     fresh = export.fresh_dflash(args.output / "drafter", target, _shape(args, 3), size, mask, args.seed)
     anchors, gamma = args.anchors or max(args.row_length // size, 1), args.gamma or size / 2
     dtype = str(target.params["embed"].dtype)
-    return fresh, DFlashObjective(fresh.drafter, target.config, dtype, args.loss, anchors, gamma, jax.device_count())
+    return fresh, DFlashObjective(fresh.drafter, target.config, dtype, args.loss, anchors, gamma)
 
 
 def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Key
 
 from jaxspec.drafters.dflash import DFlash, _context_projection
 from jaxspec.models import qwen3
 from jaxspec.models.layers import Attention
 from jaxspec.train.attention import span_attention
-from jaxspec.train.losses import Rows, Scorer
+from jaxspec.train.losses import Rows, Scorer, frozen_logits
 from jaxspec.train.objective import Batch, Objective, check_rows, matmul_weights, report
 
 
@@ -43,18 +43,17 @@ class DFlashObjective(Objective):
     drafter: DFlash
     anchors: int = 128
     gamma: float = 4.0
-    devices: int = 1
 
     @property
     def positions(self):
         return self.drafter.block_size - 1
 
-    def loss(self, trained, frozen, target_params, batch, key):
+    def loss(self, trained, frozen, target_params, batch, keys):
         n = self.positions
         hidden = self.read(target_params, batch)
         cast = self.cast(trained)
         params = {**frozen, **cast, **_context_projection(self.drafter.config, cast["layers"])}
-        anchors, drawn = self._draw(batch, key)
+        anchors, drawn = self._draw(batch, keys)
         out = self._blocks(params, hidden.features, batch, anchors)[:, :, 1:]
         take = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)  # noqa: E731
         ahead = jnp.arange(1, n + 1)
@@ -69,7 +68,7 @@ class DFlashObjective(Objective):
             text=take(batch.tokens, flat),
             weights=jnp.moveaxis(weights, 0, 2).reshape(1, b, a * n),
         )
-        total, right = Scorer(self.kind, self.target, _logits)({}, frozen, target_params, rows, self.devices)
+        total, right = Scorer(self.kind, self.target, _logits)({}, frozen, target_params, rows)
         return report(total, jnp.moveaxis(right.reshape(b, a, n), 2, 0), valid, weights)
 
     def flops(self, trained, row_length):
@@ -81,10 +80,10 @@ class DFlashObjective(Objective):
         )  # fmt: skip
         return 2 * matmul_weights(target) + 6 * (trained["fc"].size + context) + blocks
 
-    def _draw(self, batch: Batch, key: Array) -> tuple[Int[Array, "b a"], Bool[Array, "b a"]]:
+    def _draw(self, batch: Batch, keys: Key[Array, " b"]) -> tuple[Int[Array, "b a"], Bool[Array, "b a"]]:
         """Anchors, and which of them are real: a row may have fewer tokens that a block could begin with."""
         able = batch.draftable(1)
-        order = jnp.where(able, jax.random.uniform(key, able.shape), -1.0)
+        order = jnp.where(able, jax.vmap(lambda key: jax.random.uniform(key, able.shape[1:]))(keys), -1.0)
         value, anchors = jax.lax.top_k(order, min(self.anchors, able.shape[1]))
         return anchors, value >= 0
 
@@ -111,4 +110,4 @@ class DFlashObjective(Objective):
 
 
 def _logits(head: Any, frozen: Any, hidden: Array) -> Array:
-    return qwen3.unembed(frozen, hidden)
+    return frozen_logits(frozen, hidden)

@@ -48,13 +48,12 @@ class Eagle3Objective(Objective):
     drafter: Eagle3
     steps: int = 7
     decay: float = 0.8
-    devices: int = 1
 
     @property
     def positions(self):
         return self.steps
 
-    def loss(self, trained, frozen, target_params, batch, key):
+    def loss(self, trained, frozen, target_params, batch, keys):
         return self.chain_loss(trained, frozen, target_params, self.read(target_params, batch), batch)
 
     def chain_loss(
@@ -73,7 +72,7 @@ class Eagle3Objective(Objective):
             weights=weights,
         )
         head = {name: trained[name] for name in HEAD if name in trained}
-        total, right = Scorer(self.kind, self.target, self._logits)(head, frozen, target_params, rows, self.devices)
+        total, right = Scorer(self.kind, self.target, self._logits)(head, frozen, target_params, rows)
         right = jnp.stack([jnp.roll(x, -(i + 1), axis=1) for i, x in enumerate(right)])
         return report(total, right, jnp.stack(valid), weights)
 

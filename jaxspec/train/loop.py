@@ -115,7 +115,7 @@ def train(
     mesh = Mesh(np.array(devices), ("data",))
     everywhere, shared = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     optimizer = _optimizer(settings)
-    step_function = _step_function(objective, optimizer, settings)
+    step_function = _step_function(objective, optimizer, mesh)
     state = jax.device_put({"params": trained, "moments": optimizer.init(trained)}, everywhere)
     frozen, target_params = jax.device_put((frozen, target_params), everywhere)
     run.claim(run.steps or settings.steps)
@@ -175,10 +175,27 @@ def _inner(params: dict[str, Any]) -> dict[str, Any]:
     return {name: jax.tree.map(partial(of, name), tree) for name, tree in params.items()}
 
 
-def _step_function(objective: Objective, optimizer: optax.GradientTransformation, settings: Settings) -> Callable:
-    def step(state, frozen, target_params, batch, rate, key):
+def _step_function(objective: Objective, optimizer: optax.GradientTransformation, mesh: Mesh) -> Callable:
+    """Each device takes the gradient of its own rows, which compilers can't be left to find out: our kernels, for one,
+    are opaque to them. The sum over devices, by what their drafts weigh, is the whole batch's."""
+
+    def gradients(params, frozen, target_params, batch, keys):
         loss = jax.value_and_grad(objective.loss, has_aux=True)
-        (_, report), gradients = loss(state["params"], frozen, target_params, batch, key)
+        (_, report), own = loss(params, frozen, target_params, batch, keys)
+        total = jax.lax.psum(report.weight, "data")
+        share = report.weight / total
+        own, report = jax.lax.psum(
+            (jax.tree.map(lambda g: g * share, own), report.replace(loss=report.loss * share)), "data"
+        )
+        return own, report
+
+    everywhere, rows = PartitionSpec(), PartitionSpec("data")
+    specs = everywhere, everywhere, everywhere, rows, rows
+    shared = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
+
+    def step(state, frozen, target_params, batch, rate, key):
+        keys = jax.random.split(key, len(batch.tokens))
+        gradients, report = shared(state["params"], frozen, target_params, batch, keys)
         updates, moments = optimizer.update(gradients, state["moments"], state["params"])
         params = jax.tree.map(lambda p, u: p + rate * u, state["params"], updates)
         return {"params": params, "moments": moments}, report

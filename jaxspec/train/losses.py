@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig
-from jaxspec.models import MODELS
+from jaxspec.models import MODELS, llama
 
 KINDS = {
     "soft": "cross-entropy to the target's distribution over the drafter's vocabulary",
     "hard": "cross-entropy to the text",
     "overlap": "minus the logarithm of how often rejection sampling would accept",
 }
-CHUNK_LOGITS = 2**27  # of the drafter, on one device, at once
+CHUNK_LOGITS = 2**27  # of the drafter, at once
 
 
 @flax.struct.dataclass
@@ -47,7 +47,7 @@ class Scorer:
     student: Callable[[Any, Any, Array], Array]
 
     def __call__(
-        self, head: Any, frozen: Any, target_params: Any, rows: Rows, devices: int = 1
+        self, head: Any, frozen: Any, target_params: Any, rows: Rows
     ) -> tuple[Float[Array, ""], Bool[Array, "s b r"]]:
         """The weighted sum of losses, and where the drafter's favourite is the target's.
 
@@ -55,7 +55,7 @@ class Scorer:
         """
         s, b, r, _ = rows.student.shape
         size = self.target.vocab_size if "target_ids" not in frozen else len(frozen["target_ids"])
-        chunk = max(min(CHUNK_LOGITS * devices // (s * b * size), r), 1)
+        chunk = max(min(CHUNK_LOGITS // (s * b * size), r), 1)
         count = -(-r // chunk)
         pad = count * chunk - r
 
@@ -93,6 +93,27 @@ class Scorer:
         if self.kind == "overlap":
             return -jnp.log(jnp.sum(jnp.minimum(jnp.exp(truth - everything), jnp.exp(log_q)), axis=-1) + 1e-9)
         return -jnp.take_along_axis(log_q, jnp.broadcast_to(answer, log_q.shape[:-1])[..., None], axis=-1)[..., 0]
+
+
+@jax.custom_vjp
+def frozen_logits(params: Any, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
+    """Logits, float32, of the target's own embeddings or head, which aren't trained.
+
+    Their gradient is rounded to the hidden states' dtype: a multiplication of float32 takes several times as long.
+    """
+    return llama.unembed(params, hidden)
+
+
+def _frozen_forward(params, hidden):
+    return frozen_logits(params, hidden), params
+
+
+def _frozen_backward(params, gradient):
+    weight = params["head"] if "head" in params else params["embed"].T
+    return None, gradient.astype(weight.dtype) @ weight.T
+
+
+frozen_logits.defvjp(_frozen_forward, _frozen_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

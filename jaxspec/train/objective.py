@@ -8,7 +8,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter
@@ -42,17 +42,21 @@ class Batch:
 
 @flax.struct.dataclass
 class Report:
-    """Of one batch: the mean loss of a draft, and by draft position, how many rounds there were and how many of them
-    accepted all drafts up to this one, were every draft the drafter's favourite and the target greedy."""
+    """Of one batch: the mean loss of a draft, what all drafts weighed in it, and by draft position, how many rounds
+    there were and how many of them accepted all drafts up to this one, were every draft the drafter's favourite and the
+    target greedy."""
 
     loss: Float[Array, ""]
+    weight: Float[Array, ""]
     accepted: Float[Array, " n"]
     rounds: Float[Array, " n"]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A method's loss. `loss(trained, frozen, target_params, batch, key)` is pure; `positions` drafts are reported.
+    """A method's loss. `loss(trained, frozen, target_params, batch, keys)` is pure; `positions` drafts are reported.
+
+    It is given one device's rows, and `keys` has one for each of them: what is drawn for a row depends on nothing else.
 
     `dtype` is what activations are computed in; trained params are float32.
     """
@@ -67,7 +71,7 @@ class Objective:
         raise NotImplementedError
 
     def loss(
-        self, trained: Any, frozen: Any, target_params: Any, batch: Batch, key: Array
+        self, trained: Any, frozen: Any, target_params: Any, batch: Batch, keys: Key[Array, " b"]
     ) -> tuple[Float[Array, ""], Report]:
         raise NotImplementedError
 
@@ -104,10 +108,11 @@ def report(
 
     `valid` is where a draft has an answer to be compared to, `weights` how much it counted.
     """
-    mean = total / jnp.maximum(weights.sum(), 1.0)
+    weight = jnp.maximum(weights.sum(), 1.0)
+    mean = total / weight
     standing = jnp.cumprod(right & valid, axis=0)
     axes = tuple(range(1, right.ndim))
-    return mean, Report(mean, standing.sum(axes).astype(jnp.float32), valid.sum(axes).astype(jnp.float32))
+    return mean, Report(mean, weight, standing.sum(axes).astype(jnp.float32), valid.sum(axes).astype(jnp.float32))
 
 
 def matmul_weights(config: ModelConfig) -> int:

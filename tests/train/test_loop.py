@@ -128,15 +128,22 @@ def test_without_a_vocabulary_the_head_is_the_targets(model, tmp_path):
         export.fresh_eagle3(tmp_path, target, export.Shape(2), None, 0)
 
 
-def test_two_devices_make_the_steps_of_one(whole, model, texts, tmp_path):
-    command = arguments("eagle3", model, texts, tmp_path, unroll=2, draft_vocab_size=32)
+@pytest.mark.parametrize(
+    "method, more", [("eagle3", {"unroll": 2, "draft_vocab_size": 32}), ("dflash", {"block_size": 4})]
+)
+def test_four_devices_make_the_steps_of_one(method, more, model, texts, tmp_path):
+    """Rows differ in how many drafts they have, so a mean of the devices' means would be another."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxspec.train", *command], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(losses(tmp_path), losses(whole), rtol=1e-3)
+    curves = []
+    for devices in (1, 4):
+        command = arguments(method, model, texts, tmp_path / str(devices), steps=6, **more)
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxspec.train", *command], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        curves.append(losses(tmp_path / str(devices)))
+    np.testing.assert_allclose(*curves, rtol=1e-3)
 
 
 def test_a_batch_that_devices_cant_share_is_refused(model, texts, tmp_path, monkeypatch, capsys):

@@ -80,18 +80,18 @@ def test_rounds_are_counted_where_an_answer_can_be_drafted(target):
     trained = split(loaded.params, ("fc", "layer", "norm", "head"))
     frozen = split(loaded.params, ("embed", "target_ids", "draft_ids"))
     loss = jax.jit(ours.loss)
-    _, report = loss(trained, frozen, target.params, batch, jax.random.key(0))
+    _, report = loss(trained, frozen, target.params, batch, jax.random.split(jax.random.key(0), 1))
     # Of 7 answer tokens, 6 have one after them, 5 two, 4 three.
     assert report.rounds.tolist() == [6, 5, 4]
     nothing = dataclasses.replace(batch, answer=jnp.zeros_like(batch.answer))
-    value, report = loss(trained, frozen, target.params, nothing, jax.random.key(0))
+    value, report = loss(trained, frozen, target.params, nothing, jax.random.split(jax.random.key(0), 1))
     assert value == 0 and report.rounds.tolist() == [0, 0, 0]
 
 
 def test_anchors_begin_blocks_of_answers_only(target):
     loaded, _, batch = drafted(target, "dflash", 5)
     ours = DFlashObjective(loaded.drafter, target.config, "float32", "soft", anchors=64)
-    anchors, drawn = ours._draw(batch, jax.random.key(1))
+    anchors, drawn = ours._draw(batch, jax.random.split(jax.random.key(1), 1))
     last = batch.tokens.shape[1] - 1
     assert sorted(anchors[drawn].tolist()) == list(range(BEFORE + PROMPT, last))
 

@@ -50,7 +50,9 @@ def test_the_unrolled_loss_is_specforges(target):
     ids = jnp.asarray(golden["ids"])[None]
     batch = Batch(ids, jnp.zeros_like(ids), jnp.ones(ids.shape, bool))
     objective = Eagle3Objective(loaded.drafter, target.config, "float32", "soft", steps=4, decay=0.8)
-    mean, report = jax.jit(objective.loss)(trained, frozen, target.params, batch, jax.random.key(0))
+    mean, report = jax.jit(objective.loss)(
+        trained, frozen, target.params, batch, jax.random.split(jax.random.key(0), len(batch.tokens))
+    )
     weights = 0.8 ** np.arange(4)
     np.testing.assert_allclose(mean * (report.rounds * weights).sum(), (golden["losses"] * weights).sum(), rtol=1e-5)
     assert int(report.accepted[0]) == golden["right"][0]
