@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import few_rows, moe
-from jaxspec.models.graphs import new_graph
 from jaxspec.models.layers import Hidden, Mixer, Param, bias, linear, rms_norm, rope, rope_frequencies, scale
 from jaxspec.pallas import weight_stream
 from jaxspec.pallas.project import gate, project, real_rows, run
@@ -108,18 +107,16 @@ def forward(
 
 def _plain_layers(params, config, x, positions, mixer, cache):
     """All decoder layers; the final norm's output, each layer's output, the cache."""
-    eps, outputs = config.rms_norm_eps, []
+    eps, outputs, real = config.rms_norm_eps, [], real_rows(positions)
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
-    def decoder_layer(layer, i, x, positions, cache):
-        real = real_rows(positions)
+    def decoder_layer(layer, i, x, cache):
         qkv = project(rms_norm(x, layer["attn_norm"], eps), layer["qkv"], real)
         mixed, cache = mix(layer, config, i, qkv, positions, mixer, cache)
         return finish(layer, config, x, mixed, positions, real), cache
 
     for i, layer in enumerate(params["layers"]):
-        positions = new_graph(i, positions, x)
-        x, cache = decoder_layer(layer, jnp.int32(i), x, positions, cache)
+        x, cache = decoder_layer(layer, jnp.int32(i), x, cache)
         outputs.append(x)
     return rms_norm(x, params["norm"], eps), outputs, cache
 

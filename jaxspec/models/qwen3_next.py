@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import llama, moe
-from jaxspec.models.graphs import new_graph
 from jaxspec.models.layers import (
     Hidden,
     Mixer,
@@ -141,16 +140,16 @@ def forward(
 
     # One trace and one lowering for all layers of a kind: the index is data.
     @jax.jit
-    def attend(layer, i, x, positions, cache):
+    def attend(layer, i, x, cache):
         return attention_layer(layer, config, i, x, positions, mixer, cache)
 
     @jax.jit
-    def recur(layer, i, x, positions, cache):
+    def recur(layer, i, x, cache):
         return linear_layer(layer, config, i, x, positions, mixer, cache)
 
     for i, layer in enumerate(params["layers"]):
-        is_linear, positions = i in config.linear.layers, new_graph(i, positions, x)
-        x, cache = (recur if is_linear else attend)(layer, jnp.int32(counts[is_linear]), x, positions, cache)
+        is_linear = i in config.linear.layers
+        x, cache = (recur if is_linear else attend)(layer, jnp.int32(counts[is_linear]), x, cache)
         counts[is_linear] += 1
         outputs.append(x)
     last = centred_rms_norm(x, params["norm"], config.rms_norm_eps)
