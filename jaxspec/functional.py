@@ -22,6 +22,7 @@ from jaxspec.mixers import NOTHING, WholeTexts
 from jaxspec.request import RequestError
 
 PAGE = 16
+SHORTEST = 32  # tokens that `propose` pads a prompt to, at least: to a power of two, so that few programs are compiled
 
 
 def logits(model: Model, tokens: Int[Any, "b t"]) -> Float[Array, "b t v"]:
@@ -96,56 +97,49 @@ class Proposed:
 def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: int) -> Proposed:
     """Run the target over a prompt, take its greedy next token, then draft `n` tokens after that, in a tree `n` in all.
 
-    `logits` are those that the drafter took each draft from (over its draft vocabulary), None if it has none. The
-    device programs are those that the engine runs.
+    `logits` are those that the drafter took each draft from (over its draft vocabulary), None if it has none. What runs
+    are the functions of the engine's programs, compiled once for prompts of similar lengths.
 
     **Raises:** `RequestError` for prompts as in `logits`, `ConfigError` if the drafter can't draft `n` tokens.
     """
     prompt = _checked(model, [prompt_tokens])[0]
     drafter = _resized(drafter, n)
-    length = len(prompt)
-    capacity = length + 1 + drafter.drafter.lookahead
-    pages = -(-capacity // PAGE)
-    dtype = str(model.params["embed"].dtype)
-    layout = PageLayout(pages + 1, PAGE, dtype)
-    slots = empty_slots(1, capacity)
-    slots = slots.replace(
-        history=slots.history.at[0, :length].set(prompt),
-        length=slots.length.at[0].set(length),
-        limit=slots.limit.at[0].set(capacity),
-        done=slots.done.at[0].set(False),
-    )
-    state = programs.empty_state(model.config, drafter.drafter, layout, 1, capacity, dtype).replace(slots=slots)
-    table = np.arange(1, pages + 1)
-    return _propose(model, drafter, state, table, prompt.tolist())
-
-
-def _propose(
-    model: Model, drafter: LoadedDrafter, state: programs.State, table: np.ndarray, prompt: list[int]
-) -> Proposed:
-    args, length = (model.params, drafter.params), len(prompt)
-    fill = partial(programs.prefill, model.config, drafter.drafter, length, False)
-    blocks = pack_blocks([(0, 0, length, NOTHING, NOTHING)], [prompt], table[None], length)
-    state, _ = jax.jit(fill)(*args, state, blocks)
-    first = partial(programs.first, model.config, drafter.drafter, programs.GREEDY)
-    state, out = jax.jit(first)(*args, state, np.array([[0, *table]], np.int32))
-
-    @jax.jit
-    def draft(params, state):
-        slots = jax.tree.map(lambda x: x[:1], state.slots)
-        batch = DraftBatch(
-            jnp.zeros((1,), jnp.int32), slots.length, slots.history, table[None], ~slots.done, slots.sampling, True
-        )
-        return drafter.drafter.propose(params, state.draft, batch)[0]
-
-    proposal = draft(drafter.params, state)
+    length, lookahead = len(prompt), drafter.drafter.lookahead
+    block = max(SHORTEST, 1 << (length - 1).bit_length())
+    table = np.arange(1, 1 - (-(block + 1 + lookahead) // PAGE))
+    known = pack_blocks([(0, 0, length, NOTHING, NOTHING)], [prompt.tolist()], table[None], block)
+    padded = np.pad(prompt, (0, block + 1 + lookahead - length))
+    args = model.params, drafter.params, padded, length, known, table
+    next_token, proposal = _propose(model.config, drafter.drafter, block, *args)
     return Proposed(
-        next_token=int(out[0, programs.TOKENS]),
+        next_token=int(next_token),
         tokens=np.asarray(proposal.tokens[0]),
         count=int(proposal.count[0]),
         logits=None if proposal.logits is None else np.asarray(proposal.logits[0]),
         parents=None if proposal.parents is None else np.asarray(proposal.parents[0]),
     )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _propose(config, drafter, block, params, draft_params, history, length, known, table):
+    """The token after `history[:length]`, and a `Proposal` of what follows it. `known` is a prefill's one block."""
+    (capacity,), (pages,), dtype = history.shape, table.shape, str(params["embed"].dtype)
+    slots = empty_slots(1, capacity)
+    slots = slots.replace(
+        history=slots.history.at[0].set(history),
+        length=slots.length.at[0].set(length),
+        limit=slots.limit.at[0].set(capacity),
+        done=slots.done.at[0].set(False),
+    )
+    state = programs.empty_state(config, drafter, PageLayout(pages + 1, PAGE, dtype), 1, capacity, dtype)
+    args = params, draft_params
+    state, _ = programs.prefill(config, drafter, block, False, *args, state.replace(slots=slots), known)
+    state, out = programs.first(config, drafter, programs.GREEDY, *args, state, jnp.append(0, table)[None])
+    slots = jax.tree.map(lambda x: x[:1], state.slots)
+    batch = DraftBatch(
+        jnp.zeros((1,), jnp.int32), slots.length, slots.history, table[None], ~slots.done, slots.sampling, True
+    )
+    return out[0, programs.TOKENS], drafter.propose(draft_params, state.draft, batch)[0]
 
 
 def _resized(drafter: LoadedDrafter, n: int) -> LoadedDrafter:

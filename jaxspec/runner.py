@@ -297,6 +297,7 @@ def _shapes(config: EngineConfig, drafter: Drafter) -> Shapes:
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
     blocks = config.chunked_prefill_size // defaults.block
     batches = tuple(size for size in ladder(slots) if size * width >= defaults.least_rows or size == slots)
+    firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
     return Shapes(
         num_slots=slots,
         capacity=config.context_length,
@@ -304,7 +305,7 @@ def _shapes(config: EngineConfig, drafter: Drafter) -> Shapes:
         block=defaults.block,
         prefills=ladder(blocks),
         score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
-        firsts=tuple(sorted({1, min(slots, blocks)})),  # one alone, or as many prompts as a prefill can hold
+        firsts=firsts[-1:] if config.few_programs else firsts,
         batches=batches[-1:] if config.few_programs else batches,
         rounds=rounds,
     )

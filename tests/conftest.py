@@ -9,8 +9,9 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `make test-gpu` sets it to cuda
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Most of the suite's time goes into compiling programs that run for milliseconds. A GPU's must be those it serves.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+    # Most of the suite's time goes into compiling programs that run for milliseconds; optimising them would take longer
+    # than it saves. A GPU's must be those it serves.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest
@@ -22,6 +23,19 @@ jax.config.update("jax_default_matmul_precision", "highest")  # comparisons with
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; a limit also makes writers take a lock
+
+LONGEST = ("engine", "eagle", "eagle_trees", "hybrid", "dflash", "distribution", "lossless", "hybrid_models", "models")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first: workers take whole files in this order, and none should be left with one at the end."""
+    place = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: looking through it for garbage, again and again, is a twentieth of all work."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

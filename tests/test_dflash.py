@@ -133,18 +133,20 @@ def test_rounds_equal_the_package(variant):
         np.testing.assert_array_equal(rounds.state.slots.history[slot, n : n + len(output)], output)
 
 
-@pytest.mark.parametrize("variant,length", [("full", 1), ("full", 150), ("sliding", 33), ("window", 16)])
-def test_propose_equals_the_package(variant, length):
+@pytest.mark.parametrize("variant,length,fewer", [
+    ("full", 1, False), ("full", 150, True), ("sliding", 33, True), ("window", 16, True),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive)  # whole blocks are in the rounds above
+      for case in [("full", 1, True), ("full", 150, False), ("sliding", 33, False), ("window", 16, False)]),
+])  # fmt: skip
+def test_propose_equals_the_package(variant, length, fewer):
     model, drafter, expected = golden(variant)
-    prompt = expected[f"ids_{length}"].tolist()
-    for n, logits in (
-        (drafter.drafter.block_size - 1, expected[f"logits_{length}"][0]),
-        (FEWER, expected[f"fewer_{length}"]),
-    ):
-        proposed = jaxspec.propose(model, drafter, prompt, n)
-        assert proposed.next_token == expected[f"output_{length}"][0] and proposed.count == n
-        np.testing.assert_allclose(proposed.logits, logits, atol=5e-4)
-        np.testing.assert_array_equal(proposed.tokens, logits.argmax(-1))
+    n, logits = drafter.drafter.block_size - 1, expected[f"logits_{length}"][0]
+    if fewer:
+        n, logits = FEWER, expected[f"fewer_{length}"]
+    proposed = jaxspec.propose(model, drafter, expected[f"ids_{length}"].tolist(), n)
+    assert proposed.next_token == expected[f"output_{length}"][0] and proposed.count == n
+    np.testing.assert_allclose(proposed.logits, logits, atol=5e-4)
+    np.testing.assert_array_equal(proposed.tokens, logits.argmax(-1))
 
 
 def test_the_golden_rounds_are_of_all_kinds():

@@ -28,7 +28,13 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
-OPTIONS = {"page_size": 8, "context_length": 128, "max_running_requests": 2, "skip_warmup": True}
+OPTIONS = {
+    "page_size": 8,
+    "context_length": 128,
+    "max_running_requests": 2,
+    "skip_warmup": True,
+    "few_programs": True,
+}
 VOCAB = 272
 DRAFT = "examples.markov:Markov"
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (1, 3, 9, 40)]

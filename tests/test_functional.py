@@ -38,7 +38,8 @@ class Fixed(Drafter):
 
 
 def last_logits(model, tokens):
-    return np.asarray(jaxspec.logits(model, [tokens])[0, -1])
+    padded = [*tokens, *[0] * (40 - len(tokens))]  # so that one program serves all lengths
+    return np.asarray(jaxspec.logits(model, [padded])[0, len(tokens) - 1])
 
 
 # -- logits and hidden states ------------------------------------------------------------------------------------------

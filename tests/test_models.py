@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -38,20 +39,35 @@ def golden(variant: str, dtype: str = "float32") -> tuple[jaxspec.Model, dict[st
 def forward(model, tokens, positions=None, capture=(), config=None):
     """The family's own forward, for what the public functions don't show: positions, dtypes, another config."""
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
-
-    @jax.jit
-    def run(params, tokens, positions):
-        return model.family.forward(params, config or model.config, tokens, positions, WholeTexts(), None, capture)
-
-    return run(model.params, tokens, positions)
+    return _forward(config or model.config, capture, model.params, tokens, positions)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(config, capture, params, tokens, positions):
+    return MODELS[config.model_type].forward(params, config, tokens, positions, WholeTexts(), None, capture)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_match_transformers(variant, length):
+def test_logits_match_transformers(variant):
+    """Of texts of all lengths in one batch, each with other tokens behind it, which it must not see."""
+    model, expected = golden(variant)
+    tokens = np.stack([np.roll(expected["ids_150"], shift) for shift in range(len(LENGTHS))])
+    for row, length in zip(tokens, LENGTHS, strict=True):
+        row[:length] = expected[f"ids_{length}"]
+    logits = jaxspec.logits(model, tokens)
+    assert logits.dtype == jnp.float32
+    for row, length in zip(logits, LENGTHS, strict=True):
+        np.testing.assert_allclose(row[:length], expected[f"logits_{length}"], **CLOSE)
+
+
+@pytest.mark.parametrize("variant,length", [
+    pytest.param(*pair, marks=() if pair in often else pytest.mark.exhaustive)
+    for often in [list(zip(itertools.cycle(VARIANTS), LENGTHS, strict=False))]
+    for pair in itertools.product(VARIANTS, LENGTHS)
+])  # fmt: skip
+def test_logits_match_transformers_at_any_length(variant, length):
     model, expected = golden(variant)
     logits = jaxspec.logits(model, expected[f"ids_{length}"][None])
-    assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits[0], expected[f"logits_{length}"], **CLOSE)
 
 
@@ -79,11 +95,11 @@ def test_hidden_states_match_transformers(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_of_a_batch_do_not_mix(variant):
     model, expected = golden(variant)
-    tokens = np.stack([np.roll(expected["ids_64"], shift) for shift in (0, 1, 30)])
-    batch = jaxspec.logits(model, tokens)
-    np.testing.assert_allclose(batch[0], expected["logits_64"], **CLOSE)
-    for row in (1, 2):
-        np.testing.assert_allclose(batch[row], jaxspec.logits(model, tokens[row : row + 1])[0], **CLOSE)
+    tokens = np.stack([np.roll(expected["ids_150"], 20 * i) for i in range(len(LENGTHS))])
+    batch = np.asarray(jaxspec.logits(model, tokens))
+    np.testing.assert_allclose(batch[0], expected["logits_150"], **CLOSE)
+    order = [1, 3, 0, 6, 4, 2, 5]  # other neighbours
+    np.testing.assert_allclose(jaxspec.logits(model, tokens[order]), batch[order], **CLOSE)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -59,6 +59,7 @@ def test_a_drafter_sees_every_token_once_with_the_features_before_it(rounds):
         max_running_requests=len(LENGTHS),
         num_continuous_decode_steps=rounds,
         skip_warmup=True,
+        few_programs=True,
     )
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in LENGTHS]

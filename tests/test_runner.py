@@ -46,7 +46,7 @@ def test_a_mixture_takes_longer_prompts_at_once(monkeypatch):
 
 def test_few_programs_are_for_one_batch(resolve):
     _, shapes = resolve("gpu", few_programs=True)
-    assert (shapes.batches, shapes.prefills) == ((128,), (1, 2, 4, 8, 16, 32))
+    assert (shapes.firsts, shapes.batches, shapes.prefills) == ((32,), (128,), (1, 2, 4, 8, 16, 32))
 
 
 def test_small_models_run_several_rounds_in_a_program(resolve, monkeypatch):

@@ -8,5 +8,6 @@ from tests.tiny import BYTE_VOCAB, tiny_checkpoint
 @pytest.fixture(scope="session")
 def tiny() -> list[str]:
     """Engine flags of a model of one layer. The same for all tests, so that they compile the same programs."""
-    model = tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, num_hidden_layers=1)
-    return ["--model", str(model), "--context-length", "256", "--chunked-prefill-size", "32", "--skip-warmup"]
+    model = str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, num_hidden_layers=1))
+    sizes = ["--context-length", "256", "--chunked-prefill-size", "32"]
+    return ["--model", model, *sizes, "--skip-warmup", "--few-programs"]

@@ -13,7 +13,8 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 @pytest.fixture(scope="module", params=["1", "4"])
 def llm(request, tiny):
     options = {"context_length": 256, "chunked_prefill_size": 32, "max_running_requests": 3, "skip_warmup": True}
-    return LLM(tiny[1], num_continuous_decode_steps=int(request.param), disable_prefix_cache=True, **options)
+    options |= {"few_programs": True, "disable_prefix_cache": True}
+    return LLM(tiny[1], num_continuous_decode_steps=int(request.param), **options)
 
 
 def interrupted(llm, at, context):

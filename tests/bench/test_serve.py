@@ -24,7 +24,8 @@ def command(path, *argv):
 @pytest.fixture(scope="module")
 def url(tiny):
     options = {"model": tiny[1], "draft": "ngram", "context_length": 256, "chunked_prefill_size": 32}
-    llm = AsyncLLM(**options, max_running_requests=3, skip_warmup=True, decode_log_interval=0)
+    options |= {"max_running_requests": 3, "skip_warmup": True, "few_programs": True, "decode_log_interval": 0}
+    llm = AsyncLLM(**options)
     try:
         with serving(create_app(llm)) as url:
             yield url

@@ -28,6 +28,7 @@ def llm():
         chunked_prefill_size=64,
         page_size=8,
         skip_warmup=True,
+        few_programs=True,
     )
     yield llm
     llm.close()

@@ -22,7 +22,8 @@ GREEDY = Recipe((0.0,), max_answer=6, max_prompt=8, longest=96)
 def llm():
     model = tiny_checkpoint("llama", vocab=BYTE_VOCAB, tokenizer=True, eos=END, num_hidden_layers=1)
     options = {"max_running_requests": 4, "context_length": 96, "chunked_prefill_size": 96, "skip_warmup": True}
-    return LLM(str(model), "ngram", decode_log_interval=0, disable_prefix_cache=True, **options)
+    options |= {"few_programs": True, "decode_log_interval": 0, "disable_prefix_cache": True}
+    return LLM(str(model), "ngram", **options)
 
 
 def test_answers_are_the_targets_own(llm, tmp_path):
