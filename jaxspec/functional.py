@@ -1,7 +1,8 @@
-"""Models and drafters as plain functions, for research and tests: no engine, no server, nothing kept between calls."""
+"""Models and drafters as plain functions, for research and tests: no engine, no server, no state between calls."""
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -98,7 +99,7 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     """Run the target over a prompt, take its greedy next token, then draft `n` tokens after that, in a tree `n` in all.
 
     `logits` are those that the drafter took each draft from (over its draft vocabulary), None if it has none. What runs
-    are the functions of the engine's programs, compiled once for prompts of similar lengths.
+    are the functions of the engine's programs, compiled once for prompts of similar lengths if the drafter is hashable.
 
     **Raises:** `RequestError` for prompts as in `logits`, `ConfigError` if the drafter can't draft `n` tokens.
     """
@@ -110,7 +111,12 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     known = pack_blocks([(0, 0, length, NOTHING, NOTHING)], [prompt.tolist()], table[None], block)
     padded = np.pad(prompt, (0, block + 1 + lookahead - length))
     args = model.params, drafter.params, padded, length, known, table
-    next_token, proposal = _propose(model.config, drafter.drafter, block, *args)
+    what = model.config, drafter.drafter, block
+    try:
+        run = _proposer(*what)
+    except TypeError:  # the drafter can't be hashed
+        run = _proposer.__wrapped__(*what)
+    next_token, proposal = run(*args)
     return Proposed(
         next_token=int(next_token),
         tokens=np.asarray(proposal.tokens[0]),
@@ -120,7 +126,11 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.lru_cache(maxsize=32)
+def _proposer(config, drafter, block):
+    return jax.jit(partial(_propose, config, drafter, block))
+
+
 def _propose(config, drafter, block, params, draft_params, history, length, known, table):
     """The token after `history[:length]`, and a `Proposal` of what follows it. `known` is a prefill's one block."""
     (capacity,), (pages,), dtype = history.shape, table.shape, str(params["embed"].dtype)

@@ -37,6 +37,12 @@ class Fixed(Drafter):
         return Proposal(batch.tokens(-2, 2), jnp.full(batch.length.shape, 2)), state
 
 
+class Unhashable(Fixed):
+    """As one with an array among its fields."""
+
+    __hash__ = None
+
+
 def last_logits(model, tokens):
     padded = [*tokens, *[0] * (40 - len(tokens))]  # so that one program serves all lengths
     return np.asarray(jaxspec.logits(model, [padded])[0, len(tokens) - 1])
@@ -106,8 +112,9 @@ def test_standalone_continues_greedily_with_its_own_model(model, other, prompt, 
         context.append(token)
 
 
-def test_a_drafter_of_fixed_length_drafts_that_many_only(model):
-    drafter = load_drafter(f"{__name__}:Fixed", model)
+@pytest.mark.parametrize("name", ["Fixed", "Unhashable"])
+def test_a_drafter_of_fixed_length_drafts_that_many_only(model, name):
+    drafter = load_drafter(f"{__name__}:{name}", model)
     prop = jaxspec.propose(model, drafter, PROMPT, 2)
     assert prop.tokens.tolist() == [PROMPT[-1], prop.next_token]
     with pytest.raises(ConfigError, match="drafts 2 tokens; make it a dataclass"):
