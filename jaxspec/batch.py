@@ -172,6 +172,15 @@ def pack_blocks(
     return packed
 
 
+def unpack_blocks(
+    packed: Int[Array, "b k"], block: int
+) -> tuple[Int[Array, "6 b"], Int[Array, "b t+1"], Int[Array, "b p"]]:
+    """Of packed blocks: slot, start, count, source, keep, and whether they end with the newest token; their tokens and
+    the one after them; their page tables."""
+    columns = block_columns(block)
+    return packed[:, :_BLOCK].T, packed[:, _BLOCK:columns], packed[:, columns:]
+
+
 def ladder(limit: int) -> tuple[int, ...]:
     """Sizes that programs are compiled for: powers of two below `limit`, and `limit`. Few, for each takes long to
     compile; kernels skip most of the padding."""

@@ -45,7 +45,7 @@ EMITTED, ACCEPTED, DRAFTED, DONE, TOKENS = range(5)
 LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the values of the top ones
 
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
-# small arrays again and again to hold fewer at once: a seventh of a round's kernels, and most of a compilation's time.
+# small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
@@ -101,11 +101,9 @@ def prefill(
     A block that ends with the newest known token leaves what `first` needs of it. The drafter isn't shown that row: the
     token after it isn't known yet. With `score`, also returns the packed logprobs of the token after each row.
     """
-    columns = packing.block_columns(block)
-    slots, start, count, source, keep, newest = packed[:, : columns - block - 1].T
-    known = packed[:, columns - block - 1 : columns]
+    (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
-    rows = Rows(start, count, packed[:, columns:])
+    rows = Rows(start, count, table)
     family = MODELS[config.model_type]
     mixer, marked = PromptBlocks(rows, slots, source, keep), rows.marked_positions(block)
     hidden = family.forward(params, config, tokens, marked, mixer, state.cache, drafter.feature_layers)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.batch import admission_size, admit, empty_slots, fit, ladder, pack_admission
+from jaxspec.batch import admission_size, admit, empty_slots, fit, ladder, pack_admission, pack_blocks, unpack_blocks
 from jaxspec.request import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 
 SLOTS, CAPACITY = 3, 20
@@ -86,6 +86,16 @@ def test_admission_replaces_all_that_was_in_the_slot():
     empty = empty_slots(SLOTS, CAPACITY)
     twice, once = admit(admit(empty, first), second), admit(empty, second)
     jax.tree.map(np.testing.assert_array_equal, twice, once)
+
+
+def test_a_block_brings_its_tokens_and_the_one_after_them():
+    """The first of two blocks of one prompt, the second, which ends with the newest token, and padding."""
+    text, tables = [5, 6, 7, 8, 9, 4], np.array([[1, 2], [1, 2], [0, 0]])
+    blocks = [(1, 0, 4, -1, 7), (1, 4, 2, 1, -1), (3, 0, 0, -1, -1)]
+    numbers, tokens, pages = unpack_blocks(pack_blocks(blocks, [text, text, []], tables, 4), 4)
+    assert numbers.T.tolist() == [[*blocks[0], 0], [*blocks[1], 1], [*blocks[2], 0]]
+    assert tokens.tolist() == [[5, 6, 7, 8, 9], [9, 4, 0, 0, 0], [0] * 5]
+    np.testing.assert_array_equal(pages, tables)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.bench import floors
-from jaxspec.bench.kernel_cases import Case, make_cases
+from jaxspec.bench.cases import Case, make_cases
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.pallas.target import KERNELS, kernels_here
 

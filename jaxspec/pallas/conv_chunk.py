@@ -27,7 +27,7 @@ WIDTH = 128  # channels of a head
 GROUP = 2  # heads of a warpgroup, if there is an even number of them
 STEP = 16  # rows that a warpgroup convolves at once
 HALO = 8  # rows of shared memory before a block's own, of which the last hold what came before
-FEWEST = 513  # rows of a call; of fewer XLA's kernels take no longer than their launch
+FEWEST = 513  # rows of a call; fewer have less to gain than a start takes longer with a kernel more for each size
 # Rows of a step: of each eighth of them, sixteen threads have eight channels each.
 TILING = plgpu.Tiling(((STEP, WIDTH), (STEP // 4, WIDTH), (STEP // 8, 8)))
 LAYOUT = plgpu.Layout.TILED(TILING, warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1)

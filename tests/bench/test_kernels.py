@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.bench import __main__ as bench
-from jaxspec.bench import kernel_cases, kernels
+from jaxspec.bench import cases, kernels
+from jaxspec.bench.cases import attention, matmuls, mixtures
 from jaxspec.pallas import target
 from jaxspec.pallas.weight_stream import HALF, STAGES
 
@@ -39,16 +40,16 @@ def test_only_and_no_plain(tmp_path, capsys):
 
 
 def test_a_wrong_kernel_shows_as_an_error(monkeypatch):
-    right = kernel_cases.paged_attention
+    right = attention.paged_attention
     monkeypatch.setattr(
-        kernel_cases, "paged_attention", lambda q, kv, layer, table, start: right(q, kv, layer, table, start - 1)
+        attention, "paged_attention", lambda q, kv, layer, table, start: right(q, kv, layer, table, start - 1)
     )
-    case = kernel_cases.make_cases(small=True)[0]
+    case = cases.make_cases(small=True)[0]
     assert kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), True, seed=0)["error"] > 1e-3
 
 
 def test_each_layer_has_its_own_share_of_the_cache():
-    case = kernel_cases.decode_attention(2, 40, 1, layers=2, dtype="float32")
+    case = attention.decode_attention(2, 40, 1, layers=2, dtype="float32")
     shared, cache = case.build(jax.random.key(0))
     first, second = (case.op(layer, shared, cache) for layer in (0, 1))
     assert cache.shape[0] == 2 and abs(first - second).max() > 1e-3
@@ -59,10 +60,10 @@ def test_what_the_operation_chose_is_told(monkeypatch):
 
     def chooses(q, kv, layer, table, start):
         assert target.chosen("some_kernel", None)
-        return kernel_cases.reference(q, kv, layer, table, start)
+        return attention.reference(q, kv, layer, table, start)
 
-    monkeypatch.setattr(kernel_cases, "paged_attention", chooses)
-    case = kernel_cases.make_cases(small=True)[0]
+    monkeypatch.setattr(attention, "paged_attention", chooses)
+    case = cases.make_cases(small=True)[0]
     assert kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), False, seed=0)["ran"] == "some_kernel"
 
 
@@ -87,22 +88,22 @@ def test_what_an_operation_changes_in_place_reaches_the_next():
 
 
 def test_sizes_are_those_of_the_model_they_stand_for():
-    cases = {case.name: case for case in kernel_cases.make_cases(small=False)}
-    decode = cases["decode attention 32 x 4096, 1 row"]
+    named = {case.name: case for case in cases.make_cases(small=False)}
+    decode = named["decode attention 32 x 4096, 1 row"]
     assert decode.size == 2 * 32 * (4096 * 2 * 8 * 128 + 2 * 32 * 128)  # bf16: keys and values, queries and outputs
     assert decode.flops == 4 * 32 * 4096 * 32 * 128
-    assert cases["prompt attention 1 x 8192"].flops == pytest.approx(4 * 32 * 128 * 8192**2 / 2, rel=1e-3)
-    assert cases["gated delta 32 x 4 rows"].size == 2 * 32 * 32 * 128 * 128 * 4  # float32 states, read and written
+    assert named["prompt attention 1 x 8192"].flops == pytest.approx(4 * 32 * 128 * 8192**2 / 2, rel=1e-3)
+    assert named["gated delta 32 x 4 rows"].size == 2 * 32 * 32 * 128 * 128 * 4  # float32 states, read and written
 
 
 def test_experts_count_the_weights_that_are_chosen():
-    case = kernel_cases.experts_mlp("tiny", 3, 64, 32, 8, 2, layers=2, dtype="float32")
+    case = mixtures.experts_mlp("tiny", 3, 64, 32, 8, 2, layers=2, dtype="float32")
     (_, _, ids), own = case.build(jax.random.key(0))
     assert ids.shape == (2, 3, 2) and len(own) == 2
     distinct = [len(set(layer.ravel().tolist())) for layer in ids]
     assert case.size == 4 * (sum(distinct) / 2 * 3 * 64 * 32 + 2 * 3 * 64)
     assert case.flops == 2 * 3 * 2 * 3 * 64 * 32
-    one = kernel_cases.experts_mlp("tiny", 1, 64, 32, 8, 2, layers=2, dtype="float32")
+    one = mixtures.experts_mlp("tiny", 1, 64, 32, 8, 2, layers=2, dtype="float32")
     assert one.size == 4 * (2 * 3 * 64 * 32 + 2 * 64)  # a token's experts are distinct
 
 
@@ -114,7 +115,7 @@ def test_layer_matmuls(monkeypatch):
         for stage in STAGES:
             if stage == "norm":
                 x = x if rows is None else x + rows
-                rows = kernel_cases.rms_norm(x, scales.pop(0), eps)
+                rows = matmuls.rms_norm(x, scales.pop(0), eps)
             elif stage == "gated":
                 gate, up = jnp.moveaxis((rows @ weights.pop(0)).reshape(len(x), -1, 2, HALF), 2, 0)
                 rows = (jax.nn.silu(gate) * up).reshape(len(x), -1)
@@ -122,8 +123,8 @@ def test_layer_matmuls(monkeypatch):
                 rows = rows @ weights.pop(0)
         return x, rows[None]
 
-    monkeypatch.setattr(kernel_cases.weight_stream, "stream", stream)
-    case = kernel_cases.layer_matmuls(8, 64, 128, 96, layers=2)
+    monkeypatch.setattr(matmuls.weight_stream, "stream", stream)
+    case = matmuls.layer_matmuls(8, 64, 128, 96, layers=2)
     row = kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), True, seed=0)
     assert row["error"] < 0.02  # this one rounds its last sum to bfloat16
     weights = 64 * 64 + 64 * 256 + 128 * 64 + 64 * 96
@@ -134,7 +135,7 @@ def test_layer_matmuls(monkeypatch):
 
 def test_layer_matmuls_call_the_kernel_as_it_is():
     """Its own signature and shapes, up to CUDA's code: only a Hopper GPU could run it."""
-    case = kernel_cases.layer_matmuls(16, 256, 512, 384, layers=2)
+    case = matmuls.layer_matmuls(16, 256, 512, 384, layers=2)
     shared, own = jax.eval_shape(case.build, jax.random.key(0))
     lowered = jax.jit(partial(case.op, 1)).trace(shared, own).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()

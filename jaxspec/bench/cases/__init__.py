@@ -1,0 +1,63 @@
+"""The cases of `bench kernels`: operations at the sizes that models have, their plain forms, bytes and FLOPs."""
+
+from __future__ import annotations
+
+from jaxspec.bench.cases import attention, linear_attention, matmuls, mixtures
+from jaxspec.bench.cases.case import Case
+from jaxspec.pallas.target import kernels_here
+
+__all__ = ["Case", "make_cases"]
+
+DECODE = (
+    *((b, context, t) for t in (1, 4) for b, context in ((1, 1024), (1, 16384), (8, 1024), (32, 4096), (128, 1152))),
+)  # requests, tokens each, rows each
+PROMPTS = ((1, 1024), (1, 2048), (1, 8192), (16, 512))  # prompts, tokens each
+SMALL_LAYER = 576, 9, 3, 1536  # SmolLM2-135M's: model width, query heads, KV heads of 64, MLP width
+LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
+ROWS = (1, 8, 32, 128)
+FEW_ROWS = (8, 32, 64)
+MANY_ROWS = (256, 512, 1024, 2048)
+MIXTURES = {  # model width, expert width, experts, experts of a token
+    "35B-A3B": (2048, 512, 256, 8),  # Qwen3.5's
+    "30B-A3B": (2048, 768, 128, 8),  # Qwen3's
+}
+TOKENS = (1, 4, 8, 32, 128, 512, 1024, 8192)
+DELTA = 16, 32, 128  # Qwen3-Next's and Qwen3.5-35B-A3B's linear attention: key heads, value heads, width of both
+STEPS = tuple((b, t) for t in (1, 4, 8) for b in (1, 8, 32, 128))  # requests, rows each
+CHUNKS = ((1, 1024), (1, 8192), (16, 512))  # prompts, tokens each
+SMALL = {
+    "decode": ((2, 40, 1), (3, 17, 4)),
+    "prompts": ((2, 100),),
+    "mixtures": {"small": (64, 32, 8, 2)},
+    "tokens": (3, 20),
+    "delta": (1, 2, 16),
+    "steps": ((2, 3),),
+    "chunks": ((2, 100),),
+    "layer": (64, 64, 96),
+    "many": (20,),
+}
+
+
+def make_cases(small: bool) -> list[Case]:
+    """All cases, at Qwen3-8B's sizes and those of two mixtures of experts, or at tiny ones."""
+    layers, dtype = (2, "float32") if small else (16, "bfloat16")
+    full = {"decode": DECODE, "prompts": PROMPTS, "mixtures": MIXTURES, "tokens": TOKENS}
+    full |= {"delta": DELTA, "steps": STEPS, "chunks": CHUNKS, "layer": LAYER, "many": MANY_ROWS}
+    sizes = SMALL if small else full
+    cases = [attention.decode_attention(b, context, t, layers, dtype) for b, context, t in sizes["decode"]]
+    cases += [attention.prompt_attention(count, length, layers, dtype) for count, length in sizes["prompts"]]
+    named = [(name, t, widths) for name, widths in sizes["mixtures"].items() for t in sizes["tokens"]]
+    cases += [mixtures.experts_mlp(name, t, *widths, layers // 2, dtype) for name, t, widths in named]
+    cases += [mixtures.router(name, t, *widths[2:], layers) for name, t, widths in named]
+    cases += [attention.cache_write(count, length, layers, dtype) for count, length in sizes["prompts"]]
+    delta = *sizes["delta"], layers, dtype
+    for of in (linear_attention.convolution, linear_attention.delta_step):
+        cases += [of(b, t, *delta) for b, t in sizes["steps"]]
+    for of in (linear_attention.prompt_convolution, linear_attention.delta_chunk):
+        cases += [of(count, length, *delta) for count, length in sizes["chunks"]]
+    for rows in sizes["many"]:
+        cases += matmuls.projections(rows, *sizes["layer"], layers // 2, dtype)
+    if not small and kernels_here() is None:  # there is no other path to it: a model without it has plain layers
+        cases += [matmuls.layer_matmuls(rows, *LAYER, layers=8) for rows in ROWS]
+        cases += [matmuls.small_layer(rows, *SMALL_LAYER, layers=30) for rows in FEW_ROWS]
+    return cases

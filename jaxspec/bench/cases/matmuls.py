@@ -1,0 +1,146 @@
+"""The matmuls of dense layers: chained from one attention to the next, and one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.bench.cases.case import PAGE, Case
+from jaxspec.models.layers import rms_norm
+from jaxspec.pallas import few_rows, project, weight_stream
+
+EPS = 1e-6
+
+
+def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:
+    """The matmuls from one attention to the next, with the norms and the gate between them, for `rows` tokens.
+
+    Model width `d`, MLP width `f`, and `n` columns of the next layer's q, k and v.
+    """
+    shapes = (d, d), (d, 2 * f), (f, d), (d, n)
+    weights = sum(k * m for k, m in shapes)
+
+    def build(key):
+        def own(key):
+            keys = jax.random.split(key, 6)
+            pairs = zip(keys[2:], shapes, strict=True)
+            matrices = [jax.random.normal(k, shape, "bfloat16") * shape[0] ** -0.5 for k, shape in pairs]
+            x, mixed = (jax.random.normal(k, (rows, d), "bfloat16") for k in keys[:2])
+            return x, mixed, matrices, [jnp.ones(d, "bfloat16")] * 2
+
+        return (), [own(each) for each in jax.random.split(key, layers)]
+
+    return Case(
+        name=f"layer matmuls, {rows} row{'s' * (rows > 1)}",
+        group="layer matmuls",
+        layers=layers,
+        build=build,
+        op=_stream,
+        plain=_stream_plain,
+        size=2 * (weights + rows * (3 * d + n)),
+        flops=2 * rows * weights,
+        kernel="weight_stream",
+    )
+
+
+def small_layer(rows: int, d: int, heads: int, kv_heads: int, f: int, layers: int) -> Case:
+    """A small model's layer but for its attention, whose place the queries take: four kernels, one after the other."""
+    width = few_rows.TILE
+    shapes = {
+        "qkv": (d, (heads + 2 * kv_heads) * width),
+        "out": (heads * width, d),
+        "gate_up": (d, 2 * f),
+        "down": (f, d),
+    }
+    weights = sum(k * m for k, m in shapes.values())
+    place = PAGE + jnp.arange(rows, dtype=jnp.int32)
+    cos, sin = (of(place[:, None] * jnp.geomspace(1, 1e-4, width // 2)) for of in (jnp.cos, jnp.sin))
+
+    def build(key):
+        def own(key):
+            keys = jax.random.split(key, len(shapes))
+            pairs = zip(keys, shapes.items(), strict=True)
+            matrices = {name: jax.random.normal(k, shape, "bfloat16") * shape[0] ** -0.5 for k, (name, shape) in pairs}
+            return matrices | {"scale": jnp.ones(d, "bfloat16")}
+
+        x = jax.random.normal(key, (rows, d), "bfloat16")
+        kv = jnp.zeros((layers, 1 + -(-rows // PAGE), 2, kv_heads, PAGE, width), "bfloat16")
+        return [own(each) for each in jax.random.split(key, layers)], (x, kv)
+
+    def op(i, own, carried):
+        (x, kv), layer = carried, own[i]
+        operands = x, layer["scale"], layer["qkv"], cos, sin, kv, jnp.int32(i), place
+        q, kv = few_rows.heads(*operands, [layer["out"], layer["gate_up"], layer["down"]], eps=EPS)
+        x = few_rows.add_product(x, q, layer["out"])
+        hidden = few_rows.gated(x, layer["scale"], layer["gate_up"], [own[(i + 1) % layers]["qkv"]], eps=EPS)
+        x = few_rows.add_product(x, hidden, layer["down"])
+        return x, (x, kv)
+
+    def plain(i, own, carried):
+        (x, kv), layer = carried, own[i]
+        qkv = (rms_norm(x, layer["scale"], EPS) @ layer["qkv"]).reshape(rows, -1, 2, width // 2).astype(jnp.float32)
+        turned, v = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
+        first, second = turned[:, :, 0], turned[:, :, 1]
+        c, s = cos[:, None], sin[:, None]
+        turned = jnp.stack([first * c - second * s, second * c + first * s], axis=2)
+        new = jnp.stack([turned[:, heads:], v], axis=1).reshape(rows, 2, kv_heads, width)
+        kv = kv.at[i, place // PAGE, :, :, place % PAGE].set(new.astype(kv.dtype))
+        x = x + turned[:, :heads].reshape(rows, -1).astype(x.dtype) @ layer["out"]
+        x = x + project.reference(rms_norm(x, layer["scale"], EPS), layer["gate_up"], gated=True) @ layer["down"]
+        return x, (x, kv)
+
+    return Case(
+        name=f"small layer, {rows} rows",
+        group="small layer",
+        layers=layers,
+        build=build,
+        op=op,
+        plain=plain,
+        size=2 * (weights + rows * (2 * d + (heads + 2 * kv_heads) * width)),
+        flops=2 * rows * weights,
+        kernel="few_rows",
+        in_place=True,
+    )
+
+
+def projections(rows: int, d: int, f: int, n: int, layers: int, dtype: str = "bfloat16") -> list[Case]:
+    """The matmuls of a layer one by one, for more rows than `layer_matmuls` takes; names as there."""
+
+    def one(name: str, inputs: int, outputs: int, gated: bool = False) -> Case:
+        def build(key):
+            def own(key):
+                x, weight = (
+                    jax.random.normal(k, shape, dtype)
+                    for k, shape in zip(jax.random.split(key), ((rows, inputs), (inputs, outputs)), strict=True)
+                )
+                return x, weight * inputs**-0.5
+
+            return jnp.array([rows], jnp.int32), [own(each) for each in jax.random.split(key, layers)]
+
+        return Case(
+            name=f"{name}, {rows} rows",
+            group="projections",
+            layers=layers,
+            build=build,
+            op=lambda layer, real, own: project.project(*own[layer], real, gated),
+            plain=lambda layer, real, own: project.reference(*own[layer], gated),
+            size=jnp.dtype(dtype).itemsize * (inputs * outputs + rows * (inputs + outputs // (1 + gated))),
+            flops=2 * rows * inputs * outputs,
+        )
+
+    return [one("q, k, v", d, n), one("out", d, d), one("gate, up", d, 2 * f, gated=True), one("down", f, d)]
+
+
+def _stream(layer: int, shared: Any, own: Any) -> jax.Array:
+    x, mixed, weights, scales = own[layer]
+    return weight_stream.stream(x, mixed, weights, scales, eps=EPS)[1].sum(0)
+
+
+def _stream_plain(layer: int, shared: Any, own: Any) -> jax.Array:
+    x, mixed, (out, gate_up, down, following), scales = own[layer]
+    x = x + mixed @ out
+    runs = (rms_norm(x, scales[0], EPS) @ gate_up).reshape(len(x), -1, 2, weight_stream.HALF)
+    x = x + (jax.nn.silu(runs[:, :, 0]) * runs[:, :, 1]).reshape(len(x), -1) @ down
+    return jnp.matmul(rms_norm(x, scales[1], EPS), following, preferred_element_type=jnp.float32)
