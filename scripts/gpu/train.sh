@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Make the drafters of the demo model, on a machine with H200s (four make those that ship) that has Python, jax with
-# CUDA, flax, transformers, optax, orbax-checkpoint and matplotlib, but not this project installed. From the
+# Make the drafters of the demo model, on a machine with H200s (four made the DFlash that ships) that has Python, jax
+# with CUDA, flax, transformers, optax, orbax-checkpoint and matplotlib, but not this project installed. From the
 # repository's root:
 #
 #     scripts/gpu/train.sh OUT [PART...]
 #
 # PART is of: data eagle3 dflash evaluate; all by default, in that order. Each can be run again to go on where it was
-# ended, and ends by itself after LIMIT seconds (570) with status 124. All GPUs present write texts, each its share, and
-# all of them share each batch of a training. PROMPTS, a file that scripts/training_prompts.py made, is answered, SAMPLES
-# (16384) conversations of the model's own are added, and MINUTES (5) spent on each drafter, without compiling. OUT
-# receives texts.jsonl, and in eagle3/ and dflash/ the drafter, its checkpoints, metrics.jsonl, run.json,
+# ended, and ends by itself after LIMIT seconds (570) with status 124. All GPUs present write texts, each its share,
+# and all of them share each batch of a training. PROMPTS, a file that scripts/training_prompts.py made, is answered,
+# SAMPLES (16384) conversations of the model's own are added, and MINUTES (5) spent on each drafter, without compiling.
+# OUT receives texts.jsonl, and in eagle3/ and dflash/ the drafter, its checkpoints, metrics.jsonl, run.json,
 # acceptance.json and the charts. SMOLLM2 is the demo model's GGUF file; for evaluate, SPECBENCH is Spec-Bench's
-# question.jsonl and GSM8K the test.jsonl of that. FLAGS are added to those of a training. Needed as well, as wheels on
-# PYTHONPATH where they aren't installed: gguf, and what optax and orbax-checkpoint need.
+# question.jsonl and GSM8K the test.jsonl of that. RATE is the learning rate (2e-3), FLAGS are added to a training's.
+# Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what optax and orbax-checkpoint need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
@@ -50,7 +50,7 @@ write() {
 evaluate() {
     local name=$1 draft=${2%%/*}:$out/$2
     shift 2
-    [ -e "${draft#*:}/model.safetensors" ] || return
+    [ -e "${draft#*:}/model.safetensors" ] || { echo "== evaluate-$name: left out, there is no ${draft#*:}"; return; }
     CUDA_VISIBLE_DEVICES=${devices[${#started[@]}]} run "evaluate-$name" evaluate --model "$SMOLLM2" \
         --draft "$draft" --data "$SPECBENCH" "$GSM8K" --prompts 80 --max-new-tokens 256 --dtype bfloat16 \
         --context-length 2048 --max-running-requests 128 --skip-warmup --few-programs \
