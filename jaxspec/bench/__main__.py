@@ -72,7 +72,8 @@ def _measure(module: ModuleType, args: argparse.Namespace, argv: list[str]) -> N
     module.run(args, result)
     result.save()
     for table in others:
-        print("\n" + table.plain(result.rows))
+        if table.lines(result.rows):
+            print("\n" + table.plain(result.rows))
     if args.plot is not None:
         plots.draw(module.plot, result.document, args.plot)
 

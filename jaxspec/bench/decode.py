@@ -9,7 +9,8 @@ had, which the floor counts.
 With --accept-rates drafts are accepted at those rates whatever the model says, so that a round's cost is measured apart
 from the drafter's quality. With --overlap both each N runs with overlap off and on, in the same engine. With
 --back-to-back the compiled round program is also dispatched by itself, over the same contexts with nothing read:
-`program` is its time per round, `engine` what the loop adds to it.
+`program` is its time per round, `engine` what the loop adds to it. With --profile its kernels are listed by name, per
+round: how often each is called and what all its calls take under jax's profiler, which adds a little to each.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import dataclasses
 import gc
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
 from jaxspec.bench import engines, floors, plots
 from jaxspec.bench.forced import expected_length
 from jaxspec.bench.load import Load
-from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
+from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.engine import Engine
 
 COLUMNS = (
@@ -43,7 +45,35 @@ COLUMNS = (
     Column("program_ms", "program", ".3f"),
     Column("engine_overhead", "engine", "+.1%"),
 )
-TABLES = (Table("decode: time per round, ms", COLUMNS),)
+SMALL_US = 5.0  # kernels that take less of a round are counted together
+
+KERNEL_COLUMNS = (
+    Column("concurrency", "requests"),
+    Column("us", "us/round", ".1f"),
+    Column("share", "share", ".1%"),
+    Column("calls", "calls", ".0f"),
+    Column("each", "us each", ".2f"),
+    Column("kernel", "kernel", "<60", 60),
+)
+
+
+def kernel_lines(row: Row) -> list[Row]:
+    """A line for each kernel of the row's round, one for all the small ones, and one for their sum."""
+    kernels = row.get("kernels") or []
+    total = sum(kernel["us"] for kernel in kernels)
+    small = [kernel for kernel in kernels if kernel["us"] < SMALL_US]
+    lines = [kernel for kernel in kernels if kernel["us"] >= SMALL_US]
+    for name, some in ((f"{len(small)} others, each less than {SMALL_US:g} us", small), ("all", kernels)):
+        if some:
+            lines.append({"kernel": name} | {key: sum(kernel[key] for kernel in some) for key in ("us", "calls")})
+    derived = lambda line: {"share": line["us"] / total, "each": line["us"] / line["calls"]}  # noqa: E731
+    return [{"concurrency": row["concurrency"]} | line | derived(line) for line in lines]
+
+
+TABLES = (
+    Table("decode: time per round, ms", COLUMNS),
+    Table("kernels of a round, by the profiler", KERNEL_COLUMNS, kernel_lines),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=int, default=256, metavar="TOKENS", help="of every request (%(default)s)")
     add("--overlap", choices=("on", "off", "both"), help="default: as --disable-overlap says")
     add("--back-to-back", action="store_true", help="also time the round program by itself")
+    add("--profile", action="store_true", help="also list its kernels (a GPU only; implies --back-to-back)")
     engines.add_accept_rates(parser)
     floors.add_arguments(parser)
     engines.add_arguments(parser)
@@ -60,12 +91,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, result: Result) -> None:
     """Measure every concurrency, each with every overlap asked for."""
+    if args.profile and jax.default_backend() != "gpu":
+        raise BenchError(f"--profile lists GPU kernels, and this is a {jax.default_backend()}; leave it out here")
     engine = engines.start(args, result, max(args.concurrency), args.accept_rates)
     if args.accept_rates:
         result.fact(expected_accept_length=expected_length(args.accept_rates))
     result.fact(width=engine.runner.width, kv_dtype=engines.kv_dtype(engine))
     modes = {"both": ("off", "on"), None: ("off" if args.disable_overlap else "on",)}.get(args.overlap, (args.overlap,))
     loads = [(count, mode) for count in args.concurrency for mode in modes]
+    back_to_back = args.back_to_back or args.profile
     rng = np.random.default_rng(args.seed or 0)
     before: Row = {}
     for count, mode in tqdm(loads, desc="decode", unit="load", disable=None):
@@ -74,7 +108,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
         if engine.config.skip_warmup:
             load.run(args.output_len)  # only the same load meets the same programs
         gc.collect()
-        row = {"concurrency": count, "overlap": mode} | load.run(args.output_len, args.back_to_back)
+        row = {"concurrency": count, "overlap": mode} | load.run(args.output_len, back_to_back, args.profile)
         row |= against_floor(engine, args, row)
         if args.overlap == "both":
             same = before.get("concurrency") == count and before["ms_per_round"] and row["ms_per_round"]
@@ -103,7 +137,7 @@ def tell(result: Result, row: Row, args: argparse.Namespace) -> None:
             f"{name}: there was no time at which all were decoding, or it was too short; raise --output-len "
             f"{args.output_len}, or lower --prompt-len {args.prompt_len}"
         )
-    elif args.back_to_back and row["program_ms"] is None:
+    elif row.get("program_ms", 0) is None:
         result.note(f"{name}: too few rounds to time the program by itself; raise --output-len {args.output_len}")
     if row["preemptions"]:
         result.note(f"{name}: {row['preemptions']} preemptions for want of KV pages; the load doesn't fit")

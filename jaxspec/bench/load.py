@@ -75,10 +75,11 @@ class Load:
         self._engine, self._rng, self._count, self._prompt_len = engine, rng, count, prompt_len
         self._burst = 1  # rounds in a program, as far as seen
 
-    def run(self, output_len: int, back_to_back: bool = False) -> Row:
+    def run(self, output_len: int, back_to_back: bool = False, profiled: bool = False) -> Row:
         """Serve them, `output_len` new tokens each; the figures. Those of too few steady rounds are None.
 
-        With `back_to_back` the round program is timed by itself as well, once the steady rounds are over.
+        With `back_to_back` the round program is timed by itself as well, once the steady rounds are over, and if
+        `profiled` its kernels are.
 
         **Raises:** `RequestError` for lengths that don't fit the engine.
         """
@@ -94,7 +95,7 @@ class Load:
                     steady = self._steady(samples, start)
                     began, compiled = time.perf_counter(), engine.stats()["compiles_total"]
                     if steady is not None:
-                        program = replay.seconds(steady.context, steady.accept_length)
+                        program = replay.figures(steady.context, steady.accept_length, profiled)
                     apart["seconds"] = time.perf_counter() - began
                     apart["compiles"] = engine.stats()["compiles_total"] - compiled
         finally:
@@ -108,7 +109,7 @@ class Load:
         for name in ("preemptions", "compiles"):
             row[name] = after[f"{name}_total"] - before[f"{name}_total"] - apart[name]
         if back_to_back:
-            row["program_ms"] = None if program is None else program * 1e3
+            row |= program or {"program_ms": None}
             row["engine_overhead"] = None if program is None else row["mean_ms"] / row["program_ms"] - 1
         return row
 

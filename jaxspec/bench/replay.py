@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.batch import Slots
+from jaxspec.bench import profile
+from jaxspec.bench.results import Row
 from jaxspec.round import State
 from jaxspec.runner import Runner
 
@@ -21,6 +23,7 @@ NAMES = "round", "rounds"  # methods of `Programs`
 MOST = 50  # dispatches timed
 LEAST = 4  # fewer say nothing
 SETTLING = 3  # dispatches before the timed ones
+PROFILED = 10  # dispatches under the profiler, at most
 
 
 class Replay:
@@ -41,8 +44,9 @@ class Replay:
         for name in NAMES:
             delattr(self._runner.programs, name)  # the class's own is found again
 
-    def seconds(self, context: float, accepted: float) -> float | None:
-        """Seconds per round of the program last dispatched, at a mean context of `context` tokens.
+    def figures(self, context: float, accepted: float, profiled: bool) -> Row | None:
+        """Of the program last dispatched, at a mean context of `context` tokens: `program_ms` per round, and if
+        `profiled` its `kernels`, per round as well.
 
         `accepted` is the mean number of tokens that a request gains in a round. None if the requests aren't far enough
         beyond `context` to wind back. Leaves every request as it was.
@@ -61,9 +65,12 @@ class Replay:
         start = jnp.maximum(saved.length - int(beyond + times * half), 1)  # of idle slots too, which nobody reads
         self._run(saved, start, SETTLING)
         began = self._run(saved, start, times)
-        passed = time.perf_counter() - began
+        figures: Row = {"program_ms": (time.perf_counter() - began) / (times * burst) * 1e3}
+        if profiled:
+            times = min(times, PROFILED)
+            figures["kernels"] = profile.kernels(lambda: self._run(saved, start, times), times * burst)
         runner.state = runner.state.replace(slots=saved)
-        return passed / (times * burst)
+        return figures
 
     def _run(self, saved: Slots, length: jax.Array, times: int) -> float:
         """Dispatch `times` programs from slots of this `length` and wait; the time when the first was dispatched."""

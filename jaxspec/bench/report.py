@@ -64,7 +64,7 @@ def compare(documents: Mapping[str, Document], figure: Any) -> None:
 def section(path: Path, document: Document, tables: Sequence[Table]) -> str:
     """One document as markdown."""
     parts = [f"### {path.stem}", f"    {document['command']}", _where(document)]
-    parts += [table.markdown(document["rows"]) for table in tables]
+    parts += [table.markdown(document["rows"]) for table in tables if table.lines(document["rows"])]
     if document["notes"]:
         parts.append("\n".join(f"- {note}" for note in document["notes"]))
     if (image := path.with_suffix(".png")).exists():

@@ -1,4 +1,4 @@
-"""A server under load over HTTP: latencies as callers feel them, throughput, accept length, and programs compiled.
+"""A server or an engine under load: latencies as callers feel them, throughput, accept length, and programs compiled.
 
 The server is a running one (--url), or `python -m server` started here with the engine flags below and stopped at the
 end; its start to the first answer of /health is `ready_s` in the JSON. For each N of --concurrency: prompts of the
@@ -7,8 +7,8 @@ many a second on average (Poisson). Random prompts run to their full length; que
 
 TTFT is the time to a request's first output, TPOT the rest of its time over the rest of its tokens, ITL the gaps
 between outputs (a round's tokens come together), E2E the whole request; means and percentiles of all are printed at the
-end. With --offline the same prompts then go through an engine in this process, at the same concurrency and times, and
-`of offline` is what HTTP reached of its throughput.
+end. With --via offline they go through an engine in this process instead, at the same concurrency and times; with --via
+both they do so after a server's, and `of offline` is what HTTP reached of its throughput.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxspec.bench import datasets, latency, plots, traffic
 from jaxspec.bench.client import Client, Reply
-from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
+from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, device_facts
 from jaxspec.bench.spawn import running_server
 from jaxspec.bench.traffic import Load
 from jaxspec.config import EngineConfig
@@ -47,6 +47,7 @@ COLUMNS = (
 )
 TABLES = (Table("serve: streams over HTTP, ms", COLUMNS), latency.TABLE)
 WARM_UP = 4  # requests before the first load
+VIA = "http", "offline", "both"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", help="of a running server, such as http://127.0.0.1:30000; without it one is started")
     add("--concurrency", type=counts("1,8,32"), default="128", metavar="N,N,...", help="most at once (%(default)s)")
     add("--request-rate", type=_rate, default=float("inf"), metavar="R", help="requests a second (%(default)s)")
-    add("--offline", action="store_true", help="also run the same prompts through an engine in this process")
+    add("--via", choices=VIA, default="http", help="a server, an engine in this process, or both in turn (%(default)s)")
     datasets.add_arguments(parser)
     add_engine_flags(parser)
 
@@ -67,20 +68,24 @@ def _rate(text: str) -> float:
 
 
 def run(args: argparse.Namespace, result: Result) -> None:
-    """Every load over HTTP, then, if asked for, every load offline."""
-    if args.url and args.offline:
-        raise BenchError("--offline needs the engine's flags: let the benchmark start the server, without --url")
+    """Every load over HTTP, then every load offline, as far as asked for."""
+    if args.url and args.via != "http":
+        raise BenchError(
+            f"--via {args.via} needs the engine's flags: let the benchmark start the server, without --url"
+        )
     options = engine_options(args)
     options["max_running_requests"] = options["max_running_requests"] or max(args.concurrency)
     config = EngineConfig(**options)  # a mistake is told before a server is started
+    loads = None
     if args.url:
-        loads = asyncio.run(over_http(args.url, args, result))
-    else:
+        asyncio.run(over_http(args.url, args, result))
+    elif args.via != "offline":
         with running_server(options) as (url, ready_s):
             result.fact(ready_s=ready_s)
             loads = asyncio.run(over_http(url, args, result))
-    if args.offline:
-        offline(Engine(config), loads, result)
+    if args.via != "http":
+        engine = Engine(config)
+        offline(engine, args, loads or make_loads(args, engine.model_config.vocab_size), result)
 
 
 async def over_http(url: str, args: argparse.Namespace, result: Result) -> list[Load]:
@@ -101,7 +106,7 @@ async def over_http(url: str, args: argparse.Namespace, result: Result) -> list[
             _check(replies, result)
             after = (await client.get("/server_info"))["stats"]
             row = _row("http", load, replies, args.request_rate, before, after)
-            result.add(row | ({"of_offline": None} if args.offline else {}))
+            result.add(row | ({"of_offline": None} if args.via == "both" else {}))
         still = result.rows[-1]["compiles_total"]
         moved = f"MOVED from {compiles} to {still}" if still != compiles else f"stayed at {still}"
         result.note(f"the server's compile counter {moved} while it was under load")
@@ -126,16 +131,20 @@ def make_loads(args: argparse.Namespace, vocab: int) -> list[Load]:
     return loads
 
 
-def offline(engine: Engine, loads: list[Load], result: Result) -> None:
-    """Run the loads through an engine of this process, and say what of its throughput HTTP reached."""
+def offline(engine: Engine, args: argparse.Namespace, loads: list[Load], result: Result) -> None:
+    """Run the loads through an engine of this process; if they went over HTTP, say what of its throughput that reached.
+
+    **Raises:** `RequestError` for a prompt that doesn't fit the engine.
+    """
     http = {row["concurrency"]: row for row in result.rows}
+    result.fact(**device_facts())
     traffic.serve(engine, loads[0])
     for load in loads[1:]:
-        same = http[load.concurrency]
         before = engine.stats()
         replies = traffic.serve(engine, load)
-        row = _row("offline", load, replies, same["request_rate"] or float("inf"), before, engine.stats())
-        row["of_offline"] = same["output_tokens_per_s"] / row["output_tokens_per_s"]
+        row = _row("offline", load, replies, args.request_rate, before, engine.stats())
+        if load.concurrency in http:
+            row["of_offline"] = http[load.concurrency]["output_tokens_per_s"] / row["output_tokens_per_s"]
         result.add(row)
 
 

@@ -53,7 +53,7 @@ for part in "${@:-decode prefill ngram eagle3 dflash crossover kernels moe hybri
                 bench hybrid 400 decode --model "$QWEN_HYBRID" --skip-warmup
                 bench hybrid-mtp 400 decode --model "$QWEN_HYBRID" --draft mtp --accept-rates 0.75,0.5,0.25 --skip-warmup
                 bench hybrid-prefill 300 prefill --model "$QWEN_HYBRID" --skip-warmup ;;
-            serve) bench serve 240 serve --model "$QWEN" --load-format dummy --concurrency 128 --offline ;;
+            serve) bench serve 240 serve --model "$QWEN" --load-format dummy --concurrency 128 --via both ;;
             start) # the second of two starts finds what the first compiled
                 for name in cold warm; do
                     JAXSPEC_CACHE=$out/cache bench "start-$name" 150 decode --model "$QWEN" --concurrency 1 \

@@ -100,6 +100,7 @@ def test_prefill_times_each_prompt_from_when_it_was_queued(monkeypatch):
     "argv, said",
     [
         (["--draft", "none", "--accept-rates", "0.5"], "--accept-rates needs a drafter"),
+        (["--profile"], "--profile lists GPU kernels, and this is a cpu"),
         (["--accept-rates", "0.5,1.5"], "of numbers from 0 to 1"),
         (["--concurrency", "4", "--max-running-requests", "2"], "--max-running-requests 2 is less than 4 at once"),
         (["--prompt-len", "250", "--output-len", "50"], "256"),

@@ -24,7 +24,7 @@ def interrupted(llm, at, context):
     gained = {request.id: [] for request in requests}
     for request in requests:
         engine.add(request)
-    replay, seconds, seen = Replay(engine.runner), None, []
+    replay, figures, seen = Replay(engine.runner), None, []
     for name, program in replay._programs.items():
         replay._programs[name] = lambda state, *rest, program=program: (
             seen.append(np.asarray(state.slots.length)[:2].mean()),
@@ -33,19 +33,19 @@ def interrupted(llm, at, context):
     while engine.busy:
         for delta in engine.step():
             gained[delta.request_id] += delta.token_ids
-        if seconds is None and min(map(len, gained.values())) >= at:
+        if figures is None and min(map(len, gained.values())) >= at:
             seen.clear()
-            seconds = replay.seconds(context, 1.0)
+            figures = replay.figures(context, 1.0, profiled=False)
             dispatched, seen = seen, []
     replay.close()
-    return list(gained.values()), seconds, dispatched
+    return list(gained.values()), figures, dispatched
 
 
 def test_requests_are_wound_back_and_never_notice(llm):
     expected = [out.token_ids for out in llm.generate(PROMPTS, PARAMS)]
-    tokens, seconds, seen = interrupted(llm, at=60, context=50.0)
+    tokens, figures, seen = interrupted(llm, at=60, context=50.0)
     assert tokens == expected
-    assert seconds > 0
+    assert figures.keys() == {"program_ms"} and figures["program_ms"] > 0
     timed = np.array(seen[3:])  # after those that settle
     step = llm.engine.config.num_continuous_decode_steps
     assert len(timed) >= 4 and (np.diff(timed) == step).all()  # nobody ended, every round gained a token
@@ -53,6 +53,6 @@ def test_requests_are_wound_back_and_never_notice(llm):
 
 
 def test_there_must_be_something_to_wind_back_to(llm):
-    tokens, seconds, seen = interrupted(llm, at=20, context=1000.0)
-    assert seconds is None and not seen
+    tokens, figures, seen = interrupted(llm, at=20, context=1000.0)
+    assert figures is None and not seen
     assert [len(each) for each in tokens] == [80, 80]

@@ -86,7 +86,7 @@ def test_requests_start_at_random_times_of_that_rate():
 def test_a_server_of_its_own_compared_with_the_engine_alone(tiny, tmp_path, monkeypatch):
     for name in ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "default_matmul_precision"):
         monkeypatch.setenv(f"JAX_{name.upper()}", str(getattr(jax.config, f"jax_{name}")))  # as this process has them
-    argv = [*tiny, "--draft", "ngram", "--concurrency", "3", *LOAD, "--offline", "--decode-log-interval", "0"]
+    argv = [*tiny, "--draft", "ngram", "--concurrency", "3", *LOAD, "--via", "both", "--decode-log-interval", "0"]
     document = command(tmp_path / "x.json", *argv)
     http, offline = document["rows"]
     assert (http["via"], offline["via"]) == ("http", "offline")
@@ -97,11 +97,19 @@ def test_a_server_of_its_own_compared_with_the_engine_alone(tiny, tmp_path, monk
     assert offline["of_offline"] == http["output_tokens_per_s"] / offline["output_tokens_per_s"]
 
 
+def test_an_engine_of_this_process_alone(tiny, tmp_path):
+    argv = [*tiny, "--concurrency", "2", *LOAD, "--via", "offline", "--skip-warmup", "--few-programs"]
+    document = command(tmp_path / "x.json", *argv, "--request-rate", "100")
+    (row,) = document["rows"]
+    assert row["load"] == "offline 2, 100/s" and (row["completed"], row["output_tokens"]) == (6, 72)
+    assert "of_offline" not in row and document["facts"]["devices"] == ["cpu:0 cpu"]
+
+
 @pytest.mark.parametrize(
     "argv, said",
     [
         (["--url", "http://127.0.0.1:9"], "is the server running?"),
-        (["--url", "http://127.0.0.1:9", "--offline"], "--offline needs the engine's flags"),
+        (["--url", "http://127.0.0.1:9", "--via", "both"], "--via both needs the engine's flags"),
         (["--request-rate", "0"], "requests a second greater than 0"),
         (["--page-size", "0"], "--page-size must be an integer of at least 1"),
         (["--model", "no-such-model"], "the server ended with status 2 before it was ready"),

@@ -1,0 +1,50 @@
+"""Kernels by name: what a piece of work on a GPU spends its time in, from jax's profiler.
+
+The profiler adds about a microsecond to a short kernel, so the sum can exceed the time of the work by itself.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import jax
+
+from jaxspec.bench.results import BenchError, Row
+
+SUFFIX = re.compile(r"(_mosaic_gpu_kernel|[._]?\d+)+$")  # what tells one call of a kernel from another
+
+
+def kernels(work: Callable[[], object], times: int) -> list[Row]:
+    """Run `work` under the profiler; its kernels, each with `us` and `calls` for each of the `times` that it repeats.
+
+    The one that takes longest comes first. **Raises:** `BenchError` where the profiler sees no kernels.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            work()
+        traces = list(Path(folder).rglob("*.xplane.pb"))
+        data = [jax.profiler.ProfileData.from_file(str(trace)) for trace in traces]
+        events = [
+            (event.name, event.duration_ns / 1e3)
+            for plane in (plane for trace in data for plane in trace.planes)
+            for line in (line for line in plane.lines if "GPU" in plane.name and "Stream" in line.name)
+            for event in line.events
+        ]
+    if not events:
+        raise BenchError(f"--profile: jax's profiler saw no GPU kernels on {jax.devices()[0].device_kind}")
+    return by_name(events, times)
+
+
+def by_name(events: Iterable[tuple[str, float]], times: int) -> list[Row]:
+    """Events of (name, microseconds), gathered by name without its numbers at the end."""
+    spent, calls = defaultdict(float), defaultdict(int)
+    for name, us in events:
+        name = SUFFIX.sub("", name) or name
+        spent[name] += us
+        calls[name] += 1
+    order = sorted(spent, key=spent.__getitem__, reverse=True)
+    return [{"kernel": name, "us": spent[name] / times, "calls": calls[name] / times} for name in order]
