@@ -7,6 +7,7 @@ of. So no more than two share a request's tokens here: two blocks of a cluster, 
 
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -189,12 +190,15 @@ def test_an_unsupported_call_is_refused():
         op.decode_attention(**args, **named)
 
 
-@pytest.mark.parametrize("tiles,h,division", [
-    (8, 128, (8, 2)),
-    (16, 128, (8, 1)),
-    (64, 128, (2, 1)),
-    (256, 128, (1, 1)),
-    (8, 256, (8, 1)),
+@pytest.mark.parametrize("tiles,h,processors,division", [
+    (1, 128, 132, (16, 2)),
+    (8, 128, 132, (16, 1)),
+    (8, 256, 132, (16, 1)),
+    (8, 128, 114, (8, 2)),
+    (16, 128, 132, (8, 1)),
+    (64, 128, 132, (2, 1)),
+    (256, 128, 132, (1, 1)),
 ])  # fmt: skip
-def test_division_fills_the_processors(tiles, h, division):
+def test_division_fills_the_processors(tiles, h, processors, division, monkeypatch):
+    monkeypatch.setattr(op.jax, "devices", lambda: [SimpleNamespace(core_count=processors)])
     assert op._division(tiles, h) == division

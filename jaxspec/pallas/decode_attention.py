@@ -5,13 +5,15 @@ tokens. It streams keys and values through a ring in shared memory, one bulk cop
 and sum (online softmax, in base 2). The query heads that share a KV head stand together in a tile, so every key is
 read from memory once. If there are few requests, the blocks of a cluster and their warpgroups divide a request's tokens
 into parts, and combine their results before they leave. Invariant: work follows the tokens that are there, whatever the
-table's width: a part is a share of a request's actual steps, and may be empty.
+table's width: a part is a share of a request's actual steps, and may be empty. Parts take steps in turn, so that what
+each reads first is known before a request's length is.
 
 The cache must hold finite numbers everywhere, since masked values enter a sum with weight zero.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +31,12 @@ ROWS = 64  # of a tile: the M of a Hopper warpgroup's matmul
 MAX_ROWS = 32  # new rows a request
 MAX_WINDOW = 32  # places that a mask is about: bits of a word
 MAX_GROUP = 16
+PACK = 4  # rows that parts are combined in at a time, one a warp
 HEAD_WIDTHS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 PROCESSORS = 132  # streaming multiprocessors of an H100 or H200
-MAX_CLUSTER = 8  # blocks that every Hopper GPU can place together
+CLUSTER = 8  # blocks that every Hopper GPU can place together
+LARGE_CLUSTER = 16  # the most there can be; a GPU with all `PROCESSORS`, which stand in eight groups, can place it
 FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that differences of maxima are numbers
 FP8 = jnp.float8_e4m3fn
 
@@ -52,6 +56,7 @@ class _Plan:
     window: int  # places that a mask is about; 0: there is none, rows are causal
     splits: int  # blocks, forming a cluster, that share a request's tokens
     warpgroups: int  # of a block, that share those of the block
+    interpret: bool  # where sums can't start from a value
 
     @property
     def parts(self) -> int:
@@ -100,14 +105,9 @@ class _Plan:
         return 2 * self.step * self.h * (1 if self.fp8 else 2)
 
     @property
-    def pack(self) -> int:
-        """Rows that parts are combined in at a time: enough for a value in each thread."""
-        return max(1, 128 // self.h)
-
-    @property
-    def part_rows(self) -> int:
-        """Rows of one part's result."""
-        return -(-self.tile_tokens * self.group // self.pack) * self.pack
+    def packs(self) -> int:
+        """How many packs of rows a part's result has."""
+        return -(-self.tile_tokens * self.group // PACK)
 
 
 def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype, window: int = 0) -> str | None:
@@ -137,11 +137,13 @@ def _listed(values: tuple[int, ...]) -> str:
 def _division(tiles: int, h: int) -> tuple[int, int]:
     """Into how many blocks, and warpgroups of a block, to divide the tokens that each of `tiles` attends to.
 
-    As many blocks as there are processors, if it takes no cluster larger than can be placed freely. If those are few
-    all the same, two warpgroups of each divide its tokens once more.
+    As many blocks as there are processors, if it takes no cluster larger than can be placed. If those are few all the
+    same, two warpgroups of each divide its tokens once more.
     """
+    processors = getattr(jax.devices()[0], "core_count", None) or PROCESSORS
+    largest = LARGE_CLUSTER if processors >= PROCESSORS else CLUSTER
     splits = 1
-    while splits < MAX_CLUSTER and 2 * splits * tiles <= PROCESSORS:
+    while splits < largest and 2 * splits * tiles <= PROCESSORS:
         splits *= 2
     return splits, 2 if 2 * splits * tiles <= PROCESSORS and h < 256 else 1
 
@@ -181,7 +183,7 @@ def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=Non
     tiles = -(-t // min(t, ROWS // (n // m)))
     division = division or _division(b * m * tiles, h)
     window = 0 if mask is None else mask.shape[2]
-    plan = _Plan(b, t, n, m, h, s, table.shape[1], kv.dtype == FP8, window, *division)
+    plan = _Plan(b, t, n, m, h, s, table.shape[1], kv.dtype == FP8, window, *division, bool(interpret))
     operands = [q, kv, table, start, layer.reshape(1)]
     if scales is not None:
         operands.append(scales)
@@ -190,7 +192,7 @@ def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=Non
     out_type = [jax.ShapeDtypeStruct((b, t, n, h), q.dtype)]
     if plan.parts > 1:
         parts = (b, m, plan.tiles, plan.parts)
-        out_type.append(jax.ShapeDtypeStruct((*parts, plan.part_rows // plan.pack, plan.pack * h), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct((*parts, plan.packs * PACK, h), jnp.float32))
         out_type.append(jax.ShapeDtypeStruct((*parts, 2, ROWS), jnp.float32))
     out, *_ = plgpu.kernel(
         partial(_warpgroup, plan, scales is not None),
@@ -211,11 +213,12 @@ def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=Non
 
 def _row_bits(plan: _Plan, mask):
     """The mask of each row of each tile, a bit for each place: i32[b, tiles, ROWS]."""
-    bits = (mask.astype(jnp.uint32) << jnp.arange(plan.window, dtype=jnp.uint32)).sum(2, dtype=jnp.uint32)
-    bits = lax.bitcast_convert_type(bits, jnp.int32)
-    bits = jnp.pad(bits, ((0, 0), (0, plan.tiles * plan.tile_tokens - plan.t)))
-    bits = jnp.repeat(bits.reshape(plan.b, plan.tiles, plan.tile_tokens), plan.group, axis=2)
-    return jnp.pad(bits, ((0, 0), (0, 0), (0, ROWS - bits.shape[2])))
+    mask = jnp.pad(mask, ((0, 0), (0, plan.tiles * plan.tile_tokens - plan.t), (0, 0)))
+    mask = jnp.repeat(mask.reshape(plan.b, plan.tiles, plan.tile_tokens, plan.window), plan.group, axis=2)
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, ROWS - mask.shape[2]), (0, 0)))
+    # Summed last, so that it is one kernel with all of the above.
+    bits = (mask.astype(jnp.uint32) << jnp.arange(plan.window, dtype=jnp.uint32)).sum(3, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(bits, jnp.int32)
 
 
 def _scratch(plan: _Plan) -> dict:
@@ -225,8 +228,12 @@ def _scratch(plan: _Plan) -> dict:
     scratch = dict(
         ring=ring,
         q_s=plgpu.SMEM(rows, plan.dtype),
-        # Rows as they are in memory, before and after; in between the weights of a step.
-        staging=plgpu.RefUnion(plgpu.SMEM(rows, jnp.bfloat16), plgpu.SMEM((w, ROWS, plan.step), plan.dtype)),
+        # Rows as they are in memory, before and after, all of them or packs; in between the weights of a step.
+        staging=plgpu.RefUnion(
+            plgpu.SMEM(rows, jnp.bfloat16),
+            plgpu.SMEM((w, ROWS, plan.step), plan.dtype),
+            plgpu.SMEM((w, ROWS * plan.step // (PACK * plan.h), PACK, plan.h), jnp.bfloat16),
+        ),
         ready=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=(w, plan.stages, 2)),
         q_ready=plgpu.Barrier(num_arrivals=plan.tile_tokens, num_barriers=w),
     )
@@ -239,13 +246,12 @@ def _scratch(plan: _Plan) -> dict:
         tiles = plan.stages * plan.stage_bytes // (ROWS * plan.h * 4)
         scratch["ring"] = plgpu.RefUnion(ring, plgpu.SMEM((w, tiles, *rows), jnp.float32))
         scratch["sums_s"] = plgpu.SMEM((w, 2, ROWS), jnp.float32)
-        scratch["mixed_s"] = plgpu.SMEM((w, plan.pack * plan.h), jnp.bfloat16)
         scratch["written"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=w)
     return scratch
 
 
 def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, *refs, ring, q_s, staging, ready,
-               q_ready, wide_s=None, staged=None, sums_s=None, mixed_s=None, written=None):  # fmt: skip
+               q_ready, wide_s=None, staged=None, sums_s=None, written=None):  # fmt: skip
     """What one warpgroup of one block does."""
     refs = list(refs)
     scales_g = refs.pop(0) if scaled else None
@@ -253,42 +259,46 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
     b, head, tile, split, w = (lax.axis_index(name) for name in ("b", "m", "tile", "split", "warpgroup"))
     part = split * plan.warpgroups + w
     ring, part_s = (ring, None) if plan.parts == 1 else (ring[0], ring[1].at[w, 0])
-    ring, rows_s, p_s = ring.at[w], staging[0], staging[1].at[w]
+    ring, rows_s, p_s, mixed_s = ring.at[w], staging[0], staging[1].at[w], staging[2].at[w, 0]
 
+    def step(i):
+        """Which of the request's steps is the i-th of this part."""
+        return part + i * plan.parts
+
+    def share(steps):
+        """How many of the first `steps` are this part's."""
+        return lax.div(jnp.maximum(steps - part, 0) + (plan.parts - 1), jnp.int32(plan.parts))
+
+    def pages(i):
+        return _pages(plan, table_g, b, step(i))
+
+    def fetch(i, ids, kind, stage):
+        _fetch(plan, kv_g.at[layer], ids, step(i), kind, head, ring.at[stage, kind], ready.at[w, stage, kind])
+
+    # All that comes from memory is asked for together, or each would wait in its turn.
     layer, start = layer_g[0], start_g[b]
+    first_ids = [pages(i) for i in range(plan.stages)]
+    next_ids = pages(plan.stages)
+    for i in range(plan.tile_tokens):
+        token = jnp.minimum(tile * plan.tile_tokens + i, plan.t - 1)
+        source = q_g.at[b, token, pl.ds(head * plan.group, plan.group)]
+        plgpu.copy_gmem_to_smem(source, rows_s.at[pl.ds(i * plan.group, plan.group)], q_ready.at[w])
+
     first = start + tile * plan.tile_tokens
     end = start + plan.window if plan.window else first + plan.tile_tokens
     end = jnp.clip(end, 0, plan.entries * plan.page)
-    steps = lax.div(end + (plan.step - 1), jnp.int32(plan.step))
-    share = lax.div(steps + (plan.parts - 1), jnp.int32(plan.parts))
-    lo = part * share
-    count = jnp.clip(steps - lo, 0, share)
+    count = share(lax.div(end + (plan.step - 1), jnp.int32(plan.step)))
 
-    def pages(i):
-        return _pages(plan, table_g, b, lo + i)
+    for i, ids in enumerate(first_ids):
 
-    def fetch(i, ids, kind, stage):
-        _fetch(plan, kv_g.at[layer], ids, lo + i, kind, head, ring.at[stage, kind], ready.at[w, stage, kind])
+        @pl.when(i < count)
+        def _(i=i, ids=ids):
+            fetch(i, ids, 0, i)
+            fetch(i, ids, 1, i)
 
-    first_ids = [pages(i) for i in range(plan.stages)]  # together, or each would wait for memory in its turn
-
-    def fetch_both(i):
-        fetch(i, first_ids[i], 0, i)
-        fetch(i, first_ids[i], 1, i)
-
-    @pl.when(count > 0)
-    def _():
-        for i in range(plan.tile_tokens):
-            token = jnp.minimum(tile * plan.tile_tokens + i, plan.t - 1)
-            source = q_g.at[b, token, pl.ds(head * plan.group, plan.group)]
-            plgpu.copy_gmem_to_smem(source, rows_s.at[pl.ds(i * plan.group, plan.group)], q_ready.at[w])
-        fetch_both(0)
-        for i in range(1, plan.stages):
-            pl.when(i < count)(partial(fetch_both, i))
-        plgpu.barrier_wait(q_ready.at[w])
-        q_s[...] = plgpu.load(rows_s, layout=plgpu.Layout.WGMMA, optimized=False).astype(plan.dtype)
-        plgpu.commit_smem()
-
+    plgpu.barrier_wait(q_ready.at[w])
+    q_s[...] = plgpu.load(rows_s, layout=plgpu.Layout.WGMMA, optimized=False).astype(plan.dtype)
+    plgpu.commit_smem()
     if plan.warpgroups > 1:
         # All put the same rows into the same places. Nobody may write weights there before all have read them.
         plgpu.barrier_arrive(staged)
@@ -308,14 +318,14 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
         return wide_s.at[w]
 
     def body(masked, i, carry):
-        acc, top, total = carry
+        acc, top, total, ids = carry
         stage = lax.rem(i, jnp.int32(plan.stages))
         ahead = i + plan.stages
-        ids = pages(ahead)  # read early, since they come from memory
-        scores = _product(q_s, operand(stage, 0).transpose((1, 0)), plan.step)
+        next_ids = pages(ahead + 1)  # a step before they are needed, since they come from memory
+        scores = _product(q_s, operand(stage, 0).transpose((1, 0)))
         pl.when(ahead < count)(lambda: fetch(ahead, ids, 0, stage))
         if masked:
-            scores = jnp.where(_seen(plan, (lo + i) * plan.step, start, first, bits), scores, -jnp.inf)
+            scores = jnp.where(_seen(plan, step(i) * plan.step, start, first, bits), scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -323,15 +333,15 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
         p_s[...] = weights.astype(plan.dtype)
         plgpu.commit_smem()
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-        acc = acc + _product(p_s, operand(stage, 1), plan.h)
+        acc = _add_product(plan, acc, p_s, operand(stage, 1))
         pl.when(ahead < count)(lambda: fetch(ahead, ids, 1, stage))
-        return acc, new_top, total
+        return acc, new_top, total, next_ids
 
     # Steps that every row sees in full need no mask; there may be none.
     whole = jnp.maximum(start if plan.window else first + 1, 0)
-    whole = jnp.clip(lax.div(whole, jnp.int32(plan.step)) - lo, 0, count)
-    carry = lax.fori_loop(jnp.int32(0), whole, partial(body, False), _nothing(plan))
-    acc, top, total = lax.fori_loop(whole, count, partial(body, True), carry)
+    whole = jnp.minimum(share(lax.div(whole, jnp.int32(plan.step))), count)
+    carry = lax.fori_loop(jnp.int32(0), whole, partial(body, False), (*_nothing(plan), next_ids))
+    acc, top, total, _ = lax.fori_loop(whole, count, partial(body, True), carry)
     if scaled:
         acc = acc * value_scale
 
@@ -343,7 +353,7 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
         _write_part(plan, acc, top, total, part_s, sums_s.at[w], parts_g.at[part], sums_g.at[part])
         plgpu.barrier_arrive(written)
         plgpu.barrier_wait(written)
-        _combine(plan, parts_g, sums_g, mixed_s.at[w], out_g, tile, head, part)
+        _combine(plan, parts_g, sums_g, mixed_s, out_g, tile, head, part)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -374,14 +384,27 @@ def _fetch(plan: _Plan, kv_g, ids, step, kind, head, slot, ready):
         plgpu.copy_gmem_to_smem(source, target, ready)
 
 
-def _product(a_s, b_s, width: int):
+def _product(a_s, b_s):
     """The product of two tiles in shared memory, in registers."""
 
     def run(acc):
         plgpu.wgmma(acc, a_s, b_s)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC((ROWS, b_s.shape[1]), jnp.float32))
+
+
+def _add_product(plan: _Plan, value, a_s, b_s):
+    """`value` and the product of two tiles in shared memory, in the same registers."""
+    if plan.interpret:
+        return value + _product(a_s, b_s)
+
+    def run(acc):
+        acc[...] = value
+        plgpu.wgmma(acc, a_s, b_s)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC(value.shape, jnp.float32))
 
 
 def _seen(plan: _Plan, position, start, first, bits):
@@ -412,51 +435,44 @@ def _write_part(plan: _Plan, acc, top, total, part_s, sums_s, part_g, sums_g):
     part_s[...] = acc
     sums_s[0], sums_s[1] = top, total
     plgpu.commit_smem()
-    run = plan.part_rows if plan.pack == 1 else 1
-    for i in range(0, plan.part_rows, run):
-        target = part_g.at[pl.ds(i // plan.pack, run), pl.ds(i % plan.pack * plan.h, plan.h)]
-        plgpu.copy_smem_to_gmem(part_s.at[pl.ds(i, run)], target)
+    plgpu.copy_smem_to_gmem(part_s.at[pl.ds(0, plan.packs * PACK)], part_g)
     plgpu.copy_smem_to_gmem(sums_s, sums_g)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _combine(plan: _Plan, parts_g, sums_g, mixed_s, out_g, tile, head, part):
-    """Combine the parts; each warpgroup does a share of the rows."""
-    rows = plan.tile_tokens * plan.group
-    width = plan.pack * plan.h
-    lane = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=plgpu.Layout.WG_STRIDED((width,), width // 128))
-
-    def spread(values):
-        """One number a row, for every column of the row."""
-        out = jnp.full((width,), values[0])
-        for i in range(1, plan.pack):
-            out = jnp.where(lane >= i * plan.h, values[i], out)
-        return out
+    """Combine the parts; each warpgroup does a share of the packs of rows."""
+    layout = _row_a_warp(plan.h)
 
     def body(i, _):
-        first = (i * plan.parts + part) * plan.pack
-        tops = [[sums_g[s, 0, first + r] for r in range(plan.pack)] for s in range(plan.parts)]
-        totals = [[sums_g[s, 1, first + r] for r in range(plan.pack)] for s in range(plan.parts)]
-        mixes = [parts_g[s, i * plan.parts + part] for s in range(plan.parts)]
-        weights = []
-        for r in range(plan.pack):
-            top = tops[0][r]
-            for s in range(1, plan.parts):
-                top = jnp.maximum(top, tops[s][r])
-            raw = [jnp.exp2(tops[s][r] - top) for s in range(plan.parts)]
-            total = sum(w * totals[s][r] for s, w in enumerate(raw))
-            weights.append([w / jnp.maximum(total, 1e-30) for w in raw])
-        mix = sum(mix * spread([w[s] for w in weights]) for s, mix in enumerate(mixes))
+        first = (i * plan.parts + part) * PACK
+        rows = pl.ds(first, PACK)
+        load = partial(plgpu.load, optimized=False)
+        tops, totals = (
+            [load(sums_g.at[s, kind, rows], layout=layout.reduce(1)) for s in range(plan.parts)] for kind in (0, 1)
+        )
+        mixes = [load(parts_g.at[s, rows], layout=layout) for s in range(plan.parts)]
+        top = functools.reduce(jnp.maximum, tops)
+        weights = [jnp.exp2(x - top) for x in tops]
+        total = sum(w * x for w, x in zip(weights, totals, strict=True))
+        mix = sum(x * lax.broadcast_in_dim(w, x.shape, [0]) for w, x in zip(weights, mixes, strict=True))
+        mix = mix * lax.broadcast_in_dim(1 / jnp.maximum(total, 1e-30), mix.shape, [0])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mixed_s[...] = mix.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        for r in range(plan.pack):
+        for r in range(PACK):
             row = first + r
             token = tile * plan.tile_tokens + lax.div(row, jnp.int32(plan.group))
             target = out_g.at[token, head * plan.group + lax.rem(row, jnp.int32(plan.group))]
-            real = (row < rows) & (token < plan.t)
-            pl.when(real)(partial(plgpu.copy_smem_to_gmem, mixed_s.at[pl.ds(r * plan.h, plan.h)], target))
+            real = (row < plan.tile_tokens * plan.group) & (token < plan.t)
+            pl.when(real)(partial(plgpu.copy_smem_to_gmem, mixed_s.at[r], target))
         return _
 
-    packs = plan.part_rows // plan.pack
-    lax.fori_loop(jnp.int32(0), lax.div(packs - part + (plan.parts - 1), jnp.int32(plan.parts)), body, None)
+    lax.fori_loop(jnp.int32(0), lax.div(plan.packs - part + (plan.parts - 1), jnp.int32(plan.parts)), body, None)
+
+
+def _row_a_warp(h: int) -> plgpu.Layout:
+    """Of a pack's rows one in each warp, whose lanes hold neighbours."""
+    vector = min(h // 32, 4)
+    tiling = plgpu.Tiling(((PACK, 32 * vector), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
