@@ -32,7 +32,7 @@ class Case:
     key_heads: int = 1
     group: int = 1
     dtype: str = "float32"
-    division: tuple[int, int] | None = (2, 1)  # blocks that share a key head, tiles that each has room for
+    division: tuple | None = (2, 2)  # of which a `Division` is made
 
     def inputs(self, seed: int = 0):
         """A pool full of random states and records, the slots, and the operands of `step` that come after them."""
@@ -63,7 +63,8 @@ def check(case: Case, interpret=False):
     pool, slots, rest = case.inputs()
     expected, wanted = jax.jit(gated_delta.reference_step)(pool, LAYER, slots, *rest)
     arrays = pool.state, pool.keys, pool.updates, pool.decay
-    out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, *rest, division=case.division, interpret=interpret)
+    division = case.division and op.Division(*case.division)
+    out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, *rest, division=division, interpret=interpret)
     assert out.dtype == jnp.bfloat16
     pool, wanted, after = (jax.tree.map(np.asarray, each) for each in (pool, wanted, gated_delta.DeltaPool(*arrays)))
     slots = np.asarray(slots)
@@ -91,7 +92,8 @@ CASES = [
     Case("fewer rows than records, several key heads", t=2, rows=5, replay=(2,), key_heads=2),
     Case("two heads in a block", t=5, rows=5, replay=(5,), group=2),
     Case("a key head in one block, three values heads", t=2, rows=2, replay=(1,), group=3, division=(1, 1)),
-    Case("tiles in a ring", replay=(2,), group=2, division=(1, 2)),
+    Case("tiles in a ring", replay=(2,), group=2, division=(1, 3)),
+    Case("whole tiles at a time", replay=(2, 4), division=(2, 1, 128)),
     Case("more than eight rows", t=9, rows=9, replay=(2,)),
     Case("bfloat16", replay=(3,), dtype="bfloat16"),
 ]
@@ -127,15 +129,17 @@ def lowered(pool, slots, rest):
     return run.trace(arrays, slots, rest).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("key_heads,group,division", [
-    (16, 2, (4, 1)),  # one request: a tile a block
-    (128, 2, (2, 2)),
-    (512, 2, (1, 2)),
-    (16, 1, (2, 1)),
-    (512, 3, (1, 2)),
+@pytest.mark.parametrize("key_heads,group,t,division", [
+    (16, 2, 4, op.Division(4, 2)),  # one request: a tile a block
+    (128, 2, 4, op.Division(2, 4)),
+    (512, 2, 4, op.Division(1, 4)),
+    (512, 2, 8, op.Division(1, 3)),
+    (512, 2, 16, op.Division(1, 3)),
+    (16, 1, 4, op.Division(2, 2)),
+    (512, 3, 4, op.Division(1, 4)),
 ])  # fmt: skip
-def test_division(key_heads, group, division):
-    assert op._division(key_heads, group) == division
+def test_division(key_heads, group, t, division):
+    assert op._division(key_heads, group, t, t, jnp.float32) == division
 
 
 BF16 = jnp.bfloat16

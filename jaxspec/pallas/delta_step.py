@@ -1,8 +1,8 @@
 """A round of gated delta-rule attention on Hopper: replay what was accepted, then run the new rows.
 
 A Mosaic GPU kernel, and bound by reading and writing the states: a warpgroup takes 64 rows of a head's state through
-registers. In what comes out of the new rows u and o, the state before them enters through its products with their keys
-and queries alone,
+registers, some of the columns at a time. In what comes out of the new rows u and o, the state before them enters
+through its products with their keys and queries alone,
 
     u_t = beta_t (v_t - G_t S k_t - sum_(i<t) G_t/G_i (k_i k_t) u_i)
     o_t = G_t S q_t + sum_(i<=t) G_t/G_i (k_i q_t) u_i
@@ -11,11 +11,14 @@ with G the running product of the decays; those products run on the tensor cores
 as a sum of `PIECES` of them.
 
 A block has the value rows of one request and key head, or where requests are few a part of them: then the blocks of a
-cluster share them. Invariant: records are overwritten once every block that reads them has them.
+cluster share them. Parts of the state go through a ring: a part is brought, changed where it is and written back, and
+while its write drains the next one is computed; only then is its place filled anew. Invariant: records are overwritten
+once every block that reads them has them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,12 +35,23 @@ from jaxspec.pallas.pieces import product
 
 TILE = 64  # rows of a state that a warpgroup has at a time: the M of its matmul
 WIDTH = 128  # of keys and values
+HALVES = WIDTH // TILE  # tiles of a value head
 MAX_ROWS = 16
 MAX_GROUP = 4  # value heads of a key head: 8 tiles, as many as a cluster has blocks
 GATES = 2 * MAX_ROWS  # decays and betas of a head's rows: 128 bytes, what a bulk copy's target is aligned to
 PIECES = 2  # errors of 2^-18 of an element, so some 1e-6 of a product
-ENOUGH = 250  # blocks: about two for each multiprocessor, whose shared memory has room for two
+ENOUGH = 250  # blocks: about two for each multiprocessor
+ROOM = 112 * 1024  # bytes of shared memory for a block, of which a multiprocessor has two or three
 _i32 = jnp.int32
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a round is shared out between blocks, and how much of it a block has on its way."""
+
+    splits: int  # blocks that share a request's key head; one has one tile or whole heads
+    stages: int  # parts of the state that a block has room for
+    columns: int = 64  # of a part, which has the rows of a tile: 64, or all 128
 
 
 @dataclass(frozen=True)
@@ -50,25 +64,34 @@ class _Plan:
     m: int
     group: int
     dtype: Any  # of the state
-    splits: int  # blocks that share a request's key head
-    stages: int  # tiles of the state that a block has room for
+    division: Division
     pieces: int
     interpreted: bool
 
     @property
-    def tiles(self) -> int:
-        """Of a request's key head."""
-        return self.group * WIDTH // TILE
-
-    @property
     def share(self) -> int:
-        """Tiles of one block."""
-        return self.tiles // self.splits
+        """Tiles of one block and key head."""
+        return self.group * HALVES // self.division.splits
 
     @property
-    def padded(self) -> int:
-        """Rows of keys in the right operand, then as many of queries."""
-        return -(-self.t // 8) * 8
+    def heads(self) -> int:
+        """Value heads that these are of."""
+        return max(self.share // HALVES, 1)
+
+    @property
+    def width(self) -> int:
+        """Rows of each of these heads' states, or values, that a block has."""
+        return min(self.share, HALVES) * TILE
+
+    @property
+    def parts(self) -> int:
+        """Of a tile."""
+        return WIDTH // self.division.columns
+
+    @property
+    def both(self) -> int:
+        """Rows of keys and queries together, in eights as the tensor cores take them."""
+        return -(-2 * self.t // 8) * 8
 
 
 def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, state_dtype, *dtypes) -> str | None:
@@ -104,14 +127,13 @@ def delta_step(
     beta: Float[Array, "b t n"],
     *,
     interpret: Any = False,
-    division: tuple[int, int] | None = None,
+    division: Division | None = None,
     pieces: int = PIECES,
 ) -> tuple[Float[Array, "b t n v"], tuple[Array, Array, Array, Array]]:
     """`gated_delta.step` on the arrays of a pool; returns what the rows read, in bfloat16, and those arrays anew.
 
     `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
-    `plgpu.kernel`. `division`: how many blocks share a request's key head, and how many tiles each has room for; one
-    has one tile or whole heads. By default, what keeps all multiprocessors busy.
+    `plgpu.kernel`. `division`: by default, what keeps all multiprocessors busy.
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
@@ -127,10 +149,10 @@ def delta_step(
 def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, division, pieces):
     b, t, n, _ = v.shape
     m = q.shape[2]
-    division = division or _division(b * m, n // m)
-    plan = _Plan(b, t, pool[1].shape[2], m, n // m, pool[0].dtype, *division, pieces, bool(interpret))
+    rows, dtype = pool[1].shape[2], pool[0].dtype
+    division = division or _division(b * m, n // m, t, rows, dtype)
+    plan = _Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret))
     pad = lambda x, to, value=0: jnp.pad(x, [(0, 0), (0, to - t), *[(0, 0)] * (x.ndim - 2)], constant_values=value)  # noqa: E731
-    kq = jnp.concatenate([pad(k, plan.padded), pad(q, plan.padded)], axis=1)
     gates = jnp.concatenate([pad(decay, MAX_ROWS, 1), pad(beta, MAX_ROWS)], axis=1).swapaxes(1, 2)
     refs = [jax.new_ref(x) for x in pool]
     out = plgpu.kernel(
@@ -139,141 +161,177 @@ def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, divisi
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
         grid=(b, m),
         grid_names=("b", "m"),
-        cluster=(plan.splits,),
+        cluster=(division.splits,),
         cluster_names=("split",),
-        scratch_types=_scratch(plan, pool[3].shape[3]),
+        scratch_types=_scratch(plan),
         # Safe here: what one thread writes and another reads is committed in between, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
-    )(layer.reshape(1), slots, replay, kq, v, gates, *refs)
+    )(layer.reshape(1), slots, replay, q, k, v, gates, *refs)
     return out, tuple(jax.freeze(ref) for ref in refs)
 
 
-def _division(key_heads: int, group: int) -> tuple[int, int]:
-    """For so many key heads of all requests: few blocks with many tiles each, the next on its way, if that is enough.
+def _division(key_heads: int, group: int, t: int, rows: int, dtype) -> Division:
+    """For so many key heads of all requests: few blocks with many tiles each, if that is enough, and so many parts on
+    their way that two or three blocks share a multiprocessor.
 
     Then what a key head's blocks have in common is done once, and none waits for the others of its cluster.
     """
-    tiles = group * WIDTH // TILE
+    tiles = group * HALVES
     splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), tiles)
-    return splits, min(2, tiles // splits)
-
-
-def _scratch(plan: _Plan, width: int) -> dict:
-    """Shared memory and barriers. What a tile brings with it has an entry for each stage."""
-    both = 2 * plan.padded
-    scratch = dict(
-        kq_s=plgpu.SMEM((both, WIDTH), jnp.bfloat16),  # as the tensor cores want it
-        plain_s=plgpu.SMEM((both, WIDTH), jnp.bfloat16),  # the same, row by row
-        keys_s=plgpu.SMEM((plan.rows, WIDTH), jnp.bfloat16),
-        among_s=plgpu.SMEM((plan.padded, both), jnp.float32),
-        state_s=plgpu.SMEM((plan.stages, TILE, WIDTH), plan.dtype),
-        updates_s=plgpu.SMEM((plan.stages, plan.rows, TILE), jnp.float32),
-        decays_s=plgpu.SMEM((plan.stages, GATES), jnp.float32),
-        gates_s=plgpu.SMEM((plan.stages, GATES), jnp.float32),
-        values_s=plgpu.SMEM((plan.stages, plan.t, TILE), jnp.bfloat16),
-        new_s=plgpu.SMEM((plan.t, TILE), jnp.float32),
-        out_s=plgpu.SMEM((plan.t, TILE), jnp.bfloat16),
-        shared=plgpu.Barrier(num_arrivals=3),
-        ready=plgpu.Barrier(num_arrivals=5, num_barriers=plan.stages),
+    one = _Plan(1, t, rows, 1, group, dtype, Division(splits, 1), PIECES, False)
+    taken = sum(
+        -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024 for shape, dtype in _beside(one).values()
     )
-    if plan.splits > 1:
+    parts = (ROOM - taken) // (TILE * one.division.columns * jnp.dtype(dtype).itemsize)
+    parts = min(parts, 4 if t <= 4 else 3)  # so measured: two blocks with more are slower
+    return Division(splits, stages=max(1, min(parts, one.share * one.parts)))
+
+
+def _beside(plan: _Plan) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of what is in shared memory beside the state."""
+    mine = plan.heads, plan.width
+    return dict(
+        rows_s=((plan.both, WIDTH), jnp.bfloat16),  # new keys, then queries
+        kq_s=((plan.both, WIDTH), jnp.bfloat16),  # the same, as the tensor cores want it
+        keys_s=((plan.rows, WIDTH), jnp.bfloat16),
+        among_s=((plan.t, plan.both), jnp.float32),
+        updates_s=((plan.rows, *mine), jnp.float32),  # then the new ones
+        decays_s=((plan.heads, GATES), jnp.float32),
+        gates_s=((plan.heads, GATES), jnp.float32),
+        values_s=((plan.t, *mine), jnp.bfloat16),  # then what the rows read
+    )
+
+
+def _scratch(plan: _Plan) -> dict:
+    """Shared memory and barriers."""
+    division = plan.division
+    scratch = {name: plgpu.SMEM(*array) for name, array in _beside(plan).items()}
+    scratch |= dict(
+        state_s=plgpu.SMEM((division.stages, TILE, division.columns), plan.dtype),
+        shared=plgpu.Barrier(num_arrivals=6 + plan.heads),
+        ready=plgpu.Barrier(num_barriers=division.stages),
+    )
+    if division.splits > 1:
         scratch["read"] = plgpu.ClusterBarrier(collective_axes=("split",))
     return scratch
 
 
-def _block(plan: _Plan, layer_g, slots_g, replay_g, kq_g, v_g, gates_g, state_g, keys_g, updates_g, decays_g, out_g, *,
-           kq_s, plain_s, keys_s, among_s, state_s, updates_s, decays_s, gates_s, values_s, new_s, out_s, shared, ready,
+def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, gates_g, state_g, keys_g, updates_g, decays_g, out_g,
+           *, rows_s, kq_s, keys_s, among_s, state_s, updates_s, decays_s, gates_s, values_s, shared, ready,
            read=None):  # fmt: skip
     """What one block, of one warpgroup, does."""
     b, m, split = (lax.axis_index(name) for name in ("b", "m", "split"))
     layer, slot, replay = layer_g[0], slots_g[b], replay_g[b]
-    halves = WIDTH // TILE
+    t, columns, stages = plan.t, plan.division.columns, plan.division.stages
+    parts = plan.share * plan.parts
+    behind = min(1, stages - 1)  # parts whose write may still be under way when a place is filled anew
+    first = split * plan.share  # of the key head's tiles
+    head = m * plan.group + lax.div(first, _i32(HALVES))
+    # The value heads that the block has something of, and which of their rows.
+    heads, width = pl.ds(head, plan.heads), decays_g.shape[3]
+    rows = pl.ds(lax.rem(first, _i32(HALVES)) * TILE if plan.share == 1 else 0, plan.width)
 
-    def place(i):
-        """The value head of this block's i-th tile, and which of its rows the tile has."""
-        tile = split * plan.share + i
-        return m * plan.group + lax.div(tile, _i32(halves)), lax.rem(tile, _i32(halves))
+    def place(part):
+        """Where a part of the state is."""
+        tile, across = first + lax.div(part, _i32(plan.parts)), lax.rem(part, _i32(plan.parts))
+        head, half = m * plan.group + lax.div(tile, _i32(HALVES)), lax.rem(tile, _i32(HALVES))
+        return state_g.at[layer, slot, head, pl.ds(half * TILE, TILE), pl.ds(across * columns, columns)]
 
-    def fetch(i, stage):
-        head, half = place(i)
-        cut = pl.ds(half * TILE, TILE)
-        bring = partial(plgpu.copy_gmem_to_smem, barrier=ready.at[stage])
-        bring(state_g.at[layer, slot, head, cut], state_s.at[stage])
-        bring(updates_g.at[layer, slot, :, head, cut], updates_s.at[stage])
-        bring(decays_g.at[layer, slot, head], decays_s.at[stage, pl.ds(0, decays_g.shape[3])])
-        bring(gates_g.at[b, head], gates_s.at[stage])
-        bring(v_g.at[b, :, head, cut], values_s.at[stage])
+    def fetch(part):
+        stage = lax.rem(part, _i32(stages))
+        plgpu.copy_gmem_to_smem(place(part), state_s.at[stage], ready.at[stage])
 
-    fetch(_i32(0), 0)
-    plgpu.copy_gmem_to_smem(kq_g.at[b, :, m], kq_s, shared)
-    plgpu.copy_gmem_to_smem(kq_g.at[b, :, m], plain_s, shared)
-    plgpu.copy_gmem_to_smem(keys_g.at[layer, slot, :, m], keys_s, shared)
-    for stage in range(1, plan.stages):
-        fetch(_i32(stage), stage)
+    bring = partial(plgpu.copy_gmem_to_smem, barrier=shared)
+    bring(k_g.at[b, :, m], rows_s.at[pl.ds(0, t)])  # these first: they needn't wait for the slot
+    bring(q_g.at[b, :, m], rows_s.at[pl.ds(t, t)])
+    bring(gates_g.at[b, heads], gates_s)
+    bring(v_g.at[b, :, heads, rows], values_s)
+    fetch(_i32(0))
+    bring(keys_g.at[layer, slot, :, m], keys_s)
+    bring(updates_g.at[layer, slot, :, heads, rows], updates_s)
+    for h in range(plan.heads):
+        bring(decays_g.at[layer, slot, head + h], decays_s.at[h, pl.ds(0, width)])
+    for part in range(1, stages):
+        fetch(_i32(part))
     plgpu.barrier_wait(shared)
-    _write_products(plan, plain_s, among_s)
+    if plan.division.splits > 1:
+        plgpu.barrier_arrive(read)
+    _write_products(plan, rows_s, kq_s, among_s)
 
     def tile(i, carry):
-        stage = lax.rem(i, _i32(plan.stages))
-        head, half = place(i)
-        cut = pl.ds(half * TILE, TILE)
-        plgpu.barrier_wait(ready.at[stage])
-        if plan.splits > 1:
-            pl.when(i == plan.share - 1)(lambda: plgpu.barrier_arrive(read))
-        state = _replayed(plan, replay, state_s.at[stage], keys_s, updates_s.at[stage], decays_s.at[stage])
-        state_s[stage] = state.astype(plan.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(state_s.at[stage], state_g.at[layer, slot, head, cut])
-        products = product(state, [kq_s.transpose((1, 0))], pieces=plan.pieces, interpreted=plan.interpreted)
-        _run_rows(plan, products, among_s, gates_s.at[stage], values_s.at[stage], new_s, out_s)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(new_s, updates_g.at[layer, slot, pl.ds(0, plan.t), head, cut])
-        plgpu.copy_smem_to_gmem(out_s, out_g.at[b, :, head, cut])
-        if plan.splits > 1:
-            pl.when(i == plan.share - 1)(lambda: plgpu.barrier_wait(read))
-        writes = half == (halves - 1 if plan.share > 1 else 0)  # one block has all of the head, or the cluster has it
-
-        @pl.when(writes)
-        def _():
-            decays = gates_s.at[stage, pl.ds(0, decays_g.shape[3])]
-            plgpu.copy_smem_to_gmem(decays, decays_g.at[layer, slot, head])
-
-        if plan.share > 1:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(i + plan.stages < plan.share)(lambda: fetch(i + plan.stages, stage))
+        h = lax.div(i, _i32(HALVES)) if plan.share > 1 else 0
+        cut = pl.ds(lax.rem(i, _i32(HALVES)) * TILE if plan.share > 1 else 0, TILE)
+        products = []
+        for p in range(plan.parts):
+            part, across = i * plan.parts + p, pl.ds(p * columns, columns)
+            stage = lax.rem(part, _i32(stages))
+            plgpu.barrier_wait(ready.at[stage])
+            records = keys_s.at[:, across], updates_s.at[:, h, cut], decays_s.at[h]
+            state = _replayed(columns, replay, state_s.at[stage], *records)
+            state_s[stage] = state.astype(plan.dtype)
+            if p == plan.parts - 1:
+                values = _values(plan, values_s.at[:, h, cut])
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(state_s.at[stage], place(part))
+            if stages < parts:
+                plgpu.wait_smem_to_gmem(behind, wait_read_only=True)
+                coming = part + stages - behind
+                pl.when((part >= behind) & (coming < parts))(partial(fetch, coming))
+            operand = kq_s.at[:, across].transpose((1, 0))
+            products.append(product(state, [operand], pieces=plan.pieces, interpreted=plan.interpreted))
+        updates, outs = _run_rows(plan, sum(products), values, among_s, gates_s.at[h])
+        for j in range(t):
+            updates_s[j, h, cut] = updates[j]
+            values_s[j, h, cut] = outs[j].astype(jnp.bfloat16)
         return carry
 
     lax.fori_loop(_i32(0), _i32(plan.share), tile, None)
+    plgpu.commit_smem()
+    if plan.division.splits > 1:
+        plgpu.barrier_wait(read)
+    new = pl.ds(0, t)
+    plgpu.copy_smem_to_gmem(updates_s.at[new], updates_g.at[layer, slot, new, heads, rows])
+    plgpu.copy_smem_to_gmem(values_s, out_g.at[b, :, heads, rows])
+
+    @pl.when(lax.rem(first, _i32(HALVES)) == 0)  # of two blocks with half a head, one
+    def _():
+        for h in range(plan.heads):
+            plgpu.copy_smem_to_gmem(gates_s.at[h, pl.ds(0, width)], decays_g.at[layer, slot, head + h])
 
     @pl.when(split == 0)
     def _():
-        plgpu.copy_smem_to_gmem(plain_s.at[pl.ds(0, plan.t)], keys_g.at[layer, slot, pl.ds(0, plan.t), m])
+        plgpu.copy_smem_to_gmem(rows_s.at[new], keys_g.at[layer, slot, new, m])
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _lanes():
-    """A layout of keys and queries in which a row lies in 8 lanes, 4 columns in a run: few shuffles for a row's sum."""
+    """A layout of keys and queries in which 16 lanes have a row, 4 columns in a run: few shuffles for a row's sum."""
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+        plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
     )
 
 
-def _write_products(plan: _Plan, plain_s, among_s):
-    """Put each new key's products with all new keys and queries into a row of `among_s`."""
-    layout, both = _lanes(), 2 * plan.padded
-    kq = plgpu.load(plain_s, layout=layout, optimized=False).astype(jnp.float32)
+def _write_products(plan: _Plan, rows_s, kq_s, among_s):
+    """Put each new key's products with all new keys and queries into a row of `among_s`, and all of these into `kq_s`.
+
+    Their rows make up eights with some that nobody has written; what comes of those isn't looked at.
+    """
+    layout, shape = _lanes(), (plan.both, WIDTH)
+    rows = plgpu.load(rows_s, layout=layout, optimized=False)
+    kq_s[...] = rows
+    kq = rows.astype(jnp.float32)
     for i in range(plan.t):
-        key = plgpu.load(plain_s.at[i], layout=layout.reduce(0), optimized=False).astype(jnp.float32)
-        products = (kq * lax.broadcast_in_dim(key, (both, WIDTH), [1])).sum(axis=1)
+        key = plgpu.load(rows_s.at[i], layout=layout.reduce(0), optimized=False).astype(jnp.float32)
+        products = (kq * lax.broadcast_in_dim(key, shape, [1])).sum(axis=1)
         among_s[i] = plgpu.layout_cast(products, layout.reduce(1))
     plgpu.commit_smem()
 
 
-def _replayed(plan: _Plan, replay, state_s, keys_s, updates_s, decays_s):
-    """A tile of the state with the accepted records in it, float32, in registers."""
-    layout, shape = plgpu.Layout.WGMMA, (TILE, WIDTH)
+def _replayed(columns: int, replay, state_s, keys_s, updates_s, decays_s):
+    """A part of the state with the accepted records in it, float32, in registers."""
+    layout, shape = plgpu.Layout.WGMMA, (TILE, columns)
     total = lax.fori_loop(_i32(0), replay, lambda i, total: total * decays_s[i], jnp.float32(1))
 
     def record(behind, carry):
@@ -288,24 +346,26 @@ def _replayed(plan: _Plan, replay, state_s, keys_s, updates_s, decays_s):
     return lax.fori_loop(_i32(0), replay, record, (state, jnp.float32(1)))[0]
 
 
-def _run_rows(plan: _Plan, products, among_s, gates_s, values_s, new_s, out_s):
-    """From the products of the state before the rows to the rows' updates and what they read."""
+def _values(plan: _Plan, values_s):
+    """Each row's values of a tile's rows, in registers before what the rows read takes their place."""
     rows_only = plgpu.Layout.WGMMA.reduce(1)
+    return [plgpu.load(values_s.at[t], layout=rows_only, optimized=False).astype(jnp.float32) for t in range(plan.t)]
+
+
+def _run_rows(plan: _Plan, products, values, among_s, gates_s):
+    """From the products of the state before the rows to the rows' updates and what they read."""
     column = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
     take = lambda j: jnp.where(column == j, products, 0.0).sum(axis=1)  # noqa: E731
     decay = [gates_s[t] for t in range(plan.t)]
     updates, outs, total = [], [], jnp.float32(1)
     for t in range(plan.t):
         total = total * decay[t]
-        value = plgpu.load(values_s.at[t], layout=rows_only, optimized=False).astype(jnp.float32)
-        update, out = value - take(t) * total, take(plan.padded + t) * total
+        update, out = values[t] - take(t) * total, take(plan.t + t) * total
         since = jnp.float32(1)
         for i in reversed(range(t)):
             since = since * decay[i + 1]
             update = update - updates[i] * (since * among_s[i, t])
-            out = out + updates[i] * (since * among_s[i, plan.padded + t])
+            out = out + updates[i] * (since * among_s[i, plan.t + t])
         updates.append(update * gates_s[MAX_ROWS + t])
-        outs.append(out + updates[t] * among_s[t, plan.padded + t])
-    for t in range(plan.t):  # not sooner: a write would hold up the reads that follow it
-        new_s[t] = updates[t]
-        out_s[t] = outs[t].astype(jnp.bfloat16)
+        outs.append(out + updates[t] * among_s[t, plan.t + t])
+    return updates, outs
