@@ -63,7 +63,7 @@ class Rows:
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         """Of each row in the text, as rotary embeddings have it."""
-        return self._places(t) if self.depth is None else self._window(t)[:, None] + self.depth
+        return self._places(t) if self.depth is None else self._window[:, None] + self.depth
 
     def marked_positions(self, t: int) -> Int[Array, "b t"]:
         """The same, and -1 for rows outside `count`, as a model's forward is given them: padding needs no experts."""
@@ -83,12 +83,19 @@ class Rows:
         self, kv: KV, layer: Int[Array, ""], t: int, write: Callable[[KV, Array], tuple[Array, KV]]
     ) -> tuple[Array, KV]:
         """As in `models.layers.PagedMixer`. The dummy page is padding's, and nothing is written there."""
-        page, slot = self._slots(kv, t)
-        q, kv = write(kv, jnp.where(page > 0, page * kv.shape[4] + slot, -1))
+        q, kv = write(kv, self.written(kv, t))
         return self._look(kv, layer, q)
 
+    def written(self, kv: KV, t: int) -> Int[Array, "b t"]:
+        """Where t rows' keys and values belong, as slots counted over all pages, and -1 for padding."""
+        page, slot = self._slots(kv, t)
+        return jnp.where(page > 0, page * kv.shape[4] + slot, -1)
+
     def _look(self, kv: KV, layer: Int[Array, ""], q: Array) -> tuple[Array, KV]:
-        return paged_attention(q, kv, layer, self.table, self._window(q.shape[1]), self.mask), kv
+        mask = self.mask
+        if mask is not None:  # rows that fill up follow those that it is about, and see nothing of them
+            mask = jnp.pad(mask, ((0, 0), (0, q.shape[1] - mask.shape[1]), (0, 0)))
+        return paged_attention(q, kv, layer, self.table, self._window, mask), kv
 
     def write(self, kv: KV, layer: Array, k: Float[Array, "*l b t m h"], v: Float[Array, "*l b t m h"]) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
@@ -120,9 +127,10 @@ class Rows:
         real = jnp.arange(t) < self.count[:, None]
         return self._pages(places, real, kv.shape[4]), places % kv.shape[4]
 
-    def _window(self, t: int) -> Int[Array, " b"]:
+    @property
+    def _window(self) -> Int[Array, " b"]:
         """The first of the places that the mask is about; without one, that of the first row."""
-        return self.start if self.mask is None else self.start + (t - self.mask.shape[2])
+        return self.start if self.mask is None else self.start + (self.mask.shape[1] - self.mask.shape[2])
 
     def _pages(self, places: Int[Array, "b t"], real: Bool[Array, "b t"], page_size: int) -> Int[Array, "b t"]:
         """The pages that hold these places, the dummy page for those that aren't real or that the table lacks."""

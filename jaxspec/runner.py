@@ -39,7 +39,7 @@ class Defaults:
 
     `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
     `mixture_prefill_size`: `chunked_prefill_size` of a mixture of experts, all of which a program of many tokens reads.
-    `least_rows`: rows that the smallest round has, padding included; on a GPU fewer cost as much or more.
+    `least_rows`: rows that a round of several requests has at least, padding included; on a GPU fewer cost as much.
     """
 
     block: int
@@ -105,7 +105,7 @@ class Runner:
         drafter = self.draft.drafter
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
-        self.shapes = _shapes(self.config, drafter)
+        self.shapes = _shapes(self.config, drafter, alone=not (self.model.config.linear or small_model(self.model)))
         self.plan, layout = self._plan()
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
@@ -275,7 +275,7 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
     chunk = options.chunked_prefill_size or (
         defaults.mixture_prefill_size if model.config.num_experts else defaults.chunked_prefill_size
     )
-    small = _bytes(model.params) < SMALL_MODEL
+    small = small_model(model)
     return dataclasses.replace(
         options,
         draft=draft.name,
@@ -292,11 +292,21 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
     )
 
 
-def _shapes(config: EngineConfig, drafter: Drafter) -> Shapes:
+def small_model(model: Model) -> bool:
+    """Whether a round takes so short that a program should have several."""
+    return _bytes(model.params) < SMALL_MODEL
+
+
+def _shapes(config: EngineConfig, drafter: Drafter, alone: bool = True) -> Shapes:
+    """`alone`: whether one request by itself has a round, for its attention to be divided among all multiprocessors.
+
+    Without, it is padded to `least_rows` as others are, which the kernels of linear attention and of small models want.
+    """
     defaults, width = _defaults(), drafter.num_draft_tokens + 1
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
     blocks = config.chunked_prefill_size // defaults.block
-    batches = tuple(size for size in ladder(slots) if size * width >= defaults.least_rows or size == slots)
+    enough = lambda size: size * width >= defaults.least_rows or size == slots or (size == 1 and alone)  # noqa: E731
+    batches = tuple(filter(enough, ladder(slots)))
     firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
     return Shapes(
         num_slots=slots,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,15 +11,19 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.batch import empty_slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
+from jaxspec.draft import DraftBatch, Verified
+from jaxspec.drafters import dflash, eagle
 from jaxspec.mixers import Cache, RoundRows, WholeTexts
 from jaxspec.models import few_rows as layers
 from jaxspec.models import llama
 from jaxspec.models.layers import rms_norm, rope
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas import project, target
+from jaxspec.pallas.few_rows.share import share_out
 from jaxspec.pallas.target import KERNELS
 from tests.test_weight_stream import assert_close
 from tests.tiny import tiny_config
@@ -26,22 +31,26 @@ from tests.tiny import tiny_config
 EPS, LAYERS, PAGE = 1e-5, 2, 16
 INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
 SMOLLM2 = dict(d=576, heads=9, kv_heads=3, f=1536)
+QWEN3 = dict(d=4096, heads=32, kv_heads=8, f=12288, width=128)
+MIXTURE = dict(d=2048, heads=32, kv_heads=4, f=768, width=128)
 
 
 def normal(key, *shape):
     return jax.random.normal(key, shape).astype(jnp.bfloat16)
 
 
-def operands(rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int = 128) -> dict[str, jax.Array]:
-    """Of all three operations; rows stand in scattered slots of pages, but for the third, which is padding."""
-    keys = iter(jax.random.split(jax.random.key(rows), 9))
-    frequencies = 1e4 ** (-jnp.arange(32) / 32)
+def operands(
+    rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int = 128, width: int = 64
+) -> dict[str, jax.Array]:
+    """Of all operations; rows stand in scattered slots of pages, but for the third, which is padding."""
+    keys = iter(jax.random.split(jax.random.key(rows), 10))
+    frequencies = 1e4 ** (-jnp.arange(width // 2) / (width // 2))
     position = jax.random.randint(next(keys), (rows,), 0, 500)
     angle = position[:, None] * frequencies
     return dict(
         x=normal(next(keys), rows, d),
         scale=(1 + 0.1 * normal(next(keys), d)),
-        qkv=normal(next(keys), d, (heads + 2 * kv_heads) * 64) * d**-0.5,
+        qkv=normal(next(keys), d, (heads + 2 * kv_heads) * width) * d**-0.5,
         gate_up=normal(next(keys), d, 2 * f) * d**-0.5,
         hidden=normal(next(keys), rows, f),
         down=normal(next(keys), f, d) * f**-0.5,
@@ -49,17 +58,31 @@ def operands(rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int 
         sin=jnp.sin(angle),
         position=position,
         frequencies=frequencies,
-        kv=normal(next(keys), LAYERS, 2 + rows // PAGE, 2, kv_heads, PAGE, 64),
+        kv=normal(next(keys), LAYERS, 2 + rows // PAGE, 2, kv_heads, PAGE, width),
         place=(PAGE + jax.random.permutation(next(keys), rows)).at[2].set(-1).astype(jnp.int32),
+        norms=1 + 0.1 * normal(next(keys), LAYERS, width),
     )
 
 
-def check_heads(given: dict[str, jax.Array], **options):
-    of = [given[name] for name in ("x", "scale", "qkv", "cos", "sin", "kv")]
-    q, kv = op.heads(*of, jnp.int32(1), given["place"], [given["gate_up"]], eps=EPS, **options)
-    rows, kv_heads = len(given["x"]), given["kv"].shape[3]
-    qkv = (rms_norm(given["x"], given["scale"], EPS) @ given["qkv"]).reshape(rows, 1, -1, 64)
-    turned = rope(qkv[:, :, :-kv_heads], given["position"][:, None], given["frequencies"])[:, 0]
+def head_operands(given: dict[str, jax.Array], inputs: int, normed: bool) -> tuple:
+    """Of `heads`: one or two inputs side by side; norms of queries and keys, or none."""
+    rows, scales = [given["x"], given["x"][::-1]][:inputs], [given["scale"], given["scale"][::-1]][:inputs]
+    weight = jnp.concatenate([given["qkv"], given["qkv"][::-1]][:inputs]) * inputs**-0.5
+    norms = list(given["norms"]) if normed else []
+    return rows, scales, weight, given["cos"], given["sin"], given["kv"], jnp.int32(1), given["place"], norms
+
+
+def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = False, **options):
+    operands = head_operands(given, inputs, normed)
+    q, kv = op.heads(*operands, [given["gate_up"]], eps=EPS, **options)
+    rows, (kv_heads, _, width) = len(given["x"]), given["kv"].shape[3:]
+    x = jnp.concatenate([rms_norm(*each, EPS) for each in zip(*operands[:2], strict=True)], axis=1)
+    qkv = (x @ operands[2]).reshape(rows, 1, -1, width)
+    turned = qkv[:, :, :-kv_heads]
+    if normed:
+        turned = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
+        turned = jnp.concatenate([rms_norm(*each, EPS) for each in zip(turned, given["norms"], strict=True)], axis=2)
+    turned = rope(turned, given["position"][:, None], given["frequencies"])[:, 0]
     assert_close(q, turned[:, :-kv_heads].reshape(rows, -1))
     new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
     real = given["place"] >= 0
@@ -75,14 +98,33 @@ def check_gated(given: dict[str, jax.Array], **options):
     assert_close(got, project.reference(rms_norm(given["x"], given["scale"], EPS), given["gate_up"], gated=True))
 
 
+def check_normed(given: dict[str, jax.Array], **options):
+    """Products with weights of several widths, one of them in float32, and the rows themselves."""
+    weights = [given["gate_up"], given["qkv"], given["gate_up"][:, :64]]
+    dtypes = ("bfloat16", "bfloat16", "float32")
+    *got, rows = op.normed(given["x"], given["scale"], weights, eps=EPS, dtypes=dtypes, keep=True, **options)
+    norm = rms_norm(given["x"], given["scale"], EPS)
+    assert_close(rows, norm)
+    for one, weight, dtype in zip(got, weights, dtypes, strict=True):
+        assert_close(one, jnp.matmul(norm, weight, preferred_element_type=dtype))
+
+
 def check_add(given: dict[str, jax.Array], **options):
     got = op.add_product(given["x"], given["hidden"], given["down"], **options)
     assert_close(got, given["x"] + given["hidden"] @ given["down"])
 
 
-@pytest.mark.parametrize("rows", [8, 24])
-def test_heads(rows):
-    check_heads(operands(rows), **INTERPRET)
+@pytest.mark.parametrize("rows,inputs,normed", [(8, 1, False), (24, 1, True), (8, 2, False), (40, 2, True)])
+def test_heads(rows, inputs, normed):
+    check_heads(operands(rows), inputs, normed, **INTERPRET)
+
+
+def test_wide_heads_of_twice_the_width():
+    check_heads(operands(8, d=2048, width=128), normed=True, splits=1, **INTERPRET)
+
+
+def test_products_of_one_norm():
+    check_normed(operands(8), **INTERPRET)
 
 
 @pytest.mark.parametrize("rows", [8, 40])  # 40: more than are asked for at once
@@ -90,34 +132,60 @@ def test_gated(rows):
     check_gated(operands(rows), **INTERPRET)
 
 
+def test_gated_with_more_weights_than_shared_memory_holds():
+    share = replace(share_out(8, [2048], 256), splits=1)
+    assert share.slots < share.chunks
+    check_gated(operands(8, d=2048), splits=1, **INTERPRET)
+
+
 @pytest.mark.parametrize("rows", [8, 24])
 def test_product_added(rows):
     check_add(operands(rows), splits=1, **INTERPRET)
 
 
-@pytest.mark.parametrize("rows", [8, 64])
-@pytest.mark.parametrize("widths", [{}, SMOLLM2], ids=["narrow", "smollm2"])
-def test_lowers_for_cuda(rows, widths):
-    given = jax.eval_shape(lambda: operands(rows, **widths))
-    for check, kernel in ((check_heads, "heads"), (check_gated, "gated"), (check_add, "add")):
-        text = jax.jit(partial(_result, check)).trace(given).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("custom_call @mosaic_gpu") == 1, kernel
+def test_product_added_with_more_weights_than_shared_memory_holds():
+    check_add(operands(8, f=2048), splits=1, **INTERPRET)
 
 
-def _result(check, given):
-    """What the kernel of a check gives."""
-    if check is check_heads:
-        of = [given[name] for name in ("x", "scale", "qkv", "cos", "sin", "kv")]
-        return op.heads(*of, jnp.int32(1), given["place"], [given["gate_up"]], eps=EPS)
-    if check is check_gated:
-        return op.gated(given["x"], given["scale"], given["gate_up"], [given["down"]], eps=EPS)
-    return op.add_product(given["x"], given["hidden"], given["down"])
+KERNELS_OF = {
+    "heads": lambda of: op.heads(*head_operands(of, 1, False), [of["gate_up"]], eps=EPS),
+    "normed heads": lambda of: op.heads(*head_operands(of, 1, True), eps=EPS),
+    "heads of two": lambda of: op.heads(*head_operands(of, 2, False), eps=EPS),
+    "normed": lambda of: op.normed(
+        of["x"],
+        of["scale"],
+        [of["gate_up"], of["qkv"], of["gate_up"][:, :64]],
+        eps=EPS,
+        keep=True,
+        dtypes=("bfloat16", "bfloat16", "float32"),
+    ),
+    "gated": lambda of: op.gated(of["x"], of["scale"], of["gate_up"], [of["down"]], eps=EPS),
+    "add": lambda of: op.add_product(of["x"], of["hidden"], of["down"]),
+}
 
 
-def small_model(**overrides):
-    """Config and parameters of a small llama with heads of 64."""
+@pytest.mark.parametrize(
+    "kernel,rows", [(kernel, rows) for kernel in KERNELS_OF for rows in (8, 32 if "two" in kernel else 64)]
+)
+def test_lowers_for_cuda(rows, kernel):
+    """Of SmolLM2's sizes."""
+    given = jax.eval_shape(lambda: operands(rows, **SMOLLM2))
+    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("kernel", ["normed heads", "normed", "gated", "add"])
+@pytest.mark.parametrize("sizes", [QWEN3, MIXTURE], ids=["qwen3-8b", "qwen3-30b-a3b"])
+def test_wide_layers_lower_for_cuda(sizes, kernel):
+    given = jax.eval_shape(lambda: operands(8, **sizes))
+    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def small_model(family="llama", **overrides):
+    """Config and parameters of a small model with heads of 64."""
     given = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
-    config = ModelConfig.from_hf(tiny_config("llama", **(given | overrides)))
+    config = ModelConfig.from_hf(tiny_config(family, **(given | overrides)))
     return config, dummy(llama.parameters(config), "bfloat16", seed=0)
 
 
@@ -144,14 +212,75 @@ def assert_same_forward(got, expected, rows: Rows, tolerance: float):
     assert_close(got.cache[:, 1:], expected.cache[:, 1:], tolerance)
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_layers_are_those_of_the_model(monkeypatch, tree):
-    config, params = small_model()
+def take_few_rows(monkeypatch):
+    """The kernels serve from here on, interpreted."""
+
+    def chosen(operation, reason, *_):
+        assert operation != "few_rows" or reason is None, reason
+        return operation == "few_rows"
+
+    for module in (llama, eagle):
+        monkeypatch.setattr(module, "chosen", chosen)
+    options = dict(heads={}, gated={}, add_product={"splits": 1})
+    for name, given in options.items():
+        monkeypatch.setattr(op, name, partial(getattr(op, name), **given, **INTERPRET))
+
+
+@pytest.mark.parametrize("family,tree", [("llama", False), ("llama", True), ("qwen3", False)])
+def test_layers_are_those_of_the_model(monkeypatch, family, tree):
+    config, params = small_model(family)
     expected = forward(config, params, rounds(tree))
-    monkeypatch.setattr(llama, "chosen", lambda operation, reason, processors=1: operation == "few_rows")
-    for name, options in (("heads", {}), ("gated", {}), ("add_product", {"splits": 1})):
-        monkeypatch.setattr(op, name, partial(getattr(op, name), **options, **INTERPRET))
+    take_few_rows(monkeypatch)
     assert_same_forward(forward(config, params, rounds(tree)), expected, rounds(tree), 2e-2)
+
+
+def small_drafter(method: str):
+    """An EAGLE-3 or a DFlash drafter with heads of 64, and its parameters."""
+    config, params = small_model("qwen3" if method == "dflash" else "llama", num_key_value_heads=2)
+    d, fc = config.hidden_size, 0.05 * normal(jax.random.key(5), 3 * config.hidden_size, config.hidden_size)
+    head = {"embed": normal(jax.random.key(6), config.vocab_size, d)}
+    if method == "dflash":
+        sight = (False, True), (dflash.NO_WINDOW,) * 2
+        context = dflash._context_projection(config, params["layers"])
+        return dflash.DFlash(config, 3, 5, *sight, 4), {
+            **params, **head, **context, "fc": fc, "hidden_norm": 1 + 0.1 * normal(jax.random.key(7), d)
+        }  # fmt: skip
+    layer = params["layers"][0] | {"hidden_norm": 1 + 0.1 * normal(jax.random.key(7), d)}
+    layer["qkv"] = jnp.concatenate([layer["qkv"], layer["qkv"][::-1]])
+    own = {"fc": fc, "layer": layer, "norm": params["norm"], "head": head, **head}
+    return eagle.Eagle3(config, "llama", "bfloat16"), own
+
+
+def drafted(drafter, params):
+    """What is drafted for two requests after a commit of a few tokens, and the pages then."""
+    width, history = drafter.num_draft_tokens + 1, jnp.arange(64).reshape(2, 32)
+    slots = empty_slots(2, 32).replace(length=jnp.array([4, 18, 1]), done=jnp.array([False, False, True]))
+    slots = jax.tree.map(lambda x: x[:2], slots)
+    table = jnp.array([[1, 2], [3, 4]])
+    batch = DraftBatch(jnp.arange(2), slots.length, history, table, ~slots.done, slots.sampling, greedy=True)
+    features = tuple(normal(jax.random.key(i), 2, width, drafter.config.hidden_size) for i in range(3))
+    state = drafter.init_state(PageLayout(5, PAGE, "bfloat16"), 3)
+    known, accepted = jnp.arange(2 * width).reshape(2, width), jnp.array([2, width])
+    state = drafter.commit(params, state, batch, Verified(known, known + 1, accepted, features))
+    proposal, state = drafter.propose(params, state, batch.replace(length=batch.length + accepted))
+    return proposal, jax.tree.leaves(state)
+
+
+def assert_same_drafts(got, few, expected, plain):
+    """Proposals, and the drafter's state, but for the dummy page."""
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    assert_close(got.logits, expected.logits, 2e-2)
+    for a, b in zip(few, plain, strict=True):
+        assert_close(a[:, 1:] if a.ndim == 6 else a, b[:, 1:] if b.ndim == 6 else b, 2e-2)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_drafts_are_those_of_plain_layers(monkeypatch, method):
+    """Of two requests: EAGLE-3's with one row each and four after a round, DFlash's with blocks of five."""
+    drafter, params = small_drafter(method)
+    expected, state = drafted(drafter, params)
+    take_few_rows(monkeypatch)
+    assert_same_drafts(*drafted(drafter, params), expected, state)
 
 
 def test_a_round_takes_them_where_there_are_kernels(monkeypatch):
@@ -174,9 +303,12 @@ def test_what_cannot_run_is_named():
     assert op.supported(64, 64, (576, 576, 1536), bf16, bf16) is None
     assert op.supported(8, 64, (1024, 1024, 3072), bf16) is None
     assert "float8" in op.supported(8, 64, (576, 576, 1536), bf16, jnp.float8_e4m3fn)
-    assert "heads of width 128" in op.supported(8, 128, (576, 576, 1536), bf16)
+    assert op.supported(8, 128, (4096, 4096, 12288), bf16) is None
+    assert op.supported(8, 128, (2048, 4096), bf16) is None
+    assert "heads of width 256" in op.supported(8, 256, (576, 576, 1536), bf16)
     assert "65 rows" in op.supported(65, 64, (576, 576, 1536), bf16)
-    assert "2048 wide" in op.supported(8, 64, (2048, 2048, 8192), bf16)
+    assert "two inputs 2048 wide" in op.supported(8, 64, (2048, 2048, 8192), bf16, beside=2048)
+    assert "16 rows of 2048" in op.supported(16, 64, (2048, 2048, 8192), bf16)
     assert "width 96" in op.supported(8, 64, (576, 576, 96), bf16)
     assert "shared memory" in op.supported(64, 64, (1024, 1024, 3072), bf16)
 
@@ -185,10 +317,10 @@ def test_models_that_keep_the_plain_layers():
     config, params = small_model()
     rows = rounds(False)
     kv = PageLayout(5, PAGE, "bfloat16").kv(config)
-    assert layers.supported(params, config, 9, rows, kv) is None
-    assert "no pages" in layers.supported(params, config, 9, WholeTexts(), None)
-    assert "float32" in layers.supported(params, config, 9, rows, kv.astype("float32"))
+    assert layers.supported(params["layers"][0], config, (3, 3), rows, kv) is None
+    assert "no pages" in layers.supported(params["layers"][0], config, (3, 3), WholeTexts(), None)
+    assert "float32" in layers.supported(params["layers"][0], config, (3, 3), rows, kv.astype("float32"))
     biased, with_biases = small_model(attention_bias=True)
-    assert "biases" in layers.supported(with_biases, biased, 9, rows, kv)
+    assert "biases" in layers.supported(with_biases["layers"][0], biased, (3, 3), rows, kv)
     narrow, other = small_model(intermediate_size=80)
-    assert "80 wide" in layers.supported(other, narrow, 9, rows, kv)
+    assert "80 wide" in layers.supported(other["layers"][0], narrow, (3, 3), rows, kv)

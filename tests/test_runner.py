@@ -33,7 +33,7 @@ def test_on_a_gpu_programs_are_for_many_rows(resolve):
     config, shapes = resolve("gpu")
     assert (config.page_size, config.chunked_prefill_size, config.max_running_requests) == (64, 2048, 128)
     assert (shapes.block, shapes.score, shapes.prefills) == (64, 2, (1, 2, 4, 8, 16, 32))
-    assert (shapes.firsts, shapes.batches) == ((1, 32), (2, 4, 8, 16, 32, 64, 128))
+    assert (shapes.firsts, shapes.batches) == ((1, 32), (1, 2, 4, 8, 16, 32, 64, 128))
 
 
 def test_a_mixture_takes_longer_prompts_at_once(monkeypatch):

@@ -23,7 +23,7 @@ from jaxspec.checkpoint import CheckpointError, ModelFolder, dummy, locate, read
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.models import qwen3
-from jaxspec.models.layers import Attention, Param, linear, rms_norm, rope, rope_frequencies, scale
+from jaxspec.models.layers import Param, linear, rms_norm, rope, rope_frequencies, scale
 from jaxspec.pallas.paged_attention import paged_attention, span_attention
 from jaxspec.pallas.target import tell
 
@@ -157,8 +157,7 @@ class DFlash(Drafter):
         newest = batch.tokens(-1, 1)
         block = jnp.concatenate([newest, jnp.full((len(newest), n), self.mask_token, newest.dtype)], axis=1)
         rows = batch.rows(-1, n + 1)
-        attend = lambda kv, layer, q, k, v: self._attend(rows, kv, layer, q, k, v)  # noqa: E731
-        hidden = qwen3.forward(params, self.config, block, rows.marked_positions(n + 1), Attention(attend), state)
+        hidden = qwen3.forward(params, self.config, block, rows.marked_positions(n + 1), _Block(self, rows), state)
         logits = qwen3.unembed(params, hidden.last[:, 1:])  # a mask's row is about its own position, not the next
         tokens, probs = jax.vmap(batch.choose, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(n))
         return Proposal(tokens, jnp.where(batch.live, n, 0), probs, logits), hidden.cache
@@ -169,28 +168,6 @@ class DFlash(Drafter):
 
     def prefill(self, params, state, batch, features):
         return self._inject(params, state, batch.rows, features)
-
-    def _attend(self, rows: Rows, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, KV]:
-        """The context and the block, as far as this layer's rows see."""
-        kv = rows.write(kv, layer, k, v)
-        b, t = q.shape[:2]
-        causal = jnp.array(self.causal)[layer]
-
-        def near():
-            position = rows.positions(t)
-            window = jnp.array(self.windows)[layer]
-            end = jnp.where(causal, position, position[:, -1:])
-            first, last = position - window + 1, jnp.minimum(end, position + window - 1)
-            return span_attention(q, kv, layer, rows.table, first, last)
-
-        def far():
-            mask = jnp.tril(jnp.ones((t, t), bool)) | ~causal
-            return paged_attention(q, kv, layer, rows.table, rows.start, jnp.broadcast_to(mask, (b, t, t)))
-
-        if len(self.windowed) in (0, len(self.windows)):
-            return (near if self.windowed else far)(), kv
-        # All layers share one trace, in which the index is data. Where it is called it is a constant, and XLA decides.
-        return jax.lax.cond((layer == jnp.array(self.windowed)).any(), near, far), kv
 
     def _inject(self, params: Any, state: KV, rows: Rows, features: tuple[Float[Array, "b t d"], ...]) -> KV:
         """Write the keys and values that all layers here have of the target's features at these rows."""
@@ -205,6 +182,45 @@ class DFlash(Drafter):
         k = rms_norm(k, params["context_norm"][:, None, None, None], c.rms_norm_eps)
         k = rope(k, rows.positions(t), rope_frequencies(c))
         return rows.write(state, jnp.arange(c.num_layers)[:, None, None], k, v)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A `PagedMixer` of blocks at `rows`, as far as each layer's rows see."""
+
+    drafter: DFlash
+    rows: Rows
+
+    def attend(self, cache, layer, q, k, v):
+        return self._look(self.rows.write(cache, layer, k, v), layer, q)
+
+    def pages(self, cache):
+        return cache
+
+    def attend_written(self, cache, layer, t, write):
+        q, kv = write(cache, self.rows.written(cache, t))
+        return self._look(kv, layer, q)
+
+    def _look(self, kv: KV, layer: Int[Array, ""], q: Array) -> tuple[Array, KV]:
+        """The context and the block. Of rows that fill up, nothing is seen."""
+        drafter, rows, (b, t) = self.drafter, self.rows, q.shape[:2]
+        causal, width = jnp.array(drafter.causal)[layer], drafter.num_draft_tokens + 1
+
+        def near():
+            position = rows.positions(t)
+            window = jnp.array(drafter.windows)[layer]
+            end = jnp.where(causal, position, position[:, width - 1, None])
+            first, last = position - window + 1, jnp.minimum(end, position + window - 1)
+            return span_attention(q, kv, layer, rows.table, first, last)
+
+        def far():
+            mask = jnp.tril(jnp.ones((t, width), bool)) | ~causal
+            return paged_attention(q, kv, layer, rows.table, rows.start, jnp.broadcast_to(mask, (b, t, width)))
+
+        if len(drafter.windowed) in (0, len(drafter.windows)):
+            return (near if drafter.windowed else far)(), kv
+        # All layers share one trace, in which the index is data. Where it is called it is a constant, and XLA decides.
+        return jax.lax.cond((layer == jnp.array(drafter.windowed)).any(), near, far), kv
 
 
 def _context_projection(config: ModelConfig, layers: list[dict[str, Array]]) -> dict[str, Array]:

@@ -24,9 +24,10 @@ from jaxspec.cache import KV, Rows, kv_bytes_per_token
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
-from jaxspec.models import MODELS, llama
+from jaxspec.models import MODELS, few_rows, llama
 from jaxspec.models.layers import rms_norm
 from jaxspec.pallas.project import project, real_rows
+from jaxspec.pallas.target import chosen
 
 
 @dataclass(frozen=True)
@@ -100,18 +101,16 @@ class Chain(Drafter):
         return {"kv": layout.kv(self.config), "hidden": hidden}
 
     def propose(self, params, state, batch):
-        hidden, kv = state["hidden"][batch.slots], state["kv"]
+        hidden, kv = state["hidden"][batch.slots][:, None], state["kv"]
         if self.num_steps is not None:
-            proposal, kv = eagle_tree.propose(self, params, kv, hidden, batch)
+            proposal, kv = eagle_tree.propose(self, params, kv, hidden[:, 0], batch)
             return proposal, {"kv": kv, "hidden": state["hidden"]}
         tokens, probs, logits = [], [], []
         for step in range(self.num_draft_tokens):
             if step:
-                out, kv = self._layer(
-                    params, kv, tokens[-1][:, None], self._feedback(params, hidden)[:, None], batch.rows(step - 2, 1)
-                )
-                hidden = out[:, 0]
-            logits.append(self._logits(params, hidden))
+                rows = batch.rows(step - 2, 1)
+                hidden, kv = self._layer(params, kv, tokens[-1][:, None], self._feedback(params, hidden), rows)
+            logits.append(self._logits(params, hidden[:, 0]))
             token, p = batch.choose(logits[-1], step)
             token, p = self._as_targets(params, token, p)
             tokens.append(token)
@@ -153,9 +152,13 @@ class Chain(Drafter):
         raise NotImplementedError
 
     def _layer(
-        self, params: Any, kv: KV, tokens: Int[Array, "b t"], hidden: Float[Array, "b t d"], rows: Rows
-    ) -> tuple[Float[Array, "b t d"], KV]:
-        """The decoder layer over pairs of token and hidden state: its output, before any norm."""
+        self, params: Any, kv: KV, tokens: Int[Array, "b t"], hidden: Float[Array, "b r d"], rows: Rows
+    ) -> tuple[Float[Array, "b r d"], KV]:
+        """The decoder layer over pairs of token and hidden state: its output, before any norm.
+
+        Hidden states can be followed by others, r - t of them, that fill up what kernels take together. They stay there
+        from step to step, where cutting them off and putting others in their place would be kernels of its own.
+        """
         raise NotImplementedError
 
     def _attend(
@@ -234,10 +237,18 @@ class Eagle3(Chain):
         return x + params["fc_bias"] if "fc_bias" in params else x
 
     def _layer(self, params, kv, tokens, hidden, rows):
-        layer, eps = params["layer"], self.config.rms_norm_eps
-        normed = rms_norm(hidden, layer["hidden_norm"], eps)
-        x = jnp.concatenate([rms_norm(params["embed"][tokens], layer["attn_norm"], eps), normed], axis=-1)
-        return self._attend(layer, kv, x, normed if self.norm_before_residual else hidden, rows)
+        layer, config, embedded = params["layer"], self.config, params["embed"][tokens]
+        normed = rms_norm(hidden, layer["hidden_norm"], config.rms_norm_eps)
+        residual = normed if self.norm_before_residual else hidden
+        fits = few_rows.supported(layer, config, tokens.shape, rows, kv, beside=embedded.shape[-1])
+        if not chosen("few_rows", fits):
+            embedded = rms_norm(embedded, layer["attn_norm"], config.rms_norm_eps)
+            return self._attend(layer, kv, jnp.concatenate([embedded, normed], axis=-1), residual, rows)
+        (b, t), flat = tokens.shape, few_rows.flat
+        inputs = [(flat(embedded), layer["attn_norm"]), (flat(hidden), layer["hidden_norm"])]
+        turns = few_rows.rotations(config, rows.positions(t))
+        out, kv = few_rows.layer(layer, config, jnp.int32(0), inputs, flat(residual), b, turns, rows, kv)
+        return out.reshape(b, -1, out.shape[1]), kv
 
     def _feedback(self, params, out):
         return rms_norm(out, params["norm"], self.config.rms_norm_eps) if self.norm_output else out

@@ -82,6 +82,7 @@ def propose(drafter: Chain, params: Any, kv: KV, hidden: Float[Array, "b d"], ba
         mask = jnp.concatenate([mask, jnp.broadcast_to(jnp.eye(k, dtype=bool), (b, k, k))], axis=2)
         rows = _beam_rows(batch, step, k, mask)
         hidden, kv = drafter._layer(params, kv, tokens, drafter._feedback(params, hidden), rows)
+        hidden = hidden[:, :k]
         candidates, likely, logits = _expand(drafter, params, hidden, score)
         source = (step - 1) * k + 1 + jnp.repeat(jnp.arange(k), k)
         found.append(_Found(candidates, likely, jnp.repeat(number, k, axis=1), jnp.broadcast_to(source, (b, k * k))))

@@ -1,65 +1,138 @@
-"""Decoder layers of a small dense model at few rows, each in four kernels and attention's: see `pallas.few_rows`."""
+"""Decoder layers at few rows, each in four kernels and attention's: see `pallas.few_rows`.
+
+They run a target's layers, DFlash's, and EAGLE-3's one, whose q, k and v are made of two inputs side by side. In a
+mixture of experts two of the kernels stand before it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
+from jaxspec.models import moe
 from jaxspec.models.layers import Mixer, rms_norm, rope_frequencies
 from jaxspec.pallas import few_rows
 from jaxspec.pallas.project import run
 from jaxspec.pallas.weight_stream import HALF
 
+Turns = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
-def supported(params: dict[str, Any], config: ModelConfig, rows: int, mixer: Mixer, cache: Any) -> str | None:
-    """Why `layers` can't run so many rows of this model over what `mixer` keeps, or None if it can."""
+
+def supported(
+    layer: dict[str, Array], config: ModelConfig, shape: tuple[int, int], mixer: Mixer, cache: Any, beside: int = 0
+) -> str | None:
+    """Why layers like this one can't run rows of this shape, [b, t], over what `mixer` keeps, or None if they can.
+
+    `beside`: the width of a second input of queries, keys and values.
+    """
     if config.attention_bias or config.mlp_bias:
         return "biases"
-    if config.num_experts:
-        return "experts"
-    if config.qk_norm:
-        return "norms of queries and keys"
     if not hasattr(mixer, "attend_written"):
         return "no pages to write to"
-    if config.rotary_dim != config.head_dim or run(config.mlp_size) != HALF:
-        return f"{config.rotary_dim} of {config.head_dim} columns rotated, an MLP {config.mlp_size} wide"
-    inputs = config.hidden_size, config.num_heads * config.head_dim, config.mlp_size
-    dtypes = params["layers"][0]["qkv"].dtype, mixer.pages(cache).dtype
-    return few_rows.supported(rows, config.head_dim, inputs, *dtypes)
+    if config.rotary_dim != config.head_dim:
+        return f"{config.rotary_dim} of {config.head_dim} columns rotated"
+    widths = config.hidden_size, config.num_heads * config.head_dim
+    if "down" in layer or config.dense_layers:
+        widths += (config.mlp_size,)
+        if run(config.mlp_size) != HALF:
+            return f"an MLP {config.mlp_size} wide"
+    dtypes = layer["qkv"].dtype, mixer.pages(cache).dtype
+    return few_rows.supported(shape[0] * filled(*shape), config.head_dim, widths, *dtypes, beside=beside)
 
 
 def layers(params, config, x, positions, mixer, cache):
     """All decoder layers; the final norm's output, each layer's output, the cache. As `llama._plain_layers`."""
-    (b, t, _), eps, outputs = x.shape, config.rms_norm_eps, []
-    rows = b * t
-
-    def flat(a: Array, fill: int = 0) -> Array:
-        """Rows one under the other, filled up to what the kernels take."""
-        a = a.reshape(rows, -1)
-        return jnp.pad(a, ((0, -rows % few_rows.GROUP), (0, 0)), constant_values=fill)
-
-    angle = flat(positions).astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    b, t, outputs, turns = *positions.shape, [], rotations(config, positions)
+    marked = flat(positions[..., None], -1).T
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
-    def decoder_layer(layer, following, i, x, cache):
-        def write(kv, place):
-            operands = x, layer["attn_norm"], layer["qkv"], cos, sin, kv, i, flat(place, -1)[:, 0]
-            q, kv = few_rows.heads(*operands, [layer["out"], layer["gate_up"], layer["down"]], eps=eps)
-            return q[:rows].reshape(b, t, config.num_heads, config.head_dim), kv
-
-        mixed, cache = mixer.attend_written(cache, i, t, write)
-        x = few_rows.add_product(x, flat(mixed), layer["out"])
-        hidden = few_rows.gated(x, layer["mlp_norm"], layer["gate_up"], [following], eps=eps)
-        return few_rows.add_product(x, hidden, layer["down"]), cache
+    def decoder_layer(weights, following, i, x, cache):
+        inputs = [(x, weights["attn_norm"])]
+        return layer(weights, config, i, inputs, x, b, turns, mixer, cache, [following], marked)
 
     x = flat(x)
-    for i, layer in enumerate(params["layers"]):
+    for i, weights in enumerate(params["layers"]):
         following = params["layers"][(i + 1) % len(params["layers"])]  # after the last, the next round's first
-        x, cache = decoder_layer(layer, following["qkv"], jnp.int32(i), x, cache)
-        outputs.append(x[:rows].reshape(b, t, -1))
-    return rms_norm(outputs[-1], params["norm"], eps), outputs, cache
+        x, cache = decoder_layer(weights, following["qkv"], jnp.int32(i), x, cache)
+        outputs.append(unflat(x, b, t))
+    return rms_norm(outputs[-1], params["norm"], config.rms_norm_eps), outputs, cache
+
+
+def layer(
+    weights: dict[str, Array],
+    config: ModelConfig,
+    i: Int[Array, ""],
+    inputs: Sequence[tuple[Float[Array, "r d"], Float[Array, " d"]]],
+    x: Float[Array, "r d"],
+    b: int,
+    turns: Turns,
+    mixer: Mixer,
+    cache: Any,
+    following: Sequence[Float[Array, "k n"]] = (),
+    marked: Int[Array, "1 r"] | None = None,
+) -> tuple[Float[Array, "r d"], Any]:
+    """A decoder layer over the flat rows of `b` requests: what attention and MLP make of the residual stream `x`.
+
+    Queries, keys and values are made of `inputs`, each with its norm's scale, side by side. `following`: weights that
+    are read after this layer's. `marked`: positions, negative ones of padding, which a mixture of experts leaves out.
+    """
+    eps, small = config.rms_norm_eps, config.hidden_size <= few_rows.NARROW  # memory is idle for most of a small layer
+    norms = [weights["q_norm"], weights["k_norm"]] if config.qk_norm else []
+    ahead = [weights[name] for name in ("out", "gate_up", "down") if small and name in weights]
+
+    def write(kv, place):
+        operands = *zip(*inputs, strict=True), weights["qkv"], *turns, kv, i, place.reshape(-1)
+        q, kv = few_rows.heads(*operands, norms, ahead, eps=eps)
+        return q.reshape(b, -1, config.num_heads, config.head_dim), kv
+
+    mixed, cache = mixer.attend_written(cache, i, len(x) // b, write)
+    mixed = mixed.reshape(len(x), -1)
+    x = few_rows.add_product(x, mixed, weights["out"])
+    if "router" in weights:
+        return mixture(weights, config, x, marked), cache
+    hidden = few_rows.gated(x, weights["mlp_norm"], weights["gate_up"], following if small else (), eps=eps)
+    return few_rows.add_product(x, hidden, weights["down"]), cache
+
+
+def mixture(
+    weights: dict[str, Array],
+    config: ModelConfig,
+    x: Float[Array, "r d"],
+    marked: Int[Array, "1 r"],
+) -> Float[Array, "r d"]:
+    """The mixture of experts, added to the residual stream. Norm and router are one kernel where that serves."""
+    eps, router = config.rms_norm_eps, weights["router"]
+    if few_rows.normed_supported(*x.shape, [router.shape[1]], router.dtype) is not None:
+        return x + moe.moe(weights, config, rms_norm(x[None], weights["mlp_norm"], eps), marked)[0]
+    logits, rows = few_rows.normed(x, weights["mlp_norm"], [router], eps=eps, dtypes=("float32",), keep=True)
+    return x + moe.mix(weights, config, rows, logits, marked)
+
+
+def rotations(config: ModelConfig, positions: Int[Array, "b t"]) -> Turns:
+    """Cosine and sine of each flat row's angles."""
+    angle = flat(positions[..., None]).astype(jnp.float32) * rope_frequencies(config)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def filled(b: int, t: int) -> int:
+    """How many rows to give each of `b` requests that have `t`: so many that the kernels take them together.
+
+    Attention then takes what the kernels before it give and gives what those after it take, with nothing between them.
+    """
+    return next(rows for rows in range(t, t + few_rows.GROUP) if b * rows % few_rows.GROUP == 0)
+
+
+def flat(x: Array, fill: int = 0) -> Array:
+    """Rows [b, t, d] one under the other, each request's filled up."""
+    b, t, width = x.shape
+    return jnp.pad(x, ((0, 0), (0, filled(b, t) - t), (0, 0)), constant_values=fill).reshape(-1, width)
+
+
+def unflat(x: Float[Array, "r d"], b: int, t: int) -> Float[Array, "b t d"]:
+    """The same rows as they were before `flat`."""
+    return x.reshape(b, -1, x.shape[1])[:, :t]

@@ -5,9 +5,9 @@ details that the config can express (biases, norms of q and k, rope scaling) reu
 
 Layers of a mixture-of-experts model differ in the MLP alone (`models.moe`), and not all need have one.
 
-Few rows of a dense model on a Hopper GPU take the same layers cut elsewhere: all matmuls from one attention to the next
-are one kernel (`pallas.weight_stream`), or in a small model each is one with all that stands around it
-(`models.few_rows`). Columns of gate and up alternate in runs, so that a tile of them holds both.
+Few rows on a Hopper GPU take the same layers cut elsewhere: each matmul is one kernel with all that stands around it
+(`models.few_rows`), or with some more rows of a dense model all of them from one attention to the next are one
+(`pallas.weight_stream`). Columns of gate and up alternate in runs, so that a tile of them holds both.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def forward(
     layer's is the final norm's output.
     """
     x = params["embed"][tokens]
-    if chosen("few_rows", few_rows.supported(params, config, tokens.size, mixer, cache)):
+    if chosen("few_rows", few_rows.supported(params["layers"][0], config, tokens.shape, mixer, cache)):
         layers = few_rows.layers
     elif chosen("weight_stream", _streamable(params, config, tokens.size), weight_stream.BLOCKS):
         layers = _streamed_layers

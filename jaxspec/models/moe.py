@@ -53,7 +53,18 @@ def moe(
     """
     # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
     rows = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
-    ids, weights = route(layer["router"], config, rows)
+    return mix(layer, config, rows, _float32(rows, layer["router"]), positions).reshape(x.shape)
+
+
+def mix(
+    layer: dict[str, Array],
+    config: ModelConfig,
+    rows: Float[Array, "r d"],
+    logits: Float[Array, "r e"],
+    positions: Int[Array, "*b"],
+) -> Float[Array, "r d"]:
+    """The same of flat rows, given the router's logits, float32."""
+    ids, weights = route(logits, config)
     stacks = [(layer["experts_gate_up"], layer["experts_down"])]
     if config.shared_expert_size:  # one expert more, that every token chooses
         stacks.append((layer["shared_gate_up"], layer["shared_down"]))
@@ -61,17 +72,15 @@ def moe(
         gate = jax.nn.sigmoid(_float32(rows, layer["shared_gate"]))
         weights = jnp.concatenate([weights, gate], axis=1)
     ids = jnp.where(positions.reshape(-1, 1) >= 0, ids, NOBODY)
-    return experts_mlp(rows, stacks, ids, weights, real_rows(positions)).reshape(x.shape)
+    return experts_mlp(rows, stacks, ids, weights, real_rows(positions))
 
 
-def route(
-    router: Float[Array, "d e"], config: ModelConfig, rows: Float[Array, "t d"]
-) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
-    """Each token's experts, likeliest first, and their weights, float32.
+def route(logits: Float[Array, "t e"], config: ModelConfig) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
+    """Each token's experts, likeliest first, and their weights, float32, from its router's logits.
 
     Weights are probabilities among all experts, or, with `norm_topk_prob`, among those chosen.
     """
-    return top_experts(_float32(rows, router), config.experts_per_token, config.norm_topk_prob)
+    return top_experts(logits, config.experts_per_token, config.norm_topk_prob)
 
 
 def _float32(x: Array, weight: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,9 @@ def _sums_as_the_kernels_have_them():
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_heads(rows):
-    cpu.check_heads(cpu.operands(rows, **cpu.SMOLLM2))
+@pytest.mark.parametrize("inputs,normed", [(1, False), (1, True), (2, False)])
+def test_heads(rows, inputs, normed):
+    cpu.check_heads(cpu.operands(min(rows, 32 if inputs > 1 else rows), **cpu.SMOLLM2), inputs, normed)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -51,6 +53,17 @@ def test_product_added(rows, splits):
         cpu.check_add(cpu.operands(rows, **cpu.SMOLLM2), splits=splits)
 
 
+@pytest.mark.parametrize("sizes", [cpu.QWEN3, cpu.MIXTURE], ids=["qwen3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("kernel", ["heads", "normed", "gated", "add"])
+def test_wide_layers(sizes, kernel):
+    """Several times, since blocks of a cluster may finish in any order, and rings go round."""
+    given = cpu.operands(8, **sizes)
+    heads = partial(cpu.check_heads, normed=True)
+    check = dict(heads=heads, normed=cpu.check_normed, gated=cpu.check_gated, add=cpu.check_add)[kernel]
+    for _ in range(5):
+        check(given)
+
+
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_layers_are_those_of_the_model(monkeypatch, tree):
     config, params = cpu.small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=3)
@@ -62,7 +75,18 @@ def test_layers_are_those_of_the_model(monkeypatch, tree):
     cpu.assert_same_forward(got, cpu.forward(config, params, cpu.rounds(tree)), cpu.rounds(tree), 2e-2)
 
 
-@pytest.mark.parametrize("batch,t", [(8, 1), (32, 1), (8, 4)])
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_drafts_are_those_of_plain_layers(monkeypatch, method):
+    drafter, params = cpu.small_drafter(method)
+    before = KERNELS["few_rows"]
+    got, few = cpu.drafted(drafter, params)
+    assert KERNELS["few_rows"] > before
+    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    jax.clear_caches()
+    cpu.assert_same_drafts(got, few, *cpu.drafted(drafter, params))
+
+
+@pytest.mark.parametrize("batch,t", [(2, 5), (8, 1), (32, 1), (8, 4)])
 def test_a_forward_of_smollm2(monkeypatch, figures, batch, t):
     """Against the plain layers, and how long either takes: many forwards in one program, as rounds are."""
     config = ModelConfig.from_hf(tiny_config("llama", **SMOLLM2))

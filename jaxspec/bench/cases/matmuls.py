@@ -71,8 +71,8 @@ def small_layer(rows: int, d: int, heads: int, kv_heads: int, f: int, layers: in
 
     def op(i, own, carried):
         (x, kv), layer = carried, own[i]
-        operands = x, layer["scale"], layer["qkv"], cos, sin, kv, jnp.int32(i), place
-        q, kv = few_rows.heads(*operands, [layer["out"], layer["gate_up"], layer["down"]], eps=EPS)
+        operands = [x], [layer["scale"]], layer["qkv"], cos, sin, kv, jnp.int32(i), place
+        q, kv = few_rows.heads(*operands, [], [layer["out"], layer["gate_up"], layer["down"]], eps=EPS)
         x = few_rows.add_product(x, q, layer["out"])
         hidden = few_rows.gated(x, layer["scale"], layer["gate_up"], [own[(i + 1) % layers]["qkv"]], eps=EPS)
         x = few_rows.add_product(x, hidden, layer["down"])

@@ -1,0 +1,237 @@
+"""What a block of these kernels does: it brings weights, norms rows meanwhile, multiplies, adds up over its cluster."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.few_rows.share import GROUP, TILE, Share, largest, tiles_of
+
+AT_ONCE = 4  # groups of rows that are asked for before the first is normed
+PIECE = 1024  # columns that are normed together
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+def by_row(vector: int) -> plgpu.Layout:
+    """Eight rows at a time, each in 16 lanes of a warp, which hold `vector` neighbours: so a row's sum stays there."""
+    tiling = plgpu.Tiling(((GROUP, 16 * vector), (2, 16 * vector), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def one_row(width: int) -> plgpu.Layout:
+    """One row of a head, which all four warps hold."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((width,), (width // 32,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    )
+
+
+def params(**options: Any) -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, **options)  # rows lie within a warp
+
+
+def grid_of(share: Share) -> dict[str, Any]:
+    """A block for each tile, or a cluster of them if its inputs are split."""
+    cluster = {"cluster": (share.splits,), "cluster_names": ("split",)} if share.splits > 1 else {}
+    return {"grid": (share.tiles,), "grid_names": ("tile",)} | cluster
+
+
+def split_of(share: Share) -> Any:
+    """Which part of a tile's inputs is this block's."""
+    return lax.axis_index("split") if share.splits > 1 else _i32(0)
+
+
+def scratch_of(share: Share) -> dict[str, Any]:
+    """Shared memory and barriers of a block."""
+    rows, groups = share.rows, share.groups
+    scratch = dict(
+        weight_s=plgpu.SMEM((share.slots, groups, share.chunk, TILE), jnp.bfloat16),
+        rows_s=plgpu.SMEM((share.chunks if share.normed else share.slots, rows, share.chunk), jnp.bfloat16),
+        ready=plgpu.Barrier(num_arrivals=groups + (not share.normed), num_barriers=share.slots),
+    )
+    if share.normed:
+        scratch["out_s"] = plgpu.SMEM((rows, groups * TILE), jnp.bfloat16)
+    if share.splits > 1:
+        scratch["parts_s"] = plgpu.SMEM((share.splits, groups, TILE, rows), _f32)
+        scratch["sent"] = plgpu.Barrier(num_arrivals=share.splits * groups)
+    return scratch
+
+
+def ranges(share, weights_g):
+    """Each weight, its first tile, and the one after its last."""
+    ends = [sum(tiles_of(w, share.groups) for w in weights_g[: i + 1]) for i in range(len(weights_g))]
+    return list(zip(weights_g, [0, *ends], ends, strict=False))
+
+
+def group_of(share, weight_g, tile, g):
+    """The group of columns that is number g in a tile; in a tile with fewer the last one again."""
+    last, group = weight_g.shape[1] // TILE - 1, tile * share.groups + g
+    return group if (last + 1) % share.groups == 0 else jnp.minimum(group, last)
+
+
+def begin(share, weights_g, rows_g=None, *, weight_s, rows_s, ready, **_):
+    """Begin to copy a block's weights, and the rows' inputs if they come from memory; what copies chunk i to a slot.
+
+    Of several weights, the tiles of the first come first.
+    """
+    tile, split = lax.axis_index("tile"), split_of(share)
+
+    def fetch(i, slot):
+        inputs = pl.ds((split * share.chunks + i) * share.chunk, share.chunk)
+        for weight_g, begin, end in ranges(share, weights_g):
+
+            def copy_weight(weight_g=weight_g, begin=begin):
+                for g in range(share.groups):
+                    columns = pl.ds(group_of(share, weight_g, tile - begin, g) * TILE, TILE)
+                    plgpu.copy_gmem_to_smem(weight_g.at[inputs, columns], weight_s.at[slot, g], ready.at[slot])
+
+            copy_weight() if len(weights_g) == 1 else pl.when((tile >= begin) & (tile < end))(copy_weight)
+        if rows_g is not None:
+            plgpu.copy_gmem_to_smem(rows_g.at[:, inputs], rows_s.at[slot], ready.at[slot])
+
+    for i in range(share.slots):
+        fetch(i, i)
+    return fetch
+
+
+def multiply(share, fetch, ahead, finish, *, weight_s, rows_s, ready, parts_s=None, sent=None):
+    """Call `finish` with the products of all rows and a tile's columns, f32[TILE, rows] of each group.
+
+    Only a tile's first block does. `ahead`: weights to bring into the L2 cache meanwhile.
+    """
+    split, slots = split_of(share), share.slots
+    _bring(ahead, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
+
+    def run(*totals):
+        def one(i, slot):
+            plgpu.barrier_wait(ready.at[slot])
+            rows = rows_s.at[i if share.normed else slot].transpose((1, 0))
+            for g, total in enumerate(totals):
+                plgpu.wgmma(total, weight_s.at[slot, g].transpose((1, 0)), rows)
+
+        def next_one(i, _):
+            slot = lax.rem(i, _i32(slots))
+            one(i, slot)
+            plgpu.wgmma_wait(0)
+            pl.when(i + slots < share.chunks)(lambda: fetch(i + slots, slot))
+            return _
+
+        if slots == share.chunks:
+            for i in range(slots):
+                one(i, i)
+        else:
+            lax.fori_loop(_i32(0), _i32(share.chunks), next_one, _i32(0))
+        return tuple(total[...] for total in totals)
+
+    totals = pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)
+    if share.splits == 1:
+        finish(totals)
+        return
+    send = partial(plgpu.async_store_smem, cluster_idx=_i32(0), cluster_dim="split", optimized=False)
+    for g, total in enumerate(totals):
+        send(total, parts_s.at[split, g], sent)
+
+    @pl.when(split == 0)
+    def _():
+        plgpu.barrier_wait(sent)
+        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+        each = [[load(parts_s.at[i, g]) for i in range(share.splits)] for g in range(share.groups)]
+        finish([sum(parts[1:], parts[0]) for parts in each])
+
+
+def _bring(ahead, block, blocks):
+    """Begin to bring this block's share of the weights `ahead` into the L2 cache."""
+    for weight_g in ahead:
+        height, width = (largest(size) for size in weight_g.shape)
+        across = weight_g.shape[1] // width
+        pieces = weight_g.shape[0] // height * across
+        for first in range(0, pieces, blocks):
+            piece = first + block
+            down, along = lax.div(piece, _i32(across)), lax.rem(piece, _i32(across))
+            part = weight_g.at[pl.ds(down * height, height), pl.ds(along * width, width)]
+            plgpu.async_prefetch(part, predicate=piece < pieces)
+
+
+def norm_rows(share, rows_g, scales_g, eps, rows_s, *kept_g):
+    """The rows' root-mean-square norms into shared memory, side by side, as `models.layers.rms_norm` has them.
+
+    Of a split product those of this block's inputs. Rows too wide for registers are read twice. The first tile's blocks
+    write the norm of the one input to `kept_g` as well.
+    """
+    layout, chunk = by_row(4), share.chunk
+    whole = math.gcd(share.part, *share.widths)
+    piece = next(size for size in range(PIECE // chunk * chunk, 0, -chunk) if whole % size == 0)
+    begins = [sum(share.widths[:i]) for i in range(len(share.widths))]
+    load = partial(plgpu.load, optimized=False)
+
+    def read(i, group, at):
+        return load(rows_g[i].at[group, pl.ds(at, piece)], layout=layout)
+
+    def scale(i, at):
+        return load(scales_g[i].at[pl.ds(at, piece)], layout=layout.reduce(0))
+
+    def write(i, group, at, x, factor, scale):
+        x, first = scaled(x.astype(_f32), factor, scale), (begins[i] + at) % share.part // chunk
+        for out_g in kept_g:
+
+            @pl.when(lax.axis_index("tile") == 0)
+            def _(out_g=out_g):
+                out_g[group, pl.ds(at, piece)] = x
+
+        for j in range(piece // chunk):
+            rows_s[first + j, group] = x[:, j * chunk : (j + 1) * chunk]
+
+    def factor(i, parts):
+        squares = sum(jnp.sum(x * x, axis=1) for x in (x.astype(_f32) for x in parts))
+        return lax.rsqrt(squares / share.widths[i] + eps)
+
+    each = [(i, pl.ds(at, GROUP)) for i in range(len(begins)) for at in range(0, share.rows, GROUP)]
+    if share.splits == 1 and all(width == piece for width in share.widths):
+        scales = [scale(i, 0) for i in range(len(begins))]
+        for first in range(0, len(each), AT_ONCE):
+            together = each[first : first + AT_ONCE]
+            loaded = [read(i, group, 0) for i, group in together]
+            for (i, group), x in zip(together, loaded, strict=True):
+                write(i, group, 0, x, factor(i, [x]), scales[i])
+    else:
+        places = [range(0, width, piece) for width in share.widths]
+        factors = [factor(i, [read(i, group, at) for at in places[i]]) for i, group in each]
+        for split in range(share.splits):
+
+            @pl.when(split_of(share) == split)
+            def _(split=split):
+                for (i, group), by in zip(each, factors, strict=True):
+                    here = [at for at in places[i] if (begins[i] + at) // share.part == split]
+                    for pair in (here[j : j + 2] for j in range(0, len(here), 2)):
+                        loaded = [(at, read(i, group, at), scale(i, at)) for at in pair]
+                        for at, x, of in loaded:
+                            write(i, group, at, x, by, of)
+
+    plgpu.commit_smem()
+
+
+def scaled(x, factor, scale):
+    """Rows times their factors, rounded, and then times their columns' scales."""
+    x = (x * lax.broadcast_in_dim(factor, x.shape, [0])).astype(jnp.bfloat16).astype(_f32)
+    return (x * lax.broadcast_in_dim(scale.astype(_f32), x.shape, [1])).astype(jnp.bfloat16)
+
+
+def to_rows(totals, out_s):
+    """Sums by column into shared memory by row, rounded as a product of its own would be.
+
+    A column lies in one warp: through shared memory all of a row comes to the same warp.
+    """
+    for g, total in enumerate(totals):
+        part = out_s.at[:, pl.ds(g * TILE, TILE)].transpose((1, 0))
+        part[...] = plgpu.layout_cast(total.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+
+
+def from_rows(out_s, at, width):
+    """So many columns of all rows."""
+    return plgpu.load(out_s.at[:, pl.ds(at, width)], layout=by_row(width // 16), optimized=False).astype(_f32)

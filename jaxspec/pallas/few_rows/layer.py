@@ -1,0 +1,279 @@
+"""The matmuls of a layer at few rows, each with what stands before and after it, on Hopper.
+
+At few rows a layer takes little longer than reading its weights, so what counts is how many kernels there are, and how
+long each waits for memory in turn. Here a layer is four of them and attention:
+
+- `heads`: norm, q, k and v, the norms of q and k if there are any, their rotation, keys and values into their pages;
+- `add_product`: the output projection and `down`, each added to the residual stream;
+- `gated`: norm, gate and up, silu(gate) * up;
+- `normed`: norm and several products, for layers that are cut otherwise.
+
+A block of one warpgroup takes some columns of a product in groups of `TILE`: those of a head, or half a group each of
+gate and up. It asks for its weights first, all at once or as many as a ring in shared memory holds, and while they come
+it makes the other operand: every block norms all rows for itself, since they are few. On the tensor cores the weights'
+columns are what is 64 wide, and rows are the narrow side, so eight rows cost an eighth of 64. Inputs can be divided
+among the blocks of a cluster, which send their sums into the shared memory of the first one. In a small model, where
+memory is idle for most of a layer, a block that waits has later kernels' weights brought into the L2 cache (`ahead`);
+in wide layers that took longer than it saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.few_rows.block import (
+    begin,
+    by_row,
+    from_rows,
+    grid_of,
+    group_of,
+    multiply,
+    norm_rows,
+    one_row,
+    params,
+    ranges,
+    scaled,
+    scratch_of,
+    to_rows,
+)
+from jaxspec.pallas.few_rows.share import BLOCKS, MAX_GROUPS, TILE, share_out, tiles_of, with_splits
+from jaxspec.pallas.once import lower_once
+from jaxspec.pallas.weight_stream import HALF
+
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+@lower_once("eps", "splits")
+def gated(
+    x: Float[Array, "r d"],
+    scale: Float[Array, " d"],
+    weight: Float[Array, "d n"],
+    ahead: Sequence[Float[Array, "k o"]] = (),
+    *,
+    eps: float,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r f"]:
+    """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
+
+    `ahead`: weights that the kernels after it will read. `splits`: among how many blocks of a cluster to divide the
+    inputs; interpret mode can't send anything between them, and takes 1.
+    """
+    rows = len(x)
+    share = with_splits(share_out(rows, [x.shape[1]], weight.shape[1]), splits)
+    return plgpu.kernel(
+        partial(_gated_tile, share, eps, len(ahead)),
+        kernel_name="few_rows_gated",
+        out_type=jax.ShapeDtypeStruct((rows, weight.shape[1] // 2), x.dtype),
+        **grid_of(share),
+        scratch_types=scratch_of(share),
+        compiler_params=params(),
+        interpret=interpret,
+    )(x, scale, weight, *ahead)
+
+
+def _gated_tile(share, eps, ahead, x_g, scale_g, weight_g, *refs, out_s, **scratch):
+    tile, out_g = lax.axis_index("tile"), refs[ahead]
+    fetch = begin(share, [weight_g], **scratch)
+    norm_rows(share, [x_g], [scale_g], eps, scratch["rows_s"])
+
+    def finish(totals):
+        to_rows(totals, out_s)
+        for g in range(share.groups):
+            gate, up = (from_rows(out_s, g * TILE + at, HALF) for at in (0, HALF))
+            value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
+            out_g[:, pl.ds((tile * share.groups + g) * HALF, HALF)] = value.astype(jnp.bfloat16)
+
+    multiply(share, fetch, refs[:ahead], finish, **scratch)
+
+
+@lower_once("eps", "splits")
+def heads(
+    rows: Sequence[Float[Array, "r d"]],
+    scales: Sequence[Float[Array, " d"]],
+    weight: Float[Array, "k n"],
+    cos: Float[Array, "r half"],
+    sin: Float[Array, "r half"],
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, ""],
+    place: Int[Array, " r"],
+    norms: Sequence[Float[Array, " h"]] = (),
+    ahead: Sequence[Float[Array, "k o"]] = (),
+    *,
+    eps: float,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "r q"], Float[Array, "l p 2 m s h"]]:
+    """Rotated queries of the normed rows, and the pages with their rotated keys and values in `layer`.
+
+    What several `rows` have stands side by side, each normed with its own of `scales`. `weight` has columns of the
+    query heads, then of as many keys and values as the pages have. `norms`: the scales of the norms that each head's
+    queries and keys go through, if they do. `cos` and `sin` are those of each row's position, float32. Row i's keys and
+    values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative place go nowhere. `ahead` and
+    `splits` as in `gated`.
+    """
+    count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
+    share = with_splits(share_out(count, [x.shape[1] for x in rows], weight.shape[1], width // TILE), splits)
+    queries = weight.shape[1] // width - 2 * kv.shape[3]
+    q = plgpu.kernel(
+        partial(_head, share, eps, queries, len(rows), len(norms)),
+        kernel_name="few_rows_heads",
+        out_type=jax.ShapeDtypeStruct((count, queries * width), weight.dtype),
+        **grid_of(share),
+        scratch_types=scratch_of(share) | {"head_s": plgpu.SMEM((count, width), weight.dtype)},
+        compiler_params=params(),
+        interpret=interpret,
+    )(weight, cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *ahead)
+    return q, jax.freeze(ref)
+
+
+def _head(share, eps, queries, inputs, norms, weight_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs, out_s, head_s,
+          **scratch):  # fmt: skip
+    head, refs = lax.axis_index("tile"), list(refs)
+    rows_g, scales_g, norms_g = ([refs.pop(0) for _ in range(n)] for n in (inputs, inputs, norms))
+    q_g = refs.pop()
+    kv_heads, page_size, width = kv_g.shape[3:]
+    half = width // 2
+    turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
+    asks = (head < queries).astype(_f32)
+    fetch = begin(share, [weight_g], **scratch)
+    # Asked for before anything is waited for, as each would take its time later.
+    cos, sin = (plgpu.load(ref, layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
+    cos, sin = cos * turns + (1 - turns), sin * turns
+    layer, places = layer_g[0], [place_g[i] for i in range(place_g.shape[0])]
+    norms = [[_half_row(norm_g, at, half) for at in (0, half)] for norm_g in norms_g]
+    norms = [[q * asks + k * (1 - asks) for q, k in zip(*norms, strict=True)]] if norms else []
+    norm_rows(share, rows_g, scales_g, eps, scratch["rows_s"])
+
+    def finish(totals):
+        to_rows(totals, out_s)
+        first, second = (from_rows(out_s, at, half) for at in (0, half))
+        for first_scale, second_scale in norms:
+            factor = lax.rsqrt((jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)) / width + eps)
+            first = scaled(first, factor, first_scale).astype(_f32) * turns + first * (1 - turns)
+            second = scaled(second, factor, second_scale).astype(_f32) * turns + second * (1 - turns)
+        first, second = first * cos - second * sin, second * cos + first * sin
+
+        @pl.when(head < queries)
+        def _():
+            q_g[:, pl.ds(head * width, half)] = first.astype(jnp.bfloat16)
+            q_g[:, pl.ds(head * width + half, half)] = second.astype(jnp.bfloat16)
+
+        @pl.when(head >= queries)
+        def _():
+            head_s[:, pl.ds(0, half)] = first.astype(jnp.bfloat16)
+            head_s[:, pl.ds(half, half)] = second.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            kind = lax.div(head - queries, _i32(kv_heads))
+            kv_head = lax.rem(head - queries, _i32(kv_heads))
+            for i, place in enumerate(places):
+
+                @pl.when(place >= 0)
+                def _(i=i, place=place):
+                    page, slot = lax.div(place, _i32(page_size)), lax.rem(place, _i32(page_size))
+                    row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
+                    kv_g[layer, page, kind, kv_head, slot] = row
+
+    multiply(share, fetch, refs, finish, **scratch)
+
+
+def _half_row(row_g, at, half):
+    """Half of a head's scales, as `_from_rows` has rows."""
+    part = row_g.at[pl.ds(at, half)]
+    return plgpu.load(part, layout=by_row(half // 16).reduce(0), optimized=False).astype(_f32)
+
+
+@lower_once("splits")
+def add_product(
+    x: Float[Array, "r d"],
+    rows: Float[Array, "r k"],
+    weight: Float[Array, "k d"],
+    *,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r d"]:
+    """x + rows @ weight, in bfloat16, rounded where plain layers round. `splits` as in `gated`."""
+    count, columns = len(rows), weight.shape[1]
+    share = with_splits(share_out(count, [rows.shape[1]], columns, 1, normed=False), splits)
+    return plgpu.kernel(
+        partial(_add_tile, share),
+        kernel_name="few_rows_add",
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        **grid_of(share),
+        scratch_types=scratch_of(share),
+        compiler_params=params(),
+        interpret=interpret,
+    )(x, rows, weight)
+
+
+def _add_tile(share, x_g, rows_g, weight_g, out_g, **scratch):
+    columns, layout = pl.ds(lax.axis_index("tile") * TILE, TILE), plgpu.Layout.WGMMA_TRANSPOSED
+    fetch = begin(share, [weight_g], rows_g, **scratch)
+    x = plgpu.load(x_g.at[:, columns].transpose((1, 0)), layout=layout, optimized=False).astype(_f32)
+
+    def finish(totals):
+        total = plgpu.layout_cast(totals[0], layout).astype(jnp.bfloat16).astype(_f32)
+        out_g.at[:, columns].transpose((1, 0))[...] = (x + total).astype(jnp.bfloat16)
+
+    multiply(share, fetch, (), finish, **scratch)
+
+
+@lower_once("eps", "dtypes", "keep", "splits")
+def normed(
+    x: Float[Array, "r d"],
+    scale: Float[Array, " d"],
+    weights: Sequence[Float[Array, "d n"]],
+    *,
+    eps: float,
+    dtypes: tuple[str, ...],
+    keep: bool = False,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> list[Float[Array, "r n"]]:
+    """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
+
+    With `keep` the normed rows come after them. `splits` as in `gated`.
+    """
+    groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
+    columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
+    share = with_splits(share_out(len(x), [x.shape[1]], columns, groups), splits)
+    outs = [jax.ShapeDtypeStruct((len(x), w.shape[1]), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+    scratch = scratch_of(share)
+    del scratch["out_s"]
+    return plgpu.kernel(
+        partial(_normed_tile, share, eps, len(weights)),
+        kernel_name="few_rows_normed",
+        out_type=outs + [jax.ShapeDtypeStruct(x.shape, x.dtype)] * keep,
+        **grid_of(share),
+        scratch_types=scratch,
+        compiler_params=params(),
+        interpret=interpret,
+    )(x, scale, *weights)
+
+
+def _normed_tile(share, eps, weights, x_g, scale_g, *refs, **scratch):
+    weights_g, outs_g = refs[:weights], refs[weights:]
+    tile = lax.axis_index("tile")
+    fetch = begin(share, weights_g, **scratch)
+    norm_rows(share, [x_g], [scale_g], eps, scratch["rows_s"], *outs_g[weights:])
+
+    def finish(totals):
+        for (_, first, end), out_g in zip(ranges(share, weights_g), outs_g, strict=False):
+
+            @pl.when((tile >= first) & (tile < end))
+            def _(first=first, out_g=out_g):
+                for g, total in enumerate(totals):
+                    total = plgpu.layout_cast(total.astype(out_g.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                    columns = pl.ds(group_of(share, out_g, tile - first, g) * TILE, TILE)
+                    out_g.at[:, columns].transpose((1, 0))[...] = total
+
+    multiply(share, fetch, (), finish, **scratch)

@@ -1,0 +1,140 @@
+"""How the products of few rows are shared out among blocks, and which fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+TILE = 64  # columns of a group: the M of a Hopper warpgroup's matmul
+GROUP = 8  # rows that are normed together, and what the number of rows must be a multiple of
+MAX_ROWS = 64  # more would need another tile of rows, and registers for it
+NARROW = 1024  # inputs of a product whose normed rows each block makes for itself, however many rows they are
+WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
+MAX_CHUNK = 256  # inputs of one copy of weights: what a bulk copy can bring
+MAX_CLUSTER = 4  # blocks that share a tile's inputs
+MAX_GROUPS = 8  # groups of columns of a block
+BLOCKS = 132  # multiprocessors of an H100 or H200: so many blocks run at once
+SLOT_BYTES = 32 * 1024  # of weights that are waited for together
+MIN_SLOTS = 3  # of a ring
+SHARED_BYTES = 226 * 1024
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a product is shared out: `groups` groups of columns a block, inputs in `splits` parts, a part in `chunks`.
+
+    `normed`: a block makes all of its rows' inputs itself, otherwise they come in chunks as the weights do.
+    """
+
+    rows: int
+    widths: tuple[int, ...]  # of what stands side by side as inputs
+    columns: int
+    groups: int
+    splits: int
+    normed: bool
+
+    @property
+    def tiles(self) -> int:
+        return self.columns // TILE // self.groups
+
+    @property
+    def chunk(self) -> int:
+        """Inputs that come together: as many as one copy can bring and a slot hold, all chunks alike."""
+        most = min(MAX_CHUNK, SLOT_BYTES // (2 * TILE * self.groups))
+        return largest(math.gcd(self.part, *self.widths), most)
+
+    @property
+    def part(self) -> int:
+        """Inputs of one block."""
+        return sum(self.widths) // self.splits
+
+    @property
+    def chunks(self) -> int:
+        return self.part // self.chunk
+
+    @property
+    def slots(self) -> int:
+        """Of the ring of weights, as far as shared memory reaches."""
+        out = 2 * 2 * self.rows * TILE * self.groups
+        parts = 4 * self.rows * TILE * self.groups * self.splits if self.splits > 1 else 0
+        rows = 2 * self.rows * (self.part if self.normed else 0)
+        slot = 2 * self.chunk * (TILE * self.groups + (0 if self.normed else self.rows))
+        return min(self.chunks, (SHARED_BYTES - 1024 - out - parts - rows) // slot)
+
+    @property
+    def fits(self) -> bool:
+        return self.slots >= min(self.chunks, MIN_SLOTS)
+
+
+def share_out(
+    rows: int, widths: Sequence[int], columns: int, groups: int | None = None, *, normed: bool = True
+) -> Share:
+    """A share for each block of what is to be done, so that all blocks run at once and most multiprocessors have one.
+
+    `groups`: of a block's columns, if it matters.
+    """
+    if groups is None:
+        fits = (n for n in range(1, MAX_GROUPS + 1) if columns // TILE % n == 0 and columns // TILE // n <= BLOCKS)
+        groups = next(fits, 1)
+    tiles = columns // TILE // groups
+    most = 1 if normed and max(widths) <= NARROW else MAX_CLUSTER
+    divides = lambda n: sum(widths) // TILE % n == 0 and tiles * n <= BLOCKS  # noqa: E731
+    splits = next((n for n in range(most, 1, -1) if divides(n)), 1)
+    return Share(rows, tuple(widths), columns, groups, splits, normed)
+
+
+def with_splits(share: Share, splits: int | None) -> Share:
+    return share if splits is None else replace(share, splits=splits)
+
+
+def largest(whole: int, most: int = MAX_CHUNK) -> int:
+    """The largest multiple of `TILE` up to `most` that divides `whole`."""
+    return next(size for size in range(most // TILE * TILE, 0, -TILE) if whole % size == 0)
+
+
+def tiles_of(weight: Any, groups: int) -> int:
+    """How many tiles of so many groups of columns a weight has; the last may have fewer."""
+    return -(-weight.shape[1] // TILE // groups)
+
+
+def supported(rows: int, head: int, inputs: tuple[int, ...], *dtypes: Any, beside: int = 0) -> str | None:
+    """Why so many rows can't go through layers with heads of width `head`, or None if they can.
+
+    `inputs` are those of the layer's products: the model's width, that of all query heads, and of a dense layer the
+    MLP's; `dtypes` those of weights and pages. `beside`: the width of what q, k and v are made of beside rows of the
+    model's width.
+    """
+    width, queries, *mlp = inputs
+    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
+        return f"weights or pages in {wrong[0]}; bfloat16 are"
+    if head not in (TILE, 2 * TILE):
+        return f"heads of width {head}; {TILE} and {2 * TILE} are"
+    if beside and max(width, beside) > NARROW:
+        return f"two inputs {max(width, beside)} wide; up to {NARROW} are"
+    most = MAX_ROWS if width <= NARROW else WIDE_ROWS
+    if rows > most:
+        return f"{rows} rows of {width}; up to {most} are"
+    if odd := [each for each in (*inputs, beside) if each % TILE]:
+        return f"width {odd[0]}; multiples of {TILE} are"
+    rows = -(-rows // GROUP) * GROUP
+    shares = [share_out(rows, [each for each in (width, beside) if each], queries, head // TILE)]
+    shares += [share_out(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
+    shares += [share_out(rows, [width], 2 * each) for each in mlp]
+    return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
+
+
+def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any) -> str | None:
+    """Why `normed` can't serve so many rows of this width and weights of so many columns, or None if it can."""
+    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
+        return f"weights in {wrong[0]}; bfloat16 are"
+    if rows % GROUP or rows > WIDE_ROWS:
+        return f"{rows} rows; multiples of {GROUP} up to {WIDE_ROWS} are"
+    if odd := [each for each in (width, *columns) if each % TILE]:
+        return f"width {odd[0]}; multiples of {TILE} are"
+    if sum(columns) // TILE > BLOCKS * MAX_GROUPS - len(columns) * MAX_GROUPS:
+        return f"{sum(columns)} columns"
+    return None if share_out(rows, [width], sum(columns)).fits else f"rows of {width} for shared memory"
