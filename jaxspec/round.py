@@ -54,8 +54,9 @@ class State:
     """All that changes from program to program: request slots, the target's cache, the drafter's own state.
 
     Of each slot's last round, the first `replay` rows stand, and linear layers have yet to enter them into its state;
-    after a prefill there are none. `hidden` and `features` are the final hidden state and the drafter's features of
-    each slot's last prompt token, from the prefill that computed it until `first` has made a token of it.
+    after a prefill there are none, nor in a model without such layers. `hidden` and `features` are the final hidden
+    state and the drafter's features of each slot's last prompt token, from the prefill that computed it until `first`
+    has made a token of it.
     """
 
     slots: Slots
@@ -127,7 +128,7 @@ def first(
 
     A round of one row: what its forward would yield, the prefill has left in the state.
     """
-    slots, batch = _batch(state, packed, mode)
+    slots, batch = _batch(state, packed[:, 0], packed[:, 1:], mode)
     nothing = Proposal(jnp.zeros((len(packed), 0), jnp.int32), jnp.zeros((len(packed),), jnp.int32))
     hidden, features = jax.tree.map(lambda kept: kept[batch.slots][:, None], (state.hidden, state.features))
     logits = MODELS[config.model_type].unembed(params, hidden)
@@ -141,7 +142,11 @@ def decode_round(
 
     `mode` is one of `MODES`. A request that is done yields nothing and changes nothing.
     """
-    slots, batch = _batch(state, packed, mode)
+    return _round(config, drafter, mode, params, draft_params, state, packed[:, 0], packed[:, 1:])
+
+
+def _round(config, drafter, mode, params, draft_params, state, ids, table):
+    slots, batch = _batch(state, ids, table, mode)
     proposal, draft = drafter.propose(draft_params, state.draft, batch)
     proposal = proposal.replace(count=jnp.where(batch.live, jnp.minimum(proposal.count, slots.drafts), 0))
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
@@ -161,23 +166,25 @@ def decode_round(
     state = state.replace(cache=hidden.cache, draft=draft)
     logits = family.unembed(params, hidden.last)
     state, out = _conclude(drafter, mode, draft_params, state, slots, batch, proposal, logits, hidden.features, tree)
-    return state.replace(replay=state.replay.at[batch.slots].set(out[:, EMITTED])), out
+    if config.linear:
+        state = state.replace(replay=state.replay.at[ids].set(out[:, EMITTED]))
+    return state, out
 
 
 def decode_rounds(
     config: ModelConfig, drafter: Drafter, mode: str, rounds: int, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "k b w"]]:
     """That many rounds, one after the other, and what each of them yields."""
+    ids, table = packed[:, 0], packed[:, 1:]  # taken apart once
 
     def step(state, _):
-        return decode_round(config, drafter, mode, params, draft_params, state, packed)
+        return _round(config, drafter, mode, params, draft_params, state, ids, table)
 
     return jax.lax.scan(step, state, length=rounds)
 
 
-def _batch(state: State, packed: Int[Array, "b k"], mode: str) -> tuple[Slots, DraftBatch]:
-    """The slots of the requests named in `packed`, and the same as a drafter sees them."""
-    ids, table = packed[:, 0], packed[:, 1:]
+def _batch(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode: str) -> tuple[Slots, DraftBatch]:
+    """The slots of these requests, and the same as a drafter sees them."""
     slots = jax.tree.map(lambda x: x[ids], state.slots)
     return slots, DraftBatch(ids, slots.length, slots.history, table, ~slots.done, slots.sampling, mode == GREEDY)
 
@@ -264,12 +271,11 @@ def _probabilities(logits: Array, slots: Slots, proposal: Proposal, tree: Tree |
 def _stop(slots: Slots, outputs: Int[Array, "b q"], accepted: Int[Array, " b"]) -> tuple[Array, Array]:
     """How many of the accepted tokens stand once stop ids and the length limit cut in, and whether that ends it."""
     row = jnp.arange(outputs.shape[1])
-    stops = (outputs[..., None] == slots.sampling.stop_ids[:, None]).any(-1) & (row < accepted[:, None])
-    first_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1) + 1, accepted)
-    emitted = jnp.minimum(first_stop, slots.limit - slots.length)
+    stops = (outputs[..., None] == slots.sampling.stop_ids[:, None]).any(-1)
+    stop = jnp.min(jnp.where(stops, row + 1, len(row) + 1), axis=1)  # tokens up to the first that is one
+    emitted = jnp.minimum(jnp.minimum(accepted, stop), slots.limit - slots.length)
     emitted = jnp.where(slots.done, 0, emitted)
-    stopped = (stops & (row < emitted[:, None])).any(1)
-    return emitted, slots.done | stopped | (slots.length + emitted >= slots.limit)
+    return emitted, slots.done | (stop <= emitted) | (slots.length + emitted >= slots.limit)
 
 
 def _advance(slots: Slots, ids: Array, length: Array, outputs: Array, emitted: Array, done: Array) -> Slots:

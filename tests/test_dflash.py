@@ -107,7 +107,7 @@ class Rounds:
         self.propose = jax.jit(self._propose)
 
     def _propose(self, state):
-        _, batch = programs._batch(state, self.packed, programs.GREEDY)
+        _, batch = programs._batch(state, self.packed[:, 0], self.packed[:, 1:], programs.GREEDY)
         return DFlash.propose(self.drafter, self.params, state.draft, batch)[0]
 
     def next(self):
