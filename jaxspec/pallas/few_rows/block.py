@@ -65,7 +65,7 @@ def scratch_of(share: Share) -> dict[str, Any]:
 def ranges(share, weights_g):
     """Each weight, its first tile, and the one after its last."""
     ends = [sum(tiles_of(w, share.groups) for w in weights_g[: i + 1]) for i in range(len(weights_g))]
-    return list(zip(weights_g, [0, *ends], ends, strict=False))
+    return list(zip(weights_g, [0, *ends[:-1]], ends, strict=True))
 
 
 def group_of(share, weight_g, tile, g):
@@ -83,14 +83,14 @@ def begin(share, weights_g, rows_g=None, *, weight_s, rows_s, ready, **_):
 
     def fetch(i, slot):
         inputs = pl.ds((split * share.chunks + i) * share.chunk, share.chunk)
-        for weight_g, begin, end in ranges(share, weights_g):
+        for weight_g, first, end in ranges(share, weights_g):
 
-            def copy_weight(weight_g=weight_g, begin=begin):
+            def copy_weight(weight_g=weight_g, first=first):
                 for g in range(share.groups):
-                    columns = pl.ds(group_of(share, weight_g, tile - begin, g) * TILE, TILE)
+                    columns = pl.ds(group_of(share, weight_g, tile - first, g) * TILE, TILE)
                     plgpu.copy_gmem_to_smem(weight_g.at[inputs, columns], weight_s.at[slot, g], ready.at[slot])
 
-            copy_weight() if len(weights_g) == 1 else pl.when((tile >= begin) & (tile < end))(copy_weight)
+            copy_weight() if len(weights_g) == 1 else pl.when((tile >= first) & (tile < end))(copy_weight)
         if rows_g is not None:
             plgpu.copy_gmem_to_smem(rows_g.at[:, inputs], rows_s.at[slot], ready.at[slot])
 

@@ -267,7 +267,7 @@ def _normed_tile(share, eps, weights, x_g, scale_g, *refs, **scratch):
     norm_rows(share, [x_g], [scale_g], eps, scratch["rows_s"], *outs_g[weights:])
 
     def finish(totals):
-        for (_, first, end), out_g in zip(ranges(share, weights_g), outs_g, strict=False):
+        for (_, first, end), out_g in zip(ranges(share, weights_g), outs_g[:weights], strict=True):
 
             @pl.when((tile >= first) & (tile < end))
             def _(first=first, out_g=out_g):

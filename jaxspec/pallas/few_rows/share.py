@@ -44,7 +44,7 @@ class Share:
     @property
     def chunk(self) -> int:
         """Inputs that come together: as many as one copy can bring and a slot hold, all chunks alike."""
-        most = min(MAX_CHUNK, SLOT_BYTES // (2 * TILE * self.groups))
+        most = min(MAX_CHUNK, max(SLOT_BYTES // (2 * TILE * self.groups), TILE))
         return largest(math.gcd(self.part, *self.widths), most)
 
     @property
@@ -121,7 +121,7 @@ def supported(rows: int, head: int, inputs: tuple[int, ...], *dtypes: Any, besid
     if odd := [each for each in (*inputs, beside) if each % TILE]:
         return f"width {odd[0]}; multiples of {TILE} are"
     rows = -(-rows // GROUP) * GROUP
-    shares = [share_out(rows, [each for each in (width, beside) if each], queries, head // TILE)]
+    shares = [with_splits(share_out(rows, [each for each in (width, beside) if each], queries, head // TILE), 1)]
     shares += [share_out(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
     shares += [share_out(rows, [width], 2 * each) for each in mlp]
     return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
@@ -135,6 +135,6 @@ def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any
         return f"{rows} rows; multiples of {GROUP} up to {WIDE_ROWS} are"
     if odd := [each for each in (width, *columns) if each % TILE]:
         return f"width {odd[0]}; multiples of {TILE} are"
-    if sum(columns) // TILE > BLOCKS * MAX_GROUPS - len(columns) * MAX_GROUPS:
-        return f"{sum(columns)} columns"
+    if sum(columns) > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
+        return f"{sum(columns)} columns; up to {most} are"
     return None if share_out(rows, [width], sum(columns)).fits else f"rows of {width} for shared memory"
