@@ -300,7 +300,7 @@ def small_model(model: Model) -> bool:
 def _shapes(config: EngineConfig, drafter: Drafter, alone: bool = True) -> Shapes:
     """`alone`: whether one request by itself has a round, for its attention to be divided among all multiprocessors.
 
-    Without, it is padded to `least_rows` as others are, which the kernels of linear attention and of small models want.
+    Without, it is padded to `least_rows` as others are: small models are quicker so, linear attention wasn't tried.
     """
     defaults, width = _defaults(), drafter.num_draft_tokens + 1
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
