@@ -45,7 +45,7 @@ COLUMNS = (
     Column("compiles", "compiled"),
     Column("of_offline", "of offline", ".1%"),
 )
-TABLES = (Table("serve: streams over HTTP, ms", COLUMNS), latency.TABLE)
+TABLES = (Table("serve: requests under load, ms", COLUMNS), latency.TABLE)
 WARM_UP = 4  # requests before the first load
 VIA = "http", "offline", "both"
 

@@ -6,7 +6,7 @@ long each waits for memory in turn. Here a layer is four of them and attention:
 - `heads`: norm, q, k and v, the norms of q and k if there are any, their rotation, keys and values into their pages;
 - `add_product`: the output projection and `down`, each added to the residual stream;
 - `gated`: norm, gate and up, silu(gate) * up;
-- `normed`: norm and several products, for layers that are cut otherwise.
+- `normed`: norm and any products, such as of the router of a mixture of experts, for which it keeps the rows.
 
 A block of one warpgroup takes some columns of a product in groups of `TILE`: those of a head, or half a group each of
 gate and up. It asks for its weights first, all at once or as many as a ring in shared memory holds, and while they come
