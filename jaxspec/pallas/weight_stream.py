@@ -92,7 +92,7 @@ def supported(rows: int, dtype: Any, *widths: int) -> str | None:
     if not MIN_ROWS <= rows <= MAX_ROWS:
         return f"{rows} rows, not {MIN_ROWS} to {MAX_ROWS}"
     if bad := [w for w in widths if w % (2 * TILE) or w < 4 * TILE]:
-        return f"width {bad[0]} is not a multiple of {2 * TILE}"
+        return f"width {bad[0]} is not a multiple of {2 * TILE}, from {4 * TILE} on"
     return None
 
 

@@ -42,7 +42,9 @@ def test_chain_matches_plain_layers(rows, widths):
 
 def test_a_model_decodes_through_it(monkeypatch):
     """The streamed layers against the plain ones of the same model over a paged cache, features included."""
-    config = ModelConfig.from_hf(tiny_config("qwen3", hidden_size=512, intermediate_size=1024, num_hidden_layers=3))
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+    sizes = dict(hidden_size=1280, intermediate_size=1536, num_hidden_layers=3)  # wide: narrow models take few_rows
+    config = ModelConfig.from_hf(tiny_config("qwen3", **heads, **sizes))
     params = dummy(qwen3.parameters(config), "bfloat16", seed=0)
     tokens, start = jnp.arange(24).reshape(8, 3), jnp.array([0, 5, 70, 126] * 2)
     table = jnp.arange(1, 25).reshape(8, 3)
