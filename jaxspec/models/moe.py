@@ -62,14 +62,17 @@ def mix(
     rows: Float[Array, "r d"],
     logits: Float[Array, "r e"],
     positions: Int[Array, "*b"],
-) -> Float[Array, "r d"]:
-    """The same of flat rows, given the router's logits, float32."""
+    real: int | None = None,
+) -> Float[Array, "n d"]:
+    """The same of flat rows, the first `real` of them if that is given, from the router's logits, float32."""
     ids, weights = route(logits, config)
+    rows, ids, weights, positions = rows[:real], ids[:real], weights[:real], positions.reshape(-1)[:real]
     stacks = [(layer["experts_gate_up"], layer["experts_down"])]
     if config.shared_expert_size:  # one expert more, that every token chooses
         stacks.append((layer["shared_gate_up"], layer["shared_down"]))
         ids = jnp.pad(ids, ((0, 0), (0, 1)), constant_values=config.num_experts)
-        gate = jax.nn.sigmoid(_float32(rows, layer["shared_gate"]))
+        # By itself: XLA would compute it within the concatenation, with a thread for each token.
+        gate = jax.nn.sigmoid(jax.lax.optimization_barrier(_float32(rows, layer["shared_gate"])))
         weights = jnp.concatenate([weights, gate], axis=1)
     ids = jnp.where(positions.reshape(-1, 1) >= 0, ids, NOBODY)
     return experts_mlp(rows, stacks, ids, weights, real_rows(positions))

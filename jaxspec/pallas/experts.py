@@ -5,7 +5,8 @@ bulk copy can start at), and are cut into items of at most n rows, which go thro
 is proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
 Up to `FEW` tokens need no grouping: there an item is a pair, and all tokens' rows go through its expert, since on
-tensor cores that costs no more than one row does. The first pair of each expert does it for the others.
+tensor cores that costs no more than one row does. The first pair of each expert does it for the others. Up to eight
+have a kernel that needs no items at all (`expert_few`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import expert_rows, expert_stream
+from jaxspec.pallas import expert_few, expert_rows, expert_stream
 from jaxspec.pallas.expert_stream import ALIGN, Items, Stack
 from jaxspec.pallas.target import chosen, tell
 
@@ -40,8 +41,10 @@ def experts_mlp(
     `NOBODY`, which all are of tokens from `real` on. Each expert's result is rounded to x's dtype before it is
     weighted, and the sum, in float32, at last.
     """
-    num_experts = sum(len(down) for _, down in stacks)
-    rows, items, place = plan(x, ids, num_experts, real)
+    few = expert_few.supported(*ids.shape, x.dtype, stacks)
+    if chosen("experts", few, x.shape[1] // expert_few.COLUMNS):
+        return expert_few.mix(x, stacks, ids, weights)
+    rows, items, place = plan(x, ids, sum(len(down) for _, down in stacks), real)
     fits = expert_stream.supported(x.dtype, stacks)
     if fits is not None:
         tell("experts", fits)

@@ -99,9 +99,9 @@ def test_sizes_are_those_of_the_model_they_stand_for():
 def test_experts_count_the_weights_that_are_chosen():
     case = mixtures.experts_mlp("tiny", 3, 64, 32, 8, 2, layers=2, dtype="float32")
     (_, _, ids), own = case.build(jax.random.key(0))
-    assert ids.shape == (2, 3, 2) and len(own) == 2
+    assert [each.shape for each in ids] == [(3, 2)] * case.layers == [(3, 2)] * 8 and len(own) == 2
     distinct = [len(set(layer.ravel().tolist())) for layer in ids]
-    assert case.size == 4 * (sum(distinct) / 2 * 3 * 64 * 32 + 2 * 3 * 64)
+    assert case.size == 4 * (sum(distinct) / 8 * 3 * 64 * 32 + 2 * 3 * 64)
     assert case.flops == 2 * 3 * 2 * 3 * 64 * 32
     one = mixtures.experts_mlp("tiny", 1, 64, 32, 8, 2, layers=2, dtype="float32")
     assert one.size == 4 * (2 * 3 * 64 * 32 + 2 * 64)  # a token's experts are distinct

@@ -1,0 +1,50 @@
+"""A few tokens' experts on the device: up and down hand over through counters, which interpret mode can't run."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.pallas import experts
+from jaxspec.pallas.expert_few import ROWS, mix
+from jaxspec.pallas.experts import NOBODY
+from tests.gpu.test_expert_stream import draw
+from tests.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.test_moe import random_case
+
+pytestmark = pytest.mark.gpu
+
+
+@jax.jit
+def expected(x, stacks, ids, weights):
+    rows, items, place = experts.plan(x, ids, sum(len(down) for _, down in stacks))
+    return experts.combine(experts.reference(rows, stacks, items), place, weights)
+
+
+@pytest.mark.parametrize("tokens", range(1, ROWS + 1))
+@pytest.mark.parametrize("model", MODELS)
+def test_kernel_matches_the_reference(model, tokens):
+    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
+    run = jax.jit(mix)
+    for seed, skew in enumerate((0.0, 0.5)):
+        case = draw(model, tokens, skew, seed)
+        got = run(*case)
+        np.testing.assert_array_equal(got, run(*case))
+        assert_close(got, expected(*case))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_small_experts(tokens):
+    """Blocks without work, and hand-overs right away, over and over. A token without experts, too."""
+    run = jax.jit(mix)
+    for seed in range(5):
+        x, stacks, ids, weights = bfloat16(random_case(tokens, 16, 3, d=2048, f=256, seed=seed))
+        assert_close(run(x, stacks, ids, weights), expected(x, stacks, ids, weights))
+        ids = ids.at[-1].set(NOBODY)
+        got = run(x, stacks, ids, weights)
+        assert not np.asarray(got[-1], np.float32).any()
+        np.testing.assert_array_equal(got[:-1], run(x, stacks, ids, weights)[:-1])
+        if tokens > 1:
+            first = ids.at[0].set(NOBODY)
+            assert_close(run(x, stacks, first, weights), expected(x, stacks, first, weights))

@@ -1,0 +1,108 @@
+"""A few tokens' experts by one kernel: each matmul in interpret mode, the whole by lowering it for CUDA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import expert_few, experts, target
+from jaxspec.pallas.expert_few import MOST, PARTS, ROWS, STEP, TILE, mix, supported
+from jaxspec.pallas.experts import NOBODY
+from jaxspec.pallas.target import KERNELS
+from tests.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.test_moe import naive, random_case
+
+
+def interpreted(*case, **options):
+    return mix(*case, **options, fused=False, interpret=plgpu.InterpretGPUParams())
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """A block for each 16 outputs, but no need for a whole GPU of them; interpreting one takes a while."""
+    monkeypatch.setattr(expert_few, "BLOCKS", range(1, 133))
+
+
+@pytest.mark.parametrize("t,e,k,shared,d,f", [
+    (1, 6, 3, 256, 256, 256),  # blocks with half a tile, blocks with two
+    (1, 5, 4, 0, 256, 512),  # a group of experts that is full; two steps of `down`
+    (3, 7, 2, 0, 512, 256),  # an odd number of tokens, several experts' parts in a tile; two steps of `up`
+    (8, 4, 2, 256, 256, 256),  # experts of several tokens, and one of all
+])  # fmt: skip
+def test_matches_what_each_token_gets_by_itself(few_blocks, t, e, k, shared, d, f):
+    case = bfloat16(random_case(t, e, k, 0.3, d=d, f=f, seed=t, shared=shared))
+    assert_close(interpreted(*case), naive(*case))
+
+
+@pytest.mark.parametrize("t,nobody", [(1, 0), (3, 0), (3, 2)])
+def test_tokens_without_experts_get_nothing(few_blocks, t, nobody):
+    x, stacks, ids, weights = bfloat16(random_case(t, 4, 2, d=256, f=256, seed=t))
+    ids = ids.at[nobody].set(NOBODY)
+    got = interpreted(x, stacks, ids, weights)
+    assert not np.asarray(got[nobody], np.float32).any()
+    if t > 1:
+        assert_close(got, naive(x, stacks, ids, weights))
+
+
+@pytest.mark.parametrize("f", [512, 768])
+def test_blocks_share_all_parts(f):
+    """Each part is one block's, no block has two more than another, and the first token's waves are of its experts."""
+    plan = expert_few._Plan(8, 9, 2048, f, (256, 1))
+    assert plan.ahead == 1
+    for count in (9, 10, 23, 24, 33, 64, 72):
+        work = expert_few._Work(plan, jnp.arange(plan.blocks), jnp.int32(count))
+        tiles, taken = np.asarray(work.tiles), [[] for _ in range(plan.blocks)]
+        for tile in range(tiles.max()):
+            first, high = (np.asarray(end) for end in work.parts(tile))
+            assert (high - first <= PARTS).all()
+            for block in np.flatnonzero(tile < tiles):
+                taken[block] += range(first[block], high[block])
+        assert sorted(part for parts in taken for part in parts) == list(range(count * plan.parts))
+        assert max(map(len, taken)) - min(map(len, taken)) <= 1
+        assert max(max(parts[:PARTS]) for parts in taken) < 9 * plan.parts
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, monkeypatch):
+    """Nothing stands before or after it, but for the counters' zeros."""
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    d, f, e, k, shared = MODELS[model]
+    shape = jax.ShapeDtypeStruct
+    stack = lambda e: (shape((e, 2 * f, d), jnp.bfloat16), shape((e, d, f), jnp.bfloat16))  # noqa: E731
+    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
+    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
+    before = KERNELS["experts"]
+    traced = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert KERNELS["experts"] == before + 1
+    assert text.count("custom_call @mosaic_gpu") == 1 and "gather" not in text and "stablehlo.pad" not in text
+
+
+@pytest.mark.parametrize("f", [512, 768])
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_rings_are_deep_enough(tokens, f):
+    """A multiprocessor must have some 50 KiB on their way; at one token all of its weights of `down` should be."""
+    plan = expert_few._Plan(tokens, 9, 2048, f, (256, 1))
+    slot = 2 * TILE * STEP
+    assert (plan.slots - 1) * slot >= 64 * 1024
+    if tokens == 1 and f == 512:
+        assert plan.slots * slot >= 9 * 2 * f * expert_few.COLUMNS
+
+
+def test_what_it_leaves_to_others_is_named(few_blocks):
+    of = lambda f: random_case(2, 4, 2, d=256, f=f, shared=256)[1]  # noqa: E731
+    assert supported(ROWS, MOST, jnp.bfloat16, of(256)) is None
+    assert "9 tokens of 2 experts" in supported(9, 2, jnp.bfloat16, of(256))
+    assert "1 tokens of 17 experts" in supported(1, 17, jnp.bfloat16, of(256))
+    assert "float32" in supported(1, 2, jnp.float32, of(256))
+    assert "widths 512 and 256" in supported(1, 2, jnp.bfloat16, of(512))
+    assert "experts 128 wide" in supported(1, 2, jnp.bfloat16, of(128)[:1])
+    wide = jax.eval_shape(lambda: (jnp.zeros((4, 512, 4096)), jnp.zeros((4, 4096, 256))))
+    assert "4096 wide, which makes 256 blocks" in supported(1, 2, jnp.bfloat16, [wide])
+    x, stacks, ids, weights = random_case(2, 4, 2)
+    with pytest.raises(ValueError, match="float32, not bfloat16"):
+        mix(x, stacks, ids, weights)
