@@ -45,13 +45,16 @@ class DraftBatch:
         """Rows of a forward of the drafter's own at positions `length + first ...`, none for padding."""
         return Rows(self.length + first, jnp.where(self.live, t, 0), self.table)
 
-    def choose(self, logits: Float[Array, "b v"], step: int) -> tuple[Int[Array, " b"], Float[Array, "b v"] | None]:
+    def choose(
+        self, logits: Float[Array, "b v"], step: int, top: Int[Array, " b"] | None = None
+    ) -> tuple[Int[Array, " b"], Float[Array, "b v"] | None]:
         """Draft token number `step` (from 0) out of `logits`, as each request samples, and the probabilities used.
 
-        None for probabilities means a point mass: every request here is greedy.
+        None for probabilities means a point mass: every request here is greedy. `top` are the tokens with the highest
+        logits, where they are known without these.
         """
         if self.greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+            return (jnp.argmax(logits, axis=-1).astype(jnp.int32) if top is None else top), None
         p = sampling.probabilities(logits[:, None], self.sampling)[:, 0]
         return sampling.draw(p, sampling.keys(self.sampling.seed, self.length + step, sampling.DRAFT)), p
 

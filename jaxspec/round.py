@@ -30,7 +30,8 @@ from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.executables import Executables
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
-from jaxspec.models import MODELS
+from jaxspec.models import MODELS, few_rows
+from jaxspec.models.layers import Hidden
 from jaxspec.pallas.target import KERNELS, counting
 from jaxspec.request import MAX_LOGPROBS
 from jaxspec.verify import Tree
@@ -131,8 +132,8 @@ def first(
     slots, batch = _batch(state, packed[:, 0], packed[:, 1:], mode)
     nothing = Proposal(jnp.zeros((len(packed), 0), jnp.int32), jnp.zeros((len(packed),), jnp.int32))
     hidden, features = jax.tree.map(lambda kept: kept[batch.slots][:, None], (state.hidden, state.features))
-    logits = MODELS[config.model_type].unembed(params, hidden)
-    return _conclude(drafter, mode, draft_params, state, slots, batch, nothing, logits, features)
+    scores = _score(config, params, Hidden(hidden, features, None), mode)
+    return _conclude(drafter, mode, draft_params, state, slots, batch, nothing, scores, features)
 
 
 def decode_round(
@@ -160,12 +161,13 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
     if tree is not None:
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
     positions = rows.marked_positions(tokens.shape[1])
-    family = MODELS[config.model_type]
     mixer = RoundRows(rows, batch.slots, state.replay[batch.slots])
-    hidden = family.forward(params, config, tokens, positions, mixer, state.cache, drafter.feature_layers)
+    hidden = MODELS[config.model_type].forward(
+        params, config, tokens, positions, mixer, state.cache, drafter.feature_layers
+    )
     state = state.replace(cache=hidden.cache, draft=draft)
-    logits = family.unembed(params, hidden.last)
-    state, out = _conclude(drafter, mode, draft_params, state, slots, batch, proposal, logits, hidden.features, tree)
+    scores = _score(config, params, hidden, mode)
+    state, out = _conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, hidden.features, tree)
     if config.linear:
         state = state.replace(replay=state.replay.at[ids].set(out[:, EMITTED]))
     return state, out
@@ -189,6 +191,16 @@ def _batch(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode: 
     return slots, DraftBatch(ids, slots.length, slots.history, table, ~slots.done, slots.sampling, mode == GREEDY)
 
 
+def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array:
+    """The logits, f32[b, q, v]; in mode greedy all that is asked of them, the tokens they are highest at, i32[b, q]."""
+    if mode == GREEDY:
+        top = few_rows.top_tokens(params, params["norm"], hidden.unnormed, config.rms_norm_eps)
+        if top is not None:
+            return top
+    logits = MODELS[config.model_type].unembed(params, hidden.last)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32) if mode == GREEDY else logits
+
+
 def _conclude(
     drafter: Drafter,
     mode: str,
@@ -197,23 +209,23 @@ def _conclude(
     slots: Slots,
     batch: DraftBatch,
     proposal: Proposal,
-    logits: Float[Array, "b q v"],
+    scores: Float[Array, "b q v"] | Int[Array, "b q"],
     features: tuple[Float[Array, "b q d"], ...],
     tree: Tree | None = None,
 ) -> tuple[State, Int[Array, "b w"]]:
-    """From the logits of q rows to tokens: accept, stop, commit, advance, and pack what came out."""
+    """From q rows' scores, as of `_score`, to tokens: accept, stop, commit, advance, and pack what came out."""
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     drafted = proposal.count
     if tree is None:
-        outputs, accepted = _accept(logits, slots, proposal, mode)
+        outputs, accepted = _accept(scores, slots, proposal, mode)
     else:
-        outputs, path, accepted = _accept_path(logits, slots, proposal, tree, mode)
+        outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode)
         # What was accepted is a chain, and from here on nobody knows of the tree.
         along = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
         rows = Rows(slots.length - 1, jnp.where(batch.live, accepted, 0), batch.table)
         kv = rows.straighten(state.cache.kv, path, rows.count)
         state = state.replace(cache=state.cache.replace(kv=kv))
-        tokens, features, logits = along(tokens), tuple(map(along, features)), along(logits)
+        tokens, features, scores = along(tokens), tuple(map(along, features)), along(scores)
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
         drafted = jnp.where(within, jnp.minimum(tree.depth, tree.height), 0).max(axis=1)
     accepted = jnp.where(batch.live, accepted, 0)
@@ -223,27 +235,27 @@ def _conclude(
 
     columns = [jnp.stack([emitted, accepted, drafted, done.astype(jnp.int32)], axis=1), outputs]
     if mode == LOGPROBS:
-        columns.append(_pack_logprobs(logits, outputs).reshape(outputs.shape[0], -1))
+        columns.append(_pack_logprobs(scores, outputs).reshape(outputs.shape[0], -1))
     return state, jnp.concatenate(columns, axis=1)
 
 
-def _accept(logits: Array, slots: Slots, proposal: Proposal, mode: str) -> tuple[Array, Array]:
+def _accept(scores: Array, slots: Slots, proposal: Proposal, mode: str) -> tuple[Array, Array]:
     """Of a chain: the outputs, and how many of them count."""
     settings, count = slots.sampling, proposal.count
     if mode != GREEDY and proposal.probs is not None:
-        p = _probabilities(logits, slots, proposal, None)
+        p = _probabilities(scores, slots, proposal, None)
         outputs, accepted = verify.reject(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
     else:
-        chosen = _choose(logits, slots, proposal, None, mode)
+        chosen = _choose(scores, slots, proposal, None, mode)
         outputs, accepted = verify.match(chosen, proposal.tokens, count)
     if proposal.forced is not None:
         accepted = jnp.minimum(proposal.forced, count) + 1
     return outputs, accepted
 
 
-def _accept_path(logits: Array, slots: Slots, proposal: Proposal, tree: Tree, mode: str) -> tuple[Array, Array, Array]:
+def _accept_path(scores: Array, slots: Slots, proposal: Proposal, tree: Tree, mode: str) -> tuple[Array, Array, Array]:
     """Of a tree: the outputs along the accepted path, its rows, and how many of them count."""
-    chosen = _choose(logits, slots, proposal, tree, mode)
+    chosen = _choose(scores, slots, proposal, tree, mode)
     if proposal.forced is None:
         path, accepted = verify.walk(chosen, proposal.tokens, proposal.count, tree)
     else:
@@ -253,12 +265,12 @@ def _accept_path(logits: Array, slots: Slots, proposal: Proposal, tree: Tree, mo
     return jnp.take_along_axis(chosen, path, axis=1), path, accepted
 
 
-def _choose(logits: Array, slots: Slots, proposal: Proposal, tree: Tree | None, mode: str) -> Int[Array, "b q"]:
+def _choose(scores: Array, slots: Slots, proposal: Proposal, tree: Tree | None, mode: str) -> Int[Array, "b q"]:
     """The target's token at every row, as plain decoding would choose it there."""
     if mode == GREEDY:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    p = _probabilities(logits, slots, proposal, tree)
-    ahead = jnp.arange(logits.shape[1]) if tree is None else tree.depth
+        return scores
+    p = _probabilities(scores, slots, proposal, tree)
+    ahead = jnp.arange(scores.shape[1]) if tree is None else tree.depth
     return sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + ahead, sampling.SAMPLE))
 
 

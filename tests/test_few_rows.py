@@ -20,9 +20,10 @@ from jaxspec.drafters import dflash, eagle
 from jaxspec.mixers import Cache, RoundRows, WholeTexts
 from jaxspec.models import few_rows as layers
 from jaxspec.models import llama
-from jaxspec.models.layers import rms_norm, rope
+from jaxspec.models.layers import centred_rms_norm, rms_norm, rope
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas import project, target
+from jaxspec.pallas.few_rows import top
 from jaxspec.pallas.few_rows.share import share_out
 from jaxspec.pallas.target import KERNELS
 from tests.test_weight_stream import assert_close
@@ -85,9 +86,27 @@ def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = Fal
     turned = rope(turned, given["position"][:, None], given["frequencies"])[:, 0]
     assert_close(q, turned[:, :-kv_heads].reshape(rows, -1))
     new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
+    assert_written(given, kv, [1], new[:, None])
+
+
+def check_keys_values(given: dict[str, jax.Array], **options):
+    kv_heads, norm = given["kv"].shape[3], given["norms"][::-1]
+    weight = jnp.concatenate([given["qkv"][:, -2 * kv_heads * 64 :], given["qkv"][::-1, -2 * kv_heads * 64 :]], axis=1)
+    of = [given[name] for name in ("x", "scale")], [given[name] for name in ("cos", "sin", "kv", "place")]
+    kv = op.keys_values(*of[0], weight, *of[1], norm, eps=EPS, **options)
+    both = (rms_norm(given["x"], given["scale"], EPS) @ weight).reshape(-1, LAYERS, 2, kv_heads, 64)
+    k = rms_norm(both[:, :, 0], norm[:, None], EPS)
+    k = rope(k, given["position"][:, None], given["frequencies"])
+    assert_written(given, kv, range(LAYERS), jnp.stack([k, both[:, :, 1]], axis=2))
+
+
+def assert_written(given, kv, layers, new):
+    """That the pages have these keys and values, [rows, layers, 2, heads, 64], and what they had before."""
     real = given["place"] >= 0
     page = jnp.where(real, given["place"] // PAGE, len(given["kv"][0]))
-    expected = given["kv"].at[1, page, :, :, given["place"] % PAGE].set(new, mode="drop")
+    expected = given["kv"]
+    for i, layer in enumerate(layers):
+        expected = expected.at[layer, page, :, :, given["place"] % PAGE].set(new[:, i], mode="drop")
     changed = np.asarray(expected != given["kv"]).any(axis=-1)
     np.testing.assert_array_equal(np.asarray(kv)[~changed], np.asarray(expected)[~changed])
     assert_close(np.asarray(kv)[changed], np.asarray(expected)[changed])
@@ -98,12 +117,13 @@ def check_gated(given: dict[str, jax.Array], **options):
     assert_close(got, project.reference(rms_norm(given["x"], given["scale"], EPS), given["gate_up"], gated=True))
 
 
-def check_normed(given: dict[str, jax.Array], **options):
+def check_normed(given: dict[str, jax.Array], centred: bool = False, **options):
     """Products with weights of several widths, one of them in float32, and the rows themselves."""
     weights = [given["gate_up"], given["qkv"], given["gate_up"][:, :64]]
+    scale = given["scale"] - 1 if centred else given["scale"]
     dtypes = ("bfloat16", "bfloat16", "float32")
-    *got, rows = op.normed(given["x"], given["scale"], weights, eps=EPS, dtypes=dtypes, keep=True, **options)
-    norm = rms_norm(given["x"], given["scale"], EPS)
+    *got, rows = op.normed(given["x"], scale, weights, eps=EPS, dtypes=dtypes, centred=centred, keep=True, **options)
+    norm = (centred_rms_norm if centred else rms_norm)(given["x"], scale, EPS)
     assert_close(rows, norm)
     for one, weight, dtype in zip(got, weights, dtypes, strict=True):
         assert_close(one, jnp.matmul(norm, weight, preferred_element_type=dtype))
@@ -112,6 +132,27 @@ def check_normed(given: dict[str, jax.Array], **options):
 def check_add(given: dict[str, jax.Array], **options):
     got = op.add_product(given["x"], given["hidden"], given["down"], **options)
     assert_close(got, given["x"] + given["hidden"] @ given["down"])
+
+
+def check_product(given: dict[str, jax.Array], **options):
+    rows = [given["x"], given["x"][::-1], given["x"] ** 2]
+    weight = jnp.concatenate([given["gate_up"], given["gate_up"][::-1], -given["gate_up"]])
+    got = op.product(rows, weight, **options)
+    assert_close(got, jnp.concatenate(rows, axis=1) @ weight)
+
+
+def check_top_tokens(given: dict[str, jax.Array], vocab: int, **options):
+    """Where tokens share a row of the head, the first of them counts."""
+    weight = normal(jax.random.key(3), vocab, given["x"].shape[1])
+    weight = weight.at[:128].multiply(1.8)
+    weight = weight.at[-128:].set(weight[:128])  # two tiles
+    got = op.top_tokens(given["x"], given["scale"], weight, eps=EPS, **options)
+    logits = jnp.einsum(
+        "rd,vd->rv", rms_norm(given["x"], given["scale"], EPS), weight, preferred_element_type=jnp.float32
+    )
+    top = jnp.argmax(logits, axis=1)
+    assert ((got == top) | (logits.max(1) - jnp.take_along_axis(logits, got[:, None], 1)[:, 0] < 1e-3)).all()
+    assert (got < vocab - 128).all() and (got < 128).any() and len(set(got.tolist())) > 2
 
 
 @pytest.mark.parametrize("rows,inputs,normed", [(8, 1, False), (24, 1, True), (8, 2, False), (40, 2, True)])
@@ -123,8 +164,23 @@ def test_wide_heads_of_twice_the_width():
     check_heads(operands(8, d=2048, width=128), normed=True, splits=1, **INTERPRET)
 
 
-def test_products_of_one_norm():
-    check_normed(operands(8), **INTERPRET)
+def test_top_tokens(monkeypatch):
+    """Blocks that take several tiles, and not all as many."""
+    monkeypatch.setattr(top, "BLOCKS", 4)
+    check_top_tokens(operands(16), 64 * 15, **INTERPRET)
+
+
+def test_product_of_rows_side_by_side():
+    check_product(operands(16), splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_products_of_one_norm(centred):
+    check_normed(operands(8), centred, **INTERPRET)
+
+
+def test_keys_and_values_of_all_layers():
+    check_keys_values(operands(8, kv_heads=2), **INTERPRET)
 
 
 @pytest.mark.parametrize("rows", [8, 40])  # 40: more than are asked for at once
@@ -151,6 +207,9 @@ KERNELS_OF = {
     "heads": lambda of: op.heads(*head_operands(of, 1, False), [of["gate_up"]], eps=EPS),
     "normed heads": lambda of: op.heads(*head_operands(of, 1, True), eps=EPS),
     "heads of two": lambda of: op.heads(*head_operands(of, 2, False), eps=EPS),
+    "keys and values": lambda of: op.keys_values(
+        of["x"], of["scale"], of["qkv"], of["cos"], of["sin"], of["kv"], of["place"], of["norms"], eps=EPS
+    ),
     "normed": lambda of: op.normed(
         of["x"],
         of["scale"],
@@ -160,6 +219,8 @@ KERNELS_OF = {
         dtypes=("bfloat16", "bfloat16", "float32"),
     ),
     "gated": lambda of: op.gated(of["x"], of["scale"], of["gate_up"], [of["down"]], eps=EPS),
+    "product": lambda of: op.product([of["x"]] * 3, jnp.concatenate([of["gate_up"]] * 3)),
+    "top tokens": lambda of: op.top_tokens(of["x"], of["scale"], jnp.zeros((49152, 576), jnp.bfloat16), eps=EPS),
     "add": lambda of: op.add_product(of["x"], of["hidden"], of["down"]),
 }
 
@@ -219,11 +280,12 @@ def take_few_rows(monkeypatch):
         assert operation != "few_rows" or reason is None, reason
         return operation == "few_rows"
 
-    for module in (llama, eagle):
+    for module in (llama, layers, eagle, dflash):
         monkeypatch.setattr(module, "chosen", chosen)
-    options = dict(heads={}, gated={}, add_product={"splits": 1})
+    options = dict(heads={}, keys_values={}, gated={}, top_tokens={}, add_product={"splits": 1}, product={"splits": 1})
     for name, given in options.items():
         monkeypatch.setattr(op, name, partial(getattr(op, name), **given, **INTERPRET))
+    monkeypatch.setattr(dflash, "keys_values", op.keys_values)
 
 
 @pytest.mark.parametrize("family,tree", [("llama", False), ("llama", True), ("qwen3", False)])
@@ -308,7 +370,6 @@ def test_what_cannot_run_is_named():
     assert "for shared memory" in op.supported(8, 128, (5120, 5120, 17408), bf16)  # groups of eight, no ring of them
     assert "heads of width 256" in op.supported(8, 256, (576, 576, 1536), bf16)
     assert "65 rows" in op.supported(65, 64, (576, 576, 1536), bf16)
-    assert "two inputs 2048 wide" in op.supported(8, 64, (2048, 2048, 8192), bf16, beside=2048)
     assert "16 rows of 2048" in op.supported(16, 64, (2048, 2048, 8192), bf16)
     assert "width 96" in op.supported(8, 64, (576, 576, 96), bf16)
     assert "shared memory" in op.supported(64, 64, (1024, 1024, 3072), bf16)

@@ -22,10 +22,11 @@ from jaxspec.cache import KV, Rows, kv_bytes_per_token
 from jaxspec.checkpoint import CheckpointError, ModelFolder, dummy, locate, read_params
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.models import qwen3
+from jaxspec.models import few_rows, qwen3
 from jaxspec.models.layers import Param, linear, rms_norm, rope, rope_frequencies, scale
+from jaxspec.pallas.few_rows import keys_values
 from jaxspec.pallas.paged_attention import paged_attention, span_attention
-from jaxspec.pallas.target import tell
+from jaxspec.pallas.target import chosen, tell
 
 NO_WINDOW = 2**30  # further than any two positions are apart
 
@@ -159,22 +160,29 @@ class DFlash(Drafter):
         rows = batch.rows(-1, n + 1)
         hidden = qwen3.forward(params, self.config, block, rows.marked_positions(n + 1), _Block(self, rows), state)
         logits = qwen3.unembed(params, hidden.last[:, 1:])  # a mask's row is about its own position, not the next
-        tokens, probs = jax.vmap(batch.choose, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(n))
+        eps, found = self.config.rms_norm_eps, None
+        if batch.greedy:
+            found = few_rows.top_tokens(params, params["norm"], hidden.unnormed, eps)
+        top = None if found is None else found[:, 1:]
+        tokens, probs = jax.vmap(batch.choose, in_axes=(1, 0, 1), out_axes=1)(logits, jnp.arange(n), top)
         return Proposal(tokens, jnp.where(batch.live, n, 0), probs, logits), hidden.cache
 
     def commit(self, params, state, batch, verified):
-        rows = Rows(batch.length - 1, verified.accepted, batch.table)
-        return self._inject(params, state, rows, verified.features)
+        """Of all rows: what those that weren't accepted leave is behind the text, where the next block is written."""
+        return self._inject(params, state, batch.rows(-1, verified.tokens.shape[1]), verified.features)
 
     def prefill(self, params, state, batch, features):
         return self._inject(params, state, batch.rows, features)
 
     def _inject(self, params: Any, state: KV, rows: Rows, features: tuple[Float[Array, "b t d"], ...]) -> KV:
         """Write the keys and values that all layers here have of the target's features at these rows."""
-        c = self.config
-        b, t, _ = features[0].shape
-        context = rms_norm(jnp.concatenate(features, axis=-1) @ params["fc"], params["hidden_norm"], c.rms_norm_eps)
-        kv = context @ params["context"]
+        c, (b, t, _) = self.config, features[0].shape
+        context = few_rows.product(features, params["fc"])
+        if chosen("few_rows", few_rows.supported(params["layers"][0], c, (b, t), rows, state)):
+            turns, place = few_rows.rotations(c, rows.marked_positions(t)), rows.written(state, few_rows.filled(b, t))
+            of = few_rows.flat(context), params["hidden_norm"], params["context"], *turns
+            return keys_values(*of, state, place.reshape(-1), params["context_norm"], eps=c.rms_norm_eps)
+        kv = rms_norm(context, params["hidden_norm"], c.rms_norm_eps) @ params["context"]
         if c.attention_bias:
             kv = kv + params["context_bias"]
         kv = kv.reshape(b, t, c.num_layers, 2, c.num_kv_heads, c.head_dim)

@@ -111,7 +111,7 @@ class Chain(Drafter):
                 rows = batch.rows(step - 2, 1)
                 hidden, kv = self._layer(params, kv, tokens[-1][:, None], self._feedback(params, hidden), rows)
             logits.append(self._logits(params, hidden[:, 0]))
-            token, p = batch.choose(logits[-1], step)
+            token, p = batch.choose(logits[-1], step, self._top(params, hidden) if batch.greedy else None)
             token, p = self._as_targets(params, token, p)
             tokens.append(token)
             probs.append(p)
@@ -179,6 +179,10 @@ class Chain(Drafter):
         """Over the drafter's vocabulary."""
         return MODELS[self.head_type].unembed(params["head"], out)
 
+    def _top(self, params: Any, out: Float[Array, "b r d"]) -> Int[Array, " b"] | None:
+        """Where the logits of each first row are highest, if that can be had without them."""
+        return None
+
     def _target_ids(self, params: Any, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
         return params["target_ids"][tokens] if "target_ids" in params else tokens
 
@@ -230,10 +234,9 @@ class Eagle3(Chain):
         eps = self.config.rms_norm_eps
         if "feature_norms" in params:
             features = [rms_norm(x, norm, eps) for x, norm in zip(features, params["feature_norms"], strict=True)]
-        x = jnp.concatenate(features, axis=-1)
         if "input_norm" in params:
-            x = rms_norm(x, params["input_norm"], eps)
-        x = x @ params["fc"]
+            features = [rms_norm(jnp.concatenate(features, axis=-1), params["input_norm"], eps)]
+        x = few_rows.product(features, params["fc"])
         return x + params["fc_bias"] if "fc_bias" in params else x
 
     def _layer(self, params, kv, tokens, hidden, rows):
@@ -255,3 +258,7 @@ class Eagle3(Chain):
 
     def _logits(self, params, out):
         return super()._logits(params, rms_norm(out, params["norm"], self.config.rms_norm_eps))
+
+    def _top(self, params, out):
+        top = few_rows.top_tokens(params["head"], params["norm"], out, self.config.rms_norm_eps)
+        return None if top is None else top[:, 0]

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import moe
-from jaxspec.models.layers import Mixer, rms_norm, rope_frequencies
+from jaxspec.models.layers import Mixer, centred_rms_norm, rms_norm, rope_frequencies
 from jaxspec.pallas import few_rows
 from jaxspec.pallas.project import run
+from jaxspec.pallas.target import chosen
 from jaxspec.pallas.weight_stream import HALF
 
 Turns = tuple[Float[Array, "r half"], Float[Array, "r half"]]
@@ -49,11 +50,12 @@ def layers(params, config, x, positions, mixer, cache):
     """All decoder layers; the final norm's output, each layer's output, the cache. As `llama._plain_layers`."""
     b, t, outputs, turns = *positions.shape, [], rotations(config, positions)
     marked = flat(positions[..., None], -1).T
+    real = t if b == 1 else marked.size  # of several requests, padding stands between them
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
     def decoder_layer(weights, following, i, x, cache):
         inputs = [(x, weights["attn_norm"])]
-        return layer(weights, config, i, inputs, x, b, turns, mixer, cache, [following], marked)
+        return layer(weights, config, i, inputs, x, b, turns, mixer, cache, [following], marked, real)
 
     x = flat(x)
     for i, weights in enumerate(params["layers"]):
@@ -75,6 +77,7 @@ def layer(
     cache: Any,
     following: Sequence[Float[Array, "k n"]] = (),
     marked: Int[Array, "1 r"] | None = None,
+    real: int = 0,
 ) -> tuple[Float[Array, "r d"], Any]:
     """A decoder layer over the flat rows of `b` requests: what attention and MLP make of the residual stream `x`.
 
@@ -94,7 +97,7 @@ def layer(
     mixed = mixed.reshape(len(x), -1)
     x = few_rows.add_product(x, mixed, weights["out"])
     if "router" in weights:
-        return mixture(weights, config, x, marked), cache
+        return mixture(weights, config, x, marked, real), cache
     hidden = few_rows.gated(x, weights["mlp_norm"], weights["gate_up"], following if small else (), eps=eps)
     return few_rows.add_product(x, hidden, weights["down"]), cache
 
@@ -104,13 +107,43 @@ def mixture(
     config: ModelConfig,
     x: Float[Array, "r d"],
     marked: Int[Array, "1 r"],
+    real: int,
+    centred: bool = False,
 ) -> Float[Array, "r d"]:
-    """The mixture of experts, added to the residual stream. Norm and router are one kernel where that serves."""
+    """The mixture of experts, added to the residual stream. Norm and router are one kernel where that serves.
+
+    Only the first `real` rows go through it: one token alone has an experts' kernel that looks for no others.
+    """
     eps, router = config.rms_norm_eps, weights["router"]
     if few_rows.normed_supported(*x.shape, [router.shape[1]], router.dtype) is not None:
-        return x + moe.moe(weights, config, rms_norm(x[None], weights["mlp_norm"], eps), marked)[0]
-    logits, rows = few_rows.normed(x, weights["mlp_norm"], [router], eps=eps, dtypes=("float32",), keep=True)
-    return x + moe.mix(weights, config, rows, logits, marked)
+        norm = centred_rms_norm if centred else rms_norm
+        return x + moe.moe(weights, config, norm(x[None], weights["mlp_norm"], eps), marked)[0]
+    logits, rows = few_rows.normed(
+        x, weights["mlp_norm"], [router], eps=eps, dtypes=("float32",), centred=centred, keep=True
+    )
+    mixed = moe.mix(weights, config, rows, logits, marked, real)
+    return x + jnp.pad(mixed, ((0, len(x) - real), (0, 0)))
+
+
+def product(rows: Sequence[Float[Array, "b t _"]], weight: Float[Array, "k n"]) -> Float[Array, "b t n"]:
+    """The product of rows side by side, by the kernel where it serves."""
+    b, t, _ = rows[0].shape
+    fits = few_rows.product_supported(b * filled(b, t), [x.shape[2] for x in rows], weight.shape, weight.dtype)
+    if chosen("few_rows", fits):
+        return unflat(few_rows.product([flat(x) for x in rows], weight), b, t)
+    return jnp.concatenate(rows, axis=-1) @ weight
+
+
+def top_tokens(
+    head: dict[str, Array], norm: Float[Array, " d"], x: Float[Array, "b t d"] | None, eps: float
+) -> Int[Array, "b t"] | None:
+    """The tokens with the highest logits of rows before their final norm; None where no kernel serves."""
+    if x is None or "head" in head:  # what is tied to the embeddings has a token's weights side by side
+        return None
+    b, t, _ = x.shape
+    if not chosen("few_rows", few_rows.top_supported(b * filled(b, t), head["embed"].shape, head["embed"].dtype)):
+        return None
+    return few_rows.top_tokens(flat(x), norm, head["embed"], eps=eps).reshape(b, -1)[:, :t]
 
 
 def rotations(config: ModelConfig, positions: Int[Array, "b t"]) -> Turns:

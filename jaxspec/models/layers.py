@@ -142,11 +142,15 @@ class Param:
 
 @flax.struct.dataclass
 class Hidden:
-    """A forward's result: `last` is the final-norm output; `features` the residual stream after each captured layer."""
+    """A forward's result: `last` is the final-norm output; `features` the residual stream after each captured layer.
+
+    `unnormed` is what the final norm was taken of, if that is a `rms_norm`.
+    """
 
     last: Float[Array, "b t d"]
     features: tuple[Float[Array, "b t d"], ...]
     cache: Any
+    unnormed: Float[Array, "b t d"] | None = None
 
 
 def linear(inputs: int, sources: dict[str, int], interleave: int = 0) -> Param:

@@ -102,7 +102,7 @@ def forward(
     else:
         layers = _plain_layers
     last, outputs, cache = layers(params, config, x, positions, mixer, cache)
-    return Hidden(last, tuple([*outputs, last][i] for i in capture), cache)
+    return Hidden(last, tuple([*outputs, last][i] for i in capture), cache, outputs[-1])
 
 
 def _plain_layers(params, config, x, positions, mixer, cache):

@@ -6,6 +6,9 @@ the config says. Norms are zero-centred (the weight is an offset from one), but 
 
 Names and conventions are those of `Qwen3NextForCausalLM`. Qwen3.5 is the same model with the linear layers' projections
 laid out otherwise in its checkpoints (`qwen3_5`).
+
+Eight rows on a Hopper GPU have each norm in one kernel with the products after it, and the output projection in one
+with the residual stream (`pallas.few_rows`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
-from jaxspec.models import llama, moe
+from jaxspec.models import few_rows, llama, moe
 from jaxspec.models.layers import (
     Hidden,
     Mixer,
@@ -32,7 +35,9 @@ from jaxspec.models.layers import (
     scale,
 )
 from jaxspec.models.llama import unembed
+from jaxspec.pallas.few_rows import add_product, normed, normed_supported, product_supported
 from jaxspec.pallas.project import project, real_rows
+from jaxspec.pallas.target import chosen
 
 QK_NORM = True
 HYBRID = True
@@ -161,7 +166,8 @@ def attention_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float
     """Gated full attention and the MLP: the residual stream after them. `i` counts layers of full attention."""
     eps, (b, t, _) = config.rms_norm_eps, x.shape
     n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
-    qkv = project(centred_rms_norm(x, layer["attn_norm"], eps), layer["qkv"], real_rows(positions))
+    few = _few(layer, x)
+    (qkv,) = _products(layer, x, ["qkv"], eps, real_rows(positions), few)
     qkv = qkv.reshape(b, t, 2 * n + 2 * m, h)
     q, k, v = jnp.split(qkv, [2 * n, 2 * n + m], axis=2)
     q, gate = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
@@ -169,15 +175,15 @@ def attention_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float
     rotated = lambda x, norm: rope(centred_rms_norm(x, layer[norm], eps), positions, frequencies)  # noqa: E731
     mixed, cache = mixer.attend(cache, i, rotated(q, "q_norm"), rotated(k, "k_norm"), v)
     mixed = (mixed * jax.nn.sigmoid(gate)).reshape(b, t, n * h)
-    return _finish(layer, config, x, mixed, positions), cache
+    return _finish(layer, config, x, mixed, positions, few), cache
 
 
 def linear_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Array, "b t d"], Any]:
     """Linear attention and the MLP: the residual stream after them. `i` counts linear layers."""
     mix, eps, (b, t, _) = config.linear, config.rms_norm_eps, x.shape
-    normed = centred_rms_norm(x, layer["attn_norm"], eps)
-    qkvz = project(normed, layer["qkvz"], real_rows(positions))
-    beta, a = jnp.split(jnp.matmul(normed, layer["ba"], preferred_element_type=jnp.float32), 2, axis=-1)
+    few = _few(layer, x)
+    qkvz, ba = _products(layer, x, ["qkvz", "ba"], eps, real_rows(positions), few)
+    beta, a = jnp.split(ba, 2, axis=-1)
     decay = jnp.exp(-jnp.exp(layer["decay_log"]) * jax.nn.softplus(a + layer["decay_bias"]))
 
     (q, k, v), cache = mixer.convolve(cache, i, qkvz, layer["conv"], mix)
@@ -185,12 +191,41 @@ def linear_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Ar
 
     gate = jax.nn.silu(qkvz[..., mix.channels :].astype(jnp.float32).reshape(v.shape))
     read = rms_norm(read.astype(jnp.float32), layer["read_norm"].astype(jnp.float32), eps) * gate
-    return _finish(layer, config, x, read.astype(x.dtype).reshape(b, t, -1), positions), cache
+    return _finish(layer, config, x, read.astype(x.dtype).reshape(b, t, -1), positions, few), cache
 
 
-def _finish(layer, config, x, mixed, positions):
+def _few(layer: dict[str, Array], x: Float[Array, "b t d"]) -> bool:
+    """Whether the kernels of few rows serve."""
+    rows, (inputs, d) = x.size // x.shape[-1], layer["out"].shape
+    columns = [layer[name].shape[1] for name in ("qkv", "qkvz", "ba") if name in layer]
+    fits = normed_supported(rows, d, columns, layer["out"].dtype)
+    return chosen("few_rows", fits or product_supported(rows, [inputs], (inputs, d), layer["out"].dtype))
+
+
+def _products(layer, x, names, eps, real, few) -> list[Float[Array, "b t _"]]:
+    """The normed rows' products with these weights; those of `ba` in float32."""
+    weights = [layer[name] for name in names]
+    if few:
+        dtypes = tuple("float32" if name == "ba" else str(x.dtype) for name in names)
+        outs = normed(x.reshape(-1, x.shape[-1]), layer["attn_norm"], weights, eps=eps, dtypes=dtypes, centred=True)
+        return [out.reshape(*x.shape[:-1], -1) for out in outs]
+    rows = centred_rms_norm(x, layer["attn_norm"], eps)
+    in_float32 = lambda weight: jnp.matmul(rows, weight, preferred_element_type=jnp.float32)  # noqa: E731
+    return [
+        in_float32(weight) if name == "ba" else project(rows, weight, real)
+        for name, weight in zip(names, weights, strict=True)
+    ]
+
+
+def _finish(layer, config, x, mixed, positions, few):
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
     real = real_rows(positions)
-    x = x + project(mixed, layer["out"], real)
+    if few:
+        x = add_product(*(a.reshape(-1, a.shape[-1]) for a in (x, mixed)), layer["out"]).reshape(x.shape)
+        if "router" in layer:
+            rows = x.reshape(-1, x.shape[-1])
+            return few_rows.mixture(layer, config, rows, positions, len(rows), centred=True).reshape(x.shape)
+    else:
+        x = x + project(mixed, layer["out"], real)
     normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
     return x + (moe.moe(layer, config, normed, positions) if "router" in layer else llama.mlp(layer, normed, real))

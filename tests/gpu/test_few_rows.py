@@ -41,6 +41,26 @@ def test_heads(rows, inputs, normed):
 
 
 @pytest.mark.parametrize("rows", ROWS)
+def test_keys_and_values_of_all_layers(rows):
+    cpu.check_keys_values(cpu.operands(rows, **cpu.SMOLLM2))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_product_of_rows_side_by_side(rows):
+    """Several times, since blocks of a cluster may finish in any order."""
+    for _ in range(5):
+        cpu.check_product(cpu.operands(rows, **cpu.SMOLLM2))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("vocab", [49152, 64 * 131])
+def test_top_tokens(rows, vocab):
+    """Several times, since tiles arrive in any order."""
+    for _ in range(5):
+        cpu.check_top_tokens(cpu.operands(rows, **cpu.SMOLLM2), vocab)
+
+
+@pytest.mark.parametrize("rows", ROWS)
 def test_gated(rows):
     cpu.check_gated(cpu.operands(rows, **cpu.SMOLLM2))
 
@@ -54,12 +74,18 @@ def test_product_added(rows, splits):
 
 
 @pytest.mark.parametrize("sizes", [cpu.QWEN3, cpu.MIXTURE], ids=["qwen3-8b", "qwen3-30b-a3b"])
-@pytest.mark.parametrize("kernel", ["heads", "normed", "gated", "add"])
+@pytest.mark.parametrize("kernel", ["heads", "normed", "centred", "gated", "add", "product"])
 def test_wide_layers(sizes, kernel):
     """Several times, since blocks of a cluster may finish in any order, and rings go round."""
     given = cpu.operands(8, **sizes)
-    heads = partial(cpu.check_heads, normed=True)
-    check = dict(heads=heads, normed=cpu.check_normed, gated=cpu.check_gated, add=cpu.check_add)[kernel]
+    check = dict(
+        heads=partial(cpu.check_heads, normed=True),
+        normed=cpu.check_normed,
+        centred=partial(cpu.check_normed, centred=True),
+        gated=cpu.check_gated,
+        add=cpu.check_add,
+        product=lambda given: cpu.check_product(given | {"gate_up": given["gate_up"][:, :1024]}),
+    )[kernel]
     for _ in range(5):
         check(given)
 

@@ -1,13 +1,16 @@
 """The matmuls of a layer at few rows, each with what stands before and after it, on Hopper: see `layer`."""
 
-from jaxspec.pallas.few_rows.layer import add_product, gated, heads, normed
+from jaxspec.pallas.few_rows.layer import add_product, gated, heads, keys_values, normed, product
 from jaxspec.pallas.few_rows.share import (
     GROUP,
     NARROW,
     TILE,
     normed_supported,
+    product_supported,
     supported,
+    top_supported,
 )
+from jaxspec.pallas.few_rows.top import top_tokens
 
 __all__ = [
     "GROUP",
@@ -16,7 +19,12 @@ __all__ = [
     "add_product",
     "gated",
     "heads",
+    "keys_values",
     "normed",
     "normed_supported",
+    "product",
+    "product_supported",
     "supported",
+    "top_supported",
+    "top_tokens",
 ]

@@ -74,7 +74,7 @@ def group_of(share, weight_g, tile, g):
     return group if (last + 1) % share.groups == 0 else jnp.minimum(group, last)
 
 
-def begin(share, weights_g, rows_g=None, *, weight_s, rows_s, ready, **_):
+def begin(share, weights_g, rows_g=(), *, weight_s, rows_s, ready, **_):
     """Begin to copy a block's weights, and the rows' inputs if they come from memory; what copies chunk i to a slot.
 
     Of several weights, the tiles of the first come first.
@@ -82,7 +82,8 @@ def begin(share, weights_g, rows_g=None, *, weight_s, rows_s, ready, **_):
     tile, split = lax.axis_index("tile"), split_of(share)
 
     def fetch(i, slot):
-        inputs = pl.ds((split * share.chunks + i) * share.chunk, share.chunk)
+        chunk = split * share.chunks + i
+        inputs = pl.ds(chunk * share.chunk, share.chunk)
         for weight_g, first, end in ranges(share, weights_g):
 
             def copy_weight(weight_g=weight_g, first=first):
@@ -91,8 +92,13 @@ def begin(share, weights_g, rows_g=None, *, weight_s, rows_s, ready, **_):
                     plgpu.copy_gmem_to_smem(weight_g.at[inputs, columns], weight_s.at[slot, g], ready.at[slot])
 
             copy_weight() if len(weights_g) == 1 else pl.when((tile >= first) & (tile < end))(copy_weight)
-        if rows_g is not None:
-            plgpu.copy_gmem_to_smem(rows_g.at[:, inputs], rows_s.at[slot], ready.at[slot])
+        copy = lambda row_g, at: plgpu.copy_gmem_to_smem(row_g.at[:, at], rows_s.at[slot], ready.at[slot])  # noqa: E731
+        if len(rows_g) == 1:
+            copy(rows_g[0], inputs)
+        each = share.widths[0] // share.chunk
+        for which, row_g in enumerate(rows_g if len(rows_g) > 1 else ()):
+            at = pl.ds((chunk - which * each) * share.chunk, share.chunk)
+            pl.when(lax.div(chunk, _i32(each)) == which)(partial(copy, row_g, at))
 
     for i in range(share.slots):
         fetch(i, i)
@@ -157,7 +163,7 @@ def _bring(ahead, block, blocks):
             plgpu.async_prefetch(part, predicate=piece < pieces)
 
 
-def norm_rows(share, rows_g, scales_g, eps, rows_s, *kept_g):
+def norm_rows(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):
     """The rows' root-mean-square norms into shared memory, side by side, as `models.layers.rms_norm` has them.
 
     Of a split product those of this block's inputs. Rows too wide for registers are read twice. The first tile's blocks
@@ -176,7 +182,7 @@ def norm_rows(share, rows_g, scales_g, eps, rows_s, *kept_g):
         return load(scales_g[i].at[pl.ds(at, piece)], layout=layout.reduce(0))
 
     def write(i, group, at, x, factor, scale):
-        x, first = scaled(x.astype(_f32), factor, scale), (begins[i] + at) % share.part // chunk
+        x, first = scaled(x.astype(_f32), factor, scale, centred), (begins[i] + at) % share.part // chunk
         for out_g in kept_g:
 
             @pl.when(lax.axis_index("tile") == 0)
@@ -215,10 +221,11 @@ def norm_rows(share, rows_g, scales_g, eps, rows_s, *kept_g):
     plgpu.commit_smem()
 
 
-def scaled(x, factor, scale):
-    """Rows times their factors, rounded, and then times their columns' scales."""
-    x = (x * lax.broadcast_in_dim(factor, x.shape, [0])).astype(jnp.bfloat16).astype(_f32)
-    return (x * lax.broadcast_in_dim(scale.astype(_f32), x.shape, [1])).astype(jnp.bfloat16)
+def scaled(x, factor, scale, centred=False):
+    """Rows times their factors, rounded, and then times their columns' scales; or times one more than these."""
+    x, scale = x * lax.broadcast_in_dim(factor, x.shape, [0]), scale.astype(_f32)
+    x, scale = (x, 1 + scale) if centred else (x.astype(jnp.bfloat16).astype(_f32), scale)
+    return (x * lax.broadcast_in_dim(scale, x.shape, [1])).astype(jnp.bfloat16)
 
 
 def to_rows(totals, out_s):

@@ -4,9 +4,11 @@ At few rows a layer takes little longer than reading its weights, so what counts
 long each waits for memory in turn. Here a layer is four of them and attention:
 
 - `heads`: norm, q, k and v, the norms of q and k if there are any, their rotation, keys and values into their pages;
-- `add_product`: the output projection and `down`, each added to the residual stream;
+- `add_product`: the output projection and `down`, each added to the residual stream (`product`: without);
 - `gated`: norm, gate and up, silu(gate) * up;
 - `normed`: norm and any products, such as of the router of a mixture of experts, for which it keeps the rows.
+
+Around the layers, `keys_values` are those of all of a drafter's layers, and `top_tokens` is norm, head and argmax.
 
 A block of one warpgroup takes some columns of a product in groups of `TILE`: those of a head, or half a group each of
 gate and up. It asks for its weights first, all at once or as many as a ring in shared memory holds, and while they come
@@ -121,37 +123,68 @@ def heads(
     values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative place go nowhere. `ahead` and
     `splits` as in `gated`.
     """
+    queries = weight.shape[1] // kv.shape[5] - 2 * kv.shape[3]
+    norms = [norm[None] for norm in norms]
+    return _heads(queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, eps, splits, interpret)
+
+
+@lower_once("eps")
+def keys_values(
+    rows: Float[Array, "r d"],
+    scale: Float[Array, " d"],
+    weight: Float[Array, "d n"],
+    cos: Float[Array, "r half"],
+    sin: Float[Array, "r half"],
+    kv: Float[Array, "l p 2 m s h"],
+    place: Int[Array, " r"],
+    norm: Float[Array, "l h"],
+    *,
+    eps: float,
+    interpret: Any = False,
+) -> Float[Array, "l p 2 m s h"]:
+    """The pages with keys and values of the normed rows in all layers, as `heads` puts them there.
+
+    `weight` has columns of the first layer's keys, then of its values, then of the next layer's. `norm`: the scales of
+    the norms of each layer's keys.
+    """
+    layer = jnp.zeros((), jnp.int32)
+    return _heads(0, [rows], [scale], weight, cos, sin, kv, layer, place, [norm], (), eps, None, interpret)[0]
+
+
+def _heads(queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, eps, splits, interpret):
+    """The queries, if there are any, and the pages."""
     count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
     share = with_splits(share_out(count, [x.shape[1] for x in rows], weight.shape[1], width // TILE), splits)
-    queries = weight.shape[1] // width - 2 * kv.shape[3]
     q = plgpu.kernel(
         partial(_head, share, eps, queries, len(rows), len(norms)),
         kernel_name="few_rows_heads",
-        out_type=jax.ShapeDtypeStruct((count, queries * width), weight.dtype),
+        out_type=[jax.ShapeDtypeStruct((count, queries * width), weight.dtype)] if queries else [],
         **grid_of(share),
         scratch_types=scratch_of(share) | {"head_s": plgpu.SMEM((count, width), weight.dtype)},
         compiler_params=params(),
         interpret=interpret,
     )(weight, cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *ahead)
-    return q, jax.freeze(ref)
+    return *q, jax.freeze(ref)
 
 
 def _head(share, eps, queries, inputs, norms, weight_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs, out_s, head_s,
           **scratch):  # fmt: skip
-    head, refs = lax.axis_index("tile"), list(refs)
+    column, refs = lax.axis_index("tile"), list(refs)
     rows_g, scales_g, norms_g = ([refs.pop(0) for _ in range(n)] for n in (inputs, inputs, norms))
-    q_g = refs.pop()
+    q_g = refs.pop() if queries else None
     kv_heads, page_size, width = kv_g.shape[3:]
     half = width // 2
+    further, head = (f(column, _i32(queries + 2 * kv_heads)) for f in (lax.div, lax.rem))
     turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
     asks = (head < queries).astype(_f32)
     fetch = begin(share, [weight_g], **scratch)
     # Asked for before anything is waited for, as each would take its time later.
     cos, sin = (plgpu.load(ref, layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
     cos, sin = cos * turns + (1 - turns), sin * turns
-    layer, places = layer_g[0], [place_g[i] for i in range(place_g.shape[0])]
-    norms = [[_half_row(norm_g, at, half) for at in (0, half)] for norm_g in norms_g]
-    norms = [[q * asks + k * (1 - asks) for q, k in zip(*norms, strict=True)]] if norms else []
+    layer, places = layer_g[0] + further, [place_g[i] for i in range(place_g.shape[0])]
+    norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
+    if len(norms) == 2:
+        norms = [[q * asks + k * (1 - asks) for q, k in zip(*norms, strict=True)]]
     norm_rows(share, rows_g, scales_g, eps, scratch["rows_s"])
 
     def finish(totals):
@@ -163,10 +196,12 @@ def _head(share, eps, queries, inputs, norms, weight_g, cos_g, sin_g, layer_g, p
             second = scaled(second, factor, second_scale).astype(_f32) * turns + second * (1 - turns)
         first, second = first * cos - second * sin, second * cos + first * sin
 
-        @pl.when(head < queries)
-        def _():
-            q_g[:, pl.ds(head * width, half)] = first.astype(jnp.bfloat16)
-            q_g[:, pl.ds(head * width + half, half)] = second.astype(jnp.bfloat16)
+        if queries:
+
+            @pl.when(head < queries)
+            def _():
+                q_g[:, pl.ds(head * width, half)] = first.astype(jnp.bfloat16)
+                q_g[:, pl.ds(head * width + half, half)] = second.astype(jnp.bfloat16)
 
         @pl.when(head >= queries)
         def _():
@@ -202,32 +237,52 @@ def add_product(
     interpret: Any = False,
 ) -> Float[Array, "r d"]:
     """x + rows @ weight, in bfloat16, rounded where plain layers round. `splits` as in `gated`."""
-    count, columns = len(rows), weight.shape[1]
-    share = with_splits(share_out(count, [rows.shape[1]], columns, 1, normed=False), splits)
+    return _products([x], [rows], weight, splits, interpret)
+
+
+@lower_once("splits")
+def product(
+    rows: Sequence[Float[Array, "r k"]],
+    weight: Float[Array, "n d"],
+    *,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r d"]:
+    """The product of several rows of the same width, side by side; otherwise as `add_product`."""
+    return _products([], rows, weight, splits, interpret)
+
+
+def _products(x, rows, weight, splits, interpret):
+    count, columns = len(rows[0]), weight.shape[1]
+    share = with_splits(share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False), splits)
     return plgpu.kernel(
-        partial(_add_tile, share),
-        kernel_name="few_rows_add",
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        partial(_product_tile, share, len(x)),
+        kernel_name="few_rows_add" if x else "few_rows_product",
+        out_type=jax.ShapeDtypeStruct((count, columns), weight.dtype),
         **grid_of(share),
         scratch_types=scratch_of(share),
         compiler_params=params(),
         interpret=interpret,
-    )(x, rows, weight)
+    )(*x, weight, *rows)
 
 
-def _add_tile(share, x_g, rows_g, weight_g, out_g, **scratch):
-    columns, layout = pl.ds(lax.axis_index("tile") * TILE, TILE), plgpu.Layout.WGMMA_TRANSPOSED
+def _product_tile(share, added, *refs, **scratch):
+    (*x_g, weight_g), rows_g, out_g = refs[: added + 1], refs[added + 1 : -1], refs[-1]
+    columns = pl.ds(lax.axis_index("tile") * TILE, TILE)
+    layout = plgpu.Layout.WGMMA_TRANSPOSED
     fetch = begin(share, [weight_g], rows_g, **scratch)
-    x = plgpu.load(x_g.at[:, columns].transpose((1, 0)), layout=layout, optimized=False).astype(_f32)
+    x = [plgpu.load(ref.at[:, columns].transpose((1, 0)), layout=layout, optimized=False) for ref in x_g]
 
     def finish(totals):
-        total = plgpu.layout_cast(totals[0], layout).astype(jnp.bfloat16).astype(_f32)
-        out_g.at[:, columns].transpose((1, 0))[...] = (x + total).astype(jnp.bfloat16)
+        total = plgpu.layout_cast(totals[0], layout).astype(jnp.bfloat16)
+        for each in x:
+            total = (each.astype(_f32) + total.astype(_f32)).astype(jnp.bfloat16)
+        out_g.at[:, columns].transpose((1, 0))[...] = total
 
     multiply(share, fetch, (), finish, **scratch)
 
 
-@lower_once("eps", "dtypes", "keep", "splits")
+@lower_once("eps", "dtypes", "centred", "keep", "splits")
 def normed(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"],
@@ -235,13 +290,15 @@ def normed(
     *,
     eps: float,
     dtypes: tuple[str, ...],
+    centred: bool = False,
     keep: bool = False,
     splits: int | None = None,
     interpret: Any = False,
 ) -> list[Float[Array, "r n"]]:
     """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
 
-    With `keep` the normed rows come after them. `splits` as in `gated`.
+    `centred`: as in `models.layers.centred_rms_norm`. With `keep` the normed rows come after them. `splits` as in
+    `gated`.
     """
     groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
     columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
@@ -250,7 +307,7 @@ def normed(
     scratch = scratch_of(share)
     del scratch["out_s"]
     return plgpu.kernel(
-        partial(_normed_tile, share, eps, len(weights)),
+        partial(_normed_tile, share, eps, centred, len(weights)),
         kernel_name="few_rows_normed",
         out_type=outs + [jax.ShapeDtypeStruct(x.shape, x.dtype)] * keep,
         **grid_of(share),
@@ -260,11 +317,11 @@ def normed(
     )(x, scale, *weights)
 
 
-def _normed_tile(share, eps, weights, x_g, scale_g, *refs, **scratch):
+def _normed_tile(share, eps, centred, weights, x_g, scale_g, *refs, **scratch):
     weights_g, outs_g = refs[:weights], refs[weights:]
     tile = lax.axis_index("tile")
     fetch = begin(share, weights_g, **scratch)
-    norm_rows(share, [x_g], [scale_g], eps, scratch["rows_s"], *outs_g[weights:])
+    norm_rows(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
 
     def finish(totals):
         for (_, first, end), out_g in zip(ranges(share, weights_g), outs_g[:weights], strict=True):

@@ -17,6 +17,7 @@ WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to 
 MAX_CHUNK = 256  # inputs of one copy of weights: what a bulk copy can bring
 MAX_CLUSTER = 4  # blocks that share a tile's inputs
 MAX_GROUPS = 8  # groups of columns of a block
+HEAD_STAGES = 2  # tiles of a head that a block has room for
 BLOCKS = 132  # multiprocessors of an H100 or H200: so many blocks run at once
 SLOT_BYTES = 32 * 1024  # of weights that are waited for together
 MIN_SLOTS = 3  # of a ring
@@ -127,6 +128,19 @@ def supported(rows: int, head: int, inputs: tuple[int, ...], *dtypes: Any, besid
     return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
 
 
+def product_supported(rows: int, widths: Sequence[int], shape: tuple[int, int], dtype: Any) -> str | None:
+    """Why `product` can't serve so many rows of these widths and a weight like this, or None if it can."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"weights in {jnp.dtype(dtype).name}; bfloat16 are"
+    most = MAX_ROWS if shape[1] <= NARROW else WIDE_ROWS
+    if rows > most:
+        return f"{rows} rows for {shape[1]} columns; up to {most} are"
+    if len(set(widths)) > 1 or widths[0] % TILE or shape[1] % TILE:
+        return f"widths {widths} and {shape[1]}; equal multiples of {TILE} are"
+    fits = share_out(-(-rows // GROUP) * GROUP, widths, shape[1], 1, normed=False).fits
+    return None if fits else f"{rows} rows of {widths} for shared memory"
+
+
 def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any) -> str | None:
     """Why `normed` can't serve so many rows of this width and weights of so many columns, or None if it can."""
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
@@ -138,3 +152,15 @@ def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any
     if sum(columns) > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
         return f"{sum(columns)} columns; up to {most} are"
     return None if share_out(rows, [width], sum(columns)).fits else f"rows of {width} for shared memory"
+
+
+def top_supported(rows: int, shape: tuple[int, int], dtype: Any) -> str | None:
+    """Why `top_tokens` can't serve so many rows and a head like this, or None if it can."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"a head in {jnp.dtype(dtype).name}; bfloat16 is"
+    if rows > MAX_ROWS:
+        return f"{rows} rows; up to {MAX_ROWS} are"
+    if shape[0] % TILE or shape[1] % TILE:
+        return f"a head of {shape[0]} by {shape[1]}; multiples of {TILE} are"
+    needed = 2 * shape[1] * (HEAD_STAGES * TILE + rows)
+    return f"{needed} bytes of shared memory; up to {SHARED_BYTES} are" if needed > SHARED_BYTES else None
