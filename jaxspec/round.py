@@ -7,11 +7,13 @@ decoding is the round of a drafter that drafts nothing, and a first token is the
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
-import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -356,7 +358,6 @@ class Programs:
             **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds) for mode in MODES},
         }
         self._compiled: dict[tuple[str, int], Any] = {}
-        self._lowering = threading.Lock()
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
@@ -381,17 +382,39 @@ class Programs:
     def warm_up(self, state: State) -> None:
         """Compile every program of the ladder, several at a time."""
         shapes = self.shapes
-        wanted = [("admit", packing.admission_size(shapes.capacity)), ("score", shapes.score)]
-        wanted += [("prefill", blocks) for blocks in reversed(shapes.prefills)]
         several = [("rounds", shapes.batches)] if shapes.rounds > 1 else []
-        # One mode after the other: what the next ones share with it, kernels and XLA's choices, is there by then.
-        for mode in MODES:
-            for kind, sizes in (("round", shapes.batches), *several, ("first", shapes.firsts)):
-                wanted += [(f"{kind}_{mode}", size) for size in reversed(sizes)]
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            compiling = [pool.submit(self._program, *one, state) for one in wanted]
-            for one in tqdm(as_completed(compiling), total=len(wanted), desc="compiling", unit="program"):
-                one.result()
+        of_rounds = ("round", shapes.batches), *several, ("first", shapes.firsts)
+        of_mode = {
+            mode: [(f"{kind}_{mode}", n) for kind, sizes in of_rounds for n in reversed(sizes)] for mode in MODES
+        }
+        # Those first that take XLA longest, so that little is left to do once all are lowered; and one mode after the
+        # other: what the next ones share with it, kernels and XLA's choices, is there by then.
+        wanted = [*of_mode[LOGPROBS], ("score", shapes.score), *(("prefill", n) for n in reversed(shapes.prefills))]
+        wanted += [*of_mode[SAMPLED], *of_mode[GREEDY], ("admit", packing.admission_size(shapes.capacity))]
+        wanted = [one for one in wanted if one not in self._compiled]
+        # Two kinds of work: XLA's, in threads, and Python's, of which one thread does as much as many. That one lowers
+        # everything before it keeps anything on disk, since a program that isn't lowered yet can't be compiled either.
+        with (
+            tqdm(total=len(wanted), desc="compiling", unit="program") as bar,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+            ThreadPoolExecutor(1) as python,
+            _no_garbage_collection(),
+            contextlib.nullcontext() if self._store is None else _not_in_jax_cache(),
+        ):
+
+            def finish(one: tuple[str, int], lowering: Future) -> None:
+                lowered, kernels = lowering.result()
+                python.submit(self._keep, *one, state, self._compile(*one, lowered), kernels)
+
+            lowering = {}
+            for one, found in zip(wanted, pool.map(lambda one: self._kept(*one, state), wanted), strict=True):
+                if found is None:
+                    lowering[one] = python.submit(self._lower, *one, state)
+                else:
+                    bar.update()
+            for done in as_completed([pool.submit(finish, *each) for each in lowering.items()]):
+                done.result()
+                bar.update()
 
     @property
     def workspace_bytes(self) -> int:
@@ -409,8 +432,11 @@ class Programs:
         return self._program(kind, len(packed), state)(*self._params, state, packed)
 
     def _program(self, kind: str, size: int, state: State) -> Any:
-        if (program := self._compiled.get((kind, size))) is None:
-            program = self._compiled[kind, size] = self._kept(kind, size, state) or self._compile(kind, size, state)
+        program = self._compiled.get((kind, size)) or self._kept(kind, size, state)
+        if program is None:
+            lowered, kernels = self._lower(kind, size, state)
+            program = self._compile(kind, size, lowered)
+            self._keep(kind, size, state, program, kernels)
         return program
 
     def _arguments(self, kind: str, size: int, state: State) -> tuple:
@@ -425,14 +451,47 @@ class Programs:
         program, kernels = kept
         KERNELS.update(kernels)
         self.found.append((kind, size))
+        self._compiled[kind, size] = program
         return program
 
-    def _compile(self, kind: str, size: int, state: State) -> Any:
-        arguments = self._arguments(kind, size, state)
-        # Lowering is Python: programs that took turns at it would all be done late, and compiled only then.
-        with self._lowering, counting() as kernels:
-            lowered = self._jits[kind].lower(*arguments)
-        program = lowered.compile(COMPILER_OPTIONS)
-        if self._store is not None:
-            self._store.save((kind, size), arguments, program, kernels)
+    def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
+        """A program before XLA sees it, and the kernels that it chose."""
+        with counting() as kernels:
+            return self._jits[kind].lower(*self._arguments(kind, size, state)), kernels
+
+    def _compile(self, kind: str, size: int, lowered: jax.stages.Lowered) -> Any:
+        program = self._compiled[kind, size] = lowered.compile(COMPILER_OPTIONS)
         return program
+
+    def _keep(self, kind: str, size: int, state: State, program: Any, kernels: Counter) -> None:
+        if self._store is not None:
+            self._store.save((kind, size), self._arguments(kind, size, state), program, kernels)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Lowering makes millions of objects, most of which stay: to go through them again and again is an eighth of it.
+
+    Once at its end, though: half a second that a request would otherwise wait for.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+            gc.collect()
+
+
+@contextlib.contextmanager
+def _not_in_jax_cache() -> Iterator[None]:
+    """jax's own cache is read, but not written to: serialising a program, for which all of Python stands still, would
+    be done twice, by jax in the midst of lowering."""
+    option = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, option)
+    jax.config.update(option, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)

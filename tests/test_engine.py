@@ -248,7 +248,13 @@ class Nothing:
 def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
     """With programs that aren't compiled: to compile one of each size for the test above would take a minute."""
     compiled = []
-    compile_ = lambda self, kind, size, state: compiled.append((kind, size)) or Nothing()  # noqa: E731
+
+    def compile_(self, kind, size, lowered):
+        compiled.append((kind, size))
+        program = self._compiled[kind, size] = Nothing()
+        return program
+
+    monkeypatch.setattr(Programs, "_lower", lambda self, kind, size, state: (None, None))
     monkeypatch.setattr(Programs, "_compile", compile_)
     llm = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
     warm, runner, table = list(compiled), llm.engine.runner, llm.engine.scheduler.table
@@ -257,6 +263,18 @@ def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
         runner.round(list(range(count)), table, mode, 4)
         runner.first(list(range(min(count, 2))), table, mode)  # of as many as a prefill has blocks
     assert compiled == warm and {size for kind, size in warm if kind == "rounds_sampled"} == {1, 2, 3}
+
+
+def test_warm_up_keeps_programs_once_all_are_lowered(monkeypatch):
+    """To keep one stops Python for a while, and those that aren't lowered yet can't be compiled."""
+    done = []
+    monkeypatch.setattr(Programs, "_lower", lambda *_: done.append("lowered") or (None, None))
+    monkeypatch.setattr(
+        Programs, "_compile", lambda self, kind, size, _: self._compiled.setdefault((kind, size), Nothing())
+    )
+    monkeypatch.setattr(Programs, "_keep", lambda *_: done.append("kept"))
+    programs = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False}).engine.runner.programs
+    assert done == ["lowered"] * len(programs._compiled) + ["kept"] * len(programs._compiled)
 
 
 def test_each_program_counts_its_dispatches():
