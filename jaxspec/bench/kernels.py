@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if args.small or (reason := kernels_here()):
         why = "--small" if args.small else reason
         result.note(
-            f"layer matmuls and small layers are left out ({why}): their kernels run on a Hopper GPU at full size only"
+            f"layer matmuls and few rows' layers are left out ({why}): these kernels take full sizes, on a Hopper GPU"
         )
 
 

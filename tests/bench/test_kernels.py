@@ -12,6 +12,7 @@ from jaxspec.bench import cases, kernels
 from jaxspec.bench.cases import attention, matmuls, mixtures
 from jaxspec.pallas import target
 from jaxspec.pallas.weight_stream import HALF, STAGES
+from tests.test_few_rows import INTERPRET
 
 
 def test_the_command_times_every_case(tmp_path, capsys):
@@ -21,7 +22,7 @@ def test_the_command_times_every_case(tmp_path, capsys):
     groups |= {"convolution prompts", "gated delta", "gated delta prompts", "projections"}
     assert {row["group"] for row in document["rows"]} == groups
     assert document["notes"] == [
-        "layer matmuls and small layers are left out (--small): their kernels run on a Hopper GPU at full size only"
+        "layer matmuls and few rows' layers are left out (--small): these kernels take full sizes, on a Hopper GPU"
     ]
     for row in document["rows"]:
         assert row["ran"] == "reference" and row["error"] < 1e-5  # a CPU has no kernels
@@ -139,3 +140,23 @@ def test_layer_matmuls_call_the_kernel_as_it_is():
     shared, own = jax.eval_shape(case.build, jax.random.key(0))
     lowered = jax.jit(partial(case.op, 1)).trace(shared, own).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("width,normed", [(64, False), (128, True)])
+def test_few_rows_layer(monkeypatch, width, normed):
+    """Its plain form is what the kernels compute, interpreted, in place and layer by layer."""
+    for name in ("heads", "gated", "add_product"):
+        options = {"splits": 1, "interpret": INTERPRET["interpret"]}
+        monkeypatch.setattr(matmuls.few_rows, name, partial(getattr(matmuls.few_rows, name), **options))
+    case = matmuls.few_rows_layer(8, 192, 2, 1, width, 128, normed, layers=2)
+    row = kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), True, seed=0)
+    assert row["error"] < 0.02 and row["ran"] == "few_rows"
+    weights = 192 * 4 * width + 2 * width * 192 + 192 * 256 + 128 * 192
+    assert row["flops"] == 2 * 8 * weights and row["bytes"] == 2 * (weights + 8 * (2 * 192 + 4 * width))
+
+
+def test_few_rows_layer_calls_the_kernels_as_they_are():
+    case = matmuls.few_rows_layer(8, 2048, 8, 2, 128, 512, True, layers=1)
+    shared, own = jax.eval_shape(case.build, jax.random.key(0))
+    lowered = jax.jit(partial(case.op, 0)).trace(shared, own).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 4

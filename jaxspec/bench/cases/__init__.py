@@ -12,10 +12,12 @@ DECODE = (
     *((b, context, t) for t in (1, 4) for b, context in ((1, 1024), (1, 16384), (8, 1024), (32, 4096), (128, 1152))),
 )  # requests, tokens each, rows each
 PROMPTS = ((1, 1024), (1, 2048), (1, 8192), (16, 512))  # prompts, tokens each
-SMALL_LAYER = 576, 9, 3, 1536  # SmolLM2-135M's: model width, query heads, KV heads of 64, MLP width
+FEW_ROWS = {  # model width, query heads, KV heads, their width, MLP width, whether queries and keys are normed
+    (576, 9, 3, 64, 1536, False): (8, 32, 64),  # SmolLM2-135M's
+    (4096, 32, 8, 128, 12288, True): (8,),  # Qwen3-8B's
+}
 LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
 ROWS = (1, 8, 32, 128)
-FEW_ROWS = (8, 32, 64)
 MANY_ROWS = (256, 512, 1024, 2048)
 MIXTURES = {  # model width, expert width, experts, experts of a token
     "35B-A3B": (2048, 512, 256, 8),  # Qwen3.5's
@@ -59,5 +61,6 @@ def make_cases(small: bool) -> list[Case]:
         cases += matmuls.projections(rows, *sizes["layer"], layers // 2, dtype)
     if not small and kernels_here() is None:  # there is no other path to it: a model without it has plain layers
         cases += [matmuls.layer_matmuls(rows, *LAYER, layers=8) for rows in ROWS]
-        cases += [matmuls.small_layer(rows, *SMALL_LAYER, layers=30) for rows in FEW_ROWS]
+        few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]
+        cases += [matmuls.few_rows_layer(rows, *widths, layers=layers) for rows, widths in few]
     return cases

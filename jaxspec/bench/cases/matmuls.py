@@ -45,9 +45,12 @@ def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:
     )
 
 
-def small_layer(rows: int, d: int, heads: int, kv_heads: int, f: int, layers: int) -> Case:
-    """A small model's layer but for its attention, whose place the queries take: four kernels, one after the other."""
-    width = few_rows.TILE
+def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: int, normed: bool, layers: int) -> Case:
+    """A layer at few rows but for its attention, whose place the queries take: four kernels, one after the other.
+
+    Heads are `width` wide, `normed` or not; a narrow model's weights are brought ahead, as in its forward.
+    """
+    narrow = d <= few_rows.NARROW
     shapes = {
         "qkv": (d, (heads + 2 * kv_heads) * width),
         "out": (heads * width, d),
@@ -63,7 +66,7 @@ def small_layer(rows: int, d: int, heads: int, kv_heads: int, f: int, layers: in
             keys = jax.random.split(key, len(shapes))
             pairs = zip(keys, shapes.items(), strict=True)
             matrices = {name: jax.random.normal(k, shape, "bfloat16") * shape[0] ** -0.5 for k, (name, shape) in pairs}
-            return matrices | {"scale": jnp.ones(d, "bfloat16")}
+            return matrices | {"scale": jnp.ones(d, "bfloat16"), "norms": [jnp.ones(width, "bfloat16")] * 2 * normed}
 
         x = jax.random.normal(key, (rows, d), "bfloat16")
         kv = jnp.zeros((layers, 1 + -(-rows // PAGE), 2, kv_heads, PAGE, width), "bfloat16")
@@ -72,15 +75,19 @@ def small_layer(rows: int, d: int, heads: int, kv_heads: int, f: int, layers: in
     def op(i, own, carried):
         (x, kv), layer = carried, own[i]
         operands = [x], [layer["scale"]], layer["qkv"], cos, sin, kv, jnp.int32(i), place
-        q, kv = few_rows.heads(*operands, [], [layer["out"], layer["gate_up"], layer["down"]], eps=EPS)
+        ahead = [layer["out"], layer["gate_up"], layer["down"], own[(i + 1) % layers]["qkv"]] if narrow else []
+        q, kv = few_rows.heads(*operands, layer["norms"], ahead[:3], eps=EPS)
         x = few_rows.add_product(x, q, layer["out"])
-        hidden = few_rows.gated(x, layer["scale"], layer["gate_up"], [own[(i + 1) % layers]["qkv"]], eps=EPS)
+        hidden = few_rows.gated(x, layer["scale"], layer["gate_up"], ahead[3:], eps=EPS)
         x = few_rows.add_product(x, hidden, layer["down"])
         return x, (x, kv)
 
     def plain(i, own, carried):
         (x, kv), layer = carried, own[i]
-        qkv = (rms_norm(x, layer["scale"], EPS) @ layer["qkv"]).reshape(rows, -1, 2, width // 2).astype(jnp.float32)
+        qkv = (rms_norm(x, layer["scale"], EPS) @ layer["qkv"]).reshape(rows, -1, width)
+        if normed:
+            qkv = jnp.concatenate([rms_norm(qkv[:, :-kv_heads], layer["norms"][0], EPS), qkv[:, -kv_heads:]], axis=1)
+        qkv = qkv.reshape(rows, -1, 2, width // 2).astype(jnp.float32)
         turned, v = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
         first, second = turned[:, :, 0], turned[:, :, 1]
         c, s = cos[:, None], sin[:, None]
@@ -92,8 +99,8 @@ def small_layer(rows: int, d: int, heads: int, kv_heads: int, f: int, layers: in
         return x, (x, kv)
 
     return Case(
-        name=f"small layer, {rows} rows",
-        group="small layer",
+        name=f"layer of width {d}, {rows} rows",
+        group="few rows' layer",
         layers=layers,
         build=build,
         op=op,
