@@ -380,18 +380,8 @@ class Programs:
         return self._call(f"rounds_{mode}", state, packed)
 
     def warm_up(self, state: State) -> None:
-        """Compile every program of the ladder, several at a time."""
-        shapes = self.shapes
-        several = [("rounds", shapes.batches)] if shapes.rounds > 1 else []
-        of_rounds = ("round", shapes.batches), *several, ("first", shapes.firsts)
-        of_mode = {
-            mode: [(f"{kind}_{mode}", n) for kind, sizes in of_rounds for n in reversed(sizes)] for mode in MODES
-        }
-        # Those first that take XLA longest, so that little is left to do once all are lowered; and one mode after the
-        # other: what the next ones share with it, kernels and XLA's choices, is there by then.
-        wanted = [*of_mode[LOGPROBS], ("score", shapes.score), *(("prefill", n) for n in reversed(shapes.prefills))]
-        wanted += [*of_mode[SAMPLED], *of_mode[GREEDY], ("admit", packing.admission_size(shapes.capacity))]
-        wanted = [one for one in wanted if one not in self._compiled]
+        """Compile every program of the ladder, several at a time. What one raises ends it all."""
+        wanted = [one for one in self._ladder() if one not in self._compiled]
         # Two kinds of work: XLA's, in threads, and Python's, of which one thread does as much as many. That one lowers
         # everything before it keeps anything on disk, since a program that isn't lowered yet can't be compiled either.
         with (
@@ -406,15 +396,31 @@ class Programs:
                 lowered, kernels = lowering.result()
                 python.submit(self._keep, *one, state, self._compile(*one, lowered), kernels)
 
-            lowering = {}
-            for one, found in zip(wanted, pool.map(lambda one: self._kept(*one, state), wanted), strict=True):
-                if found is None:
-                    lowering[one] = python.submit(self._lower, *one, state)
-                else:
+            try:
+                lowering = {}
+                for one, found in zip(wanted, pool.map(lambda one: self._kept(*one, state), wanted), strict=True):
+                    if found is None:
+                        lowering[one] = python.submit(self._lower, *one, state)
+                    else:
+                        bar.update()
+                for done in as_completed([pool.submit(finish, *each) for each in lowering.items()]):
+                    done.result()
                     bar.update()
-            for done in as_completed([pool.submit(finish, *each) for each in lowering.items()]):
-                done.result()
-                bar.update()
+            except BaseException:
+                for executor in (python, pool):
+                    executor.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _ladder(self) -> list[tuple[str, int]]:
+        """All programs: those first that take XLA longest, so that little is left to do once all are lowered, and one
+        mode after the other, since what the next ones share with it, kernels and XLA's choices, is there by then."""
+        shapes = self.shapes
+        several = [("rounds", shapes.batches)] if shapes.rounds > 1 else []
+        of_rounds = ("round", shapes.batches), *several, ("first", shapes.firsts)
+        of_mode = {mode: [(f"{kind}_{mode}", n) for kind, ns in of_rounds for n in reversed(ns)] for mode in MODES}
+        prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
+        admit = "admit", packing.admission_size(shapes.capacity)
+        return [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit]
 
     @property
     def workspace_bytes(self) -> int:

@@ -10,6 +10,7 @@ import functools
 import itertools
 import random
 import threading
+import time
 import types
 from collections import Counter
 
@@ -275,6 +276,19 @@ def test_warm_up_keeps_programs_once_all_are_lowered(monkeypatch):
     monkeypatch.setattr(Programs, "_keep", lambda *_: done.append("kept"))
     programs = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False}).engine.runner.programs
     assert done == ["lowered"] * len(programs._compiled) + ["kept"] * len(programs._compiled)
+
+
+def test_a_program_that_fails_ends_a_warm_up(monkeypatch):
+    lowered = []
+    monkeypatch.setattr(Programs, "_lower", lambda self, *one: time.sleep(0.05) or lowered.append(one) or (None, None))
+
+    def fail(*_):
+        raise RuntimeError("no room for this program")
+
+    monkeypatch.setattr(Programs, "_compile", fail)
+    with pytest.raises(RuntimeError, match="no room for this program"):
+        LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
+    assert 0 < len(lowered) < 10
 
 
 def test_each_program_counts_its_dispatches():
