@@ -196,8 +196,13 @@ class MemoryPlan:
         """Pages of the pool, the dummy page included."""
         return self.tokens // self.page_size + 1
 
-    def __str__(self) -> str:
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
         static = self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.slot_bytes + self.states.total
+        return static + self.workspace_bytes
+
+    def __str__(self) -> str:
         rows = [
             ("weights", self.weight_bytes, ""),
             ("draft weights", self.draft_weight_bytes, ""),
@@ -212,7 +217,7 @@ class MemoryPlan:
                 -1, ("state slots", states.total, f"{note}; a copy for each verified row: {_gib(states.copies)} more")
             )
         if self.device_bytes is not None:
-            rows.append(("left", self.device_bytes - static - self.workspace_bytes, f"of {_gib(self.device_bytes)}"))
+            rows.append(("left", self.device_bytes - self.total, f"of {_gib(self.device_bytes)}"))
         return "memory plan\n" + "\n".join(f"  {n:<14} {_gib(b):>10}  {note}".rstrip() for n, b, note in rows)
 
 

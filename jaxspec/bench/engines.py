@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
+from collections.abc import Callable
 
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts, numbers
 from jaxspec.cache import claim_device
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint import Model, load_model
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import load_drafter
 from jaxspec.engine import Engine
 from jaxspec.flags import add_engine_flags, engine_options
+from jaxspec.models import qwen3_next
 
 DEFAULTS = {"load_format": "dummy"}  # speed doesn't depend on what the weights are
 
@@ -36,6 +39,24 @@ def start(args: argparse.Namespace, result: Result, requests: int, rates: list[f
 
     Notes in `result` what the device is, how long the start took and what memory it left.
     """
+    started = time.perf_counter()
+    engine = _engine(args, requests, rates)
+    result.fact(ready_s=time.perf_counter() - started, **device_facts())
+    result.fact(memory_plan=engine.stats()["memory_plan"], memory=memory_facts())
+    return engine
+
+
+def start_attention_only(args: argparse.Namespace, requests: int) -> Engine:
+    """The same of the hybrid's shapes with full attention in every layer: see `attention_only`."""
+    return _engine(args, requests, alter=attention_only)
+
+
+def _engine(
+    args: argparse.Namespace,
+    requests: int,
+    rates: list[float] | None = None,
+    alter: Callable[[Model], Model] = lambda model: model,
+) -> Engine:
     options = engine_options(args)
     options["max_running_requests"] = options["max_running_requests"] or requests
     if options["max_running_requests"] < requests:
@@ -45,16 +66,28 @@ def start(args: argparse.Namespace, result: Result, requests: int, rates: list[f
             raise BenchError("--accept-rates needs a drafter; --draft is none. Name one, for example --draft ngram")
         options["num_draft_tokens"] = options["num_draft_tokens"] or len(rates)
     config = EngineConfig(**options)
-    started = time.perf_counter()
     claim_device()  # before the weights are made: it can't be done later
     model = load_model(
         config.model, config.dtype, load_format=config.load_format, revision=config.revision, seed=config.seed or 0
     )
+    model = alter(model)
     draft = load_drafter(config.draft, model, config)
-    engine = Engine(config, model, draft if rates is None else forced.force(draft, rates))
-    result.fact(ready_s=time.perf_counter() - started, **device_facts())
-    result.fact(memory_plan=engine.stats()["memory_plan"], memory=memory_facts())
-    return engine
+    return Engine(config, model, draft if rates is None else forced.force(draft, rates))
+
+
+def attention_only(model: Model) -> Model:
+    """A hybrid with full attention in place of its linear layers' mixing, with the weights of its first full layer.
+
+    All else stays: embedding, MLPs or experts, head. What it says is meaningless.
+    """
+    declared = qwen3_next.linear_parameters(model.config, "", qwen3_next.projections)
+    layers, linear = model.params["layers"], model.config.linear.layers
+    attention = next(layer for i, layer in enumerate(layers) if i not in linear)
+    attention = {name: attention[name] for name in qwen3_next.attention_parameters(model.config, "")}
+    apart = lambda layer: {name: weight for name, weight in layer.items() if name not in declared}  # noqa: E731
+    layers = [apart(layer) | attention if i in linear else layer for i, layer in enumerate(layers)]
+    config = dataclasses.replace(model.config, linear=None)
+    return dataclasses.replace(model, config=config, params={**model.params, "layers": layers})
 
 
 def kv_dtype(engine: Engine) -> str:

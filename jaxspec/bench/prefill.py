@@ -4,6 +4,14 @@ Offline, random weights unless --load-format says otherwise, random prompts that
 median over different prompts, served one after the other, of the time from a request's arrival to its first token; then
 prompts of that length are queued all at once, one new token each, and the prompts' tokens are divided by the time until
 the last is done. The floor counts the model's arithmetic (causal attention at half, one row unembedded) and its bytes.
+
+Memory is planned at the start, so prompts of any length should leave what is in use as it was. A row says by how much
+it grew over that row, and by how much the most that ever was in use did: the first row of a length can add the
+workspace of programs that had not run before, which the plan has. A note compares the most with the plan.
+
+Of a hybrid, --attention-only times the same prompts once more, on the same shapes with full attention in every layer:
+what they would cost without linear attention, all else being equal. It is measured since the share of arithmetic that
+attention has says little of its time.
 """
 
 from __future__ import annotations
@@ -17,12 +25,23 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.bench import engines, floors, plots
-from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
+from jaxspec.bench.results import (
+    BenchError,
+    Column,
+    Document,
+    Result,
+    Row,
+    Table,
+    counts,
+    memory_facts,
+    memory_growth,
+)
 from jaxspec.engine import Engine
 from jaxspec.request import SamplingParams
 
 COLUMNS = (
     Column("length", "prompt"),
+    Column("layers", "layers", width=14),
     Column("ttft_ms", "TTFT ms", ".2f"),
     Column("ttft_min_ms", "least", ".2f"),
     Column("ttft_max_ms", "most", ".2f"),
@@ -33,9 +52,12 @@ COLUMNS = (
     Column("batch_tokens_per_s", "tok/s", ".0f"),
     Column("batch_floor_tokens_per_s", "floor tok/s", ".0f"),
     Column("batch_ratio", "ratio", ".2f"),
+    Column("in_use_growth_mb", "in use + MB", ".1f"),
+    Column("peak_growth_mb", "peak + MB", ".1f"),
 )
 TABLES = (Table("prefill: time to first token, and throughput of many prompts", COLUMNS),)
 WARM_UPS = 2
+OWN, ATTENTION_ONLY = "own", "attention only"  # of a hybrid: its layers, or full attention in all of them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,31 +71,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="of all prompts queued at once together; 0 leaves that part out (%(default)s)",
     )
+    add(
+        "--attention-only",
+        action="store_true",
+        help="of a hybrid, time the same shapes with full attention in every layer as well, in a second engine",
+    )
     floors.add_arguments(parser)
     engines.add_arguments(parser)
 
 
 def run(args: argparse.Namespace, result: Result) -> None:
     """Measure every length."""
-    most = max(_batch(args, length) for length in args.lengths)
-    engine = engines.start(args, result, min(most, 128))
+    requests = min(max(_batch(args, length) for length in args.lengths), 128)
+    engine = engines.start(args, result, requests)
+    if args.attention_only and not engine.model_config.linear:
+        raise BenchError(f"--attention-only: {args.model} has no linear attention to compare with. Drop it")
+    _lengths(args, result, engine, OWN if args.attention_only else None)
+    _compare_with_plan(result, engine.runner.plan.total)
+    if not args.attention_only:
+        return
+    del engine  # whose pages take most of the memory
+    gc.collect()
+    own = {row["length"]: row for row in result.rows}
+    _lengths(args, result, engines.start_attention_only(args, requests), ATTENTION_ONLY)
+    for row in result.rows[len(own) :]:
+        times = row["ttft_ms"] / own[row["length"]]["ttft_ms"]
+        said = f"prompts of {row['length']}: attention only takes {times:.2f} times as long as the model's own layers"
+        if "batch" in row:
+            rates = (each["batch_tokens_per_s"] for each in (row, own[row["length"]]))
+            said += ", at once {:.0f} tokens/s against {:.0f}".format(*rates)
+        result.note(said)
+
+
+def _compare_with_plan(result: Result, planned: int) -> None:
+    memory = memory_facts()
+    result.fact(memory=memory)
+    if "peak_bytes_in_use" in memory:
+        most = memory["peak_bytes_in_use"] / 1e9
+        result.note(f"at most {most:.2f} GB were in use, of {planned / 1e9:.2f} planned")
+
+
+def _lengths(args: argparse.Namespace, result: Result, engine: Engine, layers: str | None) -> None:
+    """A row for every length; `layers` says what the model is if there are two."""
     cost = floors.ModelCost.of(engine.runner.model, engines.kv_dtype(engine), engine.config.state_dtype)
     limits = floors.ceilings(args)
     prompts = Prompts(engine, np.random.default_rng(args.seed or 0))
     for length in tqdm(args.lengths, desc="prefill", unit="length", disable=None):
         size, flops = cost.prefill(length)
         floor = limits.seconds(size, flops)
-        row = {"length": length, "bytes": size, "flops": flops} | single(prompts, length, args.repeats)
+        memory = memory_facts()
+        row = {"length": length, "bytes": size, "flops": flops} | ({"layers": layers} if layers else {})
+        row |= single(prompts, length, args.repeats)
         row |= {"floor_ms": floor * 1e3, "ratio": row["ttft_ms"] / floor / 1e3, "tflops": flops / row["ttft_ms"] / 1e9}
         if count := _batch(args, length) if args.batched_tokens else 0:
             row |= batched(prompts, length, count)
             least = limits.seconds(cost.weight_bytes + count * length * cost.kv_bytes, count * flops)
             row["batch_floor_tokens_per_s"] = count * length / least
             row["batch_ratio"] = row["batch_floor_tokens_per_s"] / row["batch_tokens_per_s"]
-        result.add(row)
+        result.add(row | memory_growth(memory))
         if compiles := row["compiles"] + row.get("batch_compiles", 0):
             result.note(f"prompts of {length}: {compiles} programs were compiled while they were timed")
-    result.fact(memory=memory_facts())
 
 
 def _batch(args: argparse.Namespace, length: int) -> int:
@@ -133,8 +190,9 @@ def batched(prompts: Prompts, length: int, count: int) -> Row:
 
 
 def plot(document: Document, figure: Any) -> None:
-    """Time to first token and batched throughput against the prompt's length, with the floors."""
-    rows = sorted(document["rows"], key=lambda row: row["length"])
+    """Time to first token and batched throughput of the model itself against the prompt's length, with the floors."""
+    own = [row for row in document["rows"] if row.get("layers") in (None, OWN)]
+    rows = sorted(own, key=lambda row: row["length"])
     batched_rows = [row for row in rows if "batch" in row]
     time_axes, rate_axes = figure.subplots(1, 2)
     for axes, lines, keys, what in (

@@ -173,6 +173,15 @@ def device_facts() -> dict[str, Any]:
     }
 
 
+def memory_growth(before: dict[str, int]) -> Row:
+    """Since `memory_facts` said so: by how many MB the memory in use, and the most that ever was, have grown.
+
+    None where the device doesn't say.
+    """
+    grown = {key: (size - before[key]) / 1e6 for key, size in memory_facts().items()}
+    return {"in_use_growth_mb": grown.get("bytes_in_use"), "peak_growth_mb": grown.get("peak_bytes_in_use")}
+
+
 def memory_facts() -> dict[str, int]:
     """Bytes of device memory in use now and at most so far; empty where the device doesn't say."""
     stats = jax.local_devices()[0].memory_stats() or {}

@@ -152,8 +152,8 @@ def forward(
     def recur(layer, i, x, cache):
         return linear_layer(layer, config, i, x, positions, mixer, cache)
 
-    for i, layer in enumerate(params["layers"]):
-        is_linear = i in config.linear.layers
+    for layer in params["layers"]:
+        is_linear = "qkvz" in layer
         x, cache = (recur if is_linear else attend)(layer, jnp.int32(counts[is_linear]), x, cache)
         counts[is_linear] += 1
         outputs.append(x)

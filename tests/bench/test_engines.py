@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from jaxspec.bench import __main__ as bench
-from jaxspec.bench import decode, prefill
+from jaxspec.bench import decode, engines, prefill, results
+from jaxspec.checkpoint import load_model
 from tests.bench.fake_engine import Clock, FakeEngine
+from tests.tiny import tiny_checkpoint
+
+PLANNED = ("weight_bytes", "draft_weight_bytes", "kv_bytes", "slot_bytes", "workspace_bytes")
 
 
 def command(path, *argv):
@@ -84,7 +88,52 @@ def test_prefill(tiny, tmp_path):
         assert 0 < row["floor_ms"] < row["ttft_min_ms"] <= row["ttft_ms"] <= row["ttft_max_ms"]
         assert sorted(row["ttft_each_ms"])[1] == row["ttft_ms"]
         assert row["batch_ratio"] == pytest.approx(row["batch_floor_tokens_per_s"] / row["batch_tokens_per_s"])
+        assert row["in_use_growth_mb"] is None and row["peak_growth_mb"] is None  # a CPU doesn't say
     assert not document["notes"]
+
+
+def test_prefill_compares_a_hybrid_with_attention_in_all_its_layers(tmp_path):
+    sizes = ["--context-length", "256", "--chunked-prefill-size", "32", "--skip-warmup", "--few-programs"]
+    argv = ["prefill", "--model", str(tiny_checkpoint("qwen3_5")), *sizes, "--lengths", "20,64"]
+    document = command(tmp_path / "x.json", *argv, "--batched-tokens", "64", "--repeats", "3", "--attention-only")
+    own, other = document["rows"][:2], document["rows"][2:]
+    assert [row["layers"] for row in document["rows"]] == ["own"] * 2 + ["attention only"] * 2
+    assert [row["length"] for row in other] == [row["length"] for row in own] == [20, 64]
+    for row, attending in zip(own, other, strict=True):
+        assert row["ttft_ms"] > 0 and attending["ttft_ms"] > 0 and row["flops"] != attending["flops"]
+    times = other[1]["ttft_ms"] / own[1]["ttft_ms"]
+    assert document["notes"][1].startswith(f"prompts of 64: attention only takes {times:.2f} times as long")
+
+
+def test_attention_only_keeps_all_but_the_mixing_of_linear_layers():
+    model = load_model(str(tiny_checkpoint("qwen3_5_moe", num_hidden_layers=4)), load_format="dummy")
+    made = engines.attention_only(model)
+    linear, own, layers = model.config.linear.layers, model.params["layers"], made.params["layers"]
+    full = next(i for i in range(4) if i not in linear)
+    assert made.config.num_kv_layers == 4 and layers[full] is own[full]
+    for i in linear:
+        assert layers[i].keys() == own[full].keys()
+        assert layers[i]["qkv"] is own[full]["qkv"] and layers[i]["experts_down"] is own[i]["experts_down"]
+
+
+def test_attention_only_needs_a_hybrid(tiny, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["prefill", *tiny, "--lengths", "20", "--attention-only"])
+    assert "has no linear attention to compare with" in capsys.readouterr().err
+
+
+def test_prefill_says_how_memory_grew_and_what_was_planned(tiny, tmp_path, monkeypatch):
+    """A device whose memory in use grows by a megabyte whenever it is asked, which a CPU doesn't say."""
+    used = iter(range(10**9, 2 * 10**9, 10**6))
+    stats = lambda: {"bytes_in_use": (now := next(used)), "peak_bytes_in_use": 2 * now}  # noqa: E731
+    growing = lambda: {"bytes_limit": 10**10} | stats()  # noqa: E731
+    monkeypatch.setattr(prefill, "memory_facts", growing)
+    monkeypatch.setattr(results, "memory_facts", growing)
+    document = command(tmp_path / "x.json", "prefill", *tiny, "--lengths", "20,64", "--repeats", "1")
+    for row in document["rows"]:
+        assert (row["in_use_growth_mb"], row["peak_growth_mb"]) == (1, 2)
+    planned = sum(size for name, size in document["facts"]["memory_plan"].items() if name in PLANNED)
+    assert document["notes"] == [f"at most 2.01 GB were in use, of {planned / 1e9:.2f} planned"]
 
 
 def test_prefill_times_each_prompt_from_when_it_was_queued(monkeypatch):
