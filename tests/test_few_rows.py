@@ -342,7 +342,8 @@ def test_drafts_are_those_of_plain_layers(monkeypatch, method):
     drafter, params = small_drafter(method)
     expected, state = drafted(drafter, params)
     take_few_rows(monkeypatch)
-    assert_same_drafts(*drafted(drafter, params), expected, state)
+    got = jax.jit(partial(drafted, drafter))(params)  # one program: on two cores its parts once got stuck
+    assert_same_drafts(*got, expected, state)
 
 
 def test_a_round_takes_them_where_there_are_kernels(monkeypatch):
