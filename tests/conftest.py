@@ -12,9 +12,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # Most of the suite's time goes into compiling programs that run for milliseconds; optimising them would take longer
     # than it saves. A GPU's must be those it serves.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    # An interpreted kernel calls back into Python, where arrays are made: behind what the main thread has queued
-    # meanwhile, that would wait forever now and then, on a machine of two cores.
-    os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "0")
 
 import jax
 import pytest
