@@ -126,6 +126,7 @@ CASES = [
     Case("a step of a tree, all bits", t=3, window=32, group=7, kv_heads=1, h=64, lengths=(32, 90)),
     Case("block that sees ahead", t=16, window=16, whole=True, group=2, lengths=(16, 80)),
     Case("fp8", t=2, fp8=True, scaled=True, lengths=(130, 5)),
+    Case("fp8, many rows", t=10, fp8=True, scaled=True, kv_heads=1, lengths=(130, 9)),
     Case("fp8, pair", t=4, group=1, fp8=True, scaled=True, h=64, page=32, entries=6, lengths=(150,), division=PAIR),
     Case("fp8, width 256, no scales", fp8=True, kv_heads=1, h=256, lengths=(70,)),
 ]  # fmt: skip

@@ -3,10 +3,11 @@
 A Mosaic GPU kernel. A warpgroup owns one request, one KV head, one tile of query rows and a part of the request's
 tokens. It streams keys and values through a ring in shared memory, one bulk copy a page, and keeps a running maximum
 and sum (online softmax, in base 2). The query heads that share a KV head stand together in a tile, so every key is
-read from memory once. If there are few requests, the blocks of a cluster and their warpgroups divide a request's tokens
-into parts, and combine their results before they leave. Invariant: work follows the tokens that are there, whatever the
-table's width: a part is a share of a request's actual steps, and may be empty. Parts take steps in turn, so that what
-each reads first is known before a request's length is.
+read from memory once. Tiles of few rows are the narrow side of the products, or most of the arithmetic would be about
+rows that aren't there. If there are few requests, the blocks of a cluster and their warpgroups divide a request's
+tokens into parts, and combine their results before they leave. Invariant: work follows the tokens that are there,
+whatever the table's width: a part is a share of a request's actual steps, and may be empty. Parts take steps in turn,
+so that what each reads first is known before a request's length is.
 
 The cache must hold finite numbers everywhere, since masked values enter a sum with weight zero.
 """
@@ -27,7 +28,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.once import lower_once
 
-ROWS = 64  # of a tile: the M of a Hopper warpgroup's matmul
+ROWS = 64  # of a tile, at most: the M of a Hopper warpgroup's matmul, whose N may be as small as `FEW_ROWS`
+FEW_ROWS = 8
+NARROW_ROWS = 32  # up to which rows are the narrow side: more wouldn't leave a thread registers enough
+WARPS, LANES = 4, 32  # of a warpgroup, and of a warp
 MAX_ROWS = 32  # new rows a request
 MAX_WINDOW = 32  # places that a mask is about: bits of a word
 MAX_GROUP = 16
@@ -103,6 +107,22 @@ class _Plan:
     @property
     def stage_bytes(self) -> int:
         return 2 * self.step * self.h * (1 if self.fp8 else 2)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile as they are multiplied, some of which may not be there."""
+        few = max(FEW_ROWS, 1 << (self.tile_tokens * self.group - 1).bit_length())
+        return few if few <= NARROW_ROWS else ROWS
+
+    @property
+    def narrow(self) -> bool:
+        """Whether scores are [step, rows] and sums of values [h, rows], and not the other way around."""
+        return self.rows <= NARROW_ROWS
+
+    @property
+    def exchanged(self) -> int:
+        """Numbers that the warps of a warpgroup exchange at a time: every lane's, for as many as 16 rows."""
+        return WARPS * LANES * min(self.rows, 16) // 4
 
     @property
     def packs(self) -> int:
@@ -192,8 +212,8 @@ def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=Non
     out_type = [jax.ShapeDtypeStruct((b, t, n, h), q.dtype)]
     if plan.parts > 1:
         parts = (b, m, plan.tiles, plan.parts)
-        out_type.append(jax.ShapeDtypeStruct((*parts, plan.packs * PACK, h), jnp.float32))
-        out_type.append(jax.ShapeDtypeStruct((*parts, 2, ROWS), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct((*parts, plan.rows, h), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct((*parts, 2, plan.rows), jnp.float32))
     out, *_ = plgpu.kernel(
         partial(_warpgroup, plan, scales is not None),
         kernel_name="decode_attention",
@@ -205,17 +225,18 @@ def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=Non
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
         scratch_types=_scratch(plan),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),  # rows lie within a warp
+        # Safe here: what warps hand to one another goes through a barrier or `commit_smem`, written out below.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(*operands)
     return out
 
 
 def _row_bits(plan: _Plan, mask):
-    """The mask of each row of each tile, a bit for each place: i32[b, tiles, ROWS]."""
+    """The mask of each row of each tile, a bit for each place: i32[b, tiles, rows]."""
     mask = jnp.pad(mask, ((0, 0), (0, plan.tiles * plan.tile_tokens - plan.t), (0, 0)))
     mask = jnp.repeat(mask.reshape(plan.b, plan.tiles, plan.tile_tokens, plan.window), plan.group, axis=2)
-    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, ROWS - mask.shape[2]), (0, 0)))
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, plan.rows - mask.shape[2]), (0, 0)))
     # Summed last, so that it is one kernel with all of the above.
     bits = (mask.astype(jnp.uint32) << jnp.arange(plan.window, dtype=jnp.uint32)).sum(3, dtype=jnp.uint32)
     return lax.bitcast_convert_type(bits, jnp.int32)
@@ -223,16 +244,20 @@ def _row_bits(plan: _Plan, mask):
 
 def _scratch(plan: _Plan) -> dict:
     """Shared memory and barriers. An axis of `w` has an entry for each warpgroup; what lacks it, they share."""
-    w, rows = plan.warpgroups, (ROWS, plan.h)
+    w, rows = plan.warpgroups, (plan.rows, plan.h)
     ring = plgpu.SMEM((w, plan.stages, 2, plan.step, plan.h), FP8 if plan.fp8 else jnp.bfloat16)
     scratch = dict(
         ring=ring,
         q_s=plgpu.SMEM(rows, plan.dtype),
-        # Rows as they are in memory, before and after, all of them or packs; in between the weights of a step.
+        # Rows as they are in memory, before and after, all of them or packs; in between the weights of a step, and what
+        # warps exchange.
         staging=plgpu.RefUnion(
             plgpu.SMEM(rows, jnp.bfloat16),
-            plgpu.SMEM((w, ROWS, plan.step), plan.dtype),
-            plgpu.SMEM((w, ROWS * plan.step // (PACK * plan.h), PACK, plan.h), jnp.bfloat16),
+            (
+                plgpu.SMEM((w, plan.rows, plan.step), plan.dtype),
+                *([plgpu.SMEM((w, plan.exchanged), jnp.float32)] if plan.narrow else []),
+            ),
+            plgpu.SMEM((w, max(1, plan.rows * plan.step // (PACK * plan.h)), PACK, plan.h), jnp.bfloat16),
         ),
         ready=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=(w, plan.stages, 2)),
         q_ready=plgpu.Barrier(num_arrivals=plan.tile_tokens, num_barriers=w),
@@ -243,9 +268,9 @@ def _scratch(plan: _Plan) -> dict:
         scratch["staged"] = plgpu.Barrier(num_arrivals=w)
     if plan.parts > 1:
         # A part's result takes the place of its ring, so its first axes must stride over as many bytes.
-        tiles = plan.stages * plan.stage_bytes // (ROWS * plan.h * 4)
+        tiles = plan.stages * plan.stage_bytes // (plan.rows * plan.h * 4)
         scratch["ring"] = plgpu.RefUnion(ring, plgpu.SMEM((w, tiles, *rows), jnp.float32))
-        scratch["sums_s"] = plgpu.SMEM((w, 2, ROWS), jnp.float32)
+        scratch["sums_s"] = plgpu.SMEM((w, 2, plan.rows), jnp.float32)
         scratch["written"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=w)
     return scratch
 
@@ -259,7 +284,8 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
     b, head, tile, split, w = (lax.axis_index(name) for name in ("b", "m", "tile", "split", "warpgroup"))
     part = split * plan.warpgroups + w
     ring, part_s = (ring, None) if plan.parts == 1 else (ring[0], ring[1].at[w, 0])
-    ring, rows_s, p_s, mixed_s = ring.at[w], staging[0], staging[1].at[w], staging[2].at[w, 0]
+    ring, rows_s, mixed_s = ring.at[w], staging[0], staging[2].at[w, 0]
+    p_s, *exchange_s = (ref.at[w] for ref in staging[1])
 
     def step(i):
         """Which of the request's steps is the i-th of this part."""
@@ -297,7 +323,7 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
             fetch(i, ids, 1, i)
 
     plgpu.barrier_wait(q_ready.at[w])
-    q_s[...] = plgpu.load(rows_s, layout=plgpu.Layout.WGMMA, optimized=False).astype(plan.dtype)
+    q_s[...] = plgpu.load(rows_s, layout=_row_a_warp(plan.h), optimized=False).astype(plan.dtype)
     plgpu.commit_smem()
     if plan.warpgroups > 1:
         # All put the same rows into the same places. Nobody may write weights there before all have read them.
@@ -307,7 +333,7 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
     key_scale, value_scale = (scales_g[layer, 0, head], scales_g[layer, 1, head]) if scaled else (None, None)
     factor = plan.h**-0.5 * math.log2(math.e)
     factor = factor * key_scale if scaled else jnp.float32(factor)
-    bits = plgpu.load(bits_g.at[b, tile], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) if plan.window else None
+    bits = plgpu.load(bits_g.at[b, tile], layout=_by_row(plan), optimized=False) if plan.window else None
 
     def operand(stage, kind):
         plgpu.barrier_wait(ready.at[w, stage, kind])
@@ -322,18 +348,24 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
         stage = lax.rem(i, jnp.int32(plan.stages))
         ahead = i + plan.stages
         next_ids = pages(ahead + 1)  # a step before they are needed, since they come from memory
-        scores = _product(q_s, operand(stage, 0).transpose((1, 0)))
-        pl.when(ahead < count)(lambda: fetch(ahead, ids, 0, stage))
+        keys = operand(stage, 0)
+        scores = _product(keys, _turned(q_s)) if plan.narrow else _product(q_s, _turned(keys))
         if masked:
             scores = jnp.where(_seen(plan, step(i) * plan.step, start, first, bits), scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+        new_top = jnp.maximum(top, _over_tokens(plan, "max", scores, *exchange_s) * factor)
         shrink = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
-        total = total * shrink + weights.sum(axis=1)
-        p_s[...] = weights.astype(plan.dtype)
-        plgpu.commit_smem()
-        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-        acc = _add_product(plan, acc, p_s, operand(stage, 1))
+        weights = jnp.exp2(scores * factor - _spread(plan, new_top, scores))
+        if plan.narrow:  # each thread for itself, until the end
+            total = total * _spread(plan, shrink, total) + weights
+        else:
+            total = total * shrink + _over_tokens(plan, "add", weights)
+        _put(plan, p_s, weights)
+        plgpu.commit_smem()  # all warps are done with the keys, too
+        pl.when(ahead < count)(lambda: fetch(ahead, ids, 0, stage))
+        acc = acc * _spread(plan, shrink, acc)
+        values = operand(stage, 1)
+        acc = _add_product(plan, acc, *((_turned(values), _turned(p_s)) if plan.narrow else (p_s, values)))
+        plgpu.commit_smem()  # all warps are done with the values and the weights
         pl.when(ahead < count)(lambda: fetch(ahead, ids, 1, stage))
         return acc, new_top, total, next_ids
 
@@ -342,6 +374,8 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
     whole = jnp.minimum(share(lax.div(whole, jnp.int32(plan.step))), count)
     carry = lax.fori_loop(jnp.int32(0), whole, partial(body, False), (*_nothing(plan), next_ids))
     acc, top, total, _ = lax.fori_loop(whole, count, partial(body, True), carry)
+    if plan.narrow:
+        total = _over_tokens(plan, "add", total, *exchange_s)
     if scaled:
         acc = acc * value_scale
 
@@ -360,11 +394,46 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
 def _nothing(plan: _Plan):
     """The weighted sum of values, the largest score and the sum of weights of rows that have seen no token yet."""
     layout = plgpu.Layout.WGMMA
+    acc, scores = ((width, plan.rows) if plan.narrow else (plan.rows, width) for width in (plan.h, plan.step))
+    total = jnp.zeros(scores if plan.narrow else plan.rows, jnp.float32)
     return (
-        plgpu.layout_cast(jnp.zeros((ROWS, plan.h), jnp.float32), layout),
-        plgpu.layout_cast(jnp.full((ROWS,), FLOOR, jnp.float32), layout.reduce(1)),
-        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), layout.reduce(1)),
+        plgpu.layout_cast(jnp.zeros(acc, jnp.float32), layout),
+        plgpu.layout_cast(jnp.full((plan.rows,), FLOOR, jnp.float32), _by_row(plan)),
+        plgpu.layout_cast(total, layout if plan.narrow else _by_row(plan)),
     )
+
+
+def _by_row(plan: _Plan):
+    """The layout of a number for each row."""
+    return plgpu.Layout.WGMMA.reduce(0 if plan.narrow else 1)
+
+
+def _turned(ref):
+    return ref.transpose((1, 0))
+
+
+def _spread(plan: _Plan, x, like):
+    """Each row's number for all that `like` has of the row."""
+    return lax.broadcast_in_dim(x, like.shape, [1 if plan.narrow else 0])
+
+
+def _put(plan: _Plan, ref, x):
+    """Write to `ref`, which has rows first, what is narrow if the plan is."""
+    if plan.narrow:
+        ref, x = _turned(ref), plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    ref[...] = x.astype(ref.dtype)
+
+
+def _over_tokens(plan: _Plan, kind, x, exchange_s=None):
+    """Each row's largest score ("max") or sum ("add"), f32[rows]. If rows are narrow, all warps have some of a row."""
+    if not plan.narrow or plan.interpret:
+        axis = 0 if plan.narrow else 1
+        return x.max(axis=axis) if kind == "max" else x.sum(axis=axis)
+    result = plgpu.ShapeDtypeStruct((plan.rows,), jnp.float32, layout=_by_row(plan))
+    # Pallas itself would have all warpgroups exchange in one and the same place.
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result)(
+        lambda _, x, exchange_s: x.reduce(kind, 0, exchange_s)
+    )(x, exchange_s)
 
 
 def _pages(plan: _Plan, table_g, b, step):
@@ -391,7 +460,7 @@ def _product(a_s, b_s):
         plgpu.wgmma(acc, a_s, b_s)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC((ROWS, b_s.shape[1]), jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC((a_s.shape[0], b_s.shape[1]), jnp.float32))
 
 
 def _add_product(plan: _Plan, value, a_s, b_s):
@@ -408,20 +477,21 @@ def _add_product(plan: _Plan, value, a_s, b_s):
 
 
 def _seen(plan: _Plan, position, start, first, bits):
-    """Which tokens of the step at `position` each row sees, bool[ROWS, step]."""
-    shape, layout = (ROWS, plan.step), plgpu.Layout.WGMMA
-    position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + position
+    """Which tokens of the step at `position` each row sees, a bool for each score."""
+    shape, layout = (plan.step, plan.rows) if plan.narrow else (plan.rows, plan.step), plgpu.Layout.WGMMA
+    tokens, rows = (0, 1) if plan.narrow else (1, 0)
+    position = plgpu.broadcasted_iota(jnp.int32, shape, tokens, layout=layout) + position
     if not plan.window:
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, rows, layout=layout)
         return position <= first + lax.div(row, jnp.int32(plan.group))
     new = position - start
-    bit = lax.shift_right_logical(lax.broadcast_in_dim(bits, shape, [0]), jnp.clip(new, 0, MAX_WINDOW - 1)) & 1
+    bit = lax.shift_right_logical(_spread(plan, bits, position), jnp.clip(new, 0, MAX_WINDOW - 1)) & 1
     return (new < 0) | ((new < plan.window) & (bit == 1))
 
 
 def _write_rows(plan: _Plan, acc, total, rows_s, out_g, tile, head):
     """Begin to write the rows that one warpgroup has seen all tokens for."""
-    rows_s[...] = (acc * lax.broadcast_in_dim(1 / jnp.maximum(total, 1e-30), acc.shape, [0])).astype(jnp.bfloat16)
+    _put(plan, rows_s, acc * _spread(plan, 1 / jnp.maximum(total, 1e-30), acc))
     plgpu.commit_smem()
     for i in range(plan.tile_tokens):
         token = tile * plan.tile_tokens + i
@@ -432,10 +502,10 @@ def _write_rows(plan: _Plan, acc, total, rows_s, out_g, tile, head):
 
 def _write_part(plan: _Plan, acc, top, total, part_s, sums_s, part_g, sums_g):
     """Write one part's sums, and see them arrive."""
-    part_s[...] = acc
+    _put(plan, part_s, acc)
     sums_s[0], sums_s[1] = top, total
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(part_s.at[pl.ds(0, plan.packs * PACK)], part_g)
+    plgpu.copy_smem_to_gmem(part_s, part_g)
     plgpu.copy_smem_to_gmem(sums_s, sums_g)
     plgpu.wait_smem_to_gmem(0)
 
