@@ -4,10 +4,10 @@ A Mosaic GPU kernel. A warpgroup owns one request, one KV head, one tile of quer
 tokens. It streams keys and values through a ring in shared memory, one bulk copy a page, and keeps a running maximum
 and sum (online softmax, in base 2). The query heads that share a KV head stand together in a tile, so every key is
 read from memory once. Tiles of few rows are the narrow side of the products, or most of the arithmetic would be about
-rows that aren't there. If there are few requests, the blocks of a cluster and their warpgroups divide a request's
-tokens into parts, and combine their results before they leave. Invariant: work follows the tokens that are there,
-whatever the table's width: a part is a share of a request's actual steps, and may be empty. Parts take steps in turn,
-so that what each reads first is known before a request's length is.
+rows that aren't there. If there are few requests, several blocks and their warpgroups divide a request's tokens into
+parts, count in memory how many are done, and combine the results before they leave. Invariant: work follows the tokens
+that are there, whatever the table's width: a part is a share of a request's actual steps, and may be empty. Parts take
+steps in turn, so that what each reads first is known before a request's length is.
 
 The cache must hold finite numbers everywhere, since masked values enter a sum with weight zero.
 """
@@ -39,8 +39,7 @@ PACK = 4  # rows that parts are combined in at a time, one a warp
 HEAD_WIDTHS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 PROCESSORS = 132  # streaming multiprocessors of an H100 or H200
-CLUSTER = 8  # blocks that every Hopper GPU can place together
-LARGE_CLUSTER = 16  # the most there can be; a GPU with all `PROCESSORS`, which stand in eight groups, can place it
+MAX_SPLITS = 16  # blocks that share a request's tokens: each combines what all have left
 FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that differences of maxima are numbers
 FP8 = jnp.float8_e4m3fn
 
@@ -58,9 +57,11 @@ class _Plan:
     entries: int
     fp8: bool
     window: int  # places that a mask is about; 0: there is none, rows are causal
-    splits: int  # blocks, forming a cluster, that share a request's tokens
+    splits: int  # blocks that share a request's tokens; all of a call's run at once, since they wait for one another
     warpgroups: int  # of a block, that share those of the block
-    interpret: bool  # where sums can't start from a value
+    interpret: (
+        bool  # where sums can't start from a value, and blocks can't count, so that parts combine in a second call
+    )
 
     @property
     def parts(self) -> int:
@@ -157,15 +158,14 @@ def _listed(values: tuple[int, ...]) -> str:
 def _division(tiles: int, h: int) -> tuple[int, int]:
     """Into how many blocks, and warpgroups of a block, to divide the tokens that each of `tiles` attends to.
 
-    As many blocks as there are processors, if it takes no cluster larger than can be placed. If those are few all the
-    same, two warpgroups of each divide its tokens once more.
+    As many blocks as there are processors, so that all run at once. If those are few all the same, two warpgroups of
+    each divide its tokens once more.
     """
     processors = getattr(jax.devices()[0], "core_count", None) or PROCESSORS
-    largest = LARGE_CLUSTER if processors >= PROCESSORS else CLUSTER
     splits = 1
-    while splits < largest and 2 * splits * tiles <= PROCESSORS:
+    while splits < MAX_SPLITS and 2 * splits * tiles <= processors:
         splits *= 2
-    return splits, 2 if 2 * splits * tiles <= PROCESSORS and h < 256 else 1
+    return splits, 2 if 2 * splits * tiles <= processors and h < 256 else 1
 
 
 def decode_attention(
@@ -209,27 +209,30 @@ def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=Non
         operands.append(scales)
     if mask is not None:
         operands.append(_row_bits(plan, mask))
-    out_type = [jax.ShapeDtypeStruct((b, t, n, h), q.dtype)]
-    if plan.parts > 1:
-        parts = (b, m, plan.tiles, plan.parts)
-        out_type.append(jax.ShapeDtypeStruct((*parts, plan.rows, h), jnp.float32))
-        out_type.append(jax.ShapeDtypeStruct((*parts, 2, plan.rows), jnp.float32))
-    out, *_ = plgpu.kernel(
-        partial(_warpgroup, plan, scales is not None),
+    out = jax.ShapeDtypeStruct((b, t, n, h), q.dtype)
+    parts = (b, m, plan.tiles, plan.parts, plan.rows)
+    sums = (b, m, plan.tiles, plan.parts, 2, plan.rows)
+    results = [out] if plan.parts == 1 else [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*parts, h), sums)]
+
+    launch = partial(
+        plgpu.kernel,
         kernel_name="decode_attention",
-        out_type=out_type,
-        grid=(b, m, plan.tiles),
-        grid_names=("b", "m", "tile"),
-        cluster=(plan.splits,),
-        cluster_names=("split",),
+        grid=(b, m, plan.tiles, plan.splits),
+        grid_names=("b", "m", "tile", "split"),
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
         scratch_types=_scratch(plan),
         # Safe here: what warps hand to one another goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
-    )(*operands)
-    return out
+    )
+    attend = partial(_warpgroup, plan, scales is not None)
+    if plan.parts > 1 and not plan.interpret:
+        results.append(out)
+    results = launch(attend, out_type=results)(*operands)
+    if plan.parts > 1 and plan.interpret:
+        results = launch(partial(_combine, plan), out_type=[out])(*results)
+    return results[-1]
 
 
 def _row_bits(plan: _Plan, mask):
@@ -271,12 +274,11 @@ def _scratch(plan: _Plan) -> dict:
         tiles = plan.stages * plan.stage_bytes // (plan.rows * plan.h * 4)
         scratch["ring"] = plgpu.RefUnion(ring, plgpu.SMEM((w, tiles, *rows), jnp.float32))
         scratch["sums_s"] = plgpu.SMEM((w, 2, plan.rows), jnp.float32)
-        scratch["written"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=w)
     return scratch
 
 
 def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, *refs, ring, q_s, staging, ready,
-               q_ready, wide_s=None, staged=None, sums_s=None, written=None):  # fmt: skip
+               q_ready, wide_s=None, staged=None, sums_s=None):  # fmt: skip
     """What one warpgroup of one block does."""
     refs = list(refs)
     scales_g = refs.pop(0) if scaled else None
@@ -284,7 +286,7 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
     b, head, tile, split, w = (lax.axis_index(name) for name in ("b", "m", "tile", "split", "warpgroup"))
     part = split * plan.warpgroups + w
     ring, part_s = (ring, None) if plan.parts == 1 else (ring[0], ring[1].at[w, 0])
-    ring, rows_s, mixed_s = ring.at[w], staging[0], staging[2].at[w, 0]
+    ring, rows_s = ring.at[w], staging[0]
     p_s, *exchange_s = (ref.at[w] for ref in staging[1])
 
     def step(i):
@@ -379,16 +381,16 @@ def _warpgroup(plan: _Plan, scaled: bool, q_g, kv_g, table_g, start_g, layer_g, 
     if scaled:
         acc = acc * value_scale
 
-    out_g = refs[0].at[b]
     if plan.parts == 1:
-        _write_rows(plan, acc, total, rows_s, out_g, tile, head)
-    else:
-        parts_g, sums_g = (ref.at[b, head, tile] for ref in refs[1:])
-        _write_part(plan, acc, top, total, part_s, sums_s.at[w], parts_g.at[part], sums_g.at[part])
-        plgpu.barrier_arrive(written)
-        plgpu.barrier_wait(written)
-        _combine(plan, parts_g, sums_g, mixed_s, out_g, tile, head, part)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        _write_rows(plan, acc, total, rows_s, refs[0].at[b], tile, head)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return
+    _write_part(plan, acc, top, total, part_s, sums_s.at[w], *(ref.at[b, head, tile, part] for ref in refs[:2]))
+    if not plan.interpret:
+        done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.b, plan.m, plan.tiles))).at[b, head, tile]
+        plgpu.semaphore_signal(done, memory_scope="gpu")
+        plgpu.semaphore_wait(done, plan.parts, decrement=False, memory_scope="gpu")
+        _combine(plan, *refs, staging=staging)
 
 
 def _nothing(plan: _Plan):
@@ -510,9 +512,11 @@ def _write_part(plan: _Plan, acc, top, total, part_s, sums_s, part_g, sums_g):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _combine(plan: _Plan, parts_g, sums_g, mixed_s, out_g, tile, head, part):
+def _combine(plan: _Plan, parts_g, sums_g, out_g, *, staging, **_):
     """Combine the parts; each warpgroup does a share of the packs of rows."""
-    layout = _row_a_warp(plan.h)
+    b, head, tile, split, w = (lax.axis_index(name) for name in ("b", "m", "tile", "split", "warpgroup"))
+    part, layout, mixed_s = split * plan.warpgroups + w, _row_a_warp(plan.h), staging[2].at[w, 0]
+    parts_g, sums_g, out_g = parts_g.at[b, head, tile], sums_g.at[b, head, tile], out_g.at[b]
 
     def body(i, _):
         first = (i * plan.parts + part) * PACK
@@ -539,6 +543,7 @@ def _combine(plan: _Plan, parts_g, sums_g, mixed_s, out_g, tile, head, part):
         return _
 
     lax.fori_loop(jnp.int32(0), lax.div(plan.packs - part + (plan.parts - 1), jnp.int32(plan.parts)), body, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _row_a_warp(h: int) -> plgpu.Layout:
