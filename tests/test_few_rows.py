@@ -16,10 +16,10 @@ from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.draft import DraftBatch, Verified
-from jaxspec.drafters import dflash, eagle
-from jaxspec.mixers import Cache, RoundRows, WholeTexts
+from jaxspec.drafters import dflash, eagle, mtp
+from jaxspec.mixers import Cache, RoundRows, WholeTexts, empty_cache
+from jaxspec.models import MODELS, llama, moe, qwen3_next
 from jaxspec.models import few_rows as layers
-from jaxspec.models import llama
 from jaxspec.models.layers import centred_rms_norm, rms_norm, rope
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas import project, target
@@ -280,12 +280,15 @@ def take_few_rows(monkeypatch):
         assert operation != "few_rows" or reason is None, reason
         return operation == "few_rows"
 
-    for module in (llama, layers, eagle, dflash):
+    for module in (llama, layers, qwen3_next, eagle, dflash, mtp):
         monkeypatch.setattr(module, "chosen", chosen)
-    options = dict(heads={}, keys_values={}, gated={}, top_tokens={}, add_product={"splits": 1}, product={"splits": 1})
+    whole = dict(heads={}, keys_values={}, gated={}, normed={}, top_tokens={})
+    options = whole | dict(add_product={"splits": 1}, product={"splits": 1})
     for name, given in options.items():
         monkeypatch.setattr(op, name, partial(getattr(op, name), **given, **INTERPRET))
     monkeypatch.setattr(dflash, "keys_values", op.keys_values)
+    for name in ("normed", "add_product"):
+        monkeypatch.setattr(qwen3_next, name, getattr(op, name))
 
 
 @pytest.mark.parametrize("family,tree", [("llama", False), ("llama", True), ("qwen3", False)])
@@ -296,8 +299,61 @@ def test_layers_are_those_of_the_model(monkeypatch, family, tree):
     assert_same_forward(forward(config, params, rounds(tree)), expected, rounds(tree), 2e-2)
 
 
+def small_hybrid(family: str):
+    """Config and parameters of a small hybrid whose products the kernels take: columns are multiples of 64."""
+    given = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    given |= dict(linear_num_key_heads=8, linear_key_head_dim=8, linear_num_value_heads=32, linear_value_head_dim=8)
+    if family == "qwen3_5_moe":
+        given |= dict(num_experts=64, num_experts_per_tok=4)
+    config = ModelConfig.from_hf(tiny_config(family, **given))
+    return config, dummy(MODELS[family].parameters(config), "bfloat16", seed=0)
+
+
+def hybrid_round(config, params, t: int, requests: int):
+    """A round of `t` rows of one request, after one of as many of which one was accepted; of `requests`, all others
+    idle: the last hidden states, keys and values, and states of the one."""
+    table = jnp.zeros((requests, 2), jnp.int32).at[0].set(jnp.array([1, 2]))
+    cache = empty_cache(config, PageLayout(3, PAGE, "bfloat16"), 2, t, "bfloat16")
+    slots, first = jnp.ones(requests, jnp.int32).at[0].set(0), jnp.arange(requests) == 0
+
+    @jax.jit
+    def run(cache, tokens, start, replay):
+        rows = Rows(jnp.where(first, start, 0), jnp.where(first, t, 0), table)
+        mixer, tokens = RoundRows(rows, slots, jnp.where(first, replay, 0)), jnp.where(first[:, None], tokens, 0)
+        return MODELS[config.model_type].forward(params, config, tokens, rows.marked_positions(t), mixer, cache, (1,))
+
+    for i in range(2):
+        hidden = run(cache, 7 + 5 * i + jnp.arange(t), 3 + i, i)
+        cache = hidden.cache
+    states = [leaf[:, 0] for leaf in jax.tree.leaves(cache.states)]
+    return hidden.last[0], hidden.features[0][0], cache.kv[:, 1:], *states
+
+
+@pytest.mark.parametrize("family,t", [("qwen3_5", 1), ("qwen3_5", 3), ("qwen3_5_moe", 1), ("qwen3_5_moe", 4)])
+def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, family, t):
+    """Rows that fill up a request's to eight are seen by nobody. Of a mixture, they are left out before its experts."""
+    config, params = small_hybrid(family)
+    plain = hybrid_round(config, params, t, 1)
+    take_few_rows(monkeypatch)
+    counted = []
+    mixed = moe.experts_mlp
+    monkeypatch.setattr(moe, "experts_mlp", lambda rows, *rest: counted.append(len(rows)) or mixed(rows, *rest))
+    alone, among = (hybrid_round(config, params, t, requests) for requests in (1, 8 // t))
+    assert set(counted) == ({t, 8 // t * t} if family == "qwen3_5_moe" else set())
+    for got, padded, expected in zip(alone, among, plain, strict=True):
+        assert got.shape == expected.shape
+        assert_close(got, padded, 1e-5)
+        assert_close(got, expected, 2e-2)
+
+
 def small_drafter(method: str):
-    """An EAGLE-3 or a DFlash drafter with heads of 64, and its parameters."""
+    """An EAGLE-3 or a DFlash drafter with heads of 64, or an MTP module, and its parameters."""
+    if method == "mtp":
+        target, _ = small_hybrid("qwen3_5")
+        config = replace(target, num_layers=1, linear=None)
+        own = dummy(mtp.parameters(config), "bfloat16", seed=0)
+        embed = normal(jax.random.key(6), config.vocab_size, config.hidden_size)
+        return mtp.Mtp(config, "qwen3_5", "bfloat16", (2,), 3), own | {"embed": embed, "head": {"embed": embed}}
     config, params = small_model("qwen3" if method == "dflash" else "llama", num_key_value_heads=2)
     d, fc = config.hidden_size, 0.05 * normal(jax.random.key(5), 3 * config.hidden_size, config.hidden_size)
     head = {"embed": normal(jax.random.key(6), config.vocab_size, d)}
@@ -336,9 +392,9 @@ def assert_same_drafts(got, few, expected, plain):
         assert_close(a[:, 1:] if a.ndim == 6 else a, b[:, 1:] if b.ndim == 6 else b, 2e-2)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "mtp"])
 def test_drafts_are_those_of_plain_layers(monkeypatch, method):
-    """Of two requests: EAGLE-3's with one row each and four after a round, DFlash's with blocks of five."""
+    """Of two requests: chains' with one row each and four after a round, DFlash's with blocks of five."""
     drafter, params = small_drafter(method)
     expected, state = drafted(drafter, params)
     take_few_rows(monkeypatch)

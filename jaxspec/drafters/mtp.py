@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jaxspec.checkpoint import MTP, ModelFolder, dummy, locate, read_params
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters.eagle import Chain
-from jaxspec.models import qwen3_next
+from jaxspec.models import few_rows, qwen3_next
 from jaxspec.models.layers import centred_rms_norm, centred_scale, linear
+from jaxspec.pallas.target import chosen
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -61,12 +62,12 @@ class Mtp(Chain):
         return features[0]
 
     def _layer(self, params, kv, tokens, hidden, rows):
-        eps = self.config.rms_norm_eps
+        eps, positions = self.config.rms_norm_eps, rows.marked_positions(tokens.shape[1])
+        few = chosen("few_rows", qwen3_next.few_supported([params["layer"]], tokens.shape))
         embedded = centred_rms_norm(params["embed"][tokens], params["embed_norm"], eps)
         hidden = centred_rms_norm(hidden, params["hidden_norm"], eps)
-        x = jnp.concatenate([embedded, hidden], axis=-1) @ params["fc"]
-        positions = rows.marked_positions(x.shape[1])
-        return qwen3_next.attention_layer(params["layer"], self.config, jnp.int32(0), x, positions, rows, kv)
+        x = few_rows.product([*map(few_rows.fill, (embedded, hidden))] if few else [embedded, hidden], params["fc"])
+        return qwen3_next.attention_layer(params["layer"], self.config, jnp.int32(0), x, positions, rows, kv, few)
 
     def _feedback(self, params, out):
         return centred_rms_norm(out, params["norm"], self.config.rms_norm_eps)

@@ -22,6 +22,7 @@ from jaxspec.pallas.target import chosen
 from jaxspec.pallas.weight_stream import HALF
 
 Turns = tuple[Float[Array, "r half"], Float[Array, "r half"]]
+Real = tuple[Int[Array, "1 r"], int]
 
 
 def supported(
@@ -49,13 +50,12 @@ def supported(
 def layers(params, config, x, positions, mixer, cache):
     """All decoder layers; the final norm's output, each layer's output, the cache. As `llama._plain_layers`."""
     b, t, outputs, turns = *positions.shape, [], rotations(config, positions)
-    marked = flat(positions[..., None], -1).T
-    real = t if b == 1 else marked.size  # of several requests, padding stands between them
+    real = marked(positions)
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
     def decoder_layer(weights, following, i, x, cache):
         inputs = [(x, weights["attn_norm"])]
-        return layer(weights, config, i, inputs, x, b, turns, mixer, cache, [following], marked, real)
+        return layer(weights, config, i, inputs, x, b, turns, mixer, cache, [following], real)
 
     x = flat(x)
     for i, weights in enumerate(params["layers"]):
@@ -76,13 +76,12 @@ def layer(
     mixer: Mixer,
     cache: Any,
     following: Sequence[Float[Array, "k n"]] = (),
-    marked: Int[Array, "1 r"] | None = None,
-    real: int = 0,
+    real: Real | None = None,
 ) -> tuple[Float[Array, "r d"], Any]:
     """A decoder layer over the flat rows of `b` requests: what attention and MLP make of the residual stream `x`.
 
     Queries, keys and values are made of `inputs`, each with its norm's scale, side by side. `following`: weights that
-    are read after this layer's. `marked`: positions, negative ones of padding, which a mixture of experts leaves out.
+    are read after this layer's. `real`: which rows a mixture of experts is for, see `marked`.
     """
     eps, small = config.rms_norm_eps, config.hidden_size <= few_rows.NARROW  # memory is idle for most of a small layer
     norms = [weights["q_norm"], weights["k_norm"]] if config.qk_norm else []
@@ -97,7 +96,7 @@ def layer(
     mixed = mixed.reshape(len(x), -1)
     x = few_rows.add_product(x, mixed, weights["out"])
     if "router" in weights:
-        return mixture(weights, config, x, marked, real), cache
+        return mixture(weights, config, x, *real), cache
     hidden = few_rows.gated(x, weights["mlp_norm"], weights["gate_up"], following if small else (), eps=eps)
     return few_rows.add_product(x, hidden, weights["down"]), cache
 
@@ -106,22 +105,23 @@ def mixture(
     weights: dict[str, Array],
     config: ModelConfig,
     x: Float[Array, "r d"],
-    marked: Int[Array, "1 r"],
+    positions: Int[Array, "1 r"],
     real: int,
     centred: bool = False,
 ) -> Float[Array, "r d"]:
     """The mixture of experts, added to the residual stream. Norm and router are one kernel where that serves.
 
-    Only the first `real` rows go through it: one token alone has an experts' kernel that looks for no others.
+    Only the first `real` rows go through it, of those the ones that aren't padding, as `positions` are marked: one
+    token alone has an experts' kernel that looks for no others.
     """
     eps, router = config.rms_norm_eps, weights["router"]
     if few_rows.normed_supported(*x.shape, [router.shape[1]], router.dtype) is not None:
         norm = centred_rms_norm if centred else rms_norm
-        return x + moe.moe(weights, config, norm(x[None], weights["mlp_norm"], eps), marked)[0]
+        return x + moe.moe(weights, config, norm(x[None], weights["mlp_norm"], eps), positions)[0]
     logits, rows = few_rows.normed(
         x, weights["mlp_norm"], [router], eps=eps, dtypes=("float32",), centred=centred, keep=True
     )
-    mixed = moe.mix(weights, config, rows, logits, marked, real)
+    mixed = moe.mix(weights, config, rows, logits, positions, real)
     return x + jnp.pad(mixed, ((0, len(x) - real), (0, 0)))
 
 
@@ -152,6 +152,16 @@ def rotations(config: ModelConfig, positions: Int[Array, "b t"]) -> Turns:
     return jnp.cos(angle), jnp.sin(angle)
 
 
+def marked(positions: Int[Array, "b t"]) -> Real:
+    """Positions of flat rows, -1 of those that fill up, and how many rows there are up to the last real one.
+
+    Of several requests, what fills up stands between them.
+    """
+    b, t = positions.shape
+    out = flat(positions[..., None], -1).T
+    return out, t if b == 1 else out.size
+
+
 def filled(b: int, t: int) -> int:
     """How many rows to give each of `b` requests that have `t`: so many that the kernels take them together.
 
@@ -160,10 +170,15 @@ def filled(b: int, t: int) -> int:
     return next(rows for rows in range(t, t + few_rows.GROUP) if b * rows % few_rows.GROUP == 0)
 
 
-def flat(x: Array, fill: int = 0) -> Array:
+def fill(x: Array, value: int = 0) -> Array:
+    """Rows [b, t, d], each request's filled up: [b, filled(b, t), d]."""
+    b, t, _ = x.shape
+    return jnp.pad(x, ((0, 0), (0, filled(b, t) - t), (0, 0)), constant_values=value)
+
+
+def flat(x: Array, value: int = 0) -> Array:
     """Rows [b, t, d] one under the other, each request's filled up."""
-    b, t, width = x.shape
-    return jnp.pad(x, ((0, 0), (0, filled(b, t) - t), (0, 0)), constant_values=fill).reshape(-1, width)
+    return fill(x, value).reshape(-1, x.shape[2])
 
 
 def unflat(x: Float[Array, "r d"], b: int, t: int) -> Float[Array, "b t d"]:

@@ -7,13 +7,14 @@ the config says. Norms are zero-centred (the weight is an offset from one), but 
 Names and conventions are those of `Qwen3NextForCausalLM`. Qwen3.5 is the same model with the linear layers' projections
 laid out otherwise in its checkpoints (`qwen3_5`).
 
-Eight rows on a Hopper GPU have each norm in one kernel with the products after it, and the output projection in one
-with the residual stream (`pallas.few_rows`).
+Up to eight rows on a Hopper GPU have each norm in one kernel with the products after it, and the output projection in
+one with the residual stream (`pallas.few_rows`). These take eight together, so fewer are filled up: r rows a request,
+from the embedding to the last layer. What mixes tokens is given the t real ones alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -141,33 +142,37 @@ def forward(
     capture: tuple[int, ...] = (),
 ) -> Hidden:
     """As `llama.forward`; `mixer` owns the linear layers' states too."""
-    x, outputs, counts = params["embed"][tokens], [], {True: 0, False: 0}
+    x, t, outputs, counts = params["embed"][tokens], tokens.shape[1], [], {True: 0, False: 0}
+    few = chosen("few_rows", few_supported(params["layers"], tokens.shape))
+    x = few_rows.fill(x) if few else x
 
     # One trace and one lowering for all layers of a kind: the index is data.
     @jax.jit
     def attend(layer, i, x, cache):
-        return attention_layer(layer, config, i, x, positions, mixer, cache)
+        return attention_layer(layer, config, i, x, positions, mixer, cache, few)
 
     @jax.jit
     def recur(layer, i, x, cache):
-        return linear_layer(layer, config, i, x, positions, mixer, cache)
+        return linear_layer(layer, config, i, x, positions, mixer, cache, few)
 
     for layer in params["layers"]:
         is_linear = "qkvz" in layer
         x, cache = (recur if is_linear else attend)(layer, jnp.int32(counts[is_linear]), x, cache)
         counts[is_linear] += 1
-        outputs.append(x)
-    last = centred_rms_norm(x, params["norm"], config.rms_norm_eps)
+        outputs.append(x[:, :t])
+    last = centred_rms_norm(outputs[-1], params["norm"], config.rms_norm_eps)
     outputs.append(last)
     return Hidden(last, tuple(outputs[i] for i in capture), cache)
 
 
-def attention_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Array, "b t d"], Any]:
-    """Gated full attention and the MLP: the residual stream after them. `i` counts layers of full attention."""
-    eps, (b, t, _) = config.rms_norm_eps, x.shape
+def attention_layer(layer, config, i, x, positions, mixer, cache, few) -> tuple[Float[Array, "b r d"], Any]:
+    """Gated full attention and the MLP: the residual stream after them. `i` counts layers of full attention.
+
+    `few`: the kernels of few rows serve, and `x` is filled up for them.
+    """
+    eps, (b, t) = config.rms_norm_eps, positions.shape
     n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
-    few = _few(layer, x)
-    (qkv,) = _products(layer, x, ["qkv"], eps, real_rows(positions), few)
+    (qkv,) = _products(layer, x, ["qkv"], eps, positions, few)
     qkv = qkv.reshape(b, t, 2 * n + 2 * m, h)
     q, k, v = jnp.split(qkv, [2 * n, 2 * n + m], axis=2)
     q, gate = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
@@ -178,11 +183,10 @@ def attention_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float
     return _finish(layer, config, x, mixed, positions, few), cache
 
 
-def linear_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Array, "b t d"], Any]:
-    """Linear attention and the MLP: the residual stream after them. `i` counts linear layers."""
-    mix, eps, (b, t, _) = config.linear, config.rms_norm_eps, x.shape
-    few = _few(layer, x)
-    qkvz, ba = _products(layer, x, ["qkvz", "ba"], eps, real_rows(positions), few)
+def linear_layer(layer, config, i, x, positions, mixer, cache, few) -> tuple[Float[Array, "b r d"], Any]:
+    """Linear attention and the MLP: the residual stream after them. `i` counts linear layers; `few` as above."""
+    mix, eps, (b, t) = config.linear, config.rms_norm_eps, positions.shape
+    qkvz, ba = _products(layer, x, ["qkvz", "ba"], eps, positions, few)
     beta, a = jnp.split(ba, 2, axis=-1)
     decay = jnp.exp(-jnp.exp(layer["decay_log"]) * jax.nn.softplus(a + layer["decay_bias"]))
 
@@ -194,21 +198,25 @@ def linear_layer(layer, config, i, x, positions, mixer, cache) -> tuple[Float[Ar
     return _finish(layer, config, x, read.astype(x.dtype).reshape(b, t, -1), positions, few), cache
 
 
-def _few(layer: dict[str, Array], x: Float[Array, "b t d"]) -> bool:
-    """Whether the kernels of few rows serve."""
-    rows, (inputs, d) = x.size // x.shape[-1], layer["out"].shape
-    columns = [layer[name].shape[1] for name in ("qkv", "qkvz", "ba") if name in layer]
-    fits = normed_supported(rows, d, columns, layer["out"].dtype)
-    return chosen("few_rows", fits or product_supported(rows, [inputs], (inputs, d), layer["out"].dtype))
+def few_supported(layers: Sequence[dict[str, Array]], shape: tuple[int, int]) -> str | None:
+    """Why the kernels of few rows can't serve these layers' rows of this shape, [b, t], or None if they can."""
+    rows = shape[0] * few_rows.filled(*shape)
+    for layer in layers:
+        (inputs, d), dtype = layer["out"].shape, layer["out"].dtype
+        columns = [layer[name].shape[1] for name in ("qkv", "qkvz", "ba") if name in layer]
+        fits = normed_supported(rows, d, columns, dtype) or product_supported(rows, [inputs], (inputs, d), dtype)
+        if fits is not None:
+            return fits
+    return None
 
 
-def _products(layer, x, names, eps, real, few) -> list[Float[Array, "b t _"]]:
-    """The normed rows' products with these weights; those of `ba` in float32."""
-    weights = [layer[name] for name in names]
+def _products(layer, x, names, eps, positions, few) -> list[Float[Array, "b t _"]]:
+    """The normed rows' products with these weights, of real rows alone; those of `ba` in float32."""
+    weights, real = [layer[name] for name in names], real_rows(positions)
     if few:
         dtypes = tuple("float32" if name == "ba" else str(x.dtype) for name in names)
         outs = normed(x.reshape(-1, x.shape[-1]), layer["attn_norm"], weights, eps=eps, dtypes=dtypes, centred=True)
-        return [out.reshape(*x.shape[:-1], -1) for out in outs]
+        return [few_rows.unflat(out, *positions.shape) for out in outs]
     rows = centred_rms_norm(x, layer["attn_norm"], eps)
     in_float32 = lambda weight: jnp.matmul(rows, weight, preferred_element_type=jnp.float32)  # noqa: E731
     return [
@@ -221,10 +229,10 @@ def _finish(layer, config, x, mixed, positions, few):
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
     real = real_rows(positions)
     if few:
-        x = add_product(*(a.reshape(-1, a.shape[-1]) for a in (x, mixed)), layer["out"]).reshape(x.shape)
+        rows = add_product(x.reshape(-1, x.shape[-1]), few_rows.flat(mixed), layer["out"])
+        x = rows.reshape(x.shape)
         if "router" in layer:
-            rows = x.reshape(-1, x.shape[-1])
-            return few_rows.mixture(layer, config, rows, positions, len(rows), centred=True).reshape(x.shape)
+            return few_rows.mixture(layer, config, rows, *few_rows.marked(positions), centred=True).reshape(x.shape)
     else:
         x = x + project(mixed, layer["out"], real)
     normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
