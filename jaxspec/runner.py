@@ -105,7 +105,7 @@ class Runner:
         drafter = self.draft.drafter
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
-        self.shapes = _shapes(self.config, drafter, alone=not (self.model.config.linear or small_model(self.model)))
+        self.shapes = _shapes(self.config, drafter, alone=not small_model(self.model))
         self.plan, layout = self._plan()
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
@@ -300,7 +300,7 @@ def small_model(model: Model) -> bool:
 def _shapes(config: EngineConfig, drafter: Drafter, alone: bool = True) -> Shapes:
     """`alone`: whether one request by itself has a round, for its attention to be divided among all multiprocessors.
 
-    Without, it is padded to `least_rows` as others are: small models are quicker so, linear attention wasn't tried.
+    Without, it is padded to `least_rows` as others are: small models are quicker so.
     """
     defaults, width = _defaults(), drafter.num_draft_tokens + 1
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
