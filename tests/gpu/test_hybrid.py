@@ -26,6 +26,8 @@ WIDTHS = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+}
+EXPERTS = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 128,
@@ -36,21 +38,23 @@ PROMPTS = {
     *("conv_chunk", "delta_chunk", "prompt_attention"),
 }
 ROUNDS = {"router", "experts", "conv_step", "delta_step", "decode_attention"}
-BLOCKS, ROWS, REQUESTS = 12, 4, 3  # four blocks a request
+WHOLE_TILES = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}  # of columns, as few rows want them
+FEW_ROWS = {"few_rows", "conv_step", "delta_step", "decode_attention"}
+ROWS, BLOCKS = 4, 4  # of a request
 
 
-def serve(config: ModelConfig, params):
+def serve(config: ModelConfig, params, requests: int):
     """A prompt of 200 to 256 tokens and a round of four rows for each request: hidden states, and kernels chosen."""
-    family, length = MODELS[config.model_type], jnp.array([256, 200, 237])
+    family, length = MODELS[config.model_type], jnp.array([256, 200, 237])[:requests]
     keys = jax.random.split(jax.random.key(0))
-    table = jnp.arange(1, 1 + 5 * REQUESTS, dtype=jnp.int32).reshape(REQUESTS, 5)
-    cache = empty_cache(config, PageLayout(1 + table.size, 64, "bfloat16"), REQUESTS + 1, ROWS, "bfloat16")
-    request, place = jnp.divmod(jnp.arange(BLOCKS, dtype=jnp.int32), BLOCKS // REQUESTS)
+    table = jnp.arange(1, 1 + 5 * requests, dtype=jnp.int32).reshape(requests, 5)
+    cache = empty_cache(config, PageLayout(1 + table.size, 64, "bfloat16"), requests + 1, ROWS, "bfloat16")
+    request, place = jnp.divmod(jnp.arange(BLOCKS * requests, dtype=jnp.int32), BLOCKS)
     blocks = Rows(64 * place, jnp.clip(length[request] - 64 * place, 0, 64), table[request])
-    nothing = jnp.full((BLOCKS,), NOTHING, jnp.int32)
+    nothing = jnp.full((BLOCKS * requests,), NOTHING, jnp.int32)
     prompt = PromptBlocks(blocks, request, jnp.where(place == 0, NOTHING, request), nothing)
-    rows = Rows(length, jnp.full((REQUESTS,), ROWS), table)
-    step = RoundRows(rows, jnp.arange(REQUESTS, dtype=jnp.int32), jnp.zeros((REQUESTS,), jnp.int32))
+    rows = Rows(length, jnp.full((requests,), ROWS), table)
+    step = RoundRows(rows, jnp.arange(requests, dtype=jnp.int32), jnp.zeros((requests,), jnp.int32))
     run = jax.jit(
         lambda params, tokens, positions, mixer, cache: family.forward(params, config, tokens, positions, mixer, cache)
     )
@@ -65,16 +69,24 @@ def serve(config: ModelConfig, params):
     return outs
 
 
-def test_prompts_and_rounds_are_as_exact_as_the_plain_path(monkeypatch):
+@pytest.mark.parametrize(
+    "family,widths,requests,prompts,rounds",
+    [
+        ("qwen3_5_moe", EXPERTS, 3, PROMPTS, ROUNDS),
+        ("qwen3_5", WHOLE_TILES, 1, {"tile_matmul", "delta_chunk", "prompt_attention"}, FEW_ROWS),
+    ],
+)
+def test_prompts_and_rounds_are_as_exact_as_the_plain_path(monkeypatch, family, widths, requests, prompts, rounds):
     """Against float32: two paths in bfloat16 are apart by what each is from that. A rounded sum sends one token in ten
     to another expert, and what it writes is seen by those after it."""
-    config = ModelConfig.from_hf(tiny_config("qwen3_5_moe", **WIDTHS))
+    config = ModelConfig.from_hf(tiny_config(family, **WIDTHS | widths))
     params = dummy(MODELS[config.model_type].parameters(config), "bfloat16", seed=0)
-    ours = serve(config, params)
-    assert [chosen for _, chosen in ours] == [PROMPTS, ROUNDS]
+    ours = serve(config, params, requests)
+    assert [chosen for _, chosen in ours] == [prompts, rounds]
     monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
-    plain, exact = serve(config, params), serve(config, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    plain, exact = serve(config, params, requests), serve(config, wide, requests)
     for (got, _), (rounded, chosen), (expected, _) in zip(ours, plain, exact, strict=True):
         assert not chosen and np.isfinite(got).all()
         apart = [
