@@ -90,7 +90,7 @@ class WholeTexts:
         out, _ = conv_chunk(windows, jnp.int32(0), *slots, x[..., : mix.channels], weight.T)
         return split_heads(out, mix), cache
 
-    def recur(self, cache, layer, q, k, v, decay, beta):
+    def recur(self, cache, layer, q, k, v, decay, beta, filled):
         """In blocks, as what rows of one block do to one another grows with the square of its length."""
         b, t = q.shape[:2]
         count = -(-t // BLOCK)
@@ -107,7 +107,7 @@ class WholeTexts:
         }
         pool = gated_delta.empty(1, b, 1, **widths, dtype=jnp.float32, key_dtype=k.dtype)
         out, _ = gated_delta.chunk(pool, jnp.int32(0), *slots, *map(cut, (q, k, v, decay, beta)))
-        return out.reshape(b, -1, *out.shape[2:])[:, :t], cache
+        return _filled(out.reshape(b, -1, *out.shape[2:])[:, :t], filled), cache
 
 
 @flax.struct.dataclass
@@ -132,11 +132,11 @@ class PromptBlocks:
         out, windows = causal_conv.chunk(cache.states.windows, layer, *slots, x, weight, mix)
         return out, cache.replace(states=cache.states.replace(windows=windows))
 
-    def recur(self, cache, layer, q, k, v, decay, beta):
+    def recur(self, cache, layer, q, k, v, decay, beta, filled):
         out, delta = gated_delta.chunk(
             cache.states.delta, layer, self.slots, self.source, self.keep, self.rows.count, q, k, v, decay, beta
         )
-        return out, cache.replace(states=cache.states.replace(delta=delta))
+        return _filled(out, filled), cache.replace(states=cache.states.replace(delta=delta))
 
 
 @flax.struct.dataclass
@@ -165,6 +165,11 @@ class RoundRows:
         out, windows = causal_conv.step(cache.states.windows, layer, self.slots, self.replay, x, weight, mix)
         return out, cache.replace(states=cache.states.replace(windows=windows))
 
-    def recur(self, cache, layer, q, k, v, decay, beta):
-        out, delta = gated_delta.step(cache.states.delta, layer, self.slots, self.replay, q, k, v, decay, beta)
+    def recur(self, cache, layer, q, k, v, decay, beta, filled):
+        out, delta = gated_delta.step(cache.states.delta, layer, self.slots, self.replay, q, k, v, decay, beta, filled)
         return out, cache.replace(states=cache.states.replace(delta=delta))
+
+
+def _filled(x: Array, rows: int) -> Array:
+    """[b, t, ...] with zeros up to so many rows a request."""
+    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))

@@ -33,6 +33,7 @@ class Case:
     group: int = 1
     dtype: str = "float32"
     division: tuple | None = (2, 2)  # of which a `Division` is made
+    filled: int | None = None
 
     def inputs(self, seed: int = 0):
         """A pool full of random states and records, the slots, and the operands of `step` that come after them."""
@@ -64,11 +65,13 @@ def check(case: Case, interpret=False):
     expected, wanted = jax.jit(gated_delta.reference_step)(pool, LAYER, slots, *rest)
     arrays = pool.state, pool.keys, pool.updates, pool.decay
     division = case.division and op.Division(*case.division)
-    out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, *rest, division=division, interpret=interpret)
-    assert out.dtype == jnp.bfloat16
+    out, arrays = op.delta_step(
+        *arrays, jnp.int32(LAYER), slots, *rest, division=division, filled=case.filled, interpret=interpret
+    )
+    assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.filled or case.t)
     pool, wanted, after = (jax.tree.map(np.asarray, each) for each in (pool, wanted, gated_delta.DeltaPool(*arrays)))
     slots = np.asarray(slots)
-    near(out, expected, 0.008)
+    near(out[:, : case.t], expected, 0.008)
     near(after.state[LAYER], wanted.state[LAYER], 1e-6 if case.dtype == "float32" else 0.008)
     near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
     np.testing.assert_array_equal(after.keys[LAYER], wanted.keys[LAYER])
@@ -95,6 +98,7 @@ CASES = [
     Case("tiles in a ring", replay=(2,), group=2, division=(1, 3)),
     Case("whole tiles at a time", replay=(2, 4), division=(2, 1, 128)),
     Case("more than eight rows", t=9, rows=9, replay=(2,)),
+    Case("room for rows that fill up", t=3, replay=(1, 3), filled=4),
     Case("bfloat16", replay=(3,), dtype="bfloat16"),
 ]
 

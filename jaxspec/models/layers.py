@@ -62,8 +62,12 @@ class Mixer(Protocol):
         v: Float[Array, "b t n v"],
         decay: Float[Array, "b t n"],
         beta: Float[Array, "b t n"],
-    ) -> tuple[Float[Array, "b t n v"], Any]:
-        """The gated delta rule, S = decay S + beta (v - decay S k) k', out = S q; key head i serves n/m value heads."""
+        filled: int,
+    ) -> tuple[Float[Array, "b r n v"], Any]:
+        """The gated delta rule, S = decay S + beta (v - decay S k) k', out = S q; key head i serves n/m value heads.
+
+        The result has r = `filled` rows a request, of which those from t on may hold anything.
+        """
         ...
 
 

@@ -9,7 +9,9 @@ laid out otherwise in its checkpoints (`qwen3_5`).
 
 Up to eight rows on a Hopper GPU have each norm in one kernel with the products after it, and the output projection in
 one with the residual stream (`pallas.few_rows`). These take eight together, so fewer are filled up: r rows a request,
-from the embedding to the last layer. What mixes tokens is given the t real ones alone.
+from the embedding to the last layer. What mixes tokens is given the t real ones alone. XLA would put each cut and each
+filling up into a kernel of its own, were it not part of one that is there anyway: so linear attention's result comes
+with room for r rows, those from t on hold anything, and nothing that follows looks from one row at another.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ def attention_layer(layer, config, i, x, positions, mixer, cache, few) -> tuple[
     eps, (b, t) = config.rms_norm_eps, positions.shape
     n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
     (qkv,) = _products(layer, x, ["qkv"], eps, positions, few)
-    qkv = qkv.reshape(b, t, 2 * n + 2 * m, h)
+    qkv = qkv[:, :t].reshape(b, t, 2 * n + 2 * m, h)
     q, k, v = jnp.split(qkv, [2 * n, 2 * n + m], axis=2)
     q, gate = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
     frequencies = rope_frequencies(config)
@@ -185,17 +187,17 @@ def attention_layer(layer, config, i, x, positions, mixer, cache, few) -> tuple[
 
 def linear_layer(layer, config, i, x, positions, mixer, cache, few) -> tuple[Float[Array, "b r d"], Any]:
     """Linear attention and the MLP: the residual stream after them. `i` counts linear layers; `few` as above."""
-    mix, eps, (b, t) = config.linear, config.rms_norm_eps, positions.shape
+    mix, eps, t = config.linear, config.rms_norm_eps, positions.shape[1]
     qkvz, ba = _products(layer, x, ["qkvz", "ba"], eps, positions, few)
-    beta, a = jnp.split(ba, 2, axis=-1)
+    beta, a = jnp.split(ba[:, :t], 2, axis=-1)
     decay = jnp.exp(-jnp.exp(layer["decay_log"]) * jax.nn.softplus(a + layer["decay_bias"]))
 
-    (q, k, v), cache = mixer.convolve(cache, i, qkvz, layer["conv"], mix)
-    read, cache = mixer.recur(cache, i, q, k, v, decay, jax.nn.sigmoid(beta))
+    (q, k, v), cache = mixer.convolve(cache, i, qkvz[:, :t], layer["conv"], mix)
+    read, cache = mixer.recur(cache, i, q, k, v, decay, jax.nn.sigmoid(beta), x.shape[1])
 
-    gate = jax.nn.silu(qkvz[..., mix.channels :].astype(jnp.float32).reshape(v.shape))
+    gate = jax.nn.silu(qkvz[..., mix.channels :].astype(jnp.float32).reshape(read.shape))
     read = rms_norm(read.astype(jnp.float32), layer["read_norm"].astype(jnp.float32), eps) * gate
-    return _finish(layer, config, x, read.astype(x.dtype).reshape(b, t, -1), positions, few), cache
+    return _finish(layer, config, x, read.astype(x.dtype).reshape(*x.shape[:2], -1), positions, few), cache
 
 
 def few_supported(layers: Sequence[dict[str, Array]], shape: tuple[int, int]) -> str | None:
@@ -211,12 +213,12 @@ def few_supported(layers: Sequence[dict[str, Array]], shape: tuple[int, int]) ->
 
 
 def _products(layer, x, names, eps, positions, few) -> list[Float[Array, "b t _"]]:
-    """The normed rows' products with these weights, of real rows alone; those of `ba` in float32."""
+    """The normed rows' products with these weights; those of `ba` in float32."""
     weights, real = [layer[name] for name in names], real_rows(positions)
     if few:
         dtypes = tuple("float32" if name == "ba" else str(x.dtype) for name in names)
         outs = normed(x.reshape(-1, x.shape[-1]), layer["attn_norm"], weights, eps=eps, dtypes=dtypes, centred=True)
-        return [few_rows.unflat(out, *positions.shape) for out in outs]
+        return [out.reshape(*x.shape[:2], -1) for out in outs]
     rows = centred_rms_norm(x, layer["attn_norm"], eps)
     in_float32 = lambda weight: jnp.matmul(rows, weight, preferred_element_type=jnp.float32)  # noqa: E731
     return [

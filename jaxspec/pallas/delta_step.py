@@ -129,11 +129,13 @@ def delta_step(
     interpret: Any = False,
     division: Division | None = None,
     pieces: int = PIECES,
-) -> tuple[Float[Array, "b t n v"], tuple[Array, Array, Array, Array]]:
+    filled: int | None = None,
+) -> tuple[Float[Array, "b r n v"], tuple[Array, Array, Array, Array]]:
     """`gated_delta.step` on the arrays of a pool; returns what the rows read, in bfloat16, and those arrays anew.
 
     `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
-    `plgpu.kernel`. `division`: by default, what keeps all multiprocessors busy.
+    `plgpu.kernel`. `division`: by default, what keeps all multiprocessors busy. `filled`: as in `gated_delta.step`;
+    nothing is written to the rows from t on.
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
@@ -141,12 +143,24 @@ def delta_step(
         raise ValueError(f"delta_step doesn't support {reason}")
     pool = state, keys, updates, decays
     return _step(
-        pool, layer, slots, replay, q, k, v, decay, beta, interpret=interpret, division=division, pieces=pieces
+        pool,
+        layer,
+        slots,
+        replay,
+        q,
+        k,
+        v,
+        decay,
+        beta,
+        interpret=interpret,
+        division=division,
+        pieces=pieces,
+        filled=filled or v.shape[1],
     )
 
 
-@lower_once("division", "pieces")
-def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, division, pieces):
+@lower_once("division", "pieces", "filled")
+def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, division, pieces, filled):
     b, t, n, _ = v.shape
     m = q.shape[2]
     rows, dtype = pool[1].shape[2], pool[0].dtype
@@ -158,7 +172,7 @@ def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, divisi
     out = plgpu.kernel(
         partial(_block, plan),
         kernel_name="delta_step",
-        out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
+        out_type=jax.ShapeDtypeStruct((b, filled, *v.shape[2:]), v.dtype),
         grid=(b, m),
         grid_names=("b", "m"),
         cluster=(division.splits,),
@@ -292,7 +306,7 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, gates_g, stat
         plgpu.barrier_wait(read)
     new = pl.ds(0, t)
     plgpu.copy_smem_to_gmem(updates_s.at[new], updates_g.at[layer, slot, new, heads, rows])
-    plgpu.copy_smem_to_gmem(values_s, out_g.at[b, :, heads, rows])
+    plgpu.copy_smem_to_gmem(values_s, out_g.at[b, new, heads, rows])
 
     @pl.when(lax.rem(first, _i32(HALVES)) == 0)  # of two blocks with half a head, one
     def _():

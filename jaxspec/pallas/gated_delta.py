@@ -79,14 +79,16 @@ def step(
     v: Float[Array, "b t n v"],
     decay: Float[Array, "b t n"],
     beta: Float[Array, "b t n"],
-) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    filled: int | None = None,
+) -> tuple[Float[Array, "b r n v"], DeltaPool]:
     """Run t new rows of each slot: those of a round, of which some will be accepted.
 
     The first `replay[r]` records of slot `slots[r]` enter its state, which is written; the new rows go on from there,
     and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the
     dtype of the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nobody reads it.
 
-    Returns what the rows read, in v's dtype. **Raises:** `ValueError` for more rows than there are records.
+    Returns what the rows read, in v's dtype, r = `filled` rows a request if that is given: those from t on hold
+    anything. **Raises:** `ValueError` for more rows than there are records.
     """
     t, rows = q.shape[1], pool.keys.shape[2]
     if t > rows:
@@ -96,9 +98,10 @@ def step(
     if fits is not None:
         tell("delta_step", fits)
     if not chosen("delta_step", fits):
-        return reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
+        out, pool = reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
+        return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0))), pool
     arrays = pool.state, pool.keys, pool.updates, pool.decay
-    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta)
+    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta, filled=filled)
     return out, DeltaPool(*arrays)
 
 
