@@ -33,7 +33,7 @@ from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.executables import Executables
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models import MODELS, few_rows
-from jaxspec.models.layers import Hidden
+from jaxspec.models.layers import Hidden, row_of
 from jaxspec.pallas.target import KERNELS, counting
 from jaxspec.request import MAX_LOGPROBS
 from jaxspec.verify import Tree
@@ -110,14 +110,17 @@ def prefill(
     rows = Rows(start, count, table)
     family = MODELS[config.model_type]
     mixer, marked = PromptBlocks(rows, slots, source, keep), rows.marked_positions(block)
-    hidden = family.forward(params, config, tokens, marked, mixer, state.cache, drafter.feature_layers)
+    last = jnp.maximum(count - 1, 0)
+    every = score or any(i >= config.num_layers - 1 for i in drafter.feature_layers)  # what the last layer makes of it
+    wanted = None if every else last
+    hidden = family.forward(params, config, tokens, marked, mixer, state.cache, drafter.feature_layers, wanted)
 
     shown = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=count - newest))
     draft = drafter.prefill(draft_params, state.draft, shown, hidden.features)
-    last = jnp.maximum(count - 1, 0)[:, None, None]
     into = jnp.where(newest > 0, slots, len(state.hidden))  # out of range for all other blocks: their rows are dropped
-    left = lambda x, old: old.at[into].set(jnp.take_along_axis(x, last, axis=1)[:, 0], mode="drop")  # noqa: E731
-    kept = jax.tree.map(left, (hidden.last, hidden.features), (state.hidden, state.features))
+    left = lambda x, old, row: old.at[into].set(row_of(x, row)[:, 0], mode="drop")  # noqa: E731
+    final = left(hidden.last, state.hidden, last if every else None)
+    kept = final, tuple(left(x, old, last) for x, old in zip(hidden.features, state.features, strict=True))
     state = State(state.slots, hidden.cache, state.replay.at[slots].set(0), draft, *kept)
     if not score:
         return state, None

@@ -5,12 +5,14 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams, load_drafter
+from jaxspec.mixers import WholeTexts
 from tests.tiny import tiny_config
 
 GOLDEN = Path(__file__).parent / "golden" / "hybrid"
@@ -50,6 +52,19 @@ def test_logits_and_greedy_texts_are_transformers(variant):
     np.testing.assert_allclose(logits, expected["logits"], **CLOSE)
     for n, text, row in zip(PROMPTS, expected["greedy"], others, strict=True):
         assert row[n - 1 : n - 1 + len(text)].argmax(-1).tolist() == text.tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_wanted_row_is_what_it_is_among_all(variant):
+    model, expected = golden(variant)
+    tokens, wanted = np.stack([expected["ids"]] * 3), np.array([149, 0, 70])
+    positions = np.broadcast_to(np.arange(150), tokens.shape)
+    run = jax.jit(lambda params: model.family.forward(
+        params, model.config, tokens, positions, WholeTexts(), None, (), wanted
+    ).last)  # fmt: skip
+    last = run(model.params)
+    assert last.shape == (3, 1, model.config.hidden_size)
+    np.testing.assert_allclose(model.family.unembed(model.params, last)[:, 0], expected["logits"][wanted], **CLOSE)
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(

@@ -36,15 +36,15 @@ def golden(variant: str, dtype: str = "float32") -> tuple[jaxspec.Model, dict[st
     return model, load_file(GOLDEN / "expected" / f"{variant}.safetensors")
 
 
-def forward(model, tokens, positions=None, capture=(), config=None):
+def forward(model, tokens, positions=None, capture=(), config=None, wanted=None):
     """The family's own forward, for what the public functions don't show: positions, dtypes, another config."""
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
-    return _forward(config or model.config, capture, model.params, tokens, positions)
+    return _forward(config or model.config, capture, model.params, tokens, positions, wanted)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(config, capture, params, tokens, positions):
-    return MODELS[config.model_type].forward(params, config, tokens, positions, WholeTexts(), None, capture)
+def _forward(config, capture, params, tokens, positions, wanted):
+    return MODELS[config.model_type].forward(params, config, tokens, positions, WholeTexts(), None, capture, wanted)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -111,6 +111,19 @@ def test_only_distances_between_positions_matter(variant):
     at_zero = forward(model, tokens, positions).last
     np.testing.assert_allclose(forward(model, tokens, positions + 300).last, at_zero, rtol=0, atol=2e-3)
     assert abs(forward(model, tokens, positions * 2).last - at_zero).max() > 0.1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_wanted_row_is_what_it_is_among_all(variant):
+    """Another row of each text, the features of an earlier layer beside it for all rows."""
+    model, expected = golden(variant)
+    tokens, wanted = np.stack([expected["ids_64"]] * 3), np.array([63, 0, 30])
+    hidden = forward(model, tokens, capture=(0,), wanted=wanted)
+    assert hidden.last.shape == (3, 1, model.config.hidden_size)
+    np.testing.assert_allclose(
+        model.family.unembed(model.params, hidden.last)[:, 0], expected["logits_64"][wanted], **CLOSE
+    )
+    np.testing.assert_allclose(hidden.features[0][0], expected["hidden_64"][0], **CLOSE)
 
 
 def test_captured_layers_come_in_the_order_asked():

@@ -23,13 +23,19 @@ def inputs(rows: int, width: int, outputs: int, seed: int = 0):
     return x.astype(jnp.bfloat16), (weight * width**-0.5).astype(jnp.bfloat16)
 
 
-def check(rows: int, real: int, width: int, outputs: int, gated: bool, **options) -> None:
-    """Real rows against plain jnp, summed in float32, by norm; padding comes out as zeros or as its own product."""
+def check(rows: int, real: int, width: int, outputs: int, gated: bool, added: bool = False, **options) -> None:
+    """Real rows against plain jnp, summed in float32, by norm; padding comes out as zeros or as its own product.
+
+    `added`: to a residual stream, which padding keeps.
+    """
     x, weight = inputs(rows, width, outputs)
-    out = np.asarray(matmul(x, weight, jnp.array([real], jnp.int32), gated=gated, **options), np.float32)
+    residual = inputs(rows, outputs, 1, seed=1)[0] if added else None
+    out = np.asarray(matmul(x, weight, jnp.array([real], jnp.int32), residual, gated=gated, **options), np.float32)
     wide = np.asarray(jnp.matmul(x, weight, preferred_element_type=jnp.float32))
     expected = np.asarray(project.gate(wide)) if gated else wide
     assert out.shape == expected.shape
+    if added:
+        out = out - np.asarray(residual, np.float32)
     difference = np.linalg.norm(out - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert (difference[:real] < 8e-3).all()
     padding = out[real:]
@@ -51,13 +57,21 @@ def test_the_ring_comes_round(monkeypatch):
     check(256, 256, 64 * 5, 512, False, tiling=Tiling(256), interpret=plgpu.InterpretGPUParams())
 
 
+@pytest.mark.parametrize("columns", [64, 192])
+def test_adds_to_a_residual_stream(monkeypatch, columns):
+    monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
+    options = dict(tiling=Tiling(columns), interpret=plgpu.InterpretGPUParams())
+    check(300, 140, 128, 384, False, added=True, **options)
+
+
 @pytest.mark.parametrize("outputs", [4096, 6144, 24576, 128])
 @pytest.mark.parametrize("rows", [136, 512, 2048])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_lowers_for_cuda(rows, outputs, gated):
+@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+def test_lowers_for_cuda(rows, outputs, kind):
     shapes = jax.eval_shape(lambda: inputs(rows, 512, outputs))
-    real = jax.ShapeDtypeStruct((1,), jnp.int32)
-    lowered = jax.jit(partial(matmul, gated=gated)).trace(*shapes, real).lower(lowering_platforms=("cuda",))
+    residual = jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16) if kind == "added" else None
+    given = *shapes, jax.ShapeDtypeStruct((1,), jnp.int32), residual
+    lowered = jax.jit(partial(matmul, gated=kind == "gated")).trace(*given).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
@@ -80,18 +94,20 @@ def test_real_rows_end_with_the_last_real_one():
     assert project.real_rows(jnp.full((2, 2), -1)).tolist() == [0]
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_projections_choose_it_and_have_gradients(monkeypatch, gated):
+@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+def test_projections_choose_it_and_have_gradients(monkeypatch, kind):
     """Gradients are those of plain jnp, which training needs where the kernel serves the forward."""
-    x, weight = inputs(256, 128, 256)
+    given, gated = inputs(256, 128, 256), kind == "gated"
+    if kind == "added":
+        given += (inputs(256, 256, 1)[0],)
     real = jnp.array([256], jnp.int32)
-    total = lambda f: jax.grad(lambda x, w: f(x, w).astype(jnp.float32).sum(), argnums=(0, 1))(x, weight)  # noqa: E731
-    expected = total(lambda x, w: project.reference(x, w, gated))
+    total = lambda f: jax.grad(lambda given: f(*given).astype(jnp.float32).sum())(given)  # noqa: E731
+    expected = total(partial(project.reference, gated=gated))
     monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
     monkeypatch.setattr(target, "kernels_here", lambda: None)
     monkeypatch.setattr(tile_matmul, "matmul", partial(matmul, interpret=plgpu.InterpretGPUParams()))
     with counting() as chosen:
-        got = total(lambda x, w: project.project(x, w, real, gated))
+        got = total(lambda x, w, *residual: project.project(x, w, real, *residual, gated=gated))
     assert chosen == {"tile_matmul": 1}
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))

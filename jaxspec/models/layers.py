@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec.config import LinearAttention, ModelConfig, RopeScaling
 
@@ -148,6 +148,8 @@ class Param:
 class Hidden:
     """A forward's result: `last` is the final-norm output; `features` the residual stream after each captured layer.
 
+    Where one row a sequence was wanted, t is 1 in `last`, and in all that is of the last layer.
+
     `unnormed` is what the final norm was taken of, if that is a `rms_norm`.
     """
 
@@ -155,6 +157,11 @@ class Hidden:
     features: tuple[Float[Array, "b t d"], ...]
     cache: Any
     unnormed: Float[Array, "b t d"] | None = None
+
+
+def row_of(x: Shaped[Array, "b t ..."], row: Int[Array, " b"] | None) -> Shaped[Array, "b _ ..."]:
+    """Of each sequence the one row named, `[b, 1, ...]`; all of them if none is."""
+    return x if row is None else jnp.take_along_axis(x, row.reshape(-1, *[1] * (x.ndim - 1)), axis=1)
 
 
 def linear(inputs: int, sources: dict[str, int], interleave: int = 0) -> Param:

@@ -13,6 +13,7 @@ Few rows on a Hopper GPU take the same layers cut elsewhere: each matmul is one 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import few_rows, moe
-from jaxspec.models.layers import Hidden, Mixer, Param, bias, linear, rms_norm, rope, rope_frequencies, scale
+from jaxspec.models.layers import Hidden, Mixer, Param, bias, linear, rms_norm, rope, rope_frequencies, row_of, scale
 from jaxspec.pallas import weight_stream
 from jaxspec.pallas.project import gate, project, real_rows, run
 from jaxspec.pallas.target import chosen
@@ -87,12 +88,16 @@ def forward(
     mixer: Mixer,
     cache: Any = None,
     capture: tuple[int, ...] = (),
+    wanted: Int[Array, " b"] | None = None,
 ) -> Hidden:
     """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
 
     `mixer` owns the keys and values: it is given each layer's and decides what the queries see. `capture` names decoder
     layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
     layer's is the final norm's output.
+
+    `wanted`: the row of each sequence whose final state is all that is asked for. Then the last layer computes keys and
+    values of all rows, which later ones will see, and what comes after its attention of these alone.
     """
     x = params["embed"][tokens]
     if chosen("few_rows", few_rows.supported(params["layers"][0], config, tokens.shape, mixer, cache)):
@@ -100,23 +105,26 @@ def forward(
     elif chosen("weight_stream", _streamable(params, config, tokens.size), weight_stream.BLOCKS):
         layers = _streamed_layers
     else:
-        layers = _plain_layers
+        layers = partial(_plain_layers, wanted=wanted)
     last, outputs, cache = layers(params, config, x, positions, mixer, cache)
+    if wanted is not None and last.shape[1] > 1:  # of kernels that compute whole layers
+        last, outputs[-1] = row_of(last, wanted), row_of(outputs[-1], wanted)
     return Hidden(last, tuple([*outputs, last][i] for i in capture), cache, outputs[-1])
 
 
-def _plain_layers(params, config, x, positions, mixer, cache):
+def _plain_layers(params, config, x, positions, mixer, cache, wanted):
     """All decoder layers; the final norm's output, each layer's output, the cache."""
     eps, outputs, real = config.rms_norm_eps, [], real_rows(positions)
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
-    def decoder_layer(layer, i, x, cache):
+    def decoder_layer(layer, i, x, cache, row=None):
         qkv = project(rms_norm(x, layer["attn_norm"], eps), layer["qkv"], real)
         mixed, cache = mix(layer, config, i, qkv, positions, mixer, cache)
-        return finish(layer, config, x, mixed, positions, real), cache
+        x, mixed, at = (row_of(a, row) for a in (x, mixed, positions))
+        return finish(layer, config, x, mixed, at, real if row is None else real_rows(at)), cache
 
     for i, layer in enumerate(params["layers"]):
-        x, cache = decoder_layer(layer, jnp.int32(i), x, cache)
+        x, cache = decoder_layer(layer, jnp.int32(i), x, cache, wanted if layer is params["layers"][-1] else None)
         outputs.append(x)
     return rms_norm(x, params["norm"], eps), outputs, cache
 
@@ -173,20 +181,24 @@ def mix(layer, config, i, qkv, positions, mixer, cache):
 
 def finish(layer, config, x, mixed, positions, real):
     """The rest of a layer after its attention: output projection and MLP, each added to the residual stream."""
-    mixed = project(mixed, layer["out"], real)
-    x = x + (mixed + layer["out_bias"] if config.attention_bias else mixed)
-    normed = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + (moe.moe(layer, config, normed, positions) if "router" in layer else mlp(layer, normed, real))
-
-
-def mlp(layer: dict[str, Array], x: Float[Array, "b t d"], real: Int[Array, "1"]) -> Float[Array, "b t d"]:
-    """The gated MLP of the first `real` rows."""
-    if "gate_up_bias" in layer:
-        hidden = gate(project(x, layer["gate_up"], real) + layer["gate_up_bias"])
+    if config.attention_bias:
+        x = x + (project(mixed, layer["out"], real) + layer["out_bias"])
     else:
-        hidden = project(x, layer["gate_up"], real, True)
-    x = project(hidden, layer["down"], real)
-    return x + layer["down_bias"] if "down_bias" in layer else x
+        x = project(mixed, layer["out"], real, x)
+    normed = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
+    if "router" in layer:
+        return x + moe.moe(layer, config, normed, positions)
+    return add_mlp(layer, x, normed, real)
+
+
+def add_mlp(
+    layer: dict[str, Array], x: Float[Array, "b t d"], normed: Float[Array, "b t d"], real: Int[Array, "1"]
+) -> Float[Array, "b t d"]:
+    """The residual stream `x` after the gated MLP of its first `real` rows, which are given normed."""
+    if "gate_up_bias" in layer:
+        hidden = gate(project(normed, layer["gate_up"], real) + layer["gate_up_bias"])
+        return x + (project(hidden, layer["down"], real) + layer["down_bias"])
+    return project(project(normed, layer["gate_up"], real, gated=True), layer["down"], real, x)
 
 
 def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:

@@ -35,6 +35,7 @@ from jaxspec.models.layers import (
     rms_norm,
     rope,
     rope_frequencies,
+    row_of,
     scale,
 )
 from jaxspec.models.llama import unembed
@@ -142,6 +143,7 @@ def forward(
     mixer: Mixer,
     cache: Any = None,
     capture: tuple[int, ...] = (),
+    wanted: Int[Array, " b"] | None = None,
 ) -> Hidden:
     """As `llama.forward`; `mixer` owns the linear layers' states too."""
     x, t, outputs, counts = params["embed"][tokens], tokens.shape[1], [], {True: 0, False: 0}
@@ -150,27 +152,30 @@ def forward(
 
     # One trace and one lowering for all layers of a kind: the index is data.
     @jax.jit
-    def attend(layer, i, x, cache):
-        return attention_layer(layer, config, i, x, positions, mixer, cache, few)
+    def attend(layer, i, x, cache, row):
+        return attention_layer(layer, config, i, x, positions, mixer, cache, few, row)
 
     @jax.jit
-    def recur(layer, i, x, cache):
-        return linear_layer(layer, config, i, x, positions, mixer, cache, few)
+    def recur(layer, i, x, cache, row):
+        return linear_layer(layer, config, i, x, positions, mixer, cache, few, row)
 
     for layer in params["layers"]:
         is_linear = "qkvz" in layer
-        x, cache = (recur if is_linear else attend)(layer, jnp.int32(counts[is_linear]), x, cache)
+        row = wanted if layer is params["layers"][-1] and not few else None
+        x, cache = (recur if is_linear else attend)(layer, jnp.int32(counts[is_linear]), x, cache, row)
         counts[is_linear] += 1
         outputs.append(x[:, :t])
+    outputs[-1] = row_of(outputs[-1], wanted if few else None)
     last = centred_rms_norm(outputs[-1], params["norm"], config.rms_norm_eps)
     outputs.append(last)
     return Hidden(last, tuple(outputs[i] for i in capture), cache)
 
 
-def attention_layer(layer, config, i, x, positions, mixer, cache, few) -> tuple[Float[Array, "b r d"], Any]:
+def attention_layer(layer, config, i, x, positions, mixer, cache, few, row=None) -> tuple[Float[Array, "b r d"], Any]:
     """Gated full attention and the MLP: the residual stream after them. `i` counts layers of full attention.
 
-    `few`: the kernels of few rows serve, and `x` is filled up for them.
+    `few`: the kernels of few rows serve, and `x` is filled up for them. `row`: of each sequence the one that goes on
+    after the mixing, if not all do.
     """
     eps, (b, t) = config.rms_norm_eps, positions.shape
     n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
@@ -182,11 +187,11 @@ def attention_layer(layer, config, i, x, positions, mixer, cache, few) -> tuple[
     rotated = lambda x, norm: rope(centred_rms_norm(x, layer[norm], eps), positions, frequencies)  # noqa: E731
     mixed, cache = mixer.attend(cache, i, rotated(q, "q_norm"), rotated(k, "k_norm"), v)
     mixed = (mixed * jax.nn.sigmoid(gate)).reshape(b, t, n * h)
-    return _finish(layer, config, x, mixed, positions, few), cache
+    return _finish(layer, config, x, mixed, positions, few, row), cache
 
 
-def linear_layer(layer, config, i, x, positions, mixer, cache, few) -> tuple[Float[Array, "b r d"], Any]:
-    """Linear attention and the MLP: the residual stream after them. `i` counts linear layers; `few` as above."""
+def linear_layer(layer, config, i, x, positions, mixer, cache, few, row=None) -> tuple[Float[Array, "b r d"], Any]:
+    """Linear attention and the MLP: the residual stream after them. `i` counts linear layers; the rest as above."""
     mix, eps, t = config.linear, config.rms_norm_eps, positions.shape[1]
     qkvz, ba = _products(layer, x, ["qkvz", "ba"], eps, positions, few)
     beta, a = jnp.split(ba[:, :t], 2, axis=-1)
@@ -197,7 +202,7 @@ def linear_layer(layer, config, i, x, positions, mixer, cache, few) -> tuple[Flo
 
     gate = jax.nn.silu(qkvz[..., mix.channels :].astype(jnp.float32).reshape(read.shape))
     read = rms_norm(read.astype(jnp.float32), layer["read_norm"].astype(jnp.float32), eps) * gate
-    return _finish(layer, config, x, read.astype(x.dtype).reshape(*x.shape[:2], -1), positions, few), cache
+    return _finish(layer, config, x, read.astype(x.dtype).reshape(*x.shape[:2], -1), positions, few, row), cache
 
 
 def few_supported(layers: Sequence[dict[str, Array]], shape: tuple[int, int]) -> str | None:
@@ -227,8 +232,9 @@ def _products(layer, x, names, eps, positions, few) -> list[Float[Array, "b t _"
     ]
 
 
-def _finish(layer, config, x, mixed, positions, few):
+def _finish(layer, config, x, mixed, positions, few, row):
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
+    x, mixed, positions = (row_of(a, row) for a in (x, mixed, positions))
     real = real_rows(positions)
     if few:
         rows = add_product(x.reshape(-1, x.shape[-1]), few_rows.flat(mixed), layer["out"])
@@ -236,6 +242,8 @@ def _finish(layer, config, x, mixed, positions, few):
         if "router" in layer:
             return few_rows.mixture(layer, config, rows, *few_rows.marked(positions), centred=True).reshape(x.shape)
     else:
-        x = x + project(mixed, layer["out"], real)
+        x = project(mixed, layer["out"], real, x)
     normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + (moe.moe(layer, config, normed, positions) if "router" in layer else llama.mlp(layer, normed, real))
+    if "router" in layer:
+        return x + moe.moe(layer, config, normed, positions)
+    return llama.add_mlp(layer, x, normed, real)

@@ -17,28 +17,44 @@ from jaxspec.pallas.target import chosen
 from jaxspec.pallas.weight_stream import HALF
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def project(
-    x: Float[Array, "*b k"], weight: Float[Array, "k n"], real: Int[Array, "1"], gated: bool = False
+    x: Float[Array, "*b k"],
+    weight: Float[Array, "k n"],
+    real: Int[Array, "1"],
+    residual: Float[Array, "*b n"] | None = None,
+    gated: bool = False,
 ) -> Float[Array, "*b o"]:
-    """`x @ weight`; `gated`, silu(gate) * up of it, half as wide. Rows from `real` on are padding, and may be zeros."""
-    rows = x.reshape(-1, x.shape[-1])
+    """`residual + x @ weight`; `gated`, without a residual, silu(gate) * up of the product, half as wide.
+
+    Rows from `real` on are padding, and may be anything finite.
+    """
+    flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
+    rows = flat(x)
     if chosen("tile_matmul", tile_matmul.supported(len(rows), weight.dtype, *weight.shape)):
-        return tile_matmul.matmul(rows, weight, real, gated=gated).reshape(*x.shape[:-1], -1)
-    return reference(x, weight, gated)
+        before = None if residual is None else flat(residual)
+        return tile_matmul.matmul(rows, weight, real, before, gated=gated).reshape(*x.shape[:-1], -1)
+    return reference(x, weight, residual, gated)
 
 
-def reference(x: Float[Array, "*b k"], weight: Float[Array, "k n"], gated: bool = False) -> Float[Array, "*b o"]:
+def reference(
+    x: Float[Array, "*b k"],
+    weight: Float[Array, "k n"],
+    residual: Float[Array, "*b n"] | None = None,
+    gated: bool = False,
+) -> Float[Array, "*b o"]:
     """The same in plain jnp, of all rows."""
-    return gate(x @ weight) if gated else x @ weight
+    product = gate(x @ weight) if gated else x @ weight
+    return product if residual is None else residual + product
 
 
-def _forward(x, weight, real, gated):
-    return project(x, weight, real, gated), (x, weight)
+def _forward(x, weight, real, residual, gated):
+    return project(x, weight, real, residual, gated), (x, weight, residual)
 
 
 def _backward(gated, kept, gradient):
-    return *jax.vjp(partial(reference, gated=gated), *kept)[1](gradient), None
+    x, weight, residual = jax.vjp(partial(reference, gated=gated), *kept)[1](gradient)
+    return x, weight, None, residual
 
 
 project.defvjp(_forward, _backward)

@@ -6,7 +6,8 @@ shared memory, ahead into the next tile while the results of this one are writte
 each.
 
 How many rows are real is data: programs come in few sizes, and padding takes no time. A gated matmul, whose weight
-alternates `HALF` columns of gate and `HALF` of up, writes silu(gate) * up.
+alternates `HALF` columns of gate and `HALF` of up, writes silu(gate) * up. Another may add its results to what a
+residual stream has: that is loaded before the products, whose time hides it.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def matmul(
     x: Float[Array, "r k"],
     weight: Float[Array, "k n"],
     real: Int[Array, "1"],
+    residual: Float[Array, "r n"] | None = None,
     *,
     gated: bool = False,
     tiling: Tiling | None = None,
@@ -77,11 +79,12 @@ def matmul(
 ) -> Float[Array, "r o"]:
     """`x @ weight` of the first `real` rows, summed in float32, rounded to x's dtype; the same or zeros of the others.
 
-    `gated`: silu(gate) * up of it, half as wide, rounded where the plain layers round. `tiling` overrides its choice.
+    `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
+    silu(gate) * up of it, half as wide, rounded where those round. `tiling` overrides its choice.
     """
     rows, outputs = x.shape[0], weight.shape[1]
     tiling = tiling or Tiling.of(rows, outputs)
-    x = jnp.pad(x, ((0, -rows % TILE_ROWS), (0, 0)))
+    x, *added = (jnp.pad(a, ((0, -rows % TILE_ROWS), (0, 0))) for a in (x, residual) if a is not None)
     part = HALF if gated else STEP  # columns of one store
     out = plgpu.kernel(
         partial(_kernel, tiling, gated),
@@ -101,11 +104,12 @@ def matmul(
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(x, weight, real)
+    )(x, weight, real, *added)
     return out[:rows]
 
 
-def _kernel(tiling, gated, x, weight, real, out, *, rows_s, weight_s, out_s, full, empty):
+def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, full, empty):
+    *added, out = results
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     columns, slots, steps = tiling.columns, _i32(tiling.slots), weight.shape[0] // STEP
     high, all_high = lax.div(real[0] + TILE_ROWS - 1, _i32(TILE_ROWS)), x.shape[0] // TILE_ROWS
@@ -156,6 +160,12 @@ def _kernel(tiling, gated, x, weight, real, out, *, rows_s, weight_s, out_s, ful
         def tile(j, step):
             i, c = place(j)
             needed = jnp.where(j < mine(tiles), _i32(steps), 0)
+            rows = pl.ds(i * TILE_ROWS + warpgroup * height, height)
+            places, _, part = out_s.shape[1:]
+            width = columns // 2 if gated else columns
+            parts = [pl.ds(c * width + p * part, part) for p in range(width // part)]
+            load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+            before = [load(residual.at[rows, columns]) for residual in added for columns in parts]
 
             def accumulate(total):
                 def multiply(k, step):
@@ -172,16 +182,15 @@ def _kernel(tiling, gated, x, weight, real, out, *, rows_s, weight_s, out_s, ful
                 return result
 
             total = pl.run_scoped(accumulate, plgpu.ACC((height, columns), jnp.float32))
-            rows = pl.ds(i * TILE_ROWS + warpgroup * height, height)
-            places, _, part = out_s.shape[1:]
-            width = columns // 2 if gated else columns
-            for p in range(width // part):
+            for p, into in enumerate(parts):
                 value = _gate(total, p, x.dtype) if gated else total[:, p * part : (p + 1) * part]
+                if before:
+                    value = value.astype(x.dtype).astype(jnp.float32) + before[p].astype(jnp.float32)
                 plgpu.wait_smem_to_gmem(min(p, places - 1), wait_read_only=True)  # what this place held has been sent
                 place_s = out_s.at[warpgroup, p % places]
                 place_s[...] = value.astype(x.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(place_s, out.at[rows, pl.ds(c * width + p * part, part)])
+                plgpu.copy_smem_to_gmem(place_s, out.at[rows, into])
             return step + needed
 
         lax.fori_loop(_i32(0), mine(_i32(all_high * across)), tile, _i32(0))

@@ -131,8 +131,8 @@ def projections(rows: int, d: int, f: int, n: int, layers: int, dtype: str = "bf
             group="projections",
             layers=layers,
             build=build,
-            op=lambda layer, real, own: project.project(*own[layer], real, gated),
-            plain=lambda layer, real, own: project.reference(*own[layer], gated),
+            op=lambda layer, real, own: project.project(*own[layer], real, gated=gated),
+            plain=lambda layer, real, own: project.reference(*own[layer], gated=gated),
             size=jnp.dtype(dtype).itemsize * (inputs * outputs + rows * (inputs + outputs // (1 + gated))),
             flops=2 * rows * inputs * outputs,
         )
