@@ -21,6 +21,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models import moe
 from jaxspec.models.layers import Attention, Param
 from jaxspec.pallas import experts
+from jaxspec.pallas.top_experts import top_experts
 from jaxspec.train.objective import matmul_weights
 from tests.tiny import tiny_checkpoint, tiny_config
 
@@ -94,7 +95,8 @@ def test_router_probabilities_are_float32_whatever_the_dtype(norm):
     config = dataclasses.replace(config_of(), norm_topk_prob=norm)
     rows = jax.random.normal(jax.random.key(0), (5, 32), jnp.bfloat16)
     router = jax.random.normal(jax.random.key(1), (32, 8), jnp.bfloat16)
-    ids, weights = moe.route(jnp.matmul(rows, router, preferred_element_type=jnp.float32), config)
+    logits = jnp.matmul(rows, router, preferred_element_type=jnp.float32)
+    ids, weights = top_experts(logits, jnp.arange(5), None, config.experts_per_token, config.norm_topk_prob)
     logits = np.asarray(rows, np.float64) @ np.asarray(router, np.float64)
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     best = np.argsort(-probs, axis=-1)[:, :2]
@@ -107,7 +109,7 @@ def test_router_probabilities_are_float32_whatever_the_dtype(norm):
 def test_padding_reads_no_experts(monkeypatch):
     """The rows of a program that aren't real are marked all the way down to the items."""
     seen = []
-    noted = lambda x, stacks, ids, weights, real: seen.append((ids, real)) or jnp.zeros(x.shape)  # noqa: E731
+    noted = lambda x, stacks, ids, weights, real, each: seen.append((ids, real)) or jnp.zeros(x.shape)  # noqa: E731
     monkeypatch.setattr(moe, "experts_mlp", noted)
     model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
     rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))
@@ -121,7 +123,7 @@ def test_padding_reads_no_experts(monkeypatch):
 
 
 def test_equal_probabilities_choose_the_first_experts():
-    ids, weights = moe.route(jnp.zeros((2, 8)), config_of(num_experts_per_tok=3))
+    ids, weights = top_experts(jnp.zeros((2, 8)), jnp.arange(2), None, 3, True)
     assert ids.tolist() == [[0, 1, 2]] * 2
     np.testing.assert_allclose(weights, 1 / 3, rtol=1e-6)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import Param, expert_stack, linear
-from jaxspec.pallas.experts import NOBODY, experts_mlp
+from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.project import real_rows
 from jaxspec.pallas.top_experts import top_experts
 
@@ -53,7 +53,8 @@ def moe(
     """
     # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
     rows = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
-    return mix(layer, config, rows, _float32(rows, layer["router"]), positions).reshape(x.shape)
+    logits = jnp.matmul(rows, layer["router"], preferred_element_type=jnp.float32)
+    return mix(layer, config, rows, logits, positions).reshape(x.shape)
 
 
 def mix(
@@ -65,26 +66,11 @@ def mix(
     real: int | None = None,
 ) -> Float[Array, "n d"]:
     """The same of flat rows, the first `real` of them if that is given, from the router's logits, float32."""
-    ids, weights = route(logits, config)
-    rows, ids, weights, positions = rows[:real], ids[:real], weights[:real], positions.reshape(-1)[:real]
-    stacks = [(layer["experts_gate_up"], layer["experts_down"])]
+    positions, k = positions.reshape(-1), config.experts_per_token
+    stacks, shared = [(layer["experts_gate_up"], layer["experts_down"])], None
     if config.shared_expert_size:  # one expert more, that every token chooses
         stacks.append((layer["shared_gate_up"], layer["shared_down"]))
-        ids = jnp.pad(ids, ((0, 0), (0, 1)), constant_values=config.num_experts)
-        # By itself: XLA would compute it within the concatenation, with a thread for each token.
-        gate = jax.nn.sigmoid(jax.lax.optimization_barrier(_float32(rows, layer["shared_gate"])))
-        weights = jnp.concatenate([weights, gate], axis=1)
-    ids = jnp.where(positions.reshape(-1, 1) >= 0, ids, NOBODY)
-    return experts_mlp(rows, stacks, ids, weights, real_rows(positions))
-
-
-def route(logits: Float[Array, "t e"], config: ModelConfig) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
-    """Each token's experts, likeliest first, and their weights, float32, from its router's logits.
-
-    Weights are probabilities among all experts, or, with `norm_topk_prob`, among those chosen.
-    """
-    return top_experts(logits, config.experts_per_token, config.norm_topk_prob)
-
-
-def _float32(x: Array, weight: Array) -> Array:
-    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+        shared = rows, layer["shared_gate"]
+    ids, weights = top_experts(logits, positions, shared, k, config.norm_topk_prob)
+    each = k + (shared is not None)
+    return experts_mlp(rows[:real], stacks, ids[:real], weights[:real], real_rows(positions[:real]), each)

@@ -135,9 +135,10 @@ def supported(tokens: int, each: int, dtype: Any, stacks: list[Stack]) -> str | 
 def mix(
     x: Float[Array, "t d"],
     stacks: list[Stack],
-    ids: Int[Array, "t k"],
-    weights: Float[Array, "t k"],
+    ids: Int[Array, "t w"],
+    weights: Float[Array, "t w"],
     *,
+    each: int | None = None,
     fused: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "t d"]:
@@ -148,10 +149,11 @@ def mix(
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
-    if reason := supported(*ids.shape, x.dtype, stacks):
+    each = each or ids.shape[1]
+    if reason := supported(len(x), each, x.dtype, stacks):
         raise ValueError(f"the kernel for a few tokens' experts can't run: {reason}")
     gate_ups, downs = (list(part) for part in zip(*stacks, strict=True))
-    launch = partial(_launch, ids, weights, shape=ids.shape, interpret=interpret)
+    launch = partial(_launch, ids, weights, shape=(len(x), each), interpret=interpret)
     if fused:
         return launch(up=(x, gate_ups), down=(None, downs))[-1]
     (hidden,) = launch(up=(x, gate_ups), down=None)

@@ -31,19 +31,22 @@ CHUNK = 256  # pairs that are ranked against one another at once
 def experts_mlp(
     x: Float[Array, "t d"],
     stacks: list[Stack],
-    ids: Int[Array, "t k"],
-    weights: Float[Array, "t k"],
+    ids: Int[Array, "t w"],
+    weights: Float[Array, "t w"],
     real: Int[Array, "1"] | None = None,
+    each: int | None = None,
 ) -> Float[Array, "t d"]:
     """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype.
 
     Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each. A token's must be distinct, or
     `NOBODY`, which all are of tokens from `real` on. Each expert's result is rounded to x's dtype before it is
-    weighted, and the sum, in float32, at last.
+    weighted, and the sum, in float32, at last. Columns from `each` on, if it is given, hold nobody.
     """
-    few = expert_few.supported(*ids.shape, x.dtype, stacks)
+    each = each or ids.shape[1]
+    few = expert_few.supported(len(x), each, x.dtype, stacks)
     if chosen("experts", few, x.shape[1] // expert_few.COLUMNS):
-        return expert_few.mix(x, stacks, ids, weights)
+        return expert_few.mix(x, stacks, ids, weights, each=each)
+    ids, weights = ids[:, :each], weights[:, :each]
     rows, items, place = plan(x, ids, sum(len(down) for _, down in stacks), real)
     fits = expert_stream.supported(x.dtype, stacks)
     if fits is not None:

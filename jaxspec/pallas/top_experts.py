@@ -1,7 +1,8 @@
-"""A router's choice: each token's likeliest experts and their probabilities, on Hopper in one kernel.
+"""A router's choice: each token's likeliest experts and their weights, on Hopper in one kernel.
 
 A Mosaic GPU kernel. A warp takes one token: its experts' logits lie in registers, and are searched for the largest once
-for each expert that a token gets. So what it finds passes between lanes alone, and nothing has to be waited for.
+for each expert that a token gets. So what it finds passes between lanes alone, and nothing has to be waited for. The
+expert that all tokens share has no logit, but a gate, whose product with the token's row the warp computes as well.
 """
 
 from __future__ import annotations
@@ -16,65 +17,96 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.target import chosen, tell
 
 WARPS = 4  # of a warpgroup
-LANES = 128  # logits that a warp loads at once, four a thread
+LANES = 128  # numbers that a warp loads at once, four a thread
 MOST_EXPERTS = 512  # sixteen logits a thread
 LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, LANES), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 LEAST = -3e38  # in place of what isn't a number, and above what has been chosen already
 _i32 = jnp.int32
 
+Shared = tuple[Float[Array, "t d"], Float[Array, "d 1"]]  # tokens' rows, and the gate of an expert that all share
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def top_experts(
-    logits: Float[Array, "t e"], k: int, renormalised: bool
-) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
+    logits: Float[Array, "t e"], positions: Int[Array, " t"], shared: Shared | None, k: int, renormalised: bool
+) -> tuple[Int[Array, "t _"], Float[Array, "t _"]]:
     """Each token's k likeliest experts, likeliest first, the lower of equals first; and their probabilities, float32:
-    among all experts or, if `renormalised`, among those chosen."""
-    fits = supported(logits.shape[1], k)
+    among all experts or, if `renormalised`, among those chosen.
+
+    After them comes an expert that is `shared`, numbered e, with its gate's sigmoid for a weight. Columns beyond these,
+    if there are any, hold nobody, and tokens at negative positions choose `NOBODY`.
+    """
+    fits = supported(logits.shape[1], k, shared)
     if fits is not None:
         tell("router", fits)
     if chosen("router", fits):
-        return select(logits, k=k, renormalised=renormalised)
-    return reference(logits, k, renormalised)
+        return select(logits, positions, shared, k=k, renormalised=renormalised)
+    return reference(logits, positions, shared, k, renormalised)
 
 
-def _forward(logits, k, renormalised):
-    return top_experts(logits, k, renormalised), logits
+def _forward(logits, positions, shared, k, renormalised):
+    return top_experts(logits, positions, shared, k, renormalised), (logits, positions, shared)
 
 
-def _backward(k, renormalised, logits, gradient):
-    return jax.vjp(lambda logits: reference(logits, k, renormalised)[1], logits)[1](gradient[1])
+def _backward(k, renormalised, given, gradient):
+    logits, positions, shared = given
+    weights, back = jax.vjp(lambda *given: reference(given[0], positions, given[1], k, renormalised)[1], logits, shared)
+    logits, shared = back(gradient[1][:, : weights.shape[1]])
+    return logits, None, shared
 
 
 top_experts.defvjp(_forward, _backward)
 
 
-def reference(logits: Float[Array, "t e"], k: int, renormalised: bool) -> tuple[Array, Array]:
+def reference(
+    logits: Float[Array, "t e"], positions: Int[Array, " t"], shared: Shared | None, k: int, renormalised: bool
+) -> tuple[Array, Array]:
     """`top_experts` in plain jnp."""
     best, ids = lax.top_k(logits.astype(jnp.float32), k)
     if renormalised:
-        return ids, jax.nn.softmax(best, axis=-1)
-    return ids, jnp.exp(best - jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True))
+        weights = jax.nn.softmax(best, axis=-1)
+    else:
+        weights = jnp.exp(best - jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True))
+    if shared is not None:
+        ids = jnp.pad(ids, ((0, 0), (0, 1)), constant_values=logits.shape[1])
+        # By itself: XLA would compute it within the concatenation, with a thread for each token.
+        product = lax.optimization_barrier(jnp.matmul(*shared, preferred_element_type=jnp.float32))
+        weights = jnp.concatenate([weights, jax.nn.sigmoid(product)], axis=1)
+    return jnp.where(positions[:, None] >= 0, ids, NOBODY), weights
 
 
-def supported(experts: int, k: int) -> str | None:
+def supported(experts: int, k: int, shared: Shared | None = None) -> str | None:
     """Why the kernel can't choose k of so many experts, or None if it can."""
     if experts > MOST_EXPERTS:
         return f"{experts} experts, more than {MOST_EXPERTS}"
-    return f"{k} experts a token, more than {LANES}" if k > LANES else None
+    if shared is not None and shared[0].shape[1] % LANES:
+        return f"rows {shared[0].shape[1]} wide, not a multiple of {LANES}"
+    most = LANES if shared is None else LANES - 1
+    return f"{k} experts a token, more than {most}" if k > most else None
 
 
 @lower_once("k", "renormalised")
 def select(
-    logits: Float[Array, "t e"], *, k: int, renormalised: bool, interpret: Any = False
-) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
-    """`top_experts` by the kernel. A token whose logits aren't numbers gets k experts all the same."""
+    logits: Float[Array, "t e"],
+    positions: Int[Array, " t"],
+    shared: Shared | None = None,
+    *,
+    k: int,
+    renormalised: bool,
+    interpret: Any = False,
+) -> tuple[Int[Array, "t w"], Float[Array, "t w"]]:
+    """`top_experts` by the kernel, in w = `LANES` columns. A token whose logits aren't numbers gets k experts all the
+    same."""
     t, e = logits.shape
     rows, width = -(-t // WARPS) * WARPS, -(-e // LANES) * LANES
-    logits = jnp.pad(logits.astype(jnp.float32), ((0, rows - t), (0, width - e)), constant_values=-jnp.inf)
+    fill = lambda x: jnp.pad(x, ((0, rows - t), *[(0, 0)] * (x.ndim - 1)))  # noqa: E731
+    logits = jnp.pad(fill(logits.astype(jnp.float32)), ((0, 0), (0, width - e)), constant_values=-jnp.inf)
+    given = [] if shared is None else [fill(shared[0]), shared[1].reshape(-1)]
     shape = partial(jax.ShapeDtypeStruct, (rows, LANES))
     ids, weights = plgpu.kernel(
         partial(_tokens, e, k, renormalised),
@@ -83,22 +115,26 @@ def select(
         grid=(rows // WARPS,),
         grid_names=("group",),
         interpret=interpret,
-    )(logits)
-    return ids[:t, :k], weights[:t, :k]
+    )(logits, fill(positions), *given)
+    return ids[:t], weights[:t]
 
 
-def _tokens(experts, k, renormalised, logits_g, ids_g, weights_g):
+def _tokens(experts, k, renormalised, logits_g, positions_g, *refs):
+    *shared, ids_g, weights_g = refs
     tokens, width = pl.ds(lax.axis_index("group") * WARPS, WARPS), logits_g.shape[1]
     each, wide = (WARPS, width), (WARPS, LANES)
     across = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
+    load = partial(plgpu.load, optimized=False)
     expert = plgpu.broadcasted_iota(_i32, each, 1, layout=LAYOUT)
     lane = plgpu.broadcasted_iota(_i32, wide, 1, layout=LAYOUT)
-    logits = plgpu.load(logits_g.at[tokens], layout=LAYOUT, optimized=False)
+    logits = load(logits_g.at[tokens], layout=LAYOUT)
+    position = load(positions_g.at[tokens], layout=LAYOUT.reduce(1))
+    gate = _gate(*shared, tokens) if shared else None
     logits = jnp.where(expert < experts, jnp.where(logits > LEAST, logits, LEAST), -jnp.inf)
 
     best = top = jnp.max(logits, axis=1)
     total = None if renormalised else jnp.sum(jnp.exp(logits - across(top, each)), axis=1)
-    ids, weights = jnp.zeros_like(lane), jnp.zeros_like(lane).astype(jnp.float32)
+    ids, weights = jnp.zeros_like(lane) + NOBODY, jnp.zeros_like(lane).astype(jnp.float32)
     for j in range(k):
         which = jnp.min(jnp.where(logits == across(best, each), expert, width), axis=1)
         weight = jnp.exp(best - top)
@@ -109,5 +145,20 @@ def _tokens(experts, k, renormalised, logits_g, ids_g, weights_g):
         if j + 1 < k:
             logits = jnp.where(expert == across(which, each), -jnp.inf, logits)
             best = jnp.max(logits, axis=1)
-    ids_g[tokens] = ids
-    weights_g[tokens] = weights / across(total, wide)
+    weights = weights / across(total, wide)
+    if shared:
+        ids, weights = jnp.where(lane == k, experts, ids), jnp.where(lane == k, across(gate, wide), weights)
+    ids_g[tokens] = jnp.where(across(position, wide) >= 0, ids, NOBODY)
+    weights_g[tokens] = weights
+
+
+def _gate(rows_g, gate_g, tokens):
+    """The sigmoid of each row's product with the gate."""
+    total = None
+    for first in range(0, rows_g.shape[1], LANES):
+        inputs = pl.ds(first, LANES)
+        rows = plgpu.load(rows_g.at[tokens, inputs], layout=LAYOUT, optimized=False).astype(jnp.float32)
+        gate = plgpu.load(gate_g.at[inputs], layout=LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
+        product = rows * lax.broadcast_in_dim(gate, rows.shape, [1])
+        total = product if total is None else total + product
+    return 1 / (1 + jnp.exp(-jnp.sum(total, axis=1)))

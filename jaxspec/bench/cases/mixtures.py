@@ -56,9 +56,9 @@ def router(name: str, tokens: int, e: int, k: int, layers: int) -> Case:
         name=f"router {name}, {tokens} token{'s' * (tokens > 1)}",
         group="router",
         layers=layers,
-        build=lambda key: (None, jax.random.normal(key, (layers, tokens, e))),
-        op=lambda layer, _, logits: top_experts.top_experts(logits[layer], k, True)[1],
-        plain=lambda layer, _, logits: top_experts.reference(logits[layer], k, True)[1],
+        build=lambda key: (jnp.arange(tokens), jax.random.normal(key, (layers, tokens, e))),
+        op=lambda layer, positions, logits: top_experts.top_experts(logits[layer], positions, None, k, True)[1],
+        plain=lambda layer, positions, logits: top_experts.reference(logits[layer], positions, None, k, True)[1],
         size=4 * tokens * (e + 2 * k),
         flops=0,
     )
