@@ -59,9 +59,7 @@ class _Plan:
     window: int  # places that a mask is about; 0: there is none, rows are causal
     splits: int  # blocks that share a request's tokens; all of a call's run at once, since they wait for one another
     warpgroups: int  # of a block, that share those of the block
-    interpret: (
-        bool  # where sums can't start from a value, and blocks can't count, so that parts combine in a second call
-    )
+    interpret: bool  # sums can't start from a value then, and blocks can't count: a second call combines parts
 
     @property
     def parts(self) -> int:

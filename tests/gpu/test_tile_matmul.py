@@ -31,6 +31,11 @@ def test_matches_plain_jnp(rows, real, shape):
         check(rows, real, *SHAPES[shape])
 
 
+@pytest.mark.parametrize("rows,real", [(192, 130), (2048, 2048)])
+def test_adds_to_a_residual_stream(rows, real):
+    check(rows, real, *SHAPES["out"], added=True)
+
+
 @pytest.mark.parametrize("columns", [64, 128, 192, 256])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_every_width_of_tile(columns, gated):
