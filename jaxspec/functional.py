@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec import round as programs
+from jaxspec import round as rounds
 from jaxspec.batch import empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.checkpoint import Model
@@ -66,7 +66,7 @@ def _checked(model: Model, tokens: Any) -> np.ndarray:
 
 def _forward(config, params, tokens, capture=()):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    family = programs.MODELS[config.model_type]
+    family = rounds.MODELS[config.model_type]
     return family, family.forward(params, config, tokens, positions, WholeTexts(), None, capture)
 
 
@@ -141,15 +141,15 @@ def _propose(config, drafter, block, params, draft_params, history, length, know
         limit=slots.limit.at[0].set(capacity),
         done=slots.done.at[0].set(False),
     )
-    state = programs.empty_state(config, drafter, PageLayout(pages + 1, PAGE, dtype), 1, capacity, dtype)
+    state = rounds.empty_state(config, drafter, PageLayout(pages + 1, PAGE, dtype), 1, capacity, dtype)
     args = params, draft_params
-    state, _ = programs.prefill(config, drafter, block, False, *args, state.replace(slots=slots), known)
-    state, out = programs.first(config, drafter, programs.GREEDY, *args, state, jnp.append(0, table)[None])
+    state, _ = rounds.prefill(config, drafter, block, False, *args, state.replace(slots=slots), known)
+    state, out = rounds.first(config, drafter, rounds.GREEDY, *args, state, jnp.append(0, table)[None])
     slots = jax.tree.map(lambda x: x[:1], state.slots)
     batch = DraftBatch(
         jnp.zeros((1,), jnp.int32), slots.length, slots.history, table[None], ~slots.done, slots.sampling, True
     )
-    return out[0, programs.TOKENS], drafter.propose(draft_params, state.draft, batch)[0]
+    return out[0, rounds.TOKENS], drafter.propose(draft_params, state.draft, batch)[0]
 
 
 def _resized(drafter: LoadedDrafter, n: int) -> LoadedDrafter:

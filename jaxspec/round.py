@@ -1,40 +1,29 @@
 """The device programs: admission, prefill, the first token, and the round that drafts, verifies, accepts and commits.
 
-Each is a pure function of (params, state, one packed int32 array); `Programs` compiles them, the state donated. What
+Each is a pure function of (params, state, one packed int32 array), compiled with the state donated (`programs`). What
 the next program needs stays in `State`, so a round can be dispatched before the previous one's result was read. Plain
 decoding is the round of a drafter that drafts nothing, and a first token is the round whose rows the prefill has run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
-import os
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
-from tqdm import tqdm
 
 from jaxspec import batch as packing
 from jaxspec import sampling, verify
-from jaxspec.batch import Shapes, Slots
+from jaxspec.batch import Slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
-from jaxspec.executables import Executables
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models import MODELS, few_rows
 from jaxspec.models.layers import Hidden, row_of
-from jaxspec.pallas.target import KERNELS, counting
 from jaxspec.request import MAX_LOGPROBS
 from jaxspec.verify import Tree
 
@@ -46,10 +35,6 @@ MODES = GREEDY, SAMPLED, LOGPROBS = "greedy", "sampled", "logprobs"
 # then (in mode logprobs) what `_pack_logprobs` packs. DRAFTED is how many drafts it could have accepted.
 EMITTED, ACCEPTED, DRAFTED, DONE, TOKENS = range(5)
 LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the values of the top ones
-
-# XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
-# small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
-COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
 @flax.struct.dataclass
@@ -315,192 +300,3 @@ def _pack_logprobs(logits: Float[Array, "b t v"], tokens: Int[Array, "b t"]) -> 
     bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
     top = bits(jnp.pad(top, pad, constant_values=-jnp.inf))
     return jnp.concatenate([bits(own), jnp.pad(top_ids, pad, constant_values=-1), top], axis=-1)
-
-
-@functools.cache
-def compile_counter() -> Counter:
-    """Counts this process's compilations under the key "compiles", from the first call on."""
-    counter: Counter = Counter()
-
-    def listen(event: str, duration: float, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            counter["compiles"] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return counter
-
-
-class Programs:
-    """The compiled programs of one engine, one for each kind and number of rows, and how often each was dispatched.
-
-    They are compiled ahead of their calls, by `warm_up` or on first use, or found in `store`; so a call never traces.
-    The state given to a call is consumed.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        drafter: Drafter,
-        shapes: Shapes,
-        params: Any,
-        draft_params: Any,
-        store: Executables | None = None,
-    ):
-        self.shapes = shapes
-        self.found: list[tuple[str, int]] = []  # of the store's, those that were used
-        self._store = store
-        self.dispatches: Counter = Counter()
-        self._params = params, draft_params
-        jit = lambda f, *static: jax.jit(partial(f, config, drafter, *static), donate_argnums=2)  # noqa: E731
-        self._jits = {
-            "admit": jax.jit(admit, donate_argnums=0),
-            "prefill": jit(prefill, shapes.block, False),
-            "score": jit(prefill, shapes.block, True),
-            **{f"first_{mode}": jit(first, mode) for mode in MODES},
-            **{f"round_{mode}": jit(decode_round, mode) for mode in MODES},
-            **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds) for mode in MODES},
-        }
-        self._compiled: dict[tuple[str, int], Any] = {}
-
-    def admit(self, state: State, packed: np.ndarray) -> State:
-        self.dispatches["admit"] += 1
-        return self._program("admit", len(packed), state)(state, packed)
-
-    def prefill(self, state: State, packed: np.ndarray) -> State:
-        return self._call("prefill", state, packed)[0]
-
-    def score(self, state: State, packed: np.ndarray) -> tuple[State, Array]:
-        return self._call("score", state, packed)
-
-    def first(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
-        return self._call(f"first_{mode}", state, packed)
-
-    def round(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
-        return self._call(f"round_{mode}", state, packed)
-
-    def rounds(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
-        """`Shapes.rounds` rounds in one program; results have a leading axis for them."""
-        return self._call(f"rounds_{mode}", state, packed)
-
-    def warm_up(self, state: State) -> None:
-        """Compile every program of the ladder, several at a time. What one raises ends it all."""
-        wanted = [one for one in self._ladder() if one not in self._compiled]
-        # Two kinds of work: XLA's, in threads, and Python's, of which one thread does as much as many. That one lowers
-        # everything before it keeps anything on disk, since a program that isn't lowered yet can't be compiled either.
-        with (
-            tqdm(total=len(wanted), desc="compiling", unit="program") as bar,
-            ThreadPoolExecutor(os.cpu_count()) as pool,
-            ThreadPoolExecutor(1) as python,
-            _no_garbage_collection(),
-            contextlib.nullcontext() if self._store is None else _not_in_jax_cache(),
-        ):
-
-            def finish(one: tuple[str, int], lowering: Future) -> None:
-                lowered, kernels = lowering.result()
-                python.submit(self._keep, *one, state, self._compile(*one, lowered), kernels)
-
-            try:
-                lowering = {}
-                for one, found in zip(wanted, pool.map(lambda one: self._kept(*one, state), wanted), strict=True):
-                    if found is None:
-                        lowering[one] = python.submit(self._lower, *one, state)
-                    else:
-                        bar.update()
-                for done in as_completed([pool.submit(finish, *each) for each in lowering.items()]):
-                    done.result()
-                    bar.update()
-            except BaseException:
-                for executor in (python, pool):
-                    executor.shutdown(wait=False, cancel_futures=True)
-                raise
-
-    def _ladder(self) -> list[tuple[str, int]]:
-        """All programs: those first that take XLA longest, so that little is left to do once all are lowered, and one
-        mode after the other, since what the next ones share with it, kernels and XLA's choices, is there by then."""
-        shapes = self.shapes
-        several = [("rounds", shapes.batches)] if shapes.rounds > 1 else []
-        of_rounds = ("round", shapes.batches), *several, ("first", shapes.firsts)
-        of_mode = {mode: [(f"{kind}_{mode}", n) for kind, ns in of_rounds for n in reversed(ns)] for mode in MODES}
-        prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
-        admit = "admit", packing.admission_size(shapes.capacity)
-        return [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit]
-
-    @property
-    def workspace_bytes(self) -> int:
-        """What the most demanding of the compiled programs needs beside its operands and results."""
-        return max((p.memory_analysis().temp_size_in_bytes for p in self._compiled.values()), default=0)
-
-    def padding(self, rows: int) -> np.ndarray:
-        """A packed batch of padding rows of a round: the dummy slot, the dummy page."""
-        packed = np.zeros((rows, 1 + self.shapes.pages_per_seq), np.int32)
-        packed[:, 0] = self.shapes.num_slots
-        return packed
-
-    def _call(self, kind: str, state: State, packed: np.ndarray) -> tuple[State, Array | None]:
-        self.dispatches[kind] += 1
-        return self._program(kind, len(packed), state)(*self._params, state, packed)
-
-    def _program(self, kind: str, size: int, state: State) -> Any:
-        program = self._compiled.get((kind, size)) or self._kept(kind, size, state)
-        if program is None:
-            lowered, kernels = self._lower(kind, size, state)
-            program = self._compile(kind, size, lowered)
-            self._keep(kind, size, state, program, kernels)
-        return program
-
-    def _arguments(self, kind: str, size: int, state: State) -> tuple:
-        if kind == "admit":
-            return state, np.zeros(size, np.int32)
-        columns = packing.block_columns(self.shapes.block) if kind in ("prefill", "score") else 1
-        return *self._params, state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)
-
-    def _kept(self, kind: str, size: int, state: State) -> Any:
-        if self._store is None or (kept := self._store.load((kind, size), self._arguments(kind, size, state))) is None:
-            return None
-        program, kernels = kept
-        KERNELS.update(kernels)
-        self.found.append((kind, size))
-        self._compiled[kind, size] = program
-        return program
-
-    def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
-        """A program before XLA sees it, and the kernels that it chose."""
-        with counting() as kernels:
-            return self._jits[kind].lower(*self._arguments(kind, size, state)), kernels
-
-    def _compile(self, kind: str, size: int, lowered: jax.stages.Lowered) -> Any:
-        program = self._compiled[kind, size] = lowered.compile(COMPILER_OPTIONS)
-        return program
-
-    def _keep(self, kind: str, size: int, state: State, program: Any, kernels: Counter) -> None:
-        if self._store is not None:
-            self._store.save((kind, size), self._arguments(kind, size, state), program, kernels)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Lowering makes millions of objects, most of which stay: to go through them again and again is an eighth of it.
-
-    Once at its end, though: half a second that a request would otherwise wait for.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-            gc.collect()
-
-
-@contextlib.contextmanager
-def _not_in_jax_cache() -> Iterator[None]:
-    """jax's own cache is read, but not written to: serialising a program, for which all of Python stands still, would
-    be done twice, by jax in the midst of lowering."""
-    option = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, option)
-    jax.config.update(option, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(option, before)

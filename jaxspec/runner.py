@@ -24,7 +24,8 @@ from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.executables import Executables
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.target import kernels_here
-from jaxspec.round import Programs, State, compile_counter, empty_state
+from jaxspec.programs import Programs, compile_counter
+from jaxspec.round import State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
 
 log = logging.getLogger("jaxspec")

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
-from jaxspec import round as programs
+from jaxspec import round as rounds
 from jaxspec.batch import Shapes, empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.config import ModelConfig
@@ -27,6 +27,7 @@ from jaxspec.drafters.dflash import DFlash
 from jaxspec.models import qwen3
 from jaxspec.models.layers import Attention, Param, rms_norm, rope, rope_frequencies
 from jaxspec.pallas import target
+from jaxspec.programs import Programs
 from tests import test_distribution as sampled
 from tests import test_lossless as lossless
 from tests.exact import ALPHA, slots_for
@@ -95,26 +96,26 @@ class Rounds:
         )  # fmt: skip
         blocks = [(i, at, min(BLOCK, m - at), -1, -1) for i, m in enumerate(LENGTHS) for at in range(0, m, BLOCK)]
         shapes = Shapes(n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,))
-        self.programs = programs.Programs(model.config, self.drafter, shapes, model.params, self.params)
+        self.programs = Programs(model.config, self.drafter, shapes, model.params, self.params)
         layout = PageLayout(n * pages + 1, PAGE, "float32")
-        state = programs.empty_state(model.config, self.drafter, layout, n, capacity, "float32").replace(slots=slots)
+        state = rounds.empty_state(model.config, self.drafter, layout, n, capacity, "float32").replace(slots=slots)
         which = [i for i, *_ in blocks]
         blocks = pack_blocks(blocks, [prompts[i] for i in which], table[which], BLOCK)
         state = self.programs.prefill(state, blocks)
         self.packed = np.column_stack([np.arange(n), table]).astype(np.int32)
-        self.state, out = self.programs.first(state, self.packed, programs.GREEDY)
-        self.first = np.asarray(out)[:, programs.TOKENS]
+        self.state, out = self.programs.first(state, self.packed, rounds.GREEDY)
+        self.first = np.asarray(out)[:, rounds.TOKENS]
         self.propose = jax.jit(self._propose)
 
     def _propose(self, state):
-        _, batch = programs._batch(state, self.packed[:, 0], self.packed[:, 1:], programs.GREEDY)
+        _, batch = rounds._batch(state, self.packed[:, 0], self.packed[:, 1:], rounds.GREEDY)
         return DFlash.propose(self.drafter, self.params, state.draft, batch)[0]
 
     def next(self):
         """A round: the proposal without help, and how many tokens came out."""
         proposal = self.propose(self.state)
-        self.state, out = self.programs.round(self.state, self.packed, programs.GREEDY)
-        return proposal, np.asarray(out)[:, programs.EMITTED]
+        self.state, out = self.programs.round(self.state, self.packed, rounds.GREEDY)
+        return proposal, np.asarray(out)[:, rounds.EMITTED]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import SamplingParams, load_model
-from jaxspec import round as rounds
+from jaxspec import SamplingParams, load_model, programs
 from jaxspec.batch import Shapes, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.draft import Drafter, Proposal
@@ -23,7 +22,8 @@ from jaxspec.drafters import NoDrafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.mixers import NOTHING
-from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, Programs, empty_state
+from jaxspec.programs import Programs
+from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, empty_state
 from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.tiny import tiny_checkpoint
 
@@ -146,7 +146,7 @@ class Lanes:
         # Of so many samples, running takes longer than compiling, which is what other tests save (conftest.py).
         level = {"xla_backend_optimization_level": 1} if SAMPLES > 10_000 else {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounds, "COMPILER_OPTIONS", level)
+            patch.setattr(programs, "COMPILER_OPTIONS", level)
             self.state = self.programs.prefill(state, known)
             self.programs._program(f"round_{SAMPLED}", n, self.state)
         self.drafted = self.accepted = self.whole_rounds = 0

@@ -21,7 +21,8 @@ import pytest
 import jaxspec
 from jaxspec import LLM, AsyncLLM, EngineDead, RequestError, SamplingParams
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.round import MODES, Programs
+from jaxspec.programs import Programs
+from jaxspec.round import MODES
 from tests.tiny import tiny_checkpoint
 
 VOCAB, PAGE, CONTEXT = 272, 8, 192

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import SamplingParams
-from jaxspec import round as programs
+from jaxspec import round as rounds
 from jaxspec.batch import Shapes, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.checkpoint import Model
 from jaxspec.draft import Drafter, Proposal
+from jaxspec.programs import Programs
 from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, LOGPROB_WIDTH, LOGPROBS, TOKENS
 from jaxspec.verify import Tree
 from tests.exact import slots_for
@@ -42,7 +43,7 @@ class Session:
         prompts: Sequence[Sequence[int]],
         settings: Sequence[SamplingParams] = (SamplingParams(temperature=0.0),),
         new_tokens: int = 24,
-        mode: str = programs.GREEDY,
+        mode: str = rounds.GREEDY,
     ):
         n, capacity = len(prompts), max(map(len, prompts)) + new_tokens
         pages = -(-(capacity + SPARE) // PAGE)
@@ -58,10 +59,10 @@ class Session:
             for at in range(0, len(prompt), BLOCK)
         ]
         shapes = Shapes(n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,))
-        run = programs.Programs(model.config, drafter, shapes, model.params, draft_params)
+        run = Programs(model.config, drafter, shapes, model.params, draft_params)
         dtype = str(model.params["embed"].dtype)
         layout = PageLayout(n * pages + 1, PAGE, dtype)
-        state = programs.empty_state(model.config, drafter, layout, n, capacity, dtype).replace(slots=slots)
+        state = rounds.empty_state(model.config, drafter, layout, n, capacity, dtype).replace(slots=slots)
         which = [i for i, *_ in blocks]
         state = run.prefill(state, pack_blocks(blocks, [prompts[i] for i in which], self.table[which], BLOCK))
         self.texts = [list(prompt) for prompt in prompts]

@@ -36,8 +36,9 @@ from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.engine import Engine
 from jaxspec.models import MODELS
+from jaxspec.programs import Programs
 from jaxspec.request import SamplingParams
-from jaxspec.round import MODES, Programs, State
+from jaxspec.round import MODES, State
 from jaxspec.tokenizer import Tokenizer, byte_alphabet
 
 PHASES = ("intake", "plan", "dispatch", "read")
