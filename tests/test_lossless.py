@@ -78,7 +78,8 @@ def draft_folder(family, which):
         return checkpoint(family)
     if which == "other":
         return tiny_checkpoint(family, VOCAB, 7, num_hidden_layers=1)
-    folder = shutil.copytree(checkpoint(family), checkpoint(family).with_name(f"{family}-noisy"))
+    target = checkpoint(family)
+    folder = shutil.copytree(target, target.with_name(f"{family}-noisy"), dirs_exist_ok=True)  # test_soak's is another
     noise = np.random.default_rng(3)
     tensors = load_file(folder / "model.safetensors")
     shaken = {k: v + np.float32(0.05) * noise.standard_normal(v.shape, np.float32) for k, v in tensors.items()}
