@@ -166,8 +166,6 @@ def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, divisi
     rows, dtype = pool[1].shape[2], pool[0].dtype
     division = division or _division(b * m, n // m, t, rows, dtype)
     plan = _Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret))
-    pad = lambda x, to, value=0: jnp.pad(x, [(0, 0), (0, to - t), *[(0, 0)] * (x.ndim - 2)], constant_values=value)  # noqa: E731
-    gates = jnp.concatenate([pad(decay, MAX_ROWS, 1), pad(beta, MAX_ROWS)], axis=1).swapaxes(1, 2)
     refs = [jax.new_ref(x) for x in pool]
     out = plgpu.kernel(
         partial(_block, plan),
@@ -181,7 +179,7 @@ def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, divisi
         # Safe here: what one thread writes and another reads is committed in between, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
-    )(layer.reshape(1), slots, replay, q, k, v, gates, *refs)
+    )(layer.reshape(1), slots, replay, q, k, v, decay, beta, *refs)
     return out, tuple(jax.freeze(ref) for ref in refs)
 
 
@@ -223,7 +221,7 @@ def _scratch(plan: _Plan) -> dict:
     scratch = {name: plgpu.SMEM(*array) for name, array in _beside(plan).items()}
     scratch |= dict(
         state_s=plgpu.SMEM((division.stages, TILE, division.columns), plan.dtype),
-        shared=plgpu.Barrier(num_arrivals=6 + plan.heads),
+        shared=plgpu.Barrier(num_arrivals=5 + plan.heads),
         ready=plgpu.Barrier(num_barriers=division.stages),
     )
     if division.splits > 1:
@@ -231,8 +229,8 @@ def _scratch(plan: _Plan) -> dict:
     return scratch
 
 
-def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, gates_g, state_g, keys_g, updates_g, decays_g, out_g,
-           *, rows_s, kq_s, keys_s, among_s, state_s, updates_s, decays_s, gates_s, values_s, shared, ready,
+def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta_g,
+           state_g, keys_g, updates_g, decays_g, out_g, *, rows_s, kq_s, keys_s, among_s, state_s, updates_s, decays_s, gates_s, values_s, shared, ready,
            read=None):  # fmt: skip
     """What one block, of one warpgroup, does."""
     b, m, split = (lax.axis_index(name) for name in ("b", "m", "split"))
@@ -259,7 +257,6 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, gates_g, stat
     bring = partial(plgpu.copy_gmem_to_smem, barrier=shared)
     bring(k_g.at[b, :, m], rows_s.at[pl.ds(0, t)])  # these first: they needn't wait for the slot
     bring(q_g.at[b, :, m], rows_s.at[pl.ds(t, t)])
-    bring(gates_g.at[b, heads], gates_s)
     bring(v_g.at[b, :, heads, rows], values_s)
     fetch(_i32(0))
     bring(keys_g.at[layer, slot, :, m], keys_s)
@@ -268,6 +265,7 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, gates_g, stat
         bring(decays_g.at[layer, slot, head + h], decays_s.at[h, pl.ds(0, width)])
     for part in range(1, stages):
         fetch(_i32(part))
+    _write_gates(plan, decay_g.at[b], beta_g.at[b], head, gates_s, width)
     plgpu.barrier_wait(shared)
     if plan.division.splits > 1:
         plgpu.barrier_arrive(read)
@@ -325,6 +323,21 @@ def _lanes():
     return plgpu.Layout.TILED(
         plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
     )
+
+
+def _write_gates(plan: _Plan, decay_g, beta_g, head, gates_s, width):
+    """Put the decays of all rows of each of the block's value heads, and the betas behind them, into a row of `gates_s`.
+
+    Copies can't: a head's are apart by a row of heads. Each thread writes the same.
+    """
+    each = [(h, t) for h in range(plan.heads) for t in range(plan.t)]
+    loaded = [(decay_g[t, head + h], beta_g[t, head + h]) for h, t in each]  # all asked for before the first is stored
+    for (h, t), (decay, beta) in zip(each, loaded, strict=True):
+        gates_s[h, t] = decay
+        gates_s[h, MAX_ROWS + t] = beta
+    for h in range(plan.heads):
+        for t in range(plan.t, width):  # what the pool keeps beside them
+            gates_s[h, t] = jnp.float32(1)
 
 
 def _write_products(plan: _Plan, rows_s, kq_s, among_s):
