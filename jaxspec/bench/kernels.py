@@ -1,10 +1,11 @@
 """Device kernels by themselves, against plain jax.numpy and the floor.
 
 Each case calls its operation on LAYERS different layers' data in one compiled program, as a model does, so that no
-layer finds its operands in a cache; the time is that of one call, the mean over the program's calls and many runs of
-it. `TB/s` counts the bytes that must be read and written once, `TFLOP/s` the operations that must be done (causal
-attention at half). `ran` is the kernel that the operation chose. `plain` is its reference in jax.numpy on the same
-data, `error` the largest difference between the two over the largest value.
+layer finds its operands in a cache; short ones go through all layers several times, since dispatching a program must
+take less than running it. The time is that of one call, the mean over the program's calls and many runs of it. `TB/s`
+counts the bytes that must be read and written once, `TFLOP/s` the operations that must be done (causal attention at
+half). `ran` is the kernel that the operation chose. `plain` is its reference in jax.numpy on the same data, `error` the
+largest difference between the two over the largest value.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ COLUMNS = (
     Column("error", "error", ".1e"),
 )
 TABLES = (Table("kernels: time of one call", COLUMNS),)
+SHORTEST = 2e-3  # seconds of a program: dispatching one takes less
+MOST_CALLS = 256  # of a program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +60,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
         raise BenchError(f"--only {args.only}: no case has this in its name; there are {names}")
     limits = floors.ceilings(args)
     for number, case in enumerate(tqdm(cases, desc="kernels", unit="case", disable=None)):
-        result.add(measure(case, args.repeats, limits, not args.no_plain, seed=number))
+        shortest = 0 if args.small else SHORTEST
+        result.add(measure(case, args.repeats, limits, not args.no_plain, number, shortest))
     if args.small or (reason := kernels_here()):
         why = "--small" if args.small else reason
         result.note(
@@ -65,12 +69,16 @@ def run(args: argparse.Namespace, result: Result) -> None:
         )
 
 
-def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed: int) -> Row:
-    """Time one case; with `plain` also its counterpart, and how far the two are apart."""
+def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed: int, shortest: float = 0) -> Row:
+    """Time one case; with `plain` also its counterpart, and how far the two are apart.
+
+    A program goes through the layers so often that it would last for `shortest` seconds at its floor.
+    """
     operands = jax.block_until_ready(jax.jit(case.build)(jax.random.key(seed)))
     before = KERNELS.copy()
-    seconds, out = timed(case.op, operands, case.layers, repeats, case.in_place)
     floor = limits.seconds(case.size, case.flops)
+    passes = max(1, min(round(shortest / floor), MOST_CALLS) // case.layers)
+    seconds, out = timed(case.op, operands, case.layers, repeats, case.in_place, passes)
     row = {
         "case": case.name,
         "group": case.group,
@@ -92,16 +100,20 @@ def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed
     return row
 
 
-def timed(op: Callable, operands: Any, layers: int, repeats: int, in_place: bool = False) -> tuple[float, Any]:
-    """Seconds of one call, and what the call on the first layer gave."""
+def timed(
+    op: Callable, operands: Any, layers: int, repeats: int, in_place: bool = False, passes: int = 1
+) -> tuple[float, Any]:
+    """Seconds of one call, and what the call on the first layer gave; a program has `passes` calls on each layer."""
 
     @partial(jax.jit, donate_argnums=1 if in_place else ())
     def program(shared, own):
         outs = []
-        for layer in range(layers):
-            out = op(layer, shared, own)
-            out, own = out if in_place else (out, own)
-            outs.append(out)
+        for _ in range(passes):
+            shared, outs = jax.lax.optimization_barrier((shared, outs))  # XLA would take the same of two passes once
+            for layer in range(layers):
+                out = op(layer, shared, own)
+                out, own = out if in_place else (out, own)
+                outs.append(out)
         return outs, own if in_place else None
 
     shared, own = operands
@@ -114,7 +126,7 @@ def timed(op: Callable, operands: Any, layers: int, repeats: int, in_place: bool
         for _ in range(count):
             outs, changed = compiled(shared, changed if in_place else own)
         jax.block_until_ready(outs)
-    return (time.perf_counter() - began) / repeats / layers, first
+    return (time.perf_counter() - began) / repeats / passes / layers, first
 
 
 def plot(document: Document, figure: Any) -> None:

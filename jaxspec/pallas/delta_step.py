@@ -229,9 +229,9 @@ def _scratch(plan: _Plan) -> dict:
     return scratch
 
 
-def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta_g,
-           state_g, keys_g, updates_g, decays_g, out_g, *, rows_s, kq_s, keys_s, among_s, state_s, updates_s, decays_s, gates_s, values_s, shared, ready,
-           read=None):  # fmt: skip
+def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta_g, state_g, keys_g, updates_g,
+           decays_g, out_g, *, rows_s, kq_s, keys_s, among_s, state_s, updates_s, decays_s, gates_s, values_s, shared,
+           ready, read=None):  # fmt: skip
     """What one block, of one warpgroup, does."""
     b, m, split = (lax.axis_index(name) for name in ("b", "m", "split"))
     layer, slot, replay = layer_g[0], slots_g[b], replay_g[b]
@@ -326,9 +326,9 @@ def _lanes():
 
 
 def _write_gates(plan: _Plan, decay_g, beta_g, head, gates_s, width):
-    """Put the decays of all rows of each of the block's value heads, and the betas behind them, into a row of `gates_s`.
+    """Put the decays of each of the block's value heads, and the betas behind them, into a row of `gates_s`.
 
-    Copies can't: a head's are apart by a row of heads. Each thread writes the same.
+    Copies can't: those of one head are apart by a row of heads. All threads write the same.
     """
     each = [(h, t) for h in range(plan.heads) for t in range(plan.t)]
     loaded = [(decay_g[t, head + h], beta_g[t, head + h]) for h, t in each]  # all asked for before the first is stored

@@ -1,5 +1,6 @@
 """Kernel cases at small sizes: kernel and plain jax.numpy agree, and bytes and operations are those of the case."""
 
+import dataclasses
 import json
 from functools import partial
 
@@ -79,6 +80,14 @@ def test_a_program_calls_the_operation_on_each_layer():
     assert called == [0, 1] and first == 6 and seconds > 0
 
 
+def test_a_short_program_goes_through_the_layers_until_it_is_long_enough():
+    case, limits, called = cases.make_cases(small=True)[0], kernels.floors.Ceilings(1e9, 1e15), []
+    floor = limits.seconds(case.size, case.flops)
+    op = lambda layer, *operands: called.append(layer) or case.op(layer, *operands)  # noqa: E731
+    kernels.measure(dataclasses.replace(case, op=op), 1, limits, False, 0, 3.1 * case.layers * floor)
+    assert called == 3 * list(range(case.layers))
+
+
 def test_what_an_operation_changes_in_place_reaches_the_next():
     def op(layer, shared, own):
         return shared * own, own + 1
@@ -100,9 +109,9 @@ def test_sizes_are_those_of_the_model_they_stand_for():
 def test_experts_count_the_weights_that_are_chosen():
     case = mixtures.experts_mlp("tiny", 3, 64, 32, 8, 2, layers=2, dtype="float32")
     (_, _, ids), own = case.build(jax.random.key(0))
-    assert [each.shape for each in ids] == [(3, 2)] * case.layers == [(3, 2)] * 8 and len(own) == 2
+    assert [each.shape for each in ids] == [(3, 2)] * case.layers and len(own) == case.layers == 2
     distinct = [len(set(layer.ravel().tolist())) for layer in ids]
-    assert case.size == 4 * (sum(distinct) / 8 * 3 * 64 * 32 + 2 * 3 * 64)
+    assert case.size == 4 * (sum(distinct) / 2 * 3 * 64 * 32 + 2 * 3 * 64)
     assert case.flops == 2 * 3 * 2 * 3 * 64 * 32
     one = mixtures.experts_mlp("tiny", 1, 64, 32, 8, 2, layers=2, dtype="float32")
     assert one.size == 4 * (2 * 3 * 64 * 32 + 2 * 64)  # a token's experts are distinct

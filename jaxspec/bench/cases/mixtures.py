@@ -15,12 +15,9 @@ from jaxspec.pallas import experts, top_experts
 def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, layers: int, dtype: str) -> Case:
     """A mixture of experts from its input to its output, the router's choice given: `tokens` tokens, of which each
     chooses `k` of `e` experts, all equally likely. What must be read are the weights of experts that anyone chose.
-
-    For a few tokens a program goes through the layers several times, each time for others' choices: it would be shorter
-    than what it takes to start one. What was chosen the last time has left the caches by then.
     """
-    rng, calls = np.random.default_rng(tokens), layers * (4 if tokens <= 4 else 1)
-    ids = rng.random((calls, tokens, e)).argpartition(k - 1, axis=-1)[..., :k].astype(np.int32)
+    rng = np.random.default_rng(tokens)
+    ids = rng.random((layers, tokens, e)).argpartition(k - 1, axis=-1)[..., :k].astype(np.int32)
     distinct = np.mean([len(np.unique(layer)) for layer in ids])
 
     def build(key):
@@ -41,7 +38,7 @@ def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, layers: 
     return Case(
         name=f"experts {name}, {tokens} token{'s' * (tokens > 1)}",
         group="experts",
-        layers=calls,
+        layers=layers,
         build=build,
         op=_mix,
         plain=_mix_plain,
@@ -66,11 +63,11 @@ def router(name: str, tokens: int, e: int, k: int, layers: int) -> Case:
 
 def _mix(layer: int, shared: Any, own: Any) -> jax.Array:
     x, weights, ids = shared
-    return experts.experts_mlp(x, [own[layer % len(own)]], ids[layer], weights)
+    return experts.experts_mlp(x, [own[layer]], ids[layer], weights)
 
 
 def _mix_plain(layer: int, shared: Any, own: Any) -> jax.Array:
     x, weights, ids = shared
-    stack = own[layer % len(own)]
+    stack = own[layer]
     rows, items, place = experts.plan(x, ids[layer], len(stack[0]))
     return experts.combine(experts.reference(rows, [stack], items), place, weights)
