@@ -37,6 +37,15 @@ def test_matches_what_each_token_gets_by_itself(few_blocks, t, e, k, shared, d, 
     assert_close(interpreted(*case), naive(*case))
 
 
+@pytest.mark.parametrize("t,rows", [(1, 8), (3, 3)])
+def test_is_added_to_the_residual_stream(few_blocks, t, rows):
+    """Rows that are no token's stay as they are, whatever they are."""
+    case = bfloat16(random_case(t, 5, 2, d=256, f=256, seed=t))
+    residual = jax.random.normal(jax.random.key(0), (rows, 256), jnp.bfloat16).at[t:].set(jnp.inf)
+    got = interpreted(*case, residual)
+    assert (got == residual + jnp.pad(interpreted(*case), ((0, rows - t), (0, 0)))).all()
+
+
 @pytest.mark.parametrize("t,nobody", [(1, 0), (3, 0), (3, 2)])
 def test_tokens_without_experts_get_nothing(few_blocks, t, nobody):
     x, stacks, ids, weights = bfloat16(random_case(t, 4, 2, d=256, f=256, seed=t))

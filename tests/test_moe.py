@@ -86,8 +86,8 @@ def test_a_block_with_a_shared_expert_matches_transformers():
     )
     layer = read_params(moe.parameters(config, ""), Tensors(golden), "shared", "float32", progress=False)
     run, positions = jax.jit(moe.moe, static_argnums=1), jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    np.testing.assert_allclose(run(layer, config, x, positions), out, rtol=0, atol=2e-5)
-    assert abs(out - run(layer, dataclasses.replace(config, shared_expert_size=0), x, positions)).max() > 0.1
+    np.testing.assert_allclose(run(layer, config, x, positions, x), x + out, rtol=0, atol=2e-5)
+    assert abs(x + out - run(layer, dataclasses.replace(config, shared_expert_size=0), x, positions, x)).max() > 0.1
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -109,7 +109,7 @@ def test_router_probabilities_are_float32_whatever_the_dtype(norm):
 def test_padding_reads_no_experts(monkeypatch):
     """The rows of a program that aren't real are marked all the way down to the items."""
     seen = []
-    noted = lambda x, stacks, ids, weights, real, each: seen.append((ids, real)) or jnp.zeros(x.shape)  # noqa: E731
+    noted = lambda x, stacks, ids, weights, real, each, residual: seen.append((ids, real)) or residual  # noqa: E731
     monkeypatch.setattr(moe, "experts_mlp", noted)
     model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
     rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))
@@ -134,7 +134,7 @@ def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
     ((gate_up, down),) = random_case(1, 8, 2)[1]
     layer = {"router": router, "experts_gate_up": gate_up, "experts_down": down}
     rows = jax.random.normal(jax.random.key(1), (t, 32))
-    run = jax.jit(lambda x: moe.moe(layer, config, x[None], jnp.arange(t)[None])[0])
+    run = jax.jit(lambda x: moe.moe(layer, config, x[None], jnp.arange(t)[None], x[None])[0])
     broken = run(rows.at[3].set(jnp.nan))
     assert jnp.isnan(broken[3]).all()
     np.testing.assert_allclose(jnp.delete(broken, 3, axis=0), jnp.delete(run(rows), 3, axis=0), rtol=0, atol=1e-6)

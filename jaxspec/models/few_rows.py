@@ -117,12 +117,11 @@ def mixture(
     eps, router = config.rms_norm_eps, weights["router"]
     if few_rows.normed_supported(*x.shape, [router.shape[1]], router.dtype) is not None:
         norm = centred_rms_norm if centred else rms_norm
-        return x + moe.moe(weights, config, norm(x[None], weights["mlp_norm"], eps), positions)[0]
+        return moe.moe(weights, config, norm(x[None], weights["mlp_norm"], eps), positions, x[None])[0]
     logits, rows = few_rows.normed(
         x, weights["mlp_norm"], [router], eps=eps, dtypes=("float32",), centred=centred, keep=True
     )
-    mixed = moe.mix(weights, config, rows, logits, positions, real)
-    return x + jnp.pad(mixed, ((0, len(x) - real), (0, 0)))
+    return moe.mix(weights, config, rows, logits, positions, x, real)
 
 
 def product(rows: Sequence[Float[Array, "b t _"]], weight: Float[Array, "k n"]) -> Float[Array, "b t n"]:

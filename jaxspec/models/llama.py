@@ -187,7 +187,7 @@ def finish(layer, config, x, mixed, positions, real):
         x = project(mixed, layer["out"], real, x)
     normed = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
     if "router" in layer:
-        return x + moe.moe(layer, config, normed, positions)
+        return moe.moe(layer, config, normed, positions, x)
     return add_mlp(layer, x, normed, real)
 
 

@@ -45,16 +45,20 @@ def parameters(config: ModelConfig, prefix: str) -> dict[str, Param]:
 
 
 def moe(
-    layer: dict[str, Array], config: ModelConfig, x: Float[Array, "b t d"], positions: Int[Array, "b t"]
+    layer: dict[str, Array],
+    config: ModelConfig,
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    residual: Float[Array, "b t d"],
 ) -> Float[Array, "b t d"]:
-    """The weighted sum of each token's experts, and of the shared expert if there is one.
+    """The residual stream and the weighted sum of each token's experts, and of the shared expert if there is one.
 
     Padding, at negative positions, chooses no expert: its weights would be read for nothing.
     """
     # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
     rows = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
     logits = jnp.matmul(rows, layer["router"], preferred_element_type=jnp.float32)
-    return mix(layer, config, rows, logits, positions).reshape(x.shape)
+    return mix(layer, config, rows, logits, positions, residual.reshape(rows.shape)).reshape(x.shape)
 
 
 def mix(
@@ -63,9 +67,10 @@ def mix(
     rows: Float[Array, "r d"],
     logits: Float[Array, "r e"],
     positions: Int[Array, "*b"],
+    residual: Float[Array, "r d"],
     real: int | None = None,
-) -> Float[Array, "n d"]:
-    """The same of flat rows, the first `real` of them if that is given, from the router's logits, float32."""
+) -> Float[Array, "r d"]:
+    """The same of flat rows from the router's logits, float32; of the first `real` rows alone, if that is given."""
     positions, k = positions.reshape(-1), config.experts_per_token
     stacks, shared = [(layer["experts_gate_up"], layer["experts_down"])], None
     if config.shared_expert_size:  # one expert more, that every token chooses
@@ -73,4 +78,5 @@ def mix(
         shared = rows, layer["shared_gate"]
     ids, weights = top_experts(logits, positions, shared, k, config.norm_topk_prob)
     each = k + (shared is not None)
-    return experts_mlp(rows[:real], stacks, ids[:real], weights[:real], real_rows(positions[:real]), each)
+    rows, ids, weights, positions = (a[:real] for a in (rows, ids, weights, positions))
+    return experts_mlp(rows, stacks, ids, weights, real_rows(positions), each, residual)

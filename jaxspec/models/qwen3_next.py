@@ -245,5 +245,5 @@ def _finish(layer, config, x, mixed, positions, few, row):
         x = project(mixed, layer["out"], real, x)
     normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
     if "router" in layer:
-        return x + moe.moe(layer, config, normed, positions)
+        return moe.moe(layer, config, normed, positions, x)
     return llama.add_mlp(layer, x, normed, real)

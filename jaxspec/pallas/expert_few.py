@@ -10,8 +10,8 @@ that gather rows before or add results up after, and no block with more to read 
   something to go on with. The first waves are of the first token's experts: a block is at them while it finds out
   which other experts there are.
 - `down`: a block has `COLUMNS` outputs of all experts. Four experts' make up a tile, which is multiplied by the hidden
-  rows of all four, and of the product an expert's own rows are taken. So a block adds up by weight what it has, and
-  writes its columns of the result.
+  rows of all four, and of the product an expert's own rows are taken. So a block adds up by weight what it has, adds
+  that to the residual stream, and writes its columns of the result.
 
 Weights go through a ring in shared memory that a producer fills without looking at what is multiplied: when a block
 waits for the hidden rows that others make, its weights of `down` are on their way, and at one token all of them fit.
@@ -117,7 +117,7 @@ class _Plan:
 
 
 def supported(tokens: int, each: int, dtype: Any, stacks: list[Stack]) -> str | None:
-    """Why the kernel can't serve so many tokens of `each` experts, or None if it can."""
+    """Why the kernel can't serve so many tokens, or rows of the residual stream, of `each` experts; None if it can."""
     if tokens > ROWS or each > MOST:
         return f"{tokens} tokens of {each} experts; up to {ROWS} of {MOST} are"
     if dtype != jnp.bfloat16:
@@ -137,11 +137,12 @@ def mix(
     stacks: list[Stack],
     ids: Int[Array, "t w"],
     weights: Float[Array, "t w"],
+    residual: Float[Array, "n d"] | None = None,
     *,
     each: int | None = None,
     fused: bool = True,
     interpret: Any = False,
-) -> Float[Array, "t d"]:
+) -> Float[Array, "n d"]:
     """What `experts.experts_mlp` says. An id that is no expert's number counts for nothing.
 
     `fused=False` makes each of the two matmuls a kernel of its own: what interpret mode, which has no counters between
@@ -150,20 +151,20 @@ def mix(
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
     each = each or ids.shape[1]
-    if reason := supported(len(x), each, x.dtype, stacks):
+    if reason := supported(len(x if residual is None else residual), each, x.dtype, stacks):
         raise ValueError(f"the kernel for a few tokens' experts can't run: {reason}")
     gate_ups, downs = (list(part) for part in zip(*stacks, strict=True))
     launch = partial(_launch, ids, weights, shape=(len(x), each), interpret=interpret)
     if fused:
-        return launch(up=(x, gate_ups), down=(None, downs))[-1]
+        return launch(up=(x, gate_ups), down=(None, downs, residual))[-1]
     (hidden,) = launch(up=(x, gate_ups), down=None)
-    return launch(up=None, down=(hidden, downs))[0]
+    return launch(up=None, down=(hidden, downs, residual))[0]
 
 
 @lower_once("shape")
 def _launch(ids, weights, *, up, down, shape, interpret):
-    """Hidden rows, which `up`, (tokens' rows, weights), makes; what `down`, (hidden rows, weights), makes of them, of
-    up's if it has none."""
+    """Hidden rows, which `up`, (tokens' rows, weights), makes; what `down`, (hidden rows, weights, the residual stream
+    or None), makes of them, of up's if it has none."""
     if up is None:
         (f, d), stacks = down[1][0].shape[:0:-1], down[1]
     else:
@@ -173,8 +174,9 @@ def _launch(ids, weights, *, up, down, shape, interpret):
     if up:
         outs["hidden"] = jax.ShapeDtypeStruct((plan.groups * plan.beside, f), dtype)
     if down:
-        outs["out"] = jax.ShapeDtypeStruct((plan.t, d), dtype)
+        outs["out"] = jax.ShapeDtypeStruct((plan.t if down[2] is None else len(down[2]), d), dtype)
     held = {"ids": ids, "weights": weights if down else None, "x": up and up[0], "hidden": down and down[0]}
+    held["residual"] = down and down[2]
     held |= {f"up{i}": stack for i, stack in enumerate(up[1] if up else ())}
     held |= {f"down{i}": stack for i, stack in enumerate(down[1] if down else ())}
     held = {name: value for name, value in held.items() if value is not None}
@@ -201,6 +203,7 @@ def _launch(ids, weights, *, up, down, shape, interpret):
             weight_full=barrier(num_arrivals=ARRIVALS),
             weight_empty=barrier(num_arrivals=1),
             x_full=plgpu.Barrier(num_arrivals=d // STEP),
+            residual_full=plgpu.Barrier(),
             hidden_full=plgpu.Barrier(num_barriers=plan.hidden_slots),
             hidden_empty=plgpu.Barrier(num_barriers=plan.hidden_slots),
         ),
@@ -216,6 +219,7 @@ def _kernel(plan, held, outs, *refs, **scratch):
     ups = [refs[f"up{i}"] for i in range(len(plan.stacks)) if "up0" in refs]
     downs = [refs[f"down{i}"] for i in range(len(plan.stacks)) if "down0" in refs]
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    columns = pl.ds(block * COLUMNS, COLUMNS)  # of the result, and of what it is added to
     first_experts = refs["ids"].at[0]  # nobody looks for these: their weights are asked for at once
     experts = first_experts if plan.t == 1 else scratch["experts_s"].at[0]
     # by group of experts, how many of their parts of `up` are done
@@ -283,8 +287,7 @@ def _kernel(plan, held, outs, *refs, **scratch):
             def fetch(k, slot):
                 inputs = pl.ds(k * STEP, STEP)
                 for j, (real, expert) in enumerate(items):
-                    rows, place = pl.ds(block * COLUMNS, COLUMNS), pl.ds(j * COLUMNS, COLUMNS)
-                    bring(downs, real, expert, rows, inputs, slot, place)
+                    bring(downs, real, expert, columns, inputs, slot, pl.ds(j * COLUMNS, COLUMNS))
                 for _ in range(TOGETHER, ARRIVALS):
                     plgpu.barrier_arrive(full.at[slot])
 
@@ -314,6 +317,9 @@ def _kernel(plan, held, outs, *refs, **scratch):
         plgpu.set_max_registers(96, action="decrease")
         if not downs:
             return
+        if "residual" in refs:
+            before = refs["residual"].at[:, columns]
+            plgpu.copy_gmem_to_smem(before, scratch["out_s"].at[pl.ds(0, before.shape[0])], scratch["residual_full"])
         work, full, empty = await_work(), scratch["hidden_full"], scratch["hidden_empty"]
 
         def group(i, step):
@@ -363,9 +369,16 @@ def _kernel(plan, held, outs, *refs, **scratch):
         total = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), _f32), _everywhere(COLUMNS))
         _, total = lax.fori_loop(_i32(0), work.groups, group, (step, total))
         out_s = scratch["out_s"]
-        out_s[...] = total.astype(out_s.dtype)
+        out = total.astype(out_s.dtype)
+        if "residual" in refs:
+            plgpu.barrier_wait(scratch["residual_full"])
+            before = plgpu.load(out_s, layout=_everywhere(COLUMNS), optimized=False)
+            is_token = plgpu.broadcasted_iota(_i32, (ROWS, COLUMNS), 0, layout=_everywhere(COLUMNS)) < plan.t
+            out = before + jnp.where(is_token, out, jnp.zeros_like(out))
+            plgpu.commit_smem()  # all have read what was there before
+        out_s[...] = out
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, plan.t)], refs["out"].at[:, pl.ds(block * COLUMNS, COLUMNS)])
+        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, refs["out"].shape[0])], refs["out"].at[:, columns])
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -35,17 +35,19 @@ def experts_mlp(
     weights: Float[Array, "t w"],
     real: Int[Array, "1"] | None = None,
     each: int | None = None,
-) -> Float[Array, "t d"]:
-    """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype.
+    residual: Float[Array, "n d"] | None = None,
+) -> Float[Array, "n d"]:
+    """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype,
+    added to `residual`, whose rows from t on stay as they are.
 
     Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each. A token's must be distinct, or
     `NOBODY`, which all are of tokens from `real` on. Each expert's result is rounded to x's dtype before it is
     weighted, and the sum, in float32, at last. Columns from `each` on, if it is given, hold nobody.
     """
     each = each or ids.shape[1]
-    few = expert_few.supported(len(x), each, x.dtype, stacks)
+    few = expert_few.supported(len(x if residual is None else residual), each, x.dtype, stacks)
     if chosen("experts", few, x.shape[1] // expert_few.COLUMNS):
-        return expert_few.mix(x, stacks, ids, weights, each=each)
+        return expert_few.mix(x, stacks, ids, weights, residual, each=each)
     ids, weights = ids[:, :each], weights[:, :each]
     rows, items, place = plan(x, ids, sum(len(down) for _, down in stacks), real)
     fits = expert_stream.supported(x.dtype, stacks)
@@ -55,7 +57,8 @@ def experts_mlp(
         out = expert_stream.stream(rows, stacks, items)
     else:
         out = reference(rows, stacks, items)
-    return combine(out, place, weights)
+    mixed = combine(out, place, weights)
+    return mixed if residual is None else residual + jnp.pad(mixed, ((0, len(residual) - len(mixed)), (0, 0)))
 
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:

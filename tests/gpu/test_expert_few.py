@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,6 +33,15 @@ def test_kernel_matches_the_reference(model, tokens):
         got = run(*case)
         np.testing.assert_array_equal(got, run(*case))
         assert_close(got, expected(*case))
+
+
+@pytest.mark.parametrize("tokens,rows", [(1, 8), (3, 3), (4, 8), (8, 8)])
+def test_is_added_to_the_residual_stream(tokens, rows):
+    case = draw("qwen3.5-35b-a3b", tokens, 0.0, 0)
+    residual = jax.random.normal(jax.random.key(tokens), (rows, case[0].shape[1]), case[0].dtype)
+    alone = jax.jit(mix)(*case)
+    got = jax.jit(mix)(*case, residual)
+    np.testing.assert_array_equal(got, residual + jnp.pad(alone, ((0, rows - tokens), (0, 0))))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8])
