@@ -109,7 +109,8 @@ def timed(
     def program(shared, own):
         outs = []
         for _ in range(passes):
-            shared, outs = jax.lax.optimization_barrier((shared, outs))  # XLA would take the same of two passes once
+            if not in_place:  # XLA would take the same of two passes once
+                shared, own, outs = jax.lax.optimization_barrier((shared, own, outs))
             for layer in range(layers):
                 out = op(layer, shared, own)
                 out, own = out if in_place else (out, own)
