@@ -40,7 +40,7 @@ def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 1
     place = (page_size + jax.random.permutation(keys[4], rows)).at[::5].set(-1).astype(jnp.int32)
 
     @jax.jit
-    def plain():
+    def plain(qkv, kv, position, place, norms):
         turned = list(jnp.split(qkv[None, :, : heads + kv_heads], [heads], axis=2))
         for i, norm in enumerate(norms):
             turned[i] = rms_norm(turned[i], norm, EPS)
@@ -50,11 +50,12 @@ def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 1
         return q, kv.at[1, page, :, :, place % page_size].set(new, mode="drop")
 
     @jax.jit
-    def kernel():
-        given = qkv.reshape(rows, -1), *cos_sin(position, frequencies), kv, jnp.int32(1), place, norms
-        return op.prompt_heads(*given, eps=EPS, **options)
+    def kernel(qkv, kv, position, place, norms):
+        turns = cos_sin(position, frequencies)
+        return op.prompt_heads(qkv.reshape(rows, -1), *turns, kv, jnp.int32(1), place, norms, eps=EPS, **options)
 
-    (got, pages_got), (want, pages_want) = kernel(), plain()
+    given = qkv, kv, position, place, norms
+    (got, pages_got), (want, pages_want) = kernel(*given), plain(*given)
     assert_rounded_alike(got, want)
     changed = np.asarray(pages_want != kv).any(axis=-1)
     assert changed.sum() == 2 * kv_heads * np.sum(place >= 0)
@@ -64,9 +65,9 @@ def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 1
 
 
 def assert_rounded_alike(got, want):
-    """Equal but for a few numbers, which float32 sums in another order round to a neighbour."""
+    """Equal but for a few numbers, which float32 sums in another order round to a neighbour before they rotate."""
     got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
-    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-6)
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-4)
     assert np.mean(got == want) > 0.99
 
 
@@ -103,18 +104,24 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
     return mix, (layer, qkv, kv)
 
 
-@pytest.mark.parametrize("family,bias", [("llama", False), ("llama", True), ("qwen3", False)])
-def test_layers_are_those_of_the_model(monkeypatch, family, bias):
-    mix, given = mixed(family, attention_bias=bias)
-    want, want_cache = jax.jit(mix)(*given)
-    monkeypatch.setattr(op, "prompt_heads", partial(op.prompt_heads, **INTERPRET))
-    monkeypatch.setattr(op.kv_write, "FEWEST", 1)
+def check_mix(monkeypatch, family: str, **sizes):
+    """With the kernel and without, of real rows."""
     took = []
+    monkeypatch.setattr(llama, "chosen", lambda *_: False)
+    mix, given = mixed(family, **sizes)
+    want, want_cache = jax.jit(mix)(*given)
     monkeypatch.setattr(llama, "chosen", lambda operation, reason: reason is None and not took.append(operation))
     got, cache = jax.jit(lambda *given: mix(*given))(*given)
     assert took == ["prompt_heads"]
-    np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], atol=2e-2)
+    np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
     assert_rounded_alike(cache.kv[:, 1:], want_cache.kv[:, 1:])
+
+
+@pytest.mark.parametrize("family,bias", [("llama", False), ("llama", True), ("qwen3", False)])
+def test_layers_are_those_of_the_model(monkeypatch, family, bias):
+    monkeypatch.setattr(op, "prompt_heads", partial(op.prompt_heads, **INTERPRET))
+    monkeypatch.setattr(op.kv_write, "FEWEST", 1)
+    check_mix(monkeypatch, family, attention_bias=bias)
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(32, 8), (32, 4), (40, 40)])
