@@ -95,13 +95,14 @@ def prompt_heads(count: int, length: int, layers: int, dtype: str) -> Case:
             name: 1 + 0.1 * jax.random.normal(key, (layers, HEAD_DIM), dtype)
             for name, key in zip(("q_norm", "k_norm"), norm_keys, strict=True)
         }
-        qkv = jax.random.normal(qkv_key, (blocks, BLOCK, total * HEAD_DIM), dtype)
+        shape = blocks, BLOCK, total * HEAD_DIM
+        qkv = [jax.random.normal(key, shape, dtype) for key in jax.random.split(qkv_key, layers)]
         return qkv, (norms, _empty(rows, layers, dtype))
 
     def mix(mixer, layer, qkv, own):
         norms, kv = own
         weights = {name: each[layer] for name, each in norms.items()}
-        q, kv = llama.mix(weights, config, jnp.int32(layer), qkv, rows.positions(BLOCK), mixer, kv)
+        q, kv = llama.mix(weights, config, jnp.int32(layer), qkv[layer], rows.positions(BLOCK), mixer, kv)
         return q, (norms, kv)
 
     plain = Attention(lambda kv, layer, q, k, v: (q, _scatter(rows, kv, layer, k, v)))
