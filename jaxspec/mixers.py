@@ -110,9 +110,26 @@ class WholeTexts:
         return _filled(out.reshape(b, -1, *out.shape[2:])[:, :t], filled), cache
 
 
+class _OverPages:
+    """Attention of a `PagedMixer` over a `Cache`, of requests that stand at `rows`."""
+
+    rows: Rows
+
+    def attend(self, cache, layer, q, k, v):
+        out, kv = self.rows.attend(cache.kv, layer, q, k, v)
+        return out, cache.replace(kv=kv)
+
+    def pages(self, cache):
+        return cache.kv
+
+    def attend_written(self, cache, layer, t, write):
+        out, kv = self.rows.attend_written(cache.kv, layer, t, write)
+        return out, cache.replace(kv=kv)
+
+
 @flax.struct.dataclass
-class PromptBlocks:
-    """A `Mixer` of prompt blocks over a `Cache`: block i stands at `rows`, in request slot `slots[i]`.
+class PromptBlocks(_OverPages):
+    """A `PagedMixer` of prompt blocks over a `Cache`: block i stands at `rows`, in request slot `slots[i]`.
 
     Its state goes on from that of slot `source[i]`, and is left in its own slot and, as a snapshot, in `keep[i]`; both
     can be `NOTHING`. Blocks of one request are in order, and a source may be what an earlier block of any keeps.
@@ -122,10 +139,6 @@ class PromptBlocks:
     slots: Int[Array, " b"]
     source: Int[Array, " b"]
     keep: Int[Array, " b"]
-
-    def attend(self, cache, layer, q, k, v):
-        out, kv = self.rows.attend(cache.kv, layer, q, k, v)
-        return out, cache.replace(kv=kv)
 
     def convolve(self, cache, layer, x, weight, mix):
         slots = self.slots, self.source, self.keep, self.rows.count
@@ -140,7 +153,7 @@ class PromptBlocks:
 
 
 @flax.struct.dataclass
-class RoundRows:
+class RoundRows(_OverPages):
     """A `PagedMixer` of a round's rows over a `Cache`: request i, in slot `slots[i]`, stands at `rows`.
 
     Of the rows of its last round, `replay[i]` stood.
@@ -149,17 +162,6 @@ class RoundRows:
     rows: Rows
     slots: Int[Array, " b"]
     replay: Int[Array, " b"]
-
-    def attend(self, cache, layer, q, k, v):
-        out, kv = self.rows.attend(cache.kv, layer, q, k, v)
-        return out, cache.replace(kv=kv)
-
-    def pages(self, cache):
-        return cache.kv
-
-    def attend_written(self, cache, layer, t, write):
-        out, kv = self.rows.attend_written(cache.kv, layer, t, write)
-        return out, cache.replace(kv=kv)
 
     def convolve(self, cache, layer, x, weight, mix):
         out, windows = causal_conv.step(cache.states.windows, layer, self.slots, self.replay, x, weight, mix)

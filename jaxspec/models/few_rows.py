@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import moe
-from jaxspec.models.layers import Mixer, centred_rms_norm, rms_norm, rope_frequencies
+from jaxspec.models.layers import Mixer, centred_rms_norm, cos_sin, rms_norm, rope_frequencies
 from jaxspec.pallas import few_rows
 from jaxspec.pallas.project import run
 from jaxspec.pallas.target import chosen
@@ -147,8 +147,7 @@ def top_tokens(
 
 def rotations(config: ModelConfig, positions: Int[Array, "b t"]) -> Turns:
     """Cosine and sine of each flat row's angles."""
-    angle = flat(positions[..., None]).astype(jnp.float32) * rope_frequencies(config)
-    return jnp.cos(angle), jnp.sin(angle)
+    return cos_sin(flat(positions[..., None])[:, 0], rope_frequencies(config))
 
 
 def marked(positions: Int[Array, "b t"]) -> Real:

@@ -220,6 +220,14 @@ def _llama3(frequency: Array, scaling: RopeScaling) -> Array:
     return frequency * (smooth + (1 - smooth) / scaling.factor)
 
 
+def cos_sin(
+    positions: Int[Array, "*b"], frequencies: Float[Array, " half"]
+) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
+    """Cosine and sine of the angles by which each position rotates, float32."""
+    angle = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
 def rope(
     x: Float[Array, "b t n h"], positions: Int[Array, "b t"], frequencies: Float[Array, " half"]
 ) -> Float[Array, "b t n h"]:
@@ -228,8 +236,7 @@ def rope(
     Where there are fewer frequencies than pairs, the first 2 * half columns rotate and the others stay.
     """
     half = len(frequencies)
-    angle = positions[..., None, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = cos_sin(positions[..., None], frequencies)
     first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 

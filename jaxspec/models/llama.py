@@ -22,9 +22,22 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import few_rows, moe
-from jaxspec.models.layers import Hidden, Mixer, Param, bias, linear, rms_norm, rope, rope_frequencies, row_of, scale
-from jaxspec.pallas import weight_stream
+from jaxspec.models.layers import (
+    Hidden,
+    Mixer,
+    Param,
+    bias,
+    cos_sin,
+    linear,
+    rms_norm,
+    rope,
+    rope_frequencies,
+    row_of,
+    scale,
+)
+from jaxspec.pallas import prompt_heads, weight_stream
 from jaxspec.pallas.project import gate, project, real_rows, run
+from jaxspec.pallas.prompt_attention import UNIT
 from jaxspec.pallas.target import chosen
 
 QK_NORM = False
@@ -100,7 +113,8 @@ def forward(
     values of all rows, which later ones will see, and what comes after its attention of these alone.
     """
     x = params["embed"][tokens]
-    if chosen("few_rows", few_rows.supported(params["layers"][0], config, tokens.shape, mixer, cache)):
+    prompt = tokens.shape[1] >= UNIT  # its blocks haven't been measured with few rows' kernels
+    if not prompt and chosen("few_rows", few_rows.supported(params["layers"][0], config, tokens.shape, mixer, cache)):
         layers = few_rows.layers
     elif chosen("weight_stream", _streamable(params, config, tokens.size), weight_stream.BLOCKS):
         layers = _streamed_layers
@@ -170,13 +184,31 @@ def mix(layer, config, i, qkv, positions, mixer, cache):
     n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
     if config.attention_bias:
         qkv = qkv + layer["qkv_bias"]
+    eps, frequencies = config.rms_norm_eps, rope_frequencies(config)
+    norms = [layer["q_norm"], layer["k_norm"]] if config.qk_norm else []
+    if chosen("prompt_heads", _writable(config, qkv, norms, mixer, cache)):
+        flat = [x.reshape(b * t, -1) for x in (qkv, *cos_sin(positions, frequencies))]
+
+        def write(kv, place):
+            q, kv = prompt_heads.prompt_heads(*flat, kv, i, place.reshape(-1), norms, eps=eps)
+            return q.reshape(b, t, n, h), kv
+
+        out, cache = mixer.attend_written(cache, i, t, write)
+        return out.reshape(b, t, n * h), cache
     q, k, v = jnp.split(qkv.reshape(b, t, n + 2 * m, h), [n, n + m], axis=2)
-    if config.qk_norm:
-        q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
-        k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
-    frequencies = rope_frequencies(config)
+    if norms:
+        q, k = (rms_norm(x, norm, eps) for x, norm in zip((q, k), norms, strict=True))
     out, cache = mixer.attend(cache, i, rope(q, positions, frequencies), rope(k, positions, frequencies), v)
     return out.reshape(b, t, n * h), cache
+
+
+def _writable(config: ModelConfig, qkv: Array, norms: list[Array], mixer: Mixer, cache: Any) -> str | None:
+    """Why `prompt_heads` can't take these rows to what `mixer` keeps, or None if it can."""
+    if not hasattr(mixer, "attend_written"):
+        return "no pages to write to"
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    dtypes = qkv.dtype, mixer.pages(cache).dtype, *(norm.dtype for norm in norms)
+    return prompt_heads.supported(qkv.shape[0] * qkv.shape[1], *heads, config.rotary_dim, *dtypes)
 
 
 def finish(layer, config, x, mixed, positions, real):

@@ -20,7 +20,7 @@ def test_the_command_times_every_case(tmp_path, capsys):
     assert bench.main(["kernels", "--small", "--repeats", "2", "--json", str(tmp_path / "x.json")]) == 0
     document = json.loads((tmp_path / "x.json").read_text())
     groups = {"decode attention", "prompt attention", "experts", "router", "cache write", "convolution"}
-    groups |= {"convolution prompts", "gated delta", "gated delta prompts", "projections"}
+    groups |= {"prompt heads", "convolution prompts", "gated delta", "gated delta prompts", "projections"}
     assert {row["group"] for row in document["rows"]} == groups
     assert document["notes"] == [
         "layer matmuls and few rows' layers are left out (--small): these kernels take full sizes, on a Hopper GPU"

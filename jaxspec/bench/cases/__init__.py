@@ -51,7 +51,8 @@ def make_cases(small: bool) -> list[Case]:
     named = [(name, t, widths) for name, widths in sizes["mixtures"].items() for t in sizes["tokens"]]
     cases += [mixtures.experts_mlp(name, t, *widths, layers // 2, dtype) for name, t, widths in named]
     cases += [mixtures.router(name, t, *widths[2:], layers) for name, t, widths in named]
-    cases += [attention.cache_write(count, length, layers, dtype) for count, length in sizes["prompts"]]
+    for of in (attention.cache_write, attention.prompt_heads):
+        cases += [of(count, length, layers, dtype) for count, length in sizes["prompts"]]
     delta = *sizes["delta"], layers, dtype
     for of in (linear_attention.convolution, linear_attention.delta_step):
         cases += [of(b, t, *delta) for b, t in sizes["steps"]]

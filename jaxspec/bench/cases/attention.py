@@ -1,7 +1,8 @@
-"""Attention over pages, and writing them: of rounds and of prompts, at Qwen3-8B's heads."""
+"""Attention over pages, and what fills them: of rounds and of prompts, at Qwen3-8B's heads."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 
 from jaxspec.bench.cases.case import BLOCK, PAGE, Case
 from jaxspec.cache import Rows
+from jaxspec.config import ModelConfig
+from jaxspec.models import llama
+from jaxspec.models.layers import Attention
 from jaxspec.pallas.paged_attention import paged_attention, reference
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -52,18 +56,15 @@ def prompt_attention(count: int, length: int, layers: int, dtype: str) -> Case:
 
 def cache_write(count: int, length: int, layers: int, dtype: str) -> Case:
     """Keys and values of `count` whole prompts of `length` tokens, in a prefill's blocks, into their pages."""
-    blocks, pages = -(-length // BLOCK), -(-length // PAGE)
-    start = jnp.tile(jnp.arange(blocks, dtype=jnp.int32) * BLOCK, count)
-    table = jnp.repeat(1 + jnp.arange(count * pages, dtype=jnp.int32).reshape(count, pages), blocks, axis=0)
-    rows = Rows(start, jnp.full_like(start, BLOCK), table)
+    rows = _prompts(count, length)
+    blocks = len(rows.start)
 
     def build(key):
-        new = jax.random.normal(key, (2, len(start), BLOCK, KV_HEADS, HEAD_DIM), dtype)
-        return tuple(new), jnp.zeros((layers, 1 + count * pages, 2, KV_HEADS, PAGE, HEAD_DIM), dtype)
+        new = jax.random.normal(key, (2, blocks, BLOCK, KV_HEADS, HEAD_DIM), dtype)
+        return tuple(new), _empty(rows, layers, dtype)
 
     def write(layer, new, kv, scatter=False):
-        which = jnp.full((1, 1, 1), layer) if scatter else jnp.int32(layer)  # several layers at once are a scatter's
-        kv = rows.write(kv, which, *(x[None] for x in new)) if scatter else rows.write(kv, which, *new)
+        kv = _scatter(rows, kv, layer, *new) if scatter else rows.write(kv, jnp.int32(layer), *new)
         return kv[layer, -1, :, 0, 0], kv
 
     return Case(
@@ -74,9 +75,81 @@ def cache_write(count: int, length: int, layers: int, dtype: str) -> Case:
         op=write,
         plain=partial(write, scatter=True),
         in_place=True,
-        size=2 * jnp.dtype(dtype).itemsize * 2 * len(start) * BLOCK * KV_HEADS * HEAD_DIM,
+        size=2 * jnp.dtype(dtype).itemsize * 2 * blocks * BLOCK * KV_HEADS * HEAD_DIM,
         flops=0,
     )
+
+
+def prompt_heads(count: int, length: int, layers: int, dtype: str) -> Case:
+    """From what a projection makes of `count` whole prompts of `length` tokens to their queries and pages."""
+    rows, total = _prompts(count, length), HEADS + 2 * KV_HEADS
+    blocks = len(rows.start)
+    config = ModelConfig(
+        model_type="qwen3", vocab_size=0, hidden_size=0, mlp_size=0, num_layers=layers, num_heads=HEADS,
+        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rms_norm_eps=1e-6, rope_theta=1e6, max_position=length, qk_norm=True,
+    )  # fmt: skip
+
+    def build(key):
+        qkv_key, *norm_keys = jax.random.split(key, 3)
+        norms = {
+            name: 1 + 0.1 * jax.random.normal(key, (layers, HEAD_DIM), dtype)
+            for name, key in zip(("q_norm", "k_norm"), norm_keys, strict=True)
+        }
+        shape = blocks, BLOCK, total * HEAD_DIM
+        qkv = [jax.random.normal(key, shape, dtype) for key in jax.random.split(qkv_key, layers)]
+        return qkv, (norms, _empty(rows, layers, dtype))
+
+    def mix(mixer, layer, qkv, own):
+        norms, kv = own
+        weights = {name: each[layer] for name, each in norms.items()}
+        q, kv = llama.mix(weights, config, jnp.int32(layer), qkv[layer], rows.positions(BLOCK), mixer, kv)
+        return q, (norms, kv)
+
+    plain = Attention(lambda kv, layer, q, k, v: (q, _scatter(rows, kv, layer, k, v)))
+    elements = blocks * BLOCK * total * HEAD_DIM
+    return Case(
+        name=f"prompt heads {count} x {length}",
+        group="prompt heads",
+        layers=layers,
+        build=build,
+        op=partial(mix, _Queries(rows)),
+        plain=partial(mix, plain),
+        in_place=True,
+        size=2 * jnp.dtype(dtype).itemsize * elements + 4 * blocks * BLOCK * HEAD_DIM,
+        flops=0,
+    )
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """A `PagedMixer` that gives queries back where it should attend."""
+
+    rows: Rows
+
+    def attend(self, kv, layer, q, k, v):
+        return q, self.rows.write(kv, layer, k, v)
+
+    def pages(self, kv):
+        return kv
+
+    def attend_written(self, kv, layer, t, write):
+        return write(kv, self.rows.written(kv, t))
+
+
+def _prompts(count: int, length: int) -> Rows:
+    """Blocks of `count` whole prompts of `length` tokens; page 0 is the dummy."""
+    blocks, pages = -(-length // BLOCK), -(-length // PAGE)
+    start = jnp.tile(jnp.arange(blocks, dtype=jnp.int32) * BLOCK, count)
+    table = jnp.repeat(1 + jnp.arange(count * pages, dtype=jnp.int32).reshape(count, pages), blocks, axis=0)
+    return Rows(start, jnp.full_like(start, BLOCK), table)
+
+
+def _empty(rows: Rows, layers: int, dtype: str) -> jax.Array:
+    return jnp.zeros((layers, 1 + np.asarray(rows.table).max(), 2, KV_HEADS, PAGE, HEAD_DIM), dtype)
+
+
+def _scatter(rows: Rows, kv: jax.Array, layer: Any, k: jax.Array, v: jax.Array) -> jax.Array:
+    return rows.write(kv, jnp.full((1, 1, 1), layer), k[None], v[None])  # several layers at once are a scatter's
 
 
 def _paged(start: np.ndarray, t: int, table: np.ndarray, layers: int, dtype: str, key: jax.Array) -> tuple[Any, Any]:

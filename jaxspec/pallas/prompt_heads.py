@@ -1,0 +1,136 @@
+"""Heads of prompts' rows on Hopper: queries and keys normed and rotated, keys and values put into their pages.
+
+A Mosaic GPU kernel in place of four of XLA's and `kv_write`, so that what the projection made is read once. A warpgroup
+takes one row and asks for all of it before it begins. A head lies in some lanes of one warp, so its length is a sum
+over these, and columns that rotate together lie in one thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import kv_write
+from jaxspec.pallas.once import lower_once
+
+WARPS, LANES = 4, 32  # of a warpgroup
+TILE = 16  # heads that a warpgroup takes at once, or the most that divide how many there are
+WIDTH = 128  # of a head
+
+_f32 = jnp.float32
+
+
+def supported(rows: int, heads: int, kv_heads: int, width: int, rotated: int, *dtypes: Any) -> str | None:
+    """Why the kernel shouldn't take rows of so many heads, or None if it should. `dtypes`: all operands'."""
+    if rows < kv_write.FEWEST:
+        return f"{rows} rows"
+    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
+        return f"rows, norms or pages in {wrong[0]}; bfloat16 are"
+    if width != WIDTH:
+        return f"heads of width {width}; {WIDTH} are"
+    if rotated != width:
+        return f"{rotated} of {width} columns rotated"
+    if heads % WARPS or kv_heads % WARPS:
+        return f"{heads} query and {kv_heads} KV heads; multiples of {WARPS} are"
+    return None
+
+
+@lower_once("eps")
+def prompt_heads(
+    qkv: Float[Array, "r d"],
+    cos: Float[Array, "r half"],
+    sin: Float[Array, "r half"],
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, ""],
+    place: Int[Array, " r"],
+    norms: Sequence[Float[Array, " h"]] = (),
+    *,
+    eps: float,
+    interpret: Any = False,
+) -> tuple[Float[Array, "r n h"], Float[Array, "l p 2 m s h"]]:
+    """Rotated queries, and the pages with rotated keys and values in `layer`, rounded where plain layers round.
+
+    `qkv` has columns of the query heads, then of as many keys and values as the pages have. `cos` and `sin` are those
+    of each row's angles, float32. `norms`: the scales of the norms that each head's queries and keys go through, if
+    they do. Row i's keys and values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative
+    place go nowhere.
+    """
+    (rows, columns), (kv_heads, _, width), ref = qkv.shape, kv.shape[3:], jax.new_ref(kv)
+    heads = columns // width
+    q = plgpu.kernel(
+        partial(_row, eps),
+        kernel_name="prompt_heads",
+        out_type=jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, width), qkv.dtype),
+        grid=(rows,),
+        grid_names=("row",),
+        # Safe here: there is no shared memory, not even for sums, as a head lies within a warp.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(qkv.reshape(rows, heads, width), cos, sin, layer.reshape(1), place, ref, *norms)
+    return q, jax.freeze(ref)
+
+
+def _row(eps, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
+    *norms_g, q_g = refs
+    row, (heads, width), (kv_heads, page_size) = lax.axis_index("row"), q_g.shape[1:], kv_g.shape[3:5]
+    halves = [pl.ds(at, width // 2) for at in (0, width // 2)]
+    load = partial(plgpu.load, optimized=False)
+
+    def bring(first, count):
+        """Tiles of some of the row's heads: which of them these are, and the halves of their columns."""
+        size = math.gcd(count, TILE)
+        layout = _layout(size, width // 2)
+        return [
+            (pl.ds(at, size), [load(qkv_g.at[row, pl.ds(first + at, size), half], layout=layout) for half in halves])
+            for at in range(0, count, size)
+        ]
+
+    def turned(tiles, norm_g):
+        """The same, normed if there is a norm, and rotated."""
+        shape = tiles[0][1][0].shape
+        across = _layout(*shape).reduce(0)
+        spread = lambda ref: lax.broadcast_in_dim(load(ref, layout=across), shape, [1])  # noqa: E731
+        cos, sin = spread(cos_g.at[row]), spread(sin_g.at[row])
+        scales = [spread(ref.at[half]) for ref in norm_g for half in halves]
+        for of, pair in tiles:
+            first, second = (x.astype(_f32) for x in pair)
+            if scales:
+                factor = lax.rsqrt(jnp.sum(first * first + second * second, axis=1) / width + eps)
+                factor = lax.broadcast_in_dim(factor, shape, [0])
+                normed = [(x * factor).astype(jnp.bfloat16) for x in (first, second)]
+                first, second = ((x * scale).astype(_f32) for x, scale in zip(normed, scales, strict=True))
+            yield of, [x.astype(jnp.bfloat16) for x in (first * cos - second * sin, second * cos + first * sin)]
+
+    def put(tiles, out_g):
+        for of, pair in tiles:
+            for half, x in zip(halves, pair, strict=True):
+                out_g[of, half] = x
+
+    place, layer = place_g[row], layer_g[0]
+    q, k, v = bring(0, heads), bring(heads, kv_heads), bring(heads + kv_heads, kv_heads)
+    put(turned(q, norms_g[:1]), q_g.at[row])
+
+    @pl.when(place >= 0)
+    def _():
+        page, slot = lax.div(place, jnp.int32(page_size)), lax.rem(place, jnp.int32(page_size))
+        for kind, tiles in enumerate((turned(k, norms_g[1:]), v)):
+            put(tiles, kv_g.at[layer, page, kind, :, slot])
+
+
+def _layout(heads: int, columns: int) -> plgpu.Layout:
+    """Of so many heads each warp has a quarter; a head lies in as many of its lanes as there are for it."""
+    vector = heads * columns // (WARPS * LANES)
+    if heads == WARPS:
+        tiling = plgpu.Tiling(((heads, columns), (vector,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    tiling = plgpu.Tiling(((heads, columns), (heads // WARPS, columns), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

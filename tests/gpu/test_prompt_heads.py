@@ -1,0 +1,20 @@
+"""The kernel of prompts' heads, on the device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import test_prompt_heads as cpu
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rows,heads,kv_heads", [(2048, 32, 8), (1000, 32, 4), (640, 40, 40), (8192, 64, 8)])
+def test_matches_the_plain_form(rows, heads, kv_heads, normed):
+    cpu.check(rows, heads, kv_heads, normed, page_size=64)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layers_are_those_of_the_model(monkeypatch, family):
+    cpu.check_mix(monkeypatch, family, blocks=32, t=64, num_attention_heads=32, num_key_value_heads=8)

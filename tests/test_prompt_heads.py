@@ -1,0 +1,162 @@
+"""The kernel of prompts' heads against the plain form: in interpret mode, lowered for CUDA, and chosen."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.cache import PageLayout, Rows
+from jaxspec.checkpoint.params import dummy
+from jaxspec.config import ModelConfig
+from jaxspec.mixers import Cache, PromptBlocks, WholeTexts
+from jaxspec.models import llama
+from jaxspec.models.layers import cos_sin, rms_norm, rope
+from jaxspec.pallas import prompt_heads as op
+from jaxspec.pallas import target
+from jaxspec.pallas.target import KERNELS
+from tests.tiny import tiny_config
+
+EPS, LAYERS, WIDTH = 1e-6, 2, op.WIDTH
+INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
+
+
+def normal(key, *shape):
+    return jax.random.normal(key, shape).astype(jnp.bfloat16)
+
+
+def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 16, **options):
+    """Rows anywhere in the pages, every fifth of them padding, far into a long text."""
+    keys, pages = jax.random.split(jax.random.key(rows + heads), 6), 2 + rows // page_size
+    qkv = normal(keys[0], rows, heads + 2 * kv_heads, WIDTH)
+    kv = normal(keys[1], LAYERS, pages, 2, kv_heads, page_size, WIDTH)
+    norms = list(1 + 0.2 * normal(keys[2], 2, WIDTH)) if normed else []
+    position = jax.random.randint(keys[3], (rows,), 0, 100_000)
+    frequencies = 1e6 ** (-jnp.arange(WIDTH // 2, dtype=jnp.float32) / (WIDTH // 2))
+    place = (page_size + jax.random.permutation(keys[4], rows)).at[::5].set(-1).astype(jnp.int32)
+
+    @jax.jit
+    def plain(qkv, kv, position, place, norms):
+        turned = list(jnp.split(qkv[None, :, : heads + kv_heads], [heads], axis=2))
+        for i, norm in enumerate(norms):
+            turned[i] = rms_norm(turned[i], norm, EPS)
+        q, k = (rope(x, position[None], frequencies)[0] for x in turned)
+        page = jnp.where(place < 0, pages, place // page_size)
+        new = jnp.stack([k, qkv[:, heads + kv_heads :]], axis=1)
+        return q, kv.at[1, page, :, :, place % page_size].set(new, mode="drop")
+
+    @jax.jit
+    def kernel(qkv, kv, position, place, norms):
+        turns = cos_sin(position, frequencies)
+        return op.prompt_heads(qkv.reshape(rows, -1), *turns, kv, jnp.int32(1), place, norms, eps=EPS, **options)
+
+    given = qkv, kv, position, place, norms
+    (got, pages_got), (want, pages_want) = kernel(*given), plain(*given)
+    assert_rounded_alike(got, want)
+    changed = np.asarray(pages_want != kv).any(axis=-1)
+    assert changed.sum() == 2 * kv_heads * np.sum(place >= 0)
+    np.testing.assert_array_equal(np.asarray(pages_got)[~changed], np.asarray(kv)[~changed])
+    np.testing.assert_array_equal(pages_got[1, :, 1], pages_want[1, :, 1])
+    assert_rounded_alike(pages_got, pages_want)
+
+
+def assert_rounded_alike(got, want):
+    """Equal but for a few numbers, which float32 sums in another order round to a neighbour before they rotate."""
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-4)
+    assert np.mean(got == want) > 0.99
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,normed", [(16, 8, True), (32, 4, True), (8, 8, False), (4, 4, True), (20, 4, False)]
+)
+def test_matches_the_plain_form(heads, kv_heads, normed):
+    check(20, heads, kv_heads, normed, **INTERPRET)
+
+
+def model(family: str, **overrides):
+    given = dict(head_dim=WIDTH, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
+    config = ModelConfig.from_hf(tiny_config(family, **(given | overrides)))
+    return config, dummy(llama.parameters(config), "bfloat16", seed=0)["layers"][0]
+
+
+def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **overrides):
+    """`llama.mix` of a prompt's blocks, each of a request of its own, and its operands.
+
+    All but the first begin in the middle of a page, and the last has a row of padding.
+    """
+    config, layer = model(family, **overrides)
+    table = 1 + jnp.arange(2 * blocks, dtype=jnp.int32).reshape(blocks, 2)
+    start = (5 * jnp.arange(blocks, dtype=jnp.int32)) % t
+    rows = Rows(start, jnp.full((blocks,), t, jnp.int32).at[-1].add(-1), table)
+    mixer = PromptBlocks(rows, *3 * [jnp.zeros((blocks,), jnp.int32)])
+    kv = jnp.zeros_like(PageLayout(2 * blocks + 1, t, pages).kv(config))
+    n = config.num_heads + 2 * config.num_kv_heads
+    qkv = normal(jax.random.key(1), blocks, t, n * config.head_dim)
+
+    def mix(layer, qkv, kv):
+        return llama.mix(layer, config, jnp.int32(1), qkv, rows.marked_positions(t), mixer, Cache(kv))
+
+    return mix, (layer, qkv, kv)
+
+
+def check_mix(monkeypatch, family: str, **sizes):
+    """With the kernel and without, of real rows."""
+    took = []
+    monkeypatch.setattr(llama, "chosen", lambda *_: False)
+    mix, given = mixed(family, **sizes)
+    want, want_cache = jax.jit(mix)(*given)
+    monkeypatch.setattr(llama, "chosen", lambda operation, reason: reason is None and not took.append(operation))
+    got, cache = jax.jit(lambda *given: mix(*given))(*given)
+    assert took == ["prompt_heads"]
+    np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
+    assert_rounded_alike(cache.kv[:, 1:], want_cache.kv[:, 1:])
+
+
+@pytest.mark.parametrize("family,bias", [("llama", False), ("llama", True), ("qwen3", False)])
+def test_layers_are_those_of_the_model(monkeypatch, family, bias):
+    monkeypatch.setattr(op, "prompt_heads", partial(op.prompt_heads, **INTERPRET))
+    monkeypatch.setattr(op.kv_write, "FEWEST", 1)
+    check_mix(monkeypatch, family, attention_bias=bias)
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(32, 8), (32, 4), (40, 40)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_prompts_take_it_where_there_is_one(monkeypatch, family, heads, kv_heads):
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    for blocks, pages, kernels in ((9, "bfloat16", 1), (8, "bfloat16", 0), (9, "float8_e4m3fn", 0)):
+        before = KERNELS["prompt_heads"]
+        mix, given = mixed(family, pages, blocks, 64, num_attention_heads=heads, num_key_value_heads=kv_heads)
+        text = jax.jit(mix).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == 1 + kernels  # and `prompt_attention`
+        assert KERNELS["prompt_heads"] == before + kernels
+
+
+def test_texts_without_pages_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    config, layer = model("qwen3")
+    shape = jax.ShapeDtypeStruct((9, 64, 16 * WIDTH), jnp.bfloat16)
+    positions = jnp.broadcast_to(jnp.arange(64), (9, 64))
+    before = KERNELS["prompt_heads"]
+    jax.eval_shape(lambda qkv: llama.mix(layer, config, jnp.int32(0), qkv, positions, WholeTexts(), None)[0], shape)
+    assert KERNELS["prompt_heads"] == before
+
+
+@pytest.mark.parametrize(
+    "wrong,reason",
+    [
+        ((512, 32, 8, 128, 128), "512 rows"),
+        ((2048, 32, 8, 64, 64), "width 64"),
+        ((2048, 32, 8, 128, 32), "32 of 128 columns"),
+        ((2048, 9, 3, 128, 128), "9 query and 3 KV heads"),
+        ((2048, 32, 2, 128, 128), "2 KV heads"),
+        ((2048, 32, 8, 128, 128, jnp.bfloat16, jnp.float8_e4m3fn), "float8"),
+    ],
+)
+def test_what_cannot_run_is_named(wrong, reason):
+    assert op.supported(2048, 32, 8, 128, 128, jnp.bfloat16) is None
+    assert reason in op.supported(*wrong)
