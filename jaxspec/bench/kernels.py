@@ -4,7 +4,8 @@ Each case calls its operation on LAYERS different layers' data in one compiled p
 layer finds its operands in a cache; short ones go through all layers several times, since dispatching a program must
 take less than running it. The time is that of one call, the mean over the program's calls and many runs of it. `TB/s`
 counts the bytes that must be read and written once, `TFLOP/s` the operations that must be done (causal attention at
-half). `ran` is the kernel that the operation chose. `plain` is its reference in jax.numpy on the same data, `error` the
+half). `alone us` is what its kernels take by the profiler, without what lies between one kernel and the next. `ran` is
+the kernel that the operation chose. `plain` is its reference in jax.numpy on the same data, `error` the
 largest difference between the two over the largest value.
 """
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.bench import floors
+from jaxspec.bench import floors, profile
 from jaxspec.bench.cases import Case, make_cases
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.pallas.target import KERNELS, kernels_here
@@ -30,6 +31,7 @@ COLUMNS = (
     Column("case", "case", "<34", 34),
     Column("ran", "ran", width=16),
     Column("us", "us", ".1f"),
+    Column("alone_us", "alone us", ".1f"),
     Column("tb_per_s", "TB/s", ".2f"),
     Column("tflops", "TFLOP/s", ".1f"),
     Column("floor_us", "floor us", ".1f"),
@@ -40,6 +42,7 @@ COLUMNS = (
 TABLES = (Table("kernels: time of one call", COLUMNS),)
 SHORTEST = 2e-3  # seconds of a program: dispatching one takes less
 MOST_CALLS = 256  # of a program
+PROFILED = 3  # runs of each program under the profiler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", default="", metavar="TEXT", help="cases whose name holds this")
     add("--repeats", type=int, default=30, metavar="N", help="runs of each program that are timed (%(default)s)")
     add("--no-plain", action="store_true", help="leave the comparison with plain jax.numpy out")
+    add("--profile", action="store_true", help="also by jax's profiler: what the kernels take alone (NVIDIA GPUs)")
     add("--small", action="store_true", help="tiny sizes in float32, to try the command out on a CPU")
     floors.add_arguments(parser)
 
@@ -61,7 +65,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     limits = floors.ceilings(args)
     for number, case in enumerate(tqdm(cases, desc="kernels", unit="case", disable=None)):
         shortest = 0 if args.small else SHORTEST
-        result.add(measure(case, args.repeats, limits, not args.no_plain, number, shortest))
+        result.add(measure(case, args.repeats, limits, not args.no_plain, number, shortest, args.profile))
     if args.small or (reason := kernels_here()):
         why = "--small" if args.small else reason
         result.note(
@@ -69,7 +73,15 @@ def run(args: argparse.Namespace, result: Result) -> None:
         )
 
 
-def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed: int, shortest: float = 0) -> Row:
+def measure(
+    case: Case,
+    repeats: int,
+    limits: floors.Ceilings,
+    plain: bool,
+    seed: int,
+    shortest: float = 0,
+    profiled: bool = False,
+) -> Row:
     """Time one case; with `plain` also its counterpart, and how far the two are apart.
 
     A program goes through the layers so often that it would last for `shortest` seconds at its floor.
@@ -78,7 +90,7 @@ def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed
     before = KERNELS.copy()
     floor = limits.seconds(case.size, case.flops)
     passes = max(1, min(round(shortest / floor), MOST_CALLS) // case.layers)
-    seconds, out = timed(case.op, operands, case.layers, repeats, case.in_place, passes)
+    seconds, out, alone = timed(case.op, operands, case.layers, repeats, case.in_place, passes, profiled)
     row = {
         "case": case.name,
         "group": case.group,
@@ -87,13 +99,14 @@ def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed
         "bytes": case.size,
         "flops": case.flops,
         "us": seconds * 1e6,
+        **({"alone_us": alone * 1e6} if profiled else {}),
         "tb_per_s": case.size / seconds / 1e12,
         "tflops": case.flops / seconds / 1e12,
         "floor_us": floor * 1e6,
         "ratio": seconds / floor,
     }
     if plain:
-        plain_seconds, expected = timed(case.plain, operands, case.layers, max(repeats // 10, 1), case.in_place)
+        plain_seconds, expected, _ = timed(case.plain, operands, case.layers, max(repeats // 10, 1), case.in_place)
         difference = jnp.max(jnp.abs(out.astype(jnp.float32) - expected.astype(jnp.float32)))
         scale = jnp.max(jnp.abs(expected.astype(jnp.float32)))
         row |= {"plain_us": plain_seconds * 1e6, "error": float(difference / scale)}
@@ -101,9 +114,18 @@ def measure(case: Case, repeats: int, limits: floors.Ceilings, plain: bool, seed
 
 
 def timed(
-    op: Callable, operands: Any, layers: int, repeats: int, in_place: bool = False, passes: int = 1
-) -> tuple[float, Any]:
-    """Seconds of one call, and what the call on the first layer gave; a program has `passes` calls on each layer."""
+    op: Callable,
+    operands: Any,
+    layers: int,
+    repeats: int,
+    in_place: bool = False,
+    passes: int = 1,
+    profiled: bool = False,
+) -> tuple[float, Any, float | None]:
+    """Seconds of one call, what the call on the first layer gave, and if `profiled`, seconds of its kernels alone.
+
+    A program has `passes` calls on each layer. **Raises:** `BenchError` where the profiler sees no kernels.
+    """
 
     @partial(jax.jit, donate_argnums=1 if in_place else ())
     def program(shared, own):
@@ -122,14 +144,21 @@ def timed(
         own = jax.tree.map(jnp.copy, own)  # the caller's stays
     compiled = program.lower(shared, own).compile()
     done = jax.block_until_ready(compiled(shared, own))
-    first = done[0][0]
-    for count in (1, repeats):  # the first to warm up
-        began = time.perf_counter()
+    first, calls = done[0][0], passes * layers
+
+    def run(count):
+        nonlocal own, done
         for _ in range(count):
             own, done = done[-1] if in_place else own, None  # elsewhere than these, results would need a new CUDA graph
             done = compiled(shared, own)
         jax.block_until_ready(done)
-    return (time.perf_counter() - began) / repeats / passes / layers, first
+
+    run(1)
+    began = time.perf_counter()
+    run(repeats)
+    seconds = (time.perf_counter() - began) / repeats / calls
+    kernels = profile.kernels(partial(run, PROFILED), PROFILED * calls) if profiled else None
+    return seconds, first, kernels and sum(kernel["us"] for kernel in kernels) / 1e6
 
 
 def plot(document: Document, figure: Any) -> None:

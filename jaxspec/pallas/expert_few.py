@@ -52,7 +52,7 @@ PARTS = HALF // PART  # of a tile of `up`
 ARRIVALS = max(2 * PARTS, TOGETHER)  # of copies into a slot: as many as any tile has
 ALIGNED = 1024  # bytes: what each array in shared memory begins at a multiple of
 AHEAD = 768  # inputs of `down` whose hidden rows there is room for
-FLIGHT = 3  # slots of weights that are asked for at once: with more, what is written waits behind what is read
+FLIGHT = 2  # slots of weights that are asked for at once: with more, what is written waits behind what is read
 ODD = 2  # rows before the results, so that slices begin at no multiple of four: Mosaic swizzles such slices wrongly
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -270,7 +270,7 @@ def _kernel(plan, held, outs, *refs, **scratch):
                 for _ in range(2 * len(parts), ARRIVALS):
                     plgpu.barrier_arrive(full.at[slot])
 
-            return _fill(plan.d // STEP, fetch, empty, plan.slots, step, full)
+            return _fill(plan.d // STEP, fetch, empty, plan.slots, step, full, FLIGHT)
 
         def waves(first, end, experts, step):
             def wave(i, step):
@@ -292,7 +292,7 @@ def _kernel(plan, held, outs, *refs, **scratch):
                 for _ in range(TOGETHER, ARRIVALS):
                     plgpu.barrier_arrive(full.at[slot])
 
-            return _fill(plan.f // STEP, fetch, empty, plan.slots, step, full)
+            return _fill(plan.f // STEP, fetch, empty, plan.slots, step, full, FLIGHT)
 
         step = _i32(0)
         if ups:
@@ -484,18 +484,17 @@ def _place_rows(plan, x_g, x_s, x_full):
     plgpu.commit_smem()
 
 
-def _fill(steps, fetch, empty, slots, step, full=None):
+def _fill(steps, fetch, empty, slots, step, full=None, flight=0):
     """Run `fetch(k, slot)` over so many steps as slots come free; `step` is how many there were before.
 
-    Given `full`, no more than `FLIGHT` are under way.
+    Given `full`, no more than `flight` are under way.
     """
 
     def one(k, step):
         slot = lax.rem(step, _i32(slots))
         pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
-        if full is not None and FLIGHT < slots:
-            before = lax.rem(step - FLIGHT, _i32(slots))
-            pl.when(step >= FLIGHT)(lambda: plgpu.barrier_wait(full.at[before]))
+        if full is not None:
+            pl.when(step >= flight)(lambda: plgpu.barrier_wait(full.at[lax.rem(step - flight, _i32(slots))]))
         fetch(k, slot)
         return step + 1
 

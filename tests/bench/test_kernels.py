@@ -76,8 +76,8 @@ def test_a_program_calls_the_operation_on_each_layer():
         called.append(layer)
         return shared + own[layer]
 
-    seconds, first = kernels.timed(op, (jnp.float32(1), [jnp.float32(5), jnp.float32(6)]), 2, repeats=1)
-    assert called == [0, 1] and first == 6 and seconds > 0
+    seconds, first, alone = kernels.timed(op, (jnp.float32(1), [jnp.float32(5), jnp.float32(6)]), 2, repeats=1)
+    assert called == [0, 1] and first == 6 and seconds > 0 and alone is None
 
 
 def test_a_short_program_goes_through_the_layers_until_it_is_long_enough():
@@ -88,12 +88,23 @@ def test_a_short_program_goes_through_the_layers_until_it_is_long_enough():
     assert called == 3 * list(range(case.layers))
 
 
+def test_the_profiler_counts_the_kernels_of_every_call(monkeypatch):
+    def traced(work, times):
+        work()
+        return [{"kernel": "a", "us": 60 / times, "calls": 1.0}, {"kernel": "b", "us": 30 / times, "calls": 1.0}]
+
+    monkeypatch.setattr(kernels.profile, "kernels", traced)
+    operands = jnp.float32(1), [jnp.float32(5), jnp.float32(6)]
+    *_, alone = kernels.timed(lambda layer, shared, own: shared + own[layer], operands, 2, 1, passes=2, profiled=True)
+    assert alone == pytest.approx(90e-6 / (4 * kernels.PROFILED))
+
+
 def test_what_an_operation_changes_in_place_reaches_the_next():
     def op(layer, shared, own):
         return shared * own, own + 1
 
     held = jnp.float32(1)
-    _, first = kernels.timed(op, (jnp.float32(5), held), 2, repeats=3, in_place=True)
+    _, first, _ = kernels.timed(op, (jnp.float32(5), held), 2, repeats=3, in_place=True)
     assert first == 5 and held == 1
 
 
