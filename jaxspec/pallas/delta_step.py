@@ -40,6 +40,7 @@ MAX_ROWS = 16
 MAX_GROUP = 4  # value heads of a key head: 8 tiles, as many as a cluster has blocks
 GATES = 2 * MAX_ROWS  # decays and betas of a head's rows: 128 bytes, what a bulk copy's target is aligned to
 PIECES = 2  # errors of 2^-18 of an element, so some 1e-6 of a product
+EARLY = 2  # parts of the state that are asked for before the records are there, which would queue behind them
 ENOUGH = 250  # blocks: about two for each multiprocessor
 ROOM = 112 * 1024  # bytes of shared memory for a block, of which a multiprocessor has two or three
 _i32 = jnp.int32
@@ -221,7 +222,8 @@ def _scratch(plan: _Plan) -> dict:
     scratch = {name: plgpu.SMEM(*array) for name, array in _beside(plan).items()}
     scratch |= dict(
         state_s=plgpu.SMEM((division.stages, TILE, division.columns), plan.dtype),
-        shared=plgpu.Barrier(num_arrivals=5 + plan.heads),
+        brought=plgpu.Barrier(num_arrivals=2),
+        shared=plgpu.Barrier(num_arrivals=3 + plan.heads),
         ready=plgpu.Barrier(num_barriers=division.stages),
     )
     if division.splits > 1:
@@ -230,8 +232,8 @@ def _scratch(plan: _Plan) -> dict:
 
 
 def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta_g, state_g, keys_g, updates_g,
-           decays_g, out_g, *, rows_s, kq_s, keys_s, among_s, state_s, updates_s, decays_s, gates_s, values_s, shared,
-           ready, read=None):  # fmt: skip
+           decays_g, out_g, *, rows_s, kq_s, keys_s, among_s, state_s, updates_s, decays_s, gates_s, values_s, brought,
+           shared, ready, read=None):  # fmt: skip
     """What one block, of one warpgroup, does."""
     b, m, split = (lax.axis_index(name) for name in ("b", "m", "split"))
     layer, slot, replay = layer_g[0], slots_g[b], replay_g[b]
@@ -254,22 +256,25 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta
         stage = lax.rem(part, _i32(stages))
         plgpu.copy_gmem_to_smem(place(part), state_s.at[stage], ready.at[stage])
 
+    plgpu.copy_gmem_to_smem(k_g.at[b, :, m], rows_s.at[pl.ds(0, t)], brought)  # first: they needn't wait for the slot
+    plgpu.copy_gmem_to_smem(q_g.at[b, :, m], rows_s.at[pl.ds(t, t)], brought)
     bring = partial(plgpu.copy_gmem_to_smem, barrier=shared)
-    bring(k_g.at[b, :, m], rows_s.at[pl.ds(0, t)])  # these first: they needn't wait for the slot
-    bring(q_g.at[b, :, m], rows_s.at[pl.ds(t, t)])
+    gates = _load_gates(plan, decay_g.at[b], beta_g.at[b], head)
     bring(v_g.at[b, :, heads, rows], values_s)
-    fetch(_i32(0))
     bring(keys_g.at[layer, slot, :, m], keys_s)
     bring(updates_g.at[layer, slot, :, heads, rows], updates_s)
     for h in range(plan.heads):
         bring(decays_g.at[layer, slot, head + h], decays_s.at[h, pl.ds(0, width)])
-    for part in range(1, stages):
+    for part in range(min(EARLY, stages)):
         fetch(_i32(part))
-    _write_gates(plan, decay_g.at[b], beta_g.at[b], head, gates_s, width)
+    _write_gates(plan, gates, gates_s, width)
+    plgpu.barrier_wait(brought)
+    _write_products(plan, rows_s, kq_s, among_s)
     plgpu.barrier_wait(shared)
+    for part in range(min(EARLY, stages), stages):
+        fetch(_i32(part))
     if plan.division.splits > 1:
         plgpu.barrier_arrive(read)
-    _write_products(plan, rows_s, kq_s, among_s)
 
     def tile(i, carry):
         h = lax.div(i, _i32(HALVES)) if plan.share > 1 else 0
@@ -325,14 +330,18 @@ def _lanes():
     )
 
 
-def _write_gates(plan: _Plan, decay_g, beta_g, head, gates_s, width):
-    """Put the decays of each of the block's value heads, and the betas behind them, into a row of `gates_s`.
+def _load_gates(plan: _Plan, decay_g, beta_g, head):
+    """The decay and the beta of each row of each of the block's value heads, by head and row.
 
-    Copies can't: those of one head are apart by a row of heads. All threads write the same.
+    All are asked for before the first is needed. No copy could bring them: a head's are apart by a row of heads.
     """
     each = [(h, t) for h in range(plan.heads) for t in range(plan.t)]
-    loaded = [(decay_g[t, head + h], beta_g[t, head + h]) for h, t in each]  # all asked for before the first is stored
-    for (h, t), (decay, beta) in zip(each, loaded, strict=True):
+    return {(h, t): (decay_g[t, head + h], beta_g[t, head + h]) for h, t in each}
+
+
+def _write_gates(plan: _Plan, gates, gates_s, width):
+    """Put the decays of each head, and the betas behind them, into a row of `gates_s`. All threads write the same."""
+    for (h, t), (decay, beta) in gates.items():
         gates_s[h, t] = decay
         gates_s[h, MAX_ROWS + t] = beta
     for h in range(plan.heads):
