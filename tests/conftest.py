@@ -10,8 +10,9 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `make test-gpu` sets it to cuda
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Most of the suite's time goes into compiling programs that run for milliseconds; optimising them would take longer
-    # than it saves. A GPU's must be those it serves.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # than it saves, and so would cutting them into parts for threads. A GPU's must be those it serves.
+    flags = "backend_optimization_level=0", "llvm_disable_expensive_passes=true", "cpu_parallel_codegen_split_count=1"
+    os.environ.setdefault("XLA_FLAGS", " ".join(f"--xla_{flag}" for flag in flags))
     # An interpreted kernel's threads wait for one another on jax's own, of which there are as many as cores: on two,
     # those that were waited for found none left, and the test stood still. No kernel has as many as these.
     os.environ.setdefault("PJRT_NPROC", "8")
