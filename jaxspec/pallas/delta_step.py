@@ -40,7 +40,6 @@ MAX_ROWS = 16
 MAX_GROUP = 4  # value heads of a key head: 8 tiles, as many as a cluster has blocks
 GATES = 2 * MAX_ROWS  # decays and betas of a head's rows: 128 bytes, what a bulk copy's target is aligned to
 PIECES = 2  # errors of 2^-18 of an element, so some 1e-6 of a product
-EARLY = 2  # parts of the state that are asked for before the records are there, which would queue behind them
 ENOUGH = 250  # blocks: about two for each multiprocessor
 ROOM = 112 * 1024  # bytes of shared memory for a block, of which a multiprocessor has two or three
 _i32 = jnp.int32
@@ -265,14 +264,12 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta
     bring(updates_g.at[layer, slot, :, heads, rows], updates_s)
     for h in range(plan.heads):
         bring(decays_g.at[layer, slot, head + h], decays_s.at[h, pl.ds(0, width)])
-    for part in range(min(EARLY, stages)):
+    for part in range(stages):
         fetch(_i32(part))
     _write_gates(plan, gates, gates_s, width)
     plgpu.barrier_wait(brought)
     _write_products(plan, rows_s, kq_s, among_s)
     plgpu.barrier_wait(shared)
-    for part in range(min(EARLY, stages), stages):
-        fetch(_i32(part))
     if plan.division.splits > 1:
         plgpu.barrier_arrive(read)
 

@@ -15,6 +15,7 @@ that gather rows before or add results up after, and no block with more to read 
 
 Weights go through a ring in shared memory that a producer fills without looking at what is multiplied: when a block
 waits for the hidden rows that others make, its weights of `down` are on their way, and at one token all of them fit.
+But few are under way at a time, since hidden rows on their way to memory stand in line with all that is being read.
 Copies are few and large, because each of them is announced by all of a warpgroup's threads.
 """
 
@@ -52,7 +53,7 @@ PARTS = HALF // PART  # of a tile of `up`
 ARRIVALS = max(2 * PARTS, TOGETHER)  # of copies into a slot: as many as any tile has
 ALIGNED = 1024  # bytes: what each array in shared memory begins at a multiple of
 AHEAD = 768  # inputs of `down` whose hidden rows there is room for
-FLIGHT = 2  # slots of weights that are asked for at once: with more, what is written waits behind what is read
+FLIGHT = 2  # slots of weights that are under way at once
 ODD = 2  # rows before the results, so that slices begin at no multiple of four: Mosaic swizzles such slices wrongly
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -270,7 +271,7 @@ def _kernel(plan, held, outs, *refs, **scratch):
                 for _ in range(2 * len(parts), ARRIVALS):
                     plgpu.barrier_arrive(full.at[slot])
 
-            return _fill(plan.d // STEP, fetch, empty, plan.slots, step, full, FLIGHT)
+            return _fill(plan.d // STEP, fetch, empty, plan.slots, step, full)
 
         def waves(first, end, experts, step):
             def wave(i, step):
@@ -292,7 +293,7 @@ def _kernel(plan, held, outs, *refs, **scratch):
                 for _ in range(TOGETHER, ARRIVALS):
                     plgpu.barrier_arrive(full.at[slot])
 
-            return _fill(plan.f // STEP, fetch, empty, plan.slots, step, full, FLIGHT)
+            return _fill(plan.f // STEP, fetch, empty, plan.slots, step, full)
 
         step = _i32(0)
         if ups:
@@ -484,17 +485,17 @@ def _place_rows(plan, x_g, x_s, x_full):
     plgpu.commit_smem()
 
 
-def _fill(steps, fetch, empty, slots, step, full=None, flight=0):
+def _fill(steps, fetch, empty, slots, step, full=None):
     """Run `fetch(k, slot)` over so many steps as slots come free; `step` is how many there were before.
 
-    Given `full`, no more than `flight` are under way.
+    Given `full`, no more than `FLIGHT` are under way.
     """
 
     def one(k, step):
         slot = lax.rem(step, _i32(slots))
         pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
         if full is not None:
-            pl.when(step >= flight)(lambda: plgpu.barrier_wait(full.at[lax.rem(step - flight, _i32(slots))]))
+            pl.when(step >= FLIGHT)(lambda: plgpu.barrier_wait(full.at[lax.rem(step - FLIGHT, _i32(slots))]))
         fetch(k, slot)
         return step + 1
 
