@@ -306,7 +306,8 @@ def _kernel(plan, held, outs, *refs, **scratch):
         if downs:
             step = lax.fori_loop(_i32(0), work.groups, down, step)
 
-        _drain(empty, plan.slots, step)
+        _drain(full, plan.slots, step, FLIGHT)
+        _drain(empty, plan.slots, step, plan.slots)
 
     @pl.when(warpgroup == 2)
     def rows_producer():
@@ -335,7 +336,7 @@ def _kernel(plan, held, outs, *refs, **scratch):
 
             return _fill(plan.f // STEP, fetch, empty, plan.hidden_slots, step)
 
-        _drain(empty, plan.hidden_slots, lax.fori_loop(_i32(0), work.groups, group, _i32(0)))
+        _drain(empty, plan.hidden_slots, lax.fori_loop(_i32(0), work.groups, group, _i32(0)), plan.hidden_slots)
 
     @pl.when(warpgroup == 0)
     def consumer():
@@ -502,14 +503,14 @@ def _fill(steps, fetch, empty, slots, step, full=None):
     return lax.fori_loop(_i32(0), _i32(steps), one, step)
 
 
-def _drain(empty, slots, step):
-    """A barrier must not be left with an arrival that nobody saw."""
+def _drain(barriers, slots, step, left):
+    """See the last `left` steps: who waits for a barrier must not leave it before it has seen all arrivals."""
 
     def observe(step, _):
-        plgpu.barrier_wait(empty.at[lax.rem(step, _i32(slots))])
+        plgpu.barrier_wait(barriers.at[lax.rem(step, _i32(slots))])
         return _
 
-    lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
+    lax.fori_loop(jnp.maximum(step - left, 0), step, observe, _i32(0))
 
 
 def _multiply(plan, scratch, inputs, rows, step, hidden_step=None):
