@@ -15,7 +15,7 @@ that gather rows before or add results up after, and no block with more to read 
 
 Weights go through a ring in shared memory that a producer fills without looking at what is multiplied: when a block
 waits for the hidden rows that others make, its weights of `down` are on their way, and at one token all of them fit.
-But few are under way at a time, since hidden rows on their way to memory stand in line with all that is being read.
+But few are under way at a time: with more all is slower, presumably as what is written waits among what is read.
 Copies are few and large, because each of them is announced by all of a warpgroup's threads.
 """
 
