@@ -168,7 +168,7 @@ class Chain(Drafter):
         positions = rows.marked_positions(x.shape[1])
         real = real_rows(positions)
         qkv = project(x, layer["qkv"], real)
-        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv, positions, rows, kv)
+        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv[None], positions, rows, kv)
         return llama.finish(layer, self.config, residual, mixed, positions, real), kv
 
     def _feedback(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b d"]:

@@ -35,7 +35,7 @@ from jaxspec.models.layers import (
     row_of,
     scale,
 )
-from jaxspec.pallas import prompt_heads, weight_stream
+from jaxspec.pallas import weight_stream, write_heads
 from jaxspec.pallas.project import gate, project, real_rows, run
 from jaxspec.pallas.prompt_attention import UNIT
 from jaxspec.pallas.target import chosen
@@ -133,7 +133,7 @@ def _plain_layers(params, config, x, positions, mixer, cache, wanted):
     @jax.jit  # one trace and one lowering for all layers: the index is data
     def decoder_layer(layer, i, x, cache, row=None):
         qkv = project(rms_norm(x, layer["attn_norm"], eps), layer["qkv"], real)
-        mixed, cache = mix(layer, config, i, qkv, positions, mixer, cache)
+        mixed, cache = mix(layer, config, i, qkv[None], positions, mixer, cache)
         x, mixed, at = (row_of(a, row) for a in (x, mixed, positions))
         return finish(layer, config, x, mixed, at, real if row is None else real_rows(at)), cache
 
@@ -157,9 +157,9 @@ def _streamed_layers(params, config, x, positions, mixer, cache):
         scales = [layer["mlp_norm"], following["attn_norm"]]
         flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
         out, partials = weight_stream.stream(flat(x), flat(mixed), weights, scales, eps=eps)
-        return out.reshape(x.shape), partials.sum(0).astype(x.dtype).reshape(*x.shape[:-1], -1)
+        return out.reshape(x.shape), partials.reshape(len(partials), *x.shape[:-1], -1)
 
-    qkv = rms_norm(x, layers[0]["attn_norm"], eps) @ layers[0]["qkv"]  # few rows
+    qkv = (rms_norm(x, layers[0]["attn_norm"], eps) @ layers[0]["qkv"])[None]  # few rows
     for i, (layer, following) in enumerate(itertools.pairwise(layers)):
         mixed, cache = attend(layer, jnp.int32(i), qkv, cache)
         x, qkv = stream(layer, following, x, mixed)
@@ -179,36 +179,40 @@ def _streamable(params: dict[str, Any], config: ModelConfig, rows: int) -> str |
 
 
 def mix(layer, config, i, qkv, positions, mixer, cache):
-    """From the fused projections to the heads' mix of values, `[b, t, n * h]`."""
-    b, t, _ = qkv.shape
+    """From the fused projections to the heads' mix of values, `[b, t, n * h]`.
+
+    `qkv`, `[s, b, t, d]`, is summed over its first axis in float32: what parts of the projection made.
+    """
+    _, b, t, _ = qkv.shape
     n, m, h = config.num_heads, config.num_kv_heads, config.head_dim
-    if config.attention_bias:
-        qkv = qkv + layer["qkv_bias"]
     eps, frequencies = config.rms_norm_eps, rope_frequencies(config)
     norms = [layer["q_norm"], layer["k_norm"]] if config.qk_norm else []
-    if chosen("prompt_heads", _writable(config, qkv, norms, mixer, cache)):
-        flat = [x.reshape(b * t, -1) for x in (qkv, *cos_sin(positions, frequencies))]
+    if config.attention_bias:
+        qkv = qkv + layer["qkv_bias"]  # of layers that no parts are made of
+    if chosen("write_heads", _writable(config, norms, mixer, cache)):
+        cos, sin = (x.reshape(b * t, -1) for x in cos_sin(positions, frequencies))
 
         def write(kv, place):
-            q, kv = prompt_heads.prompt_heads(*flat, kv, i, place.reshape(-1), norms, eps=eps)
+            rows = qkv.reshape(len(qkv), b * t, -1)
+            q, kv = write_heads.write_heads(rows, cos, sin, kv, i, place.reshape(-1), norms, eps=eps)
             return q.reshape(b, t, n, h), kv
 
         out, cache = mixer.attend_written(cache, i, t, write)
         return out.reshape(b, t, n * h), cache
-    q, k, v = jnp.split(qkv.reshape(b, t, n + 2 * m, h), [n, n + m], axis=2)
+    qkv = qkv.sum(0).astype(layer["qkv"].dtype).reshape(b, t, n + 2 * m, h)
+    q, k, v = jnp.split(qkv, [n, n + m], axis=2)
     if norms:
         q, k = (rms_norm(x, norm, eps) for x, norm in zip((q, k), norms, strict=True))
     out, cache = mixer.attend(cache, i, rope(q, positions, frequencies), rope(k, positions, frequencies), v)
     return out.reshape(b, t, n * h), cache
 
 
-def _writable(config: ModelConfig, qkv: Array, norms: list[Array], mixer: Mixer, cache: Any) -> str | None:
-    """Why `prompt_heads` can't take these rows to what `mixer` keeps, or None if it can."""
+def _writable(config: ModelConfig, norms: list[Array], mixer: Mixer, cache: Any) -> str | None:
+    """Why `write_heads` can't take rows to what `mixer` keeps, or None if it can."""
     if not hasattr(mixer, "attend_written"):
         return "no pages to write to"
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    dtypes = qkv.dtype, mixer.pages(cache).dtype, *(norm.dtype for norm in norms)
-    return prompt_heads.supported(qkv.shape[0] * qkv.shape[1], *heads, config.rotary_dim, *dtypes)
+    return write_heads.supported(*heads, config.rotary_dim, mixer.pages(cache).dtype, *(norm.dtype for norm in norms))
 
 
 def finish(layer, config, x, mixed, positions, real):

@@ -5,7 +5,8 @@ next to one another, so that these are read from memory once. A producer warpgro
 shared memory, ahead into the next tile while the results of this one are written, and two warpgroups multiply, 64 rows
 each.
 
-How many rows are real is data: programs come in few sizes, and padding takes no time. A gated matmul, whose weight
+How many rows are real is data: programs come in few sizes, and padding takes no time. Where rows don't fill the last
+tile, it begins among those of the tile before, which then come out twice, the same. A gated matmul, whose weight
 alternates `HALF` columns of gate and `HALF` of up, writes silu(gate) * up. Another may add its results to what a
 residual stream has: that is loaded before the products, whose time hides it.
 """
@@ -77,19 +78,19 @@ def matmul(
     tiling: Tiling | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
-    """`x @ weight` of the first `real` rows, summed in float32, rounded to x's dtype; the same or zeros of the others.
+    """`x @ weight` of the first `real` rows, summed in float32, rounded to x's dtype; of others that or zeros.
 
     `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
     silu(gate) * up of it, half as wide, rounded where those round. `tiling` overrides its choice.
     """
     rows, outputs = x.shape[0], weight.shape[1]
     tiling = tiling or Tiling.of(rows, outputs)
-    x, *added = (jnp.pad(a, ((0, -rows % TILE_ROWS), (0, 0))) for a in (x, residual) if a is not None)
+    added = () if residual is None else (residual,)
     part = HALF if gated else STEP  # columns of one store
-    out = plgpu.kernel(
+    return plgpu.kernel(
         partial(_kernel, tiling, gated),
         kernel_name="tile_matmul",
-        out_type=jax.ShapeDtypeStruct((len(x), outputs // 2 if gated else outputs), x.dtype),
+        out_type=jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), x.dtype),
         grid=(BLOCKS,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
@@ -105,39 +106,40 @@ def matmul(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(x, weight, real, *added)
-    return out[:rows]
 
 
 def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, full, empty):
     *added, out = results
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     columns, slots, steps = tiling.columns, _i32(tiling.slots), weight.shape[0] // STEP
-    high, all_high = lax.div(real[0] + TILE_ROWS - 1, _i32(TILE_ROWS)), x.shape[0] // TILE_ROWS
+    all_high, lowest = -(-x.shape[0] // TILE_ROWS), x.shape[0] - TILE_ROWS  # where the last tile of rows begins
+    high = jnp.where(real[0] > lowest, all_high, lax.div(real[0] + TILE_ROWS - 1, _i32(TILE_ROWS)))
     across = weight.shape[1] // columns
     tiles = high * across  # with real rows; the tiles after these have none, and become zeros
 
     def mine(count):  # how many of `count` tiles are this block's: it takes block, block + BLOCKS, ...
         return lax.div(count + BLOCKS - 1 - block, _i32(BLOCKS))
 
-    def place(j):  # of this block's j-th tile: among the rows' tiles, and the columns'
+    def place(j):  # where this block's j-th tile begins: its first row, and which of the tiles of columns it is
         tile = block + j * BLOCKS
         padding = jnp.maximum(all_high - high, 1)
         into = tile - tiles
         i = jnp.where(into < 0, lax.rem(tile, jnp.maximum(high, 1)), high + lax.rem(into, padding))
-        return i, jnp.where(into < 0, lax.div(tile, jnp.maximum(high, 1)), lax.div(into, padding))
+        c = jnp.where(into < 0, lax.div(tile, jnp.maximum(high, 1)), lax.div(into, padding))
+        return jnp.minimum(i * TILE_ROWS, lowest), c
 
     @pl.when(warpgroup == WARPGROUPS)
     def produce():
         plgpu.set_max_registers(40, action="decrease")
 
         def tile(j, step):
-            i, c = place(j)
+            top, c = place(j)
 
             def fetch(k, step):
                 slot = lax.rem(step, slots)
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
                 inputs = pl.ds(k * STEP, STEP)
-                rows, outputs = pl.ds(i * TILE_ROWS, TILE_ROWS), pl.ds(c * columns, columns)
+                rows, outputs = pl.ds(top, TILE_ROWS), pl.ds(c * columns, columns)
                 plgpu.copy_gmem_to_smem(x.at[rows, inputs], rows_s.at[slot], full.at[slot])
                 plgpu.copy_gmem_to_smem(weight.at[inputs, outputs], weight_s.at[slot], full.at[slot])
                 return step + 1
@@ -158,9 +160,9 @@ def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, f
         height = TILE_ROWS // WARPGROUPS
 
         def tile(j, step):
-            i, c = place(j)
+            top, c = place(j)
             needed = jnp.where(j < mine(tiles), _i32(steps), 0)
-            rows = pl.ds(i * TILE_ROWS + warpgroup * height, height)
+            rows = pl.ds(top + warpgroup * height, height)
             places, _, part = out_s.shape[1:]
             width = columns // 2 if gated else columns
             parts = [pl.ds(c * width + p * part, part) for p in range(width // part)]

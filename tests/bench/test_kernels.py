@@ -20,7 +20,7 @@ def test_the_command_times_every_case(tmp_path, capsys):
     assert bench.main(["kernels", "--small", "--repeats", "2", "--json", str(tmp_path / "x.json")]) == 0
     document = json.loads((tmp_path / "x.json").read_text())
     groups = {"decode attention", "prompt attention", "experts", "router", "cache write", "convolution"}
-    groups |= {"prompt heads", "convolution prompts", "gated delta", "gated delta prompts", "projections"}
+    groups |= {"heads", "convolution prompts", "gated delta", "gated delta prompts", "projections"}
     assert {row["group"] for row in document["rows"]} == groups
     assert document["notes"] == [
         "layer matmuls and few rows' layers are left out (--small): these kernels take full sizes, on a Hopper GPU"
@@ -32,7 +32,17 @@ def test_the_command_times_every_case(tmp_path, capsys):
 
 
 def test_only_and_no_plain(tmp_path, capsys):
-    argv = ["kernels", "--small", "--repeats", "1", "--only", "1 row", "--no-plain", "--json", str(tmp_path / "x.json")]
+    argv = [
+        "kernels",
+        "--small",
+        "--repeats",
+        "1",
+        "--only",
+        "attention 2 x 40, 1 row",
+        "--no-plain",
+        "--json",
+        str(tmp_path / "x.json"),
+    ]
     bench.main(argv)
     (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert row["case"] == "decode attention 2 x 40, 1 row" and "error" not in row

@@ -53,6 +53,7 @@ def make_cases(small: bool) -> list[Case]:
     cases += [mixtures.router(name, t, *widths[2:], layers) for name, t, widths in named]
     for of in (attention.cache_write, attention.prompt_heads):
         cases += [of(count, length, layers, dtype) for count, length in sizes["prompts"]]
+    cases += [attention.round_heads(b, context, t, layers, dtype) for b, context, t in sizes["decode"]]
     delta = *sizes["delta"], layers, dtype
     for of in (linear_attention.convolution, linear_attention.delta_step):
         cases += [of(b, t, *delta) for b, t in sizes["steps"]]

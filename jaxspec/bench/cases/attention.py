@@ -82,40 +82,53 @@ def cache_write(count: int, length: int, layers: int, dtype: str) -> Case:
 
 def prompt_heads(count: int, length: int, layers: int, dtype: str) -> Case:
     """From what a projection makes of `count` whole prompts of `length` tokens to their queries and pages."""
-    rows, total = _prompts(count, length), HEADS + 2 * KV_HEADS
-    blocks = len(rows.start)
+    return _heads(f"prompt heads {count} x {length}", _prompts(count, length), BLOCK, 1, layers, dtype)
+
+
+def round_heads(b: int, context: int, t: int, layers: int, dtype: str) -> Case:
+    """The same of `t` rows for each of `b` requests with `context` tokens, which a projection makes four parts of."""
+    start = jnp.full((b,), context - t, jnp.int32)
+    pages = -(-context // PAGE)
+    rows = Rows(start, jnp.full_like(start, t), 1 + jnp.arange(b * pages, dtype=jnp.int32).reshape(b, pages))
+    return _heads(f"heads {b} x {context}, {t} row{'s' * (t > 1)}", rows, t, 4, layers, dtype)
+
+
+def _heads(name: str, rows: Rows, t: int, parts: int, layers: int, dtype: str) -> Case:
+    total, blocks = HEADS + 2 * KV_HEADS, len(rows.start)
     config = ModelConfig(
         model_type="qwen3", vocab_size=0, hidden_size=0, mlp_size=0, num_layers=layers, num_heads=HEADS,
-        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rms_norm_eps=1e-6, rope_theta=1e6, max_position=length, qk_norm=True,
+        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rms_norm_eps=1e-6, rope_theta=1e6, max_position=1, qk_norm=True,
     )  # fmt: skip
+    made = jnp.float32 if parts > 1 else dtype
 
     def build(key):
         qkv_key, *norm_keys = jax.random.split(key, 3)
-        norms = {
+        weights = {
             name: 1 + 0.1 * jax.random.normal(key, (layers, HEAD_DIM), dtype)
             for name, key in zip(("q_norm", "k_norm"), norm_keys, strict=True)
         }
-        shape = blocks, BLOCK, total * HEAD_DIM
-        qkv = [jax.random.normal(key, shape, dtype) for key in jax.random.split(qkv_key, layers)]
-        return qkv, (norms, _empty(rows, layers, dtype))
+        weights["qkv"] = jnp.empty((layers, 0), dtype)  # whose dtype is asked for
+        shape = parts, blocks, t, total * HEAD_DIM
+        qkv = [jax.random.normal(key, shape, made) for key in jax.random.split(qkv_key, layers)]
+        return qkv, (weights, _empty(rows, layers, dtype))
 
     def mix(mixer, layer, qkv, own):
-        norms, kv = own
-        weights = {name: each[layer] for name, each in norms.items()}
-        q, kv = llama.mix(weights, config, jnp.int32(layer), qkv[layer], rows.positions(BLOCK), mixer, kv)
-        return q, (norms, kv)
+        weights, kv = own
+        mine = {name: each[layer] for name, each in weights.items()}
+        q, kv = llama.mix(mine, config, jnp.int32(layer), qkv[layer], rows.positions(t), mixer, kv)
+        return q, (weights, kv)
 
     plain = Attention(lambda kv, layer, q, k, v: (q, _scatter(rows, kv, layer, k, v)))
-    elements = blocks * BLOCK * total * HEAD_DIM
+    elements, item = blocks * t * total * HEAD_DIM, jnp.dtype(dtype).itemsize
     return Case(
-        name=f"prompt heads {count} x {length}",
-        group="prompt heads",
+        name=name,
+        group="heads",
         layers=layers,
         build=build,
         op=partial(mix, _Queries(rows)),
         plain=partial(mix, plain),
         in_place=True,
-        size=2 * jnp.dtype(dtype).itemsize * elements + 4 * blocks * BLOCK * HEAD_DIM,
+        size=(parts * jnp.dtype(made).itemsize + item) * elements + 4 * blocks * t * HEAD_DIM,
         flops=0,
     )
 

@@ -1,4 +1,4 @@
-"""The kernel of prompts' heads against the plain form: in interpret mode, lowered for CUDA, and chosen."""
+"""The kernel of rows' heads against the plain form: in interpret mode, lowered for CUDA, and chosen."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jaxspec.config import ModelConfig
 from jaxspec.mixers import Cache, PromptBlocks, WholeTexts
 from jaxspec.models import llama
 from jaxspec.models.layers import cos_sin, rms_norm, rope
-from jaxspec.pallas import prompt_heads as op
 from jaxspec.pallas import target
+from jaxspec.pallas import write_heads as op
 from jaxspec.pallas.target import KERNELS
 from tests.tiny import tiny_config
 
@@ -29,10 +29,11 @@ def normal(key, *shape):
     return jax.random.normal(key, shape).astype(jnp.bfloat16)
 
 
-def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 16, **options):
-    """Rows anywhere in the pages, every fifth of them padding, far into a long text."""
+def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 16, parts: int = 1, **options):
+    """Rows anywhere in the pages, every fifth of them padding, far into a long text; in `parts` to be summed."""
     keys, pages = jax.random.split(jax.random.key(rows + heads), 6), 2 + rows // page_size
-    qkv = normal(keys[0], rows, heads + 2 * kv_heads, WIDTH)
+    qkv = normal(keys[0], parts, rows, heads + 2 * kv_heads, WIDTH)
+    qkv = qkv if parts == 1 else qkv.astype(jnp.float32)
     kv = normal(keys[1], LAYERS, pages, 2, kv_heads, page_size, WIDTH)
     norms = list(1 + 0.2 * normal(keys[2], 2, WIDTH)) if normed else []
     position = jax.random.randint(keys[3], (rows,), 0, 100_000)
@@ -41,6 +42,7 @@ def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 1
 
     @jax.jit
     def plain(qkv, kv, position, place, norms):
+        qkv = qkv.sum(0).astype(jnp.bfloat16)
         turned = list(jnp.split(qkv[None, :, : heads + kv_heads], [heads], axis=2))
         for i, norm in enumerate(norms):
             turned[i] = rms_norm(turned[i], norm, EPS)
@@ -52,7 +54,7 @@ def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 1
     @jax.jit
     def kernel(qkv, kv, position, place, norms):
         turns = cos_sin(position, frequencies)
-        return op.prompt_heads(qkv.reshape(rows, -1), *turns, kv, jnp.int32(1), place, norms, eps=EPS, **options)
+        return op.write_heads(qkv.reshape(parts, rows, -1), *turns, kv, jnp.int32(1), place, norms, eps=EPS, **options)
 
     given = qkv, kv, position, place, norms
     (got, pages_got), (want, pages_want) = kernel(*given), plain(*given)
@@ -78,6 +80,11 @@ def test_matches_the_plain_form(heads, kv_heads, normed):
     check(20, heads, kv_heads, normed, **INTERPRET)
 
 
+@pytest.mark.parametrize("heads,kv_heads,normed", [(16, 8, True), (4, 4, False)])
+def test_sums_parts(heads, kv_heads, normed):
+    check(10, heads, kv_heads, normed, parts=4, **INTERPRET)
+
+
 def model(family: str, **overrides):
     given = dict(head_dim=WIDTH, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
     config = ModelConfig.from_hf(tiny_config(family, **(given | overrides)))
@@ -96,7 +103,7 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
     mixer = PromptBlocks(rows, *3 * [jnp.zeros((blocks,), jnp.int32)])
     kv = jnp.zeros_like(PageLayout(2 * blocks + 1, t, pages).kv(config))
     n = config.num_heads + 2 * config.num_kv_heads
-    qkv = normal(jax.random.key(1), blocks, t, n * config.head_dim)
+    qkv = normal(jax.random.key(1), 1, blocks, t, n * config.head_dim)
 
     def mix(layer, qkv, kv):
         return llama.mix(layer, config, jnp.int32(1), qkv, rows.marked_positions(t), mixer, Cache(kv))
@@ -112,15 +119,14 @@ def check_mix(monkeypatch, family: str, **sizes):
     want, want_cache = jax.jit(mix)(*given)
     monkeypatch.setattr(llama, "chosen", lambda operation, reason: reason is None and not took.append(operation))
     got, cache = jax.jit(lambda *given: mix(*given))(*given)
-    assert took == ["prompt_heads"]
+    assert took == ["write_heads"]
     np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
     assert_rounded_alike(cache.kv[:, 1:], want_cache.kv[:, 1:])
 
 
 @pytest.mark.parametrize("family,bias", [("llama", False), ("llama", True), ("qwen3", False)])
 def test_layers_are_those_of_the_model(monkeypatch, family, bias):
-    monkeypatch.setattr(op, "prompt_heads", partial(op.prompt_heads, **INTERPRET))
-    monkeypatch.setattr(op.kv_write, "FEWEST", 1)
+    monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
     check_mix(monkeypatch, family, attention_bias=bias)
 
 
@@ -128,35 +134,34 @@ def test_layers_are_those_of_the_model(monkeypatch, family, bias):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_prompts_take_it_where_there_is_one(monkeypatch, family, heads, kv_heads):
     monkeypatch.setattr(target, "kernels_here", lambda: None)
-    for blocks, pages, kernels in ((9, "bfloat16", 1), (8, "bfloat16", 0), (9, "float8_e4m3fn", 0)):
-        before = KERNELS["prompt_heads"]
+    for blocks, pages, kernels in ((9, "bfloat16", 1), (1, "bfloat16", 1), (8, "float8_e4m3fn", 0)):
+        before = KERNELS["write_heads"]
         mix, given = mixed(family, pages, blocks, 64, num_attention_heads=heads, num_key_value_heads=kv_heads)
         text = jax.jit(mix).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @mosaic_gpu") == 1 + kernels  # and `prompt_attention`
-        assert KERNELS["prompt_heads"] == before + kernels
+        assert KERNELS["write_heads"] == before + kernels
 
 
 def test_texts_without_pages_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(target, "kernels_here", lambda: None)
     config, layer = model("qwen3")
-    shape = jax.ShapeDtypeStruct((9, 64, 16 * WIDTH), jnp.bfloat16)
+    shape = jax.ShapeDtypeStruct((1, 9, 64, 16 * WIDTH), jnp.bfloat16)
     positions = jnp.broadcast_to(jnp.arange(64), (9, 64))
-    before = KERNELS["prompt_heads"]
+    before = KERNELS["write_heads"]
     jax.eval_shape(lambda qkv: llama.mix(layer, config, jnp.int32(0), qkv, positions, WholeTexts(), None)[0], shape)
-    assert KERNELS["prompt_heads"] == before
+    assert KERNELS["write_heads"] == before
 
 
 @pytest.mark.parametrize(
     "wrong,reason",
     [
-        ((512, 32, 8, 128, 128), "512 rows"),
-        ((2048, 32, 8, 64, 64), "width 64"),
-        ((2048, 32, 8, 128, 32), "32 of 128 columns"),
-        ((2048, 9, 3, 128, 128), "9 query and 3 KV heads"),
-        ((2048, 32, 2, 128, 128), "2 KV heads"),
-        ((2048, 32, 8, 128, 128, jnp.bfloat16, jnp.float8_e4m3fn), "float8"),
+        ((32, 8, 64, 64), "width 64"),
+        ((32, 8, 128, 32), "32 of 128 columns"),
+        ((9, 3, 128, 128), "9 query and 3 KV heads"),
+        ((32, 2, 128, 128), "2 KV heads"),
+        ((32, 8, 128, 128, jnp.bfloat16, jnp.float8_e4m3fn), "float8"),
     ],
 )
 def test_what_cannot_run_is_named(wrong, reason):
-    assert op.supported(2048, 32, 8, 128, 128, jnp.bfloat16) is None
+    assert op.supported(32, 8, 128, 128, jnp.bfloat16) is None
     assert reason in op.supported(*wrong)

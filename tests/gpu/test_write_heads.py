@@ -1,10 +1,10 @@
-"""The kernel of prompts' heads, on the device."""
+"""The kernel of rows' heads, on the device."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests import test_prompt_heads as cpu
+from tests import test_write_heads as cpu
 
 pytestmark = pytest.mark.gpu
 
@@ -13,6 +13,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("rows,heads,kv_heads", [(2048, 32, 8), (1000, 32, 4), (640, 40, 40), (8192, 64, 8)])
 def test_matches_the_plain_form(rows, heads, kv_heads, normed):
     cpu.check(rows, heads, kv_heads, normed, page_size=64)
+
+
+@pytest.mark.parametrize("rows,parts", [(10, 4), (32, 1), (128, 4), (512, 1)])
+def test_rows_of_rounds(rows, parts):
+    cpu.check(rows, 32, 8, True, page_size=64, parts=parts)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -1,8 +1,8 @@
-"""Heads of prompts' rows on Hopper: queries and keys normed and rotated, keys and values put into their pages.
+"""Heads of rows on Hopper: queries and keys normed and rotated, keys and values put into their pages.
 
-A Mosaic GPU kernel in place of four of XLA's and `kv_write`, so that what the projection made is read once. A warpgroup
-takes one row and asks for all of it before it begins. A head lies in some lanes of one warp, so its length is a sum
-over these, and columns that rotate together lie in one thread.
+A Mosaic GPU kernel in place of four of XLA's and `kv_write`: what the projection made is read once, and of a round's
+rows one kernel's start is waited for. A warpgroup takes one row and asks for all of it before it begins. A head lies
+in some lanes of one warp, so its length is a sum over these, and columns that rotate together lie in one thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import kv_write
 from jaxspec.pallas.once import lower_once
 
 WARPS, LANES = 4, 32  # of a warpgroup
@@ -29,12 +28,10 @@ WIDTH = 128  # of a head
 _f32 = jnp.float32
 
 
-def supported(rows: int, heads: int, kv_heads: int, width: int, rotated: int, *dtypes: Any) -> str | None:
-    """Why the kernel shouldn't take rows of so many heads, or None if it should. `dtypes`: all operands'."""
-    if rows < kv_write.FEWEST:
-        return f"{rows} rows"
+def supported(heads: int, kv_heads: int, width: int, rotated: int, *dtypes: Any) -> str | None:
+    """Why the kernel can't take rows of so many heads, or None if it can. `dtypes`: those of norms and pages."""
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"rows, norms or pages in {wrong[0]}; bfloat16 are"
+        return f"norms or pages in {wrong[0]}; bfloat16 are"
     if width != WIDTH:
         return f"heads of width {width}; {WIDTH} are"
     if rotated != width:
@@ -45,8 +42,8 @@ def supported(rows: int, heads: int, kv_heads: int, width: int, rotated: int, *d
 
 
 @lower_once("eps")
-def prompt_heads(
-    qkv: Float[Array, "r d"],
+def write_heads(
+    qkv: Float[Array, "s r d"],
     cos: Float[Array, "r half"],
     sin: Float[Array, "r half"],
     kv: Float[Array, "l p 2 m s h"],
@@ -59,23 +56,24 @@ def prompt_heads(
 ) -> tuple[Float[Array, "r n h"], Float[Array, "l p 2 m s h"]]:
     """Rotated queries, and the pages with rotated keys and values in `layer`, rounded where plain layers round.
 
-    `qkv` has columns of the query heads, then of as many keys and values as the pages have. `cos` and `sin` are those
-    of each row's angles, float32. `norms`: the scales of the norms that each head's queries and keys go through, if
+    `qkv` is to be summed over its first axis, in float32, and rounded: what parts of a projection made. It has columns
+    of the query heads, then of as many keys and values as the pages have. `cos` and `sin` are those of each row's
+    angles, float32. `norms`: the scales of the norms that each head's queries and keys go through, if
     they do. Row i's keys and values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative
     place go nowhere.
     """
-    (rows, columns), (kv_heads, _, width), ref = qkv.shape, kv.shape[3:], jax.new_ref(kv)
+    (parts, rows, columns), (kv_heads, _, width), ref = qkv.shape, kv.shape[3:], jax.new_ref(kv)
     heads = columns // width
     q = plgpu.kernel(
         partial(_row, eps),
-        kernel_name="prompt_heads",
-        out_type=jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, width), qkv.dtype),
+        kernel_name="write_heads",
+        out_type=jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, width), kv.dtype),
         grid=(rows,),
         grid_names=("row",),
         # Safe here: there is no shared memory, not even for sums, as a head lies within a warp.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(qkv.reshape(rows, heads, width), cos, sin, layer.reshape(1), place, ref, *norms)
+    )(qkv.reshape(parts, rows, heads, width), cos, sin, layer.reshape(1), place, ref, *norms)
     return q, jax.freeze(ref)
 
 
@@ -83,16 +81,19 @@ def _row(eps, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
     *norms_g, q_g = refs
     row, (heads, width), (kv_heads, page_size) = lax.axis_index("row"), q_g.shape[1:], kv_g.shape[3:5]
     halves = [pl.ds(at, width // 2) for at in (0, width // 2)]
+    parts_g = [qkv_g.at[part] for part in range(qkv_g.shape[0])]
     load = partial(plgpu.load, optimized=False)
 
     def bring(first, count):
         """Tiles of some of the row's heads: which of them these are, and the halves of their columns."""
         size = math.gcd(count, TILE)
         layout = _layout(size, width // 2)
-        return [
-            (pl.ds(at, size), [load(qkv_g.at[row, pl.ds(first + at, size), half], layout=layout) for half in halves])
-            for at in range(0, count, size)
-        ]
+
+        def half_of(at, half):
+            parts = [load(part.at[row, pl.ds(first + at, size), half], layout=layout) for part in parts_g]
+            return sum(parts[1:], parts[0]).astype(q_g.dtype)
+
+        return [(pl.ds(at, size), [half_of(at, half) for half in halves]) for at in range(0, count, size)]
 
     def turned(tiles, norm_g):
         """The same, normed if there is a norm, and rotated."""
