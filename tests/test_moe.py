@@ -21,6 +21,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models import moe
 from jaxspec.models.layers import Attention, Param
 from jaxspec.pallas import experts
+from jaxspec.pallas.expert_stream import COUNT
 from jaxspec.pallas.top_experts import top_experts
 from jaxspec.train.objective import matmul_weights
 from tests.tiny import tiny_checkpoint, tiny_config
@@ -164,19 +165,19 @@ def test_items_hold_each_pair_once(t, e, k, skew):
         ids, real = ids.at[t // 2 :: 4].set(experts.NOBODY).at[t - 1].set(experts.NOBODY), jnp.array([t - 1])
     x = jnp.arange(1.0, t + 1)[:, None]
     rows, items, place = jax.tree.map(np.asarray, jax.jit(experts.plan, static_argnums=2)(x, ids, e, real))
-    count, written = len(items.expert) if items.count is None else int(items.count[0]), {}
-    assert count <= len(items.expert)
-    for i in range(count):
-        source, target, blocks = (int(a[i]) * experts.ALIGN for a in (items.source, items.target, items.blocks))
+    count, written = int(items.table[0, COUNT]), {}
+    assert count <= len(items.table)
+    for expert, *places, _ in items.table[:count].tolist():
+        source, target, blocks = (experts.ALIGN * place for place in places)
         assert 0 <= source <= len(rows) - items.rows and 0 <= target <= items.capacity - items.rows
         assert blocks <= items.rows
         for r in range(blocks):
             assert target + r not in written
-            written[target + r] = int(items.expert[i]), float(rows[source + r, 0])
+            written[target + r] = expert, float(rows[source + r, 0])
     for (token, j), row in np.ndenumerate(place):
         chosen = int(ids[token, j])
         assert row == -1 if chosen == experts.NOBODY else written[int(row)] == (chosen, token + 1)
-    done = [int(expert) for expert, blocks in zip(items.expert[:count], items.blocks, strict=False) if blocks]
+    done = [expert for expert, _, _, blocks, _ in items.table[:count].tolist() if blocks]
     assert set(done) == set(np.unique(ids).tolist()) - {experts.NOBODY}
     assert len(done) == len(set(done)) or t > experts.FEW  # nobody's weights are read twice
 

@@ -41,18 +41,15 @@ _i32 = jnp.int32
 
 @flax.struct.dataclass
 class Items:
-    """Work items: item i multiplies rows `ALIGN * source[i]` and on, `ALIGN * blocks[i]` of them, by `expert[i]`.
+    """Work items. As row i of the table has it, item i multiplies rows `ALIGN * SOURCE` and on, `ALIGN * ROW_BLOCKS` of
+    them, by expert `EXPERT`.
 
-    Results go to rows `ALIGN * target[i]` and on of `capacity` rows. Of the arrays' items the first `count[0]` are
-    real (all, if it is None), and of those some may have no blocks, so nothing to do. From an item's first row on,
-    there are `rows` rows to read.
+    Results go to rows `ALIGN * TARGET` and on of `capacity` rows. The first `COUNT` items, as the first row has it, are
+    real, and of those some may have no blocks, so nothing to do; other rows of the table may hold anything. From an
+    item's first row on, there are `rows` rows to read.
     """
 
-    expert: Int[Array, " i"]
-    source: Int[Array, " i"]
-    target: Int[Array, " i"]
-    blocks: Int[Array, " i"]
-    count: Int[Array, " 1"] | None
+    table: Int[Array, "i 5"]
     rows: int = flax.struct.field(pytree_node=False)
     capacity: int = flax.struct.field(pytree_node=False)
 
@@ -157,9 +154,6 @@ class Stage:
 @lower_once("names", "sizes")
 def _launch(rows, weights, items, *, names, sizes, interpret):
     stages = [Stage.of(name, stack[0], sizes.columns) for name, stack in zip(names, weights, strict=True)]
-    n = len(items.expert)
-    count = jnp.broadcast_to(n if items.count is None else items.count, n)
-    table = jnp.stack([items.expert, items.source, items.target, items.blocks, count], axis=1)  # made by one kernel
     tall = TILE_ROWS * sizes.warpgroups
     return plgpu.kernel(
         partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]]),
@@ -181,7 +175,7 @@ def _launch(rows, weights, items, *, names, sizes, interpret):
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(rows, *jax.tree.leaves(weights), table)
+    )(rows, *jax.tree.leaves(weights), items.table)
 
 
 def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import expert_few, expert_rows, expert_stream
-from jaxspec.pallas.expert_stream import ALIGN, Items, Stack
+from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items, Stack
 from jaxspec.pallas.target import chosen, tell
 
 FEW = 16  # tokens; with more, grouping costs less than the rows that nobody asked for
@@ -104,15 +104,8 @@ def _by_pair(ids, num_experts, real) -> tuple[Items, Int[Array, "t k"]]:
     flat, pair = ids.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
     first = pair if t == 1 else jnp.min(jnp.where(flat[None] == flat[:, None], pair, t * k), axis=1)
     works = (first == pair) & (flat < num_experts)
-    items = Items(
-        expert=flat,
-        source=jnp.zeros(t * k, jnp.int32),
-        target=blocks * pair,
-        blocks=jnp.where(works, blocks, 0),
-        count=None if real is None else real * k,
-        rows=ALIGN * blocks,
-        capacity=ALIGN * blocks * t * k,
-    )
+    table = _table(flat, 0, blocks * pair, jnp.where(works, blocks, 0), t * k if real is None else real * k)
+    items = Items(table, rows=ALIGN * blocks, capacity=ALIGN * blocks * t * k)
     place = ALIGN * blocks * first.reshape(t, k) + jnp.arange(t)[:, None]
     return items, jnp.where(ids < num_experts, place, -1)
 
@@ -132,17 +125,15 @@ def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Ite
     done = (item - first_item[expert]) * per_item
     capacity = -(-(pairs + most * (ALIGN - 1)) // ALIGN) * ALIGN + rows - ALIGN
     start = jnp.minimum(first_block[expert] + done, (capacity - rows) // ALIGN)
-    items = Items(
-        expert=expert,
-        source=start,
-        target=start,
-        blocks=jnp.clip(blocks[expert] - done, 0, per_item),
-        count=tiles.sum(keepdims=True),
-        rows=rows,
-        capacity=capacity,
-    )
+    table = _table(expert, start, start, jnp.clip(blocks[expert] - done, 0, per_item), tiles.sum())
+    items = Items(table, rows, capacity)
     place = first_block[jnp.minimum(flat, num_experts - 1)] * ALIGN + rank
     return items, jnp.where(ids < num_experts, place.reshape(ids.shape), -1)
+
+
+def _table(expert, *columns) -> Int[Array, "i 5"]:
+    """The items' table, in whose other columns all rows may have the same. Made by one kernel."""
+    return jnp.stack([expert, *(jnp.broadcast_to(x, expert.shape) for x in columns)], axis=1)
 
 
 def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], Int[Array, " p"]]:
@@ -185,14 +176,13 @@ def reference(rows: Float[Array, "r d"], stacks: list[Stack], items: Items) -> F
     ]
 
     def one(i, out):
-        part = jax.lax.dynamic_slice_in_dim(rows, ALIGN * items.source[i], items.rows)
-        expert = items.expert[i]
+        expert, source, target, blocks, _ = items.table[i]
+        part = jax.lax.dynamic_slice_in_dim(rows, ALIGN * source, items.rows)
         new = jax.lax.switch(jnp.sum(expert >= first[1:-1]), branches, part, expert)
-        start = ALIGN * items.target[i]
-        mine = jnp.arange(items.rows)[:, None] < ALIGN * items.blocks[i]
+        start = ALIGN * target
+        mine = jnp.arange(items.rows)[:, None] < ALIGN * blocks
         new = jnp.where(mine, new, jax.lax.dynamic_slice_in_dim(out, start, items.rows))
         return jax.lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
 
     out = jnp.zeros((items.capacity, rows.shape[1]), rows.dtype)
-    count = len(items.expert) if items.count is None else items.count[0]
-    return jax.lax.fori_loop(0, count, one, out)
+    return jax.lax.fori_loop(0, items.table[0, COUNT], one, out)
