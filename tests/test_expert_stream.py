@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import expert_stream, experts, target
+from jaxspec.pallas import expert_few, expert_plan, expert_stream, experts, target
 from jaxspec.pallas.expert_rows import FEWEST
 from jaxspec.pallas.expert_stream import COUNT, Tiling, stream, supported, tiling
 from jaxspec.pallas.target import KERNELS
@@ -61,11 +61,12 @@ def test_each_matmul_matches_the_reference(few_blocks, monkeypatch, t, e, k, ske
 
 
 def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch):
-    """Gathering and adding up around the kernel, as a Hopper GPU has it, with a shared expert."""
+    """Planning and adding up around the kernel, as a Hopper GPU has it, with a shared expert."""
     case = bfloat16(random_case(17, 4, 2, d=128, f=64, shared=64))
-    interpreted = partial(stream, fused=False, interpret=plgpu.InterpretGPUParams())
+    interpret = plgpu.InterpretGPUParams()
     monkeypatch.setattr(target, "kernels_here", lambda: None)
-    monkeypatch.setattr(expert_stream, "stream", interpreted)
+    monkeypatch.setattr(expert_stream, "stream", partial(stream, fused=False, interpret=interpret))
+    monkeypatch.setattr(expert_plan, "plan", partial(expert_plan.plan, interpret=interpret))
     before = KERNELS["experts"]
     assert_close(jax.jit(experts.experts_mlp)(*case), naive(*case))
     assert KERNELS["experts"] == before + 1
@@ -79,7 +80,7 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
     *(("qwen3-30b-a3b", tokens) for tokens in (1, 32, 512)),
     *(("qwen3-next-80b-a3b", tokens) for tokens in (4, 128)),
 ])  # fmt: skip
-def test_lowers_for_cuda_as_one_kernel_and_many_tokens_as_three(model, tokens, monkeypatch):
+def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, monkeypatch):
     monkeypatch.setattr(target, "kernels_here", lambda: None)
     d, f, e, k, shared = MODELS[model]
     shape = jax.ShapeDtypeStruct
@@ -87,9 +88,8 @@ def test_lowers_for_cuda_as_one_kernel_and_many_tokens_as_three(model, tokens, m
     stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
     lowered = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
-    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == (
-        3 if tokens >= FEWEST else 1
-    )
+    kernels = 1 + (expert_few.ROWS < tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
+    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == kernels
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])

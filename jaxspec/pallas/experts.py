@@ -4,9 +4,10 @@ A (token, expert) pair is a row of work. Rows of one expert stand together, from
 bulk copy can start at), and are cut into items of at most n rows, which go through that expert's weights. What is done
 is proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
-Up to `FEW` tokens need no grouping: there an item is a pair, and all tokens' rows go through its expert, since on
-tensor cores that costs no more than one row does. The first pair of each expert does it for the others. Up to eight
-have a kernel that needs no items at all (`expert_few`).
+Up to 128 tokens have a kernel that finds all of that out and gathers the rows (`expert_plan`), up to eight one that
+needs no items at all (`expert_few`). Without them up to `FEW` tokens need no grouping: there an item is a pair, and all
+tokens' rows go through its expert, since on tensor cores that costs no more than one row does. The first pair of each
+expert does it for the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import expert_few, expert_rows, expert_stream
+from jaxspec.pallas import expert_few, expert_plan, expert_rows, expert_stream
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items, Stack
 from jaxspec.pallas.target import chosen, tell
 
@@ -48,8 +49,7 @@ def experts_mlp(
     few = expert_few.supported(len(x if residual is None else residual), each, x.dtype, stacks)
     if chosen("experts", few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, stacks, ids, weights, residual, each=each)
-    ids, weights = ids[:, :each], weights[:, :each]
-    rows, items, place = plan(x, ids, sum(len(down) for _, down in stacks), real)
+    rows, items, place = plan(x, ids, sum(len(down) for _, down in stacks), real, each)
     fits = expert_stream.supported(x.dtype, stacks)
     if fits is not None:
         tell("experts", fits)
@@ -57,7 +57,7 @@ def experts_mlp(
         out = expert_stream.stream(rows, stacks, items)
     else:
         out = reference(rows, stacks, items)
-    mixed = combine(out, place, weights)
+    mixed = combine(out, place, weights[:, :each])
     return mixed if residual is None else residual + jnp.pad(mixed, ((0, len(residual) - len(mixed)), (0, 0)))
 
 
@@ -75,14 +75,28 @@ def expected_experts(tokens: float, each: int, num_experts: int) -> float:
 
 
 def plan(
-    x: Float[Array, "t d"], ids: Int[Array, "t k"], num_experts: int, real: Int[Array, "1"] | None = None
+    x: Float[Array, "t d"],
+    ids: Int[Array, "t w"],
+    num_experts: int,
+    real: Int[Array, "1"] | None = None,
+    each: int | None = None,
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
-    """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert."""
-    t, k = ids.shape
+    """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert.
+
+    A token has k = `each` pairs, by default as many as `ids` has columns; further columns hold nobody.
+    """
+    t, k = len(x), each or ids.shape[1]
+    rows = rows_per_item(t * k / num_experts)
+    if chosen("expert_plan", expert_plan.supported(t, k, num_experts, x.shape[1], x.dtype)):
+        most, capacity = _most(t * k, num_experts, rows)
+        sizes = {"each": k, "experts": num_experts, "rows": rows, "items": most, "capacity": capacity}
+        gathered, table, place = expert_plan.plan(x, ids, **sizes)
+        return gathered, Items(table, rows, capacity), place
+    ids = ids[:, :k]
     if t <= FEW:
         items, place = _by_pair(ids, num_experts, real)
         return jnp.pad(x, ((0, items.rows - t), (0, 0))), items, place
-    items, place = _by_expert(ids, num_experts, rows_per_item(t * k / num_experts))
+    items, place = _by_expert(ids, num_experts, rows)
     flat, pair = place.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
     token = jnp.zeros(items.capacity, jnp.int32)
     into = jnp.where(flat < 0, items.capacity + pair, flat)
@@ -95,6 +109,12 @@ def plan(
 def rows_per_item(mean: float) -> int:
     """Rows of an item where experts have `mean` rows: few experts need two items, and most fill theirs by half."""
     return next((rows for rows in ITEM_ROWS if rows >= 2.5 * mean), ITEM_ROWS[-1])
+
+
+def _most(pairs: int, num_experts: int, rows: int) -> tuple[int, int]:
+    """Items of up to `rows` rows that so many pairs may need, and their rows, with those that the last one may read."""
+    most = min(num_experts, pairs)
+    return (pairs + most * (rows - 1)) // rows, -(-(pairs + most * (ALIGN - 1)) // ALIGN) * ALIGN + rows - ALIGN
 
 
 def _by_pair(ids, num_experts, real) -> tuple[Items, Int[Array, "t k"]]:
@@ -113,17 +133,16 @@ def _by_pair(ids, num_experts, real) -> tuple[Items, Int[Array, "t k"]]:
 def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Items, Int[Array, "t k"]]:
     """Items of many tokens: the pairs of each expert, `rows` at a time."""
     flat = ids.reshape(-1)
-    pairs, most = flat.size, min(num_experts, flat.size)
     per_item = rows // ALIGN
+    most, capacity = _most(flat.size, num_experts, rows)
     counts, rank = _ranks(flat, num_experts)
     blocks = -(-counts // ALIGN)
     tiles = -(-counts // rows)
     first_block, first_item = _before(blocks), _before(tiles)
-    item = jnp.arange((pairs + most * (rows - 1)) // rows, dtype=jnp.int32)
+    item = jnp.arange(most, dtype=jnp.int32)
     expert = jnp.sum(item[:, None] >= (first_item + tiles)[None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, num_experts - 1)
     done = (item - first_item[expert]) * per_item
-    capacity = -(-(pairs + most * (ALIGN - 1)) // ALIGN) * ALIGN + rows - ALIGN
     start = jnp.minimum(first_block[expert] + done, (capacity - rows) // ALIGN)
     table = _table(expert, start, start, jnp.clip(blocks[expert] - done, 0, per_item), tiles.sum())
     items = Items(table, rows, capacity)
