@@ -37,7 +37,7 @@ PROMPTS = {
     *("router", "experts", "expert_rows", "kv_write", "tile_matmul"),
     *("conv_chunk", "delta_chunk", "prompt_attention"),
 }
-ROUNDS = {"router", "experts", "conv_step", "delta_step", "decode_attention"}
+ROUNDS = {"router", "expert_plan", "experts", "conv_step", "delta_step", "decode_attention"}
 WHOLE_TILES = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}  # of columns, as few rows want them
 FEW_ROWS = {"few_rows", "conv_step", "delta_step", "decode_attention"}
 ROWS, BLOCKS = 4, 4  # of a request
