@@ -72,7 +72,7 @@ def test_the_mixture_takes_it_where_there_is_one(model, tokens, monkeypatch):
     d, _, e, k, shared = MODELS[model]
     before = KERNELS["expert_plan"]
     x, ids = jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16), jax.ShapeDtypeStruct((tokens, 128), jnp.int32)
-    run = jax.jit(lambda x, ids: experts.plan(x, ids, e + shared, None, k + shared))
+    run = jax.jit(lambda x, ids: experts.plan(x, ids, e + shared, k + shared))
     text = run.trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
     assert not [op for op in ("gather", "scatter", "pad", "slice", "reduce") if f"stablehlo.{op}" in text]

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import Param, expert_stack, linear
 from jaxspec.pallas.experts import experts_mlp
-from jaxspec.pallas.project import real_rows
 from jaxspec.pallas.top_experts import top_experts
 
 
@@ -78,5 +77,5 @@ def mix(
         shared = rows, layer["shared_gate"]
     ids, weights = top_experts(logits, positions, shared, k, config.norm_topk_prob)
     each = k + (shared is not None)
-    rows, ids, weights, positions = (a[:real] for a in (rows, ids, weights, positions))
-    return experts_mlp(rows, stacks, ids, weights, real_rows(positions), each, residual)
+    rows, ids, weights = (a[:real] for a in (rows, ids, weights))
+    return experts_mlp(rows, stacks, ids, weights, each, residual)

@@ -5,9 +5,7 @@ bulk copy can start at), and are cut into items of at most n rows, which go thro
 is proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
 Up to 128 tokens have a kernel that finds all of that out and gathers the rows (`expert_plan`), up to eight one that
-needs no items at all (`expert_few`). Without them up to `FEW` tokens need no grouping: there an item is a pair, and all
-tokens' rows go through its expert, since on tensor cores that costs no more than one row does. The first pair of each
-expert does it for the others.
+needs no items at all (`expert_few`).
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from jaxspec.pallas import expert_few, expert_plan, expert_rows, expert_stream
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items, Stack
 from jaxspec.pallas.target import chosen, tell
 
-FEW = 16  # tokens; with more, grouping costs less than the rows that nobody asked for
 ITEM_ROWS = (8, 16, 32, 64, 128)
 NOBODY = 2**30  # the id of an expert that doesn't exist
 CHUNK = 256  # pairs that are ranked against one another at once
@@ -34,7 +31,6 @@ def experts_mlp(
     stacks: list[Stack],
     ids: Int[Array, "t w"],
     weights: Float[Array, "t w"],
-    real: Int[Array, "1"] | None = None,
     each: int | None = None,
     residual: Float[Array, "n d"] | None = None,
 ) -> Float[Array, "n d"]:
@@ -42,14 +38,14 @@ def experts_mlp(
     added to `residual`, whose rows from t on stay as they are.
 
     Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each. A token's must be distinct, or
-    `NOBODY`, which all are of tokens from `real` on. Each expert's result is rounded to x's dtype before it is
-    weighted, and the sum, in float32, at last. Columns from `each` on, if it is given, hold nobody.
+    `NOBODY`. Each expert's result is rounded to x's dtype before it is weighted, and the sum, in float32, at last.
+    Columns from `each` on, if it is given, hold nobody.
     """
     each = each or ids.shape[1]
     few = expert_few.supported(len(x if residual is None else residual), each, x.dtype, stacks)
     if chosen("experts", few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, stacks, ids, weights, residual, each=each)
-    rows, items, place = plan(x, ids, sum(len(down) for _, down in stacks), real, each)
+    rows, items, place = plan(x, ids, sum(len(down) for _, down in stacks), each)
     fits = expert_stream.supported(x.dtype, stacks)
     if fits is not None:
         tell("experts", fits)
@@ -75,11 +71,7 @@ def expected_experts(tokens: float, each: int, num_experts: int) -> float:
 
 
 def plan(
-    x: Float[Array, "t d"],
-    ids: Int[Array, "t w"],
-    num_experts: int,
-    real: Int[Array, "1"] | None = None,
-    each: int | None = None,
+    x: Float[Array, "t d"], ids: Int[Array, "t w"], num_experts: int, each: int | None = None
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
     """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert.
 
@@ -92,11 +84,7 @@ def plan(
         sizes = {"each": k, "experts": num_experts, "rows": rows, "items": most, "capacity": capacity}
         gathered, table, place = expert_plan.plan(x, ids, **sizes)
         return gathered, Items(table, rows, capacity), place
-    ids = ids[:, :k]
-    if t <= FEW:
-        items, place = _by_pair(ids, num_experts, real)
-        return jnp.pad(x, ((0, items.rows - t), (0, 0))), items, place
-    items, place = _by_expert(ids, num_experts, rows)
+    items, place = _by_expert(ids[:, :k], num_experts, rows)
     flat, pair = place.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
     token = jnp.zeros(items.capacity, jnp.int32)
     into = jnp.where(flat < 0, items.capacity + pair, flat)
@@ -117,21 +105,8 @@ def _most(pairs: int, num_experts: int, rows: int) -> tuple[int, int]:
     return (pairs + most * (rows - 1)) // rows, -(-(pairs + most * (ALIGN - 1)) // ALIGN) * ALIGN + rows - ALIGN
 
 
-def _by_pair(ids, num_experts, real) -> tuple[Items, Int[Array, "t k"]]:
-    """Items of a few tokens: all of them through the expert of each pair that is its expert's first."""
-    t, k = ids.shape
-    blocks = -(-t // ALIGN)
-    flat, pair = ids.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
-    first = pair if t == 1 else jnp.min(jnp.where(flat[None] == flat[:, None], pair, t * k), axis=1)
-    works = (first == pair) & (flat < num_experts)
-    table = _table(flat, 0, blocks * pair, jnp.where(works, blocks, 0), t * k if real is None else real * k)
-    items = Items(table, rows=ALIGN * blocks, capacity=ALIGN * blocks * t * k)
-    place = ALIGN * blocks * first.reshape(t, k) + jnp.arange(t)[:, None]
-    return items, jnp.where(ids < num_experts, place, -1)
-
-
 def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Items, Int[Array, "t k"]]:
-    """Items of many tokens: the pairs of each expert, `rows` at a time."""
+    """Items, the pairs of each expert, `rows` at a time, and each pair's place."""
     flat = ids.reshape(-1)
     per_item = rows // ALIGN
     most, capacity = _most(flat.size, num_experts, rows)
@@ -144,15 +119,11 @@ def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Ite
     expert = jnp.minimum(expert, num_experts - 1)
     done = (item - first_item[expert]) * per_item
     start = jnp.minimum(first_block[expert] + done, (capacity - rows) // ALIGN)
-    table = _table(expert, start, start, jnp.clip(blocks[expert] - done, 0, per_item), tiles.sum())
-    items = Items(table, rows, capacity)
+    count = jnp.broadcast_to(tiles.sum(), most)
+    columns = expert, start, start, jnp.clip(blocks[expert] - done, 0, per_item), count
+    items = Items(jnp.stack(columns, axis=1), rows, capacity)  # made by one kernel
     place = first_block[jnp.minimum(flat, num_experts - 1)] * ALIGN + rank
     return items, jnp.where(ids < num_experts, place.reshape(ids.shape), -1)
-
-
-def _table(expert, *columns) -> Int[Array, "i 5"]:
-    """The items' table, in whose other columns all rows may have the same. Made by one kernel."""
-    return jnp.stack([expert, *(jnp.broadcast_to(x, expert.shape) for x in columns)], axis=1)
 
 
 def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], Int[Array, " p"]]:
