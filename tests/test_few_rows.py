@@ -66,8 +66,10 @@ def operands(
 
 
 def head_operands(given: dict[str, jax.Array], inputs: int, normed: bool) -> tuple:
-    """Of `heads`: one or two inputs side by side; norms of queries and keys, or none."""
+    """Of `heads`: one or two inputs side by side, or none but what is `Scaled`; norms of queries and keys, or none."""
     rows, scales = [given["x"], given["x"][::-1]][:inputs], [given["scale"], given["scale"][::-1]][:inputs]
+    if not inputs:
+        (rows, scales), inputs = ([each] for each in op.scale_rows(given["x"], given["scale"])), 1
     weight = jnp.concatenate([given["qkv"], given["qkv"][::-1]][:inputs]) * inputs**-0.5
     norms = list(given["norms"]) if normed else []
     return rows, scales, weight, given["cos"], given["sin"], given["kv"], jnp.int32(1), given["place"], norms
@@ -77,7 +79,8 @@ def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = Fal
     operands = head_operands(given, inputs, normed)
     q, kv = op.heads(*operands, [given["gate_up"]], eps=EPS, **options)
     rows, (kv_heads, _, width) = len(given["x"]), given["kv"].shape[3:]
-    x = jnp.concatenate([rms_norm(*each, EPS) for each in zip(*operands[:2], strict=True)], axis=1)
+    pairs = zip(*operands[:2], strict=True) if inputs else [(given["x"], given["scale"])]
+    x = jnp.concatenate([rms_norm(*each, EPS) for each in pairs], axis=1)
     qkv = (x @ operands[2]).reshape(rows, 1, -1, width)
     turned = qkv[:, :, :-kv_heads]
     if normed:
@@ -112,8 +115,9 @@ def assert_written(given, kv, layers, new):
     assert_close(np.asarray(kv)[changed], np.asarray(expected)[changed])
 
 
-def check_gated(given: dict[str, jax.Array], **options):
-    got = op.gated(given["x"], given["scale"], given["gate_up"], [given["down"]], eps=EPS, **options)
+def check_gated(given: dict[str, jax.Array], scaled: bool = False, **options):
+    rows = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
+    got = op.gated(*rows, given["gate_up"], [given["down"]], eps=EPS, **options)
     assert_close(got, project.reference(rms_norm(given["x"], given["scale"], EPS), given["gate_up"], gated=True))
 
 
@@ -132,6 +136,16 @@ def check_normed(given: dict[str, jax.Array], centred: bool = False, **options):
 def check_add(given: dict[str, jax.Array], **options):
     got = op.add_product(given["x"], given["hidden"], given["down"], **options)
     assert_close(got, given["x"] + given["hidden"] @ given["down"])
+
+
+def check_scaled(given: dict[str, jax.Array], **options):
+    """The sum is what it is alone, and the rest what `scale_rows` makes of it."""
+    got, scaled = op.add_product(given["x"], given["hidden"], given["down"], given["scale"], **options)
+    alone = op.add_product(given["x"], given["hidden"], given["down"], **options)
+    np.testing.assert_array_equal(got, alone)
+    expected = op.scale_rows(got, given["scale"])
+    np.testing.assert_array_equal(scaled.rows, expected.rows)
+    np.testing.assert_allclose(scaled.squares, expected.squares, rtol=1e-5)
 
 
 def check_product(given: dict[str, jax.Array], **options):
@@ -160,8 +174,9 @@ def test_heads(rows, inputs, normed):
     check_heads(operands(rows), inputs, normed, **INTERPRET)
 
 
-def test_wide_heads_of_twice_the_width():
-    check_heads(operands(8, d=2048, width=128), normed=True, splits=1, **INTERPRET)
+@pytest.mark.parametrize("inputs", [0, 1])
+def test_wide_heads_of_twice_the_width(inputs):
+    check_heads(operands(8, d=2048, width=128), inputs, normed=True, splits=1, **INTERPRET)
 
 
 def test_top_tokens(monkeypatch):
@@ -188,15 +203,22 @@ def test_gated(rows):
     check_gated(operands(rows), **INTERPRET)
 
 
-def test_gated_with_more_weights_than_shared_memory_holds():
-    share = replace(share_out(8, [2048], 256), splits=1)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gated_with_more_weights_than_shared_memory_holds(scaled):
+    share = replace(share_out(8, [2048], 256, normed=not scaled), splits=1)
     assert share.slots < share.chunks
-    check_gated(operands(8, d=2048), splits=1, **INTERPRET)
+    check_gated(operands(8, d=2048), scaled, splits=1, **INTERPRET)
 
 
 @pytest.mark.parametrize("rows", [8, 24])
 def test_product_added(rows):
     check_add(operands(rows), splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("d", [192, 512, 1088])  # of tiles fewer than sums of squares, as many, and of some more
+def test_product_added_for_a_norm(d):
+    check_scaled(operands(8, d=d), splits=1, **INTERPRET)
+    check_gated(operands(8, d=d), scaled=True, splits=1, **INTERPRET)
 
 
 def test_product_added_with_more_weights_than_shared_memory_holds():
@@ -219,6 +241,9 @@ KERNELS_OF = {
         dtypes=("bfloat16", "bfloat16", "float32"),
     ),
     "gated": lambda of: op.gated(of["x"], of["scale"], of["gate_up"], [of["down"]], eps=EPS),
+    "scaled heads": lambda of: op.heads(*head_operands(of, 0, True), eps=EPS),
+    "scaled gated": lambda of: op.gated(*op.scale_rows(of["x"], of["scale"]), of["gate_up"], eps=EPS),
+    "scaled add": lambda of: op.add_product(of["x"], of["hidden"], of["down"], of["scale"]),
     "product": lambda of: op.product([of["x"]] * 3, jnp.concatenate([of["gate_up"]] * 3)),
     "top tokens": lambda of: op.top_tokens(of["x"], of["scale"], jnp.zeros((49152, 576), jnp.bfloat16), eps=EPS),
     "add": lambda of: op.add_product(of["x"], of["hidden"], of["down"]),
@@ -235,7 +260,9 @@ def test_lowers_for_cuda(rows, kernel):
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("kernel", ["normed heads", "normed", "gated", "add"])
+@pytest.mark.parametrize(
+    "kernel", ["normed heads", "normed", "gated", "add", "scaled heads", "scaled gated", "scaled add"]
+)
 @pytest.mark.parametrize("sizes", [QWEN3, MIXTURE], ids=["qwen3-8b", "qwen3-30b-a3b"])
 def test_wide_layers_lower_for_cuda(sizes, kernel):
     given = jax.eval_shape(lambda: operands(8, **sizes))
@@ -260,14 +287,16 @@ def rounds(tree: bool) -> Rows:
 
 
 def forward(config, params, rows: Rows):
+    """Of three rows of each request, or four each of two."""
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, PAGE, "bfloat16").kv(config).shape)
-    tokens = jnp.arange(9).reshape(3, 3)
-    return llama.forward(params, config, tokens, rows.marked_positions(3), rows, kv.astype("bfloat16"), (0, 2))
+    tokens = jnp.arange(9).reshape(3, 3) if len(rows.count) == 3 else jnp.arange(8).reshape(2, 4)
+    positions = rows.marked_positions(tokens.shape[1])
+    return llama.forward(params, config, tokens, positions, rows, kv.astype("bfloat16"), (0, 2))
 
 
 def assert_same_forward(got, expected, rows: Rows, tolerance: float):
     """Of real rows, and of pages but the dummy."""
-    real = np.arange(3) < np.asarray(rows.count)[:, None]
+    real = np.arange(got.last.shape[1]) < np.asarray(rows.count)[:, None]
     for a, b in zip((got.last, *got.features), (expected.last, *expected.features), strict=True):
         assert_close(np.asarray(a)[real], np.asarray(b)[real], tolerance)
     assert_close(got.cache[:, 1:], expected.cache[:, 1:], tolerance)
@@ -297,6 +326,15 @@ def test_layers_are_those_of_the_model(monkeypatch, family, tree):
     expected = forward(config, params, rounds(tree))
     take_few_rows(monkeypatch)
     assert_same_forward(forward(config, params, rounds(tree)), expected, rounds(tree), 2e-2)
+
+
+def test_wide_layers_are_those_of_the_model(monkeypatch):
+    """Their rows come scaled from one kernel to the next; of a width whose inputs nothing divides."""
+    config, params = small_model("qwen3", hidden_size=17 * 64, num_hidden_layers=3)
+    rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
+    expected = forward(config, params, rows)
+    take_few_rows(monkeypatch)
+    assert_same_forward(forward(config, params, rows), expected, rows, 2e-2)
 
 
 def small_hybrid(family: str):
@@ -430,7 +468,7 @@ def test_what_cannot_run_is_named():
     assert "float8" in op.supported(8, 64, (576, 576, 1536), bf16, jnp.float8_e4m3fn)
     assert op.supported(8, 128, (4096, 4096, 12288), bf16) is None
     assert op.supported(8, 128, (2048, 4096), bf16) is None
-    assert "for shared memory" in op.supported(8, 128, (5120, 5120, 17408), bf16)  # groups of eight, no ring of them
+    assert op.supported(8, 128, (5120, 5120, 17408), bf16) is None  # a ring of three, of groups of eight
     assert "heads of width 256" in op.supported(8, 256, (576, 576, 1536), bf16)
     assert "65 rows" in op.supported(65, 64, (576, 576, 1536), bf16)
     assert "16 rows of 2048" in op.supported(16, 64, (2048, 2048, 8192), bf16)

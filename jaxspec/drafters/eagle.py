@@ -250,7 +250,7 @@ class Eagle3(Chain):
         (b, t), flat = tokens.shape, few_rows.flat
         inputs = [(flat(embedded), layer["attn_norm"]), (flat(hidden), layer["hidden_norm"])]
         turns = few_rows.rotations(config, rows.positions(t))
-        out, kv = few_rows.layer(layer, config, jnp.int32(0), inputs, flat(residual), b, turns, rows, kv)
+        out, _, kv = few_rows.layer(layer, config, jnp.int32(0), inputs, flat(residual), b, turns, rows, kv)
         return out.reshape(b, -1, out.shape[1]), kv
 
     def _feedback(self, params, out):

@@ -22,6 +22,7 @@ from jaxspec.pallas.target import chosen
 from jaxspec.pallas.weight_stream import HALF
 
 Turns = tuple[Float[Array, "r half"], Float[Array, "r half"]]
+Given = tuple[Float[Array, "r d"], Float[Array, " d"]] | few_rows.Scaled  # rows and their norm's scale
 Real = tuple[Int[Array, "1 r"], int]
 
 
@@ -53,14 +54,17 @@ def layers(params, config, x, positions, mixer, cache):
     real = marked(positions)
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
-    def decoder_layer(weights, following, i, x, cache):
-        inputs = [(x, weights["attn_norm"])]
-        return layer(weights, config, i, inputs, x, b, turns, mixer, cache, [following], real)
+    def decoder_layer(weights, following, i, given, x, cache):
+        return layer(weights, config, i, [given], x, b, turns, mixer, cache, following, real)
 
-    x = flat(x)
+    x, first = flat(x), params["layers"][0]
+    given = x, first["attn_norm"]
+    if _scales(first, config):
+        given = few_rows.scale_rows(*given)
     for i, weights in enumerate(params["layers"]):
         following = params["layers"][(i + 1) % len(params["layers"])]  # after the last, the next round's first
-        x, cache = decoder_layer(weights, following["qkv"], jnp.int32(i), x, cache)
+        following = {name: following[name] for name in ("qkv", "attn_norm")}
+        x, given, cache = decoder_layer(weights, following, jnp.int32(i), given, x, cache)
         outputs.append(unflat(x, b, t))
     return rms_norm(outputs[-1], params["norm"], config.rms_norm_eps), outputs, cache
 
@@ -69,21 +73,22 @@ def layer(
     weights: dict[str, Array],
     config: ModelConfig,
     i: Int[Array, ""],
-    inputs: Sequence[tuple[Float[Array, "r d"], Float[Array, " d"]]],
+    inputs: Sequence[Given],
     x: Float[Array, "r d"],
     b: int,
     turns: Turns,
     mixer: Mixer,
     cache: Any,
-    following: Sequence[Float[Array, "k n"]] = (),
+    following: dict[str, Array] | None = None,
     real: Real | None = None,
-) -> tuple[Float[Array, "r d"], Any]:
+) -> tuple[Float[Array, "r d"], Given | None, Any]:
     """A decoder layer over the flat rows of `b` requests: what attention and MLP make of the residual stream `x`.
 
-    Queries, keys and values are made of `inputs`, each with its norm's scale, side by side. `following`: weights that
-    are read after this layer's. `real`: which rows a mixture of experts is for, see `marked`.
+    Queries, keys and values are made of `inputs` side by side. `following`: weights of the layer after this one, whose
+    input comes second. `real`: which rows a mixture of experts is for, see `marked`.
     """
     eps, small = config.rms_norm_eps, config.hidden_size <= few_rows.NARROW  # memory is idle for most of a small layer
+    scales, after = _scales(weights, config), following["attn_norm"] if following else None
     norms = [weights["q_norm"], weights["k_norm"]] if config.qk_norm else []
     ahead = [weights[name] for name in ("out", "gate_up", "down") if small and name in weights]
 
@@ -94,11 +99,27 @@ def layer(
 
     mixed, cache = mixer.attend_written(cache, i, len(x) // b, write)
     mixed = mixed.reshape(len(x), -1)
-    x = few_rows.add_product(x, mixed, weights["out"])
+    x, given = _add(x, mixed, weights["out"], weights["mlp_norm"], scales)
     if "router" in weights:
-        return mixture(weights, config, x, *real), cache
-    hidden = few_rows.gated(x, weights["mlp_norm"], weights["gate_up"], following if small else (), eps=eps)
-    return few_rows.add_product(x, hidden, weights["down"]), cache
+        x = mixture(weights, config, x, *real)
+        return x, (x, after), cache
+    ahead = [following["qkv"]] if small and following else []
+    hidden = few_rows.gated(*given, weights["gate_up"], ahead, eps=eps)
+    x, given = _add(x, hidden, weights["down"], after, scales)
+    return x, given, cache
+
+
+def _scales(weights: dict[str, Array], config: ModelConfig) -> bool:
+    """Whether this layer's sums come scaled for the norm after them: narrow rows are normed in time without."""
+    return config.hidden_size > few_rows.NARROW and "router" not in weights
+
+
+def _add(x, rows, weight, scale, scales):
+    """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`."""
+    if scales:
+        return few_rows.add_product(x, rows, weight, scale)
+    x = few_rows.add_product(x, rows, weight)
+    return x, (x, scale)
 
 
 def mixture(

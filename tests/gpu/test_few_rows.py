@@ -74,18 +74,23 @@ def test_product_added(rows, splits):
 
 
 @pytest.mark.parametrize("sizes", [cpu.QWEN3, cpu.MIXTURE], ids=["qwen3-8b", "qwen3-30b-a3b"])
-@pytest.mark.parametrize("kernel", ["heads", "normed", "centred", "gated", "add", "product"])
+@pytest.mark.parametrize(
+    "kernel", ["heads", "normed", "centred", "gated", "add", "product", "scaled heads", "scaled gated", "scaled add"]
+)
 def test_wide_layers(sizes, kernel):
     """Several times, since blocks of a cluster may finish in any order, and rings go round."""
     given = cpu.operands(8, **sizes)
-    check = dict(
-        heads=partial(cpu.check_heads, normed=True),
-        normed=cpu.check_normed,
-        centred=partial(cpu.check_normed, centred=True),
-        gated=cpu.check_gated,
-        add=cpu.check_add,
-        product=lambda given: cpu.check_product(given | {"gate_up": given["gate_up"][:, :1024]}),
-    )[kernel]
+    check = {
+        "heads": partial(cpu.check_heads, normed=True),
+        "normed": cpu.check_normed,
+        "centred": partial(cpu.check_normed, centred=True),
+        "gated": cpu.check_gated,
+        "add": cpu.check_add,
+        "product": lambda given: cpu.check_product(given | {"gate_up": given["gate_up"][:, :1024]}),
+        "scaled heads": partial(cpu.check_heads, inputs=0, normed=True),
+        "scaled gated": partial(cpu.check_gated, scaled=True),
+        "scaled add": cpu.check_scaled,
+    }[kernel]
     for _ in range(5):
         check(given)
 

@@ -69,21 +69,30 @@ def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: 
             return matrices | {"scale": jnp.ones(d, "bfloat16"), "norms": [jnp.ones(width, "bfloat16")] * 2 * normed}
 
         x = jax.random.normal(key, (rows, d), "bfloat16")
+        scaled = () if narrow else few_rows.scale_rows(x, jnp.ones(d, "bfloat16"))
         kv = jnp.zeros((layers, 1 + -(-rows // PAGE), 2, kv_heads, PAGE, width), "bfloat16")
-        return [own(each) for each in jax.random.split(key, layers)], (x, kv)
+        return [own(each) for each in jax.random.split(key, layers)], (x, scaled, kv)
 
     def op(i, own, carried):
-        (x, kv), layer = carried, own[i]
-        operands = [x], [layer["scale"]], layer["qkv"], cos, sin, kv, jnp.int32(i), place
+        (x, scaled, kv), layer = carried, own[i]
+
+        def add(x, rows, weight):  # what is given to the norm after it, too
+            if narrow:
+                return few_rows.add_product(x, rows, weight), ()
+            return few_rows.add_product(x, rows, weight, layer["scale"])
+
+        rows, of = scaled or (x, layer["scale"])
         ahead = [layer["out"], layer["gate_up"], layer["down"], own[(i + 1) % layers]["qkv"]] if narrow else []
-        q, kv = few_rows.heads(*operands, layer["norms"], ahead[:3], eps=EPS)
-        x = few_rows.add_product(x, q, layer["out"])
-        hidden = few_rows.gated(x, layer["scale"], layer["gate_up"], ahead[3:], eps=EPS)
-        x = few_rows.add_product(x, hidden, layer["down"])
-        return x, (x, kv)
+        q, kv = few_rows.heads(
+            [rows], [of], layer["qkv"], cos, sin, kv, jnp.int32(i), place, layer["norms"], ahead[:3], eps=EPS
+        )
+        x, scaled = add(x, q, layer["out"])
+        hidden = few_rows.gated(*(scaled or (x, layer["scale"])), layer["gate_up"], ahead[3:], eps=EPS)
+        x, scaled = add(x, hidden, layer["down"])
+        return x, (x, scaled, kv)
 
     def plain(i, own, carried):
-        (x, kv), layer = carried, own[i]
+        (x, scaled, kv), layer = carried, own[i]
         qkv = (rms_norm(x, layer["scale"], EPS) @ layer["qkv"]).reshape(rows, -1, width)
         if normed:
             qkv = jnp.concatenate([rms_norm(qkv[:, :-kv_heads], layer["norms"][0], EPS), qkv[:, -kv_heads:]], axis=1)
@@ -96,7 +105,7 @@ def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: 
         kv = kv.at[i, place // PAGE, :, :, place % PAGE].set(new.astype(kv.dtype))
         x = x + turned[:, :heads].reshape(rows, -1).astype(x.dtype) @ layer["out"]
         x = x + project.reference(rms_norm(x, layer["scale"], EPS), layer["gate_up"], gated=True) @ layer["down"]
-        return x, (x, kv)
+        return x, (x, scaled, kv)
 
     return Case(
         name=f"layer of width {d}, {rows} rows",

@@ -1,6 +1,6 @@
 """The matmuls of a layer at few rows, each with what stands before and after it, on Hopper: see `layer`."""
 
-from jaxspec.pallas.few_rows.layer import add_product, gated, heads, keys_values, normed, product
+from jaxspec.pallas.few_rows.layer import Scaled, add_product, gated, heads, keys_values, normed, product, scale_rows
 from jaxspec.pallas.few_rows.share import (
     GROUP,
     NARROW,
@@ -16,6 +16,7 @@ __all__ = [
     "GROUP",
     "NARROW",
     "TILE",
+    "Scaled",
     "add_product",
     "gated",
     "heads",
@@ -24,6 +25,7 @@ __all__ = [
     "normed_supported",
     "product",
     "product_supported",
+    "scale_rows",
     "supported",
     "top_supported",
     "top_tokens",

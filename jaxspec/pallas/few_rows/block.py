@@ -1,4 +1,4 @@
-"""What a block of these kernels does: it brings weights, norms rows meanwhile, multiplies, adds up over its cluster."""
+"""What a block of these kernels does: it brings weights, norms rows or brings them too, multiplies, adds up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.few_rows.share import GROUP, TILE, Share, largest, tiles_of
+from jaxspec.pallas.few_rows.share import GROUP, SQUARES, TILE, Share, largest, tiles_of
 
 AT_ONCE = 4  # groups of rows that are asked for before the first is normed
 PIECE = 1024  # columns that are normed together
@@ -31,8 +31,16 @@ def one_row(width: int) -> plgpu.Layout:
     )
 
 
-def params(**options: Any) -> plgpu.CompilerParams:
-    return plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, **options)  # rows lie within a warp
+def by_tile() -> plgpu.Layout:
+    """Sums of squares, [tiles, rows]: every warp has them all, so that each row's sum is where its products are."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((SQUARES, GROUP), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
+    )
+
+
+def params(across_warps: bool = False) -> plgpu.CompilerParams:
+    """`across_warps`: it sums over columns that several warps have; otherwise rows lie within one."""
+    return plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128 * 4 if across_warps else 0)
 
 
 def grid_of(share: Share) -> dict[str, Any]:
@@ -54,12 +62,15 @@ def scratch_of(share: Share) -> dict[str, Any]:
         rows_s=plgpu.SMEM((share.chunks if share.normed else share.slots, rows, share.chunk), jnp.bfloat16),
         ready=plgpu.Barrier(num_arrivals=groups + (not share.normed), num_barriers=share.slots),
     )
-    if share.normed:
-        scratch["out_s"] = plgpu.SMEM((rows, groups * TILE), jnp.bfloat16)
     if share.splits > 1:
         scratch["parts_s"] = plgpu.SMEM((share.splits, groups, TILE, rows), _f32)
         scratch["sent"] = plgpu.Barrier(num_arrivals=share.splits * groups)
     return scratch
+
+
+def out_of(share: Share) -> dict[str, Any]:
+    """Shared memory for what `to_rows` makes."""
+    return {"out_s": plgpu.SMEM((share.rows, share.groups * TILE), jnp.bfloat16)}
 
 
 def ranges(share, weights_g):
@@ -75,11 +86,11 @@ def group_of(share, weight_g, tile, g):
 
 
 def begin(share, weights_g, rows_g=(), *, weight_s, rows_s, ready, **_):
-    """Begin to copy a block's weights, and the rows' inputs if they come from memory; what copies chunk i to a slot.
+    """Begin to copy a block's weights, and the rows' inputs unless it makes them; what copies chunk i to a slot.
 
     Of several weights, the tiles of the first come first.
     """
-    tile, split = lax.axis_index("tile"), split_of(share)
+    tile, split, rows_g = lax.axis_index("tile"), split_of(share), () if share.normed else rows_g
 
     def fetch(i, slot):
         chunk = split * share.chunks + i
@@ -105,10 +116,11 @@ def begin(share, weights_g, rows_g=(), *, weight_s, rows_s, ready, **_):
     return fetch
 
 
-def multiply(share, fetch, ahead, finish, *, weight_s, rows_s, ready, parts_s=None, sent=None):
-    """Call `finish` with the products of all rows and a tile's columns, f32[TILE, rows] of each group.
+def multiply(share, fetch, ahead, end, factor=None, *, weight_s, rows_s, ready, parts_s=None, sent=None):
+    """Call `end` with the products of all rows and a tile's columns, f32[TILE, rows] of each group.
 
-    Only a tile's first block does. `ahead`: weights to bring into the L2 cache meanwhile.
+    Only a tile's first block does. `ahead`: weights to bring into the L2 cache meanwhile. `factor`: what each row's
+    products are still to be multiplied by.
     """
     split, slots = split_of(share), share.slots
     _bring(ahead, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
@@ -133,6 +145,11 @@ def multiply(share, fetch, ahead, finish, *, weight_s, rows_s, ready, parts_s=No
         else:
             lax.fori_loop(_i32(0), _i32(share.chunks), next_one, _i32(0))
         return tuple(total[...] for total in totals)
+
+    def finish(totals):
+        if factor is not None:
+            totals = [total * lax.broadcast_in_dim(factor, total.shape, [1]) for total in totals]
+        end(totals)
 
     totals = pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)
     if share.splits == 1:
@@ -161,6 +178,17 @@ def _bring(ahead, block, blocks):
             down, along = lax.div(piece, _i32(across)), lax.rem(piece, _i32(across))
             part = weight_g.at[pl.ds(down * height, height), pl.ds(along * width, width)]
             plgpu.async_prefetch(part, predicate=piece < pieces)
+
+
+def prepare(share, rows_g, scales_g, eps, rows_s, *rest):
+    """Make the rows as `norm_rows` does, if a block makes its own; or give what products of `Scaled` ones still lack.
+
+    That is each row's factor, by which its norm would have multiplied it. `scales_g` are then the sums of squares.
+    """
+    if share.normed:
+        return norm_rows(share, rows_g, scales_g, eps, rows_s, *rest)
+    squares = plgpu.load(scales_g[0], layout=by_tile(), optimized=False)
+    return lax.rsqrt(jnp.sum(squares, axis=0) / share.widths[0] + eps)
 
 
 def norm_rows(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):

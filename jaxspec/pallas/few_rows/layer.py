@@ -17,13 +17,18 @@ columns are what is 64 wide, and rows are the narrow side, so eight rows cost an
 among the blocks of a cluster, which send their sums into the shared memory of the first one. In a small model, where
 memory is idle for most of a layer, a block that waits has later kernels' weights brought into the L2 cache (`ahead`);
 in wide layers that took longer than it saved.
+
+To norm wide rows takes longer than the first weights do, and room that weights could have. But a norm's factor is one
+number a row, and can as well multiply what was made of the row: with its sums `add_product` gives them times the scale
+of the norm that comes next, and their squares (`Scaled`). Such rows come in chunks with the weights, and the products
+are multiplied by the factor, in float32. Narrow rows are normed before their weights are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,25 +44,41 @@ from jaxspec.pallas.few_rows.block import (
     grid_of,
     group_of,
     multiply,
-    norm_rows,
     one_row,
+    out_of,
     params,
+    prepare,
     ranges,
     scaled,
     scratch_of,
     to_rows,
 )
-from jaxspec.pallas.few_rows.share import BLOCKS, MAX_GROUPS, TILE, share_out, tiles_of, with_splits
+from jaxspec.pallas.few_rows.share import BLOCKS, MAX_GROUPS, TILE, share_out, tiles_of, tiles_of_squares, with_splits
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.weight_stream import HALF
 
 _i32, _f32 = jnp.int32, jnp.float32
 
 
+class Scaled(NamedTuple):
+    """Rows for a product that takes their root-mean-square norm, and what the norm's factor is made of."""
+
+    rows: Float[Array, "r d"]  # times the norm's scale, rounded to bfloat16
+    squares: Float[Array, "t r"]  # of the rows themselves, summed over `TILE` columns, in float32; after them zeros
+
+
+def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"]) -> Scaled:
+    """What `add_product` gives with its sums, of other rows."""
+    wide = x.astype(_f32)
+    squares = jnp.sum(jnp.square(wide).reshape(len(x), -1, TILE), axis=2).T
+    more = tiles_of_squares(x.shape[1]) - len(squares)
+    return Scaled((wide * scale.astype(_f32)).astype(x.dtype), jnp.pad(squares, ((0, more), (0, 0))))
+
+
 @lower_once("eps", "splits")
 def gated(
     x: Float[Array, "r d"],
-    scale: Float[Array, " d"],
+    scale: Float[Array, " d"] | Float[Array, "t r"],
     weight: Float[Array, "d n"],
     ahead: Sequence[Float[Array, "k o"]] = (),
     *,
@@ -67,17 +88,18 @@ def gated(
 ) -> Float[Array, "r f"]:
     """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
 
-    `ahead`: weights that the kernels after it will read. `splits`: among how many blocks of a cluster to divide the
-    inputs; interpret mode can't send anything between them, and takes 1.
+    `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
+    once less. `ahead`: weights that the kernels after it will read. `splits`: among how many blocks of a cluster to
+    divide the inputs; interpret mode can't send anything between them, and takes 1.
     """
     rows = len(x)
-    share = with_splits(share_out(rows, [x.shape[1]], weight.shape[1]), splits)
+    share = with_splits(share_out(rows, [x.shape[1]], weight.shape[1], normed=scale.ndim == 1), splits)
     return plgpu.kernel(
         partial(_gated_tile, share, eps, len(ahead)),
         kernel_name="few_rows_gated",
         out_type=jax.ShapeDtypeStruct((rows, weight.shape[1] // 2), x.dtype),
         **grid_of(share),
-        scratch_types=scratch_of(share),
+        scratch_types=scratch_of(share) | out_of(share),
         compiler_params=params(),
         interpret=interpret,
     )(x, scale, weight, *ahead)
@@ -85,8 +107,8 @@ def gated(
 
 def _gated_tile(share, eps, ahead, x_g, scale_g, weight_g, *refs, out_s, **scratch):
     tile, out_g = lax.axis_index("tile"), refs[ahead]
-    fetch = begin(share, [weight_g], **scratch)
-    norm_rows(share, [x_g], [scale_g], eps, scratch["rows_s"])
+    fetch = begin(share, [weight_g], [x_g], **scratch)
+    factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"])
 
     def finish(totals):
         to_rows(totals, out_s)
@@ -95,13 +117,13 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, weight_g, *refs, out_s, **scrat
             value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
             out_g[:, pl.ds((tile * share.groups + g) * HALF, HALF)] = value.astype(jnp.bfloat16)
 
-    multiply(share, fetch, refs[:ahead], finish, **scratch)
+    multiply(share, fetch, refs[:ahead], finish, factor, **scratch)
 
 
 @lower_once("eps", "splits")
 def heads(
     rows: Sequence[Float[Array, "r d"]],
-    scales: Sequence[Float[Array, " d"]],
+    scales: Sequence[Float[Array, " d"] | Float[Array, "t r"]],
     weight: Float[Array, "k n"],
     cos: Float[Array, "r half"],
     sin: Float[Array, "r half"],
@@ -117,7 +139,8 @@ def heads(
 ) -> tuple[Float[Array, "r q"], Float[Array, "l p 2 m s h"]]:
     """Rotated queries of the normed rows, and the pages with their rotated keys and values in `layer`.
 
-    What several `rows` have stands side by side, each normed with its own of `scales`. `weight` has columns of the
+    What several `rows` have stands side by side, each normed with its own of `scales`; or there are only `Scaled` rows,
+    and for a scale their squares. `weight` has columns of the
     query heads, then of as many keys and values as the pages have. `norms`: the scales of the norms that each head's
     queries and keys go through, if they do. `cos` and `sin` are those of each row's position, float32. Row i's keys and
     values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative place go nowhere. `ahead` and
@@ -154,13 +177,14 @@ def keys_values(
 def _heads(queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, eps, splits, interpret):
     """The queries, if there are any, and the pages."""
     count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
-    share = with_splits(share_out(count, [x.shape[1] for x in rows], weight.shape[1], width // TILE), splits)
+    widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
+    share = with_splits(share_out(count, widths, weight.shape[1], width // TILE, normed=unscaled), splits)
     q = plgpu.kernel(
         partial(_head, share, eps, queries, len(rows), len(norms)),
         kernel_name="few_rows_heads",
         out_type=[jax.ShapeDtypeStruct((count, queries * width), weight.dtype)] if queries else [],
         **grid_of(share),
-        scratch_types=scratch_of(share) | {"head_s": plgpu.SMEM((count, width), weight.dtype)},
+        scratch_types=scratch_of(share) | out_of(share) | {"head_s": plgpu.SMEM((count, width), weight.dtype)},
         compiler_params=params(),
         interpret=interpret,
     )(weight, cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *ahead)
@@ -177,7 +201,7 @@ def _head(share, eps, queries, inputs, norms, weight_g, cos_g, sin_g, layer_g, p
     further, head = (f(column, _i32(queries + 2 * kv_heads)) for f in (lax.div, lax.rem))
     turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
     asks = (head < queries).astype(_f32)
-    fetch = begin(share, [weight_g], **scratch)
+    fetch = begin(share, [weight_g], rows_g, **scratch)
     # Asked for before anything is waited for, as each would take its time later.
     cos, sin = (plgpu.load(ref, layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
     cos, sin = cos * turns + (1 - turns), sin * turns
@@ -185,7 +209,7 @@ def _head(share, eps, queries, inputs, norms, weight_g, cos_g, sin_g, layer_g, p
     norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
     if len(norms) == 2:
         norms = [[q * asks + k * (1 - asks) for q, k in zip(*norms, strict=True)]]
-    norm_rows(share, rows_g, scales_g, eps, scratch["rows_s"])
+    factor = prepare(share, rows_g, scales_g, eps, scratch["rows_s"])
 
     def finish(totals):
         to_rows(totals, out_s)
@@ -218,7 +242,7 @@ def _head(share, eps, queries, inputs, norms, weight_g, cos_g, sin_g, layer_g, p
                     row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
                     kv_g[layer, page, kind, kv_head, slot] = row
 
-    multiply(share, fetch, refs, finish, **scratch)
+    multiply(share, fetch, refs, finish, factor, **scratch)
 
 
 def _half_row(row_g, at, half):
@@ -232,12 +256,17 @@ def add_product(
     x: Float[Array, "r d"],
     rows: Float[Array, "r k"],
     weight: Float[Array, "k d"],
+    scale: Float[Array, " d"] | None = None,
     *,
     splits: int | None = None,
     interpret: Any = False,
-) -> Float[Array, "r d"]:
-    """x + rows @ weight, in bfloat16, rounded where plain layers round. `splits` as in `gated`."""
-    return _products([x], [rows], weight, splits, interpret)
+) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
+    """x + rows @ weight, in bfloat16, rounded where plain layers round. `splits` as in `gated`.
+
+    With the `scale` of the norm that these sums go through next they come as `Scaled` rows as well.
+    """
+    out, *scaled = _products([x], [rows], weight, [] if scale is None else [scale], splits, interpret)
+    return (out, Scaled(*scaled)) if scaled else out
 
 
 @lower_once("splits")
@@ -249,37 +278,59 @@ def product(
     interpret: Any = False,
 ) -> Float[Array, "r d"]:
     """The product of several rows of the same width, side by side; otherwise as `add_product`."""
-    return _products([], rows, weight, splits, interpret)
+    return _products([], rows, weight, [], splits, interpret)[0]
 
 
-def _products(x, rows, weight, splits, interpret):
+def _products(x, rows, weight, scale, splits, interpret):
+    """The products, or sums, and what else `Scaled` has if there is a scale."""
     count, columns = len(rows[0]), weight.shape[1]
     share = with_splits(share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False), splits)
+    out = jax.ShapeDtypeStruct((count, columns), weight.dtype)
+    squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
     return plgpu.kernel(
-        partial(_product_tile, share, len(x)),
+        partial(_product_tile, share, len(x), len(scale)),
         kernel_name="few_rows_add" if x else "few_rows_product",
-        out_type=jax.ShapeDtypeStruct((count, columns), weight.dtype),
+        out_type=[out, out, squares] if scale else [out],
         **grid_of(share),
         scratch_types=scratch_of(share),
-        compiler_params=params(),
+        compiler_params=params(across_warps=bool(scale)),
         interpret=interpret,
-    )(*x, weight, *rows)
+    )(*x, weight, *rows, *scale)
 
 
-def _product_tile(share, added, *refs, **scratch):
-    (*x_g, weight_g), rows_g, out_g = refs[: added + 1], refs[added + 1 : -1], refs[-1]
+def _product_tile(share, added, scaled, *refs, **scratch):
+    refs = list(refs)
+    x_g, (weight_g,), rows_g, scale_g = ([refs.pop(0) for _ in range(n)] for n in (added, 1, len(share.widths), scaled))
+    out_g, *scaled_g = refs
     columns = pl.ds(lax.axis_index("tile") * TILE, TILE)
     layout = plgpu.Layout.WGMMA_TRANSPOSED
     fetch = begin(share, [weight_g], rows_g, **scratch)
     x = [plgpu.load(ref.at[:, columns].transpose((1, 0)), layout=layout, optimized=False) for ref in x_g]
+    scale = [plgpu.load(ref.at[columns], layout=layout.reduce(1), optimized=False) for ref in scale_g]
 
     def finish(totals):
         total = plgpu.layout_cast(totals[0], layout).astype(jnp.bfloat16)
         for each in x:
             total = (each.astype(_f32) + total.astype(_f32)).astype(jnp.bfloat16)
         out_g.at[:, columns].transpose((1, 0))[...] = total
+        if scale:
+            _write_scaled(share, total.astype(_f32), *scale, *scaled_g)
 
     multiply(share, fetch, (), finish, **scratch)
+
+
+def _write_scaled(share, x, scale, rows_g, squares_g):
+    """A tile of `Scaled` rows and its sums of squares, and its share of the zeros after all tiles'."""
+    tile, (columns, rows) = lax.axis_index("tile"), x.shape
+    part = rows_g.at[:, pl.ds(tile * columns, columns)].transpose((1, 0))
+    part[...] = (x * lax.broadcast_in_dim(scale.astype(_f32), x.shape, [0])).astype(jnp.bfloat16)
+    squares_g[tile] = jnp.sum(x * x, axis=0)
+    for at in range(share.tiles, squares_g.shape[0], share.tiles):
+
+        @pl.when(tile + at < squares_g.shape[0])
+        def _(at=at):
+            zeros = jnp.zeros((rows,), _f32)
+            squares_g[tile + at] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA_TRANSPOSED.reduce(0))
 
 
 @lower_once("eps", "dtypes", "centred", "keep", "splits")
@@ -305,7 +356,6 @@ def normed(
     share = with_splits(share_out(len(x), [x.shape[1]], columns, groups), splits)
     outs = [jax.ShapeDtypeStruct((len(x), w.shape[1]), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
     scratch = scratch_of(share)
-    del scratch["out_s"]
     return plgpu.kernel(
         partial(_normed_tile, share, eps, centred, len(weights)),
         kernel_name="few_rows_normed",
@@ -321,7 +371,7 @@ def _normed_tile(share, eps, centred, weights, x_g, scale_g, *refs, **scratch):
     weights_g, outs_g = refs[:weights], refs[weights:]
     tile = lax.axis_index("tile")
     fetch = begin(share, weights_g, **scratch)
-    norm_rows(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
+    prepare(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
 
     def finish(totals):
         for (_, first, end), out_g in zip(ranges(share, weights_g), outs_g[:weights], strict=True):

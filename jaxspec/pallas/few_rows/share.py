@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 TILE = 64  # columns of a group: the M of a Hopper warpgroup's matmul
 GROUP = 8  # rows that are normed together, and what the number of rows must be a multiple of
+SQUARES = 8  # tiles of columns whose sums of squares are read together
 MAX_ROWS = 64  # more would need another tile of rows, and registers for it
-NARROW = 1024  # inputs of a product whose normed rows each block makes for itself, however many rows they are
+NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
 WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
 MAX_CHUNK = 256  # inputs of one copy of weights: what a bulk copy can bring
 MAX_CLUSTER = 4  # blocks that share a tile's inputs
@@ -102,6 +103,11 @@ def tiles_of(weight: Any, groups: int) -> int:
     return -(-weight.shape[1] // TILE // groups)
 
 
+def tiles_of_squares(width: int) -> int:
+    """For how many tiles of columns there are sums of squares; those past the width are zero."""
+    return -(-width // TILE // SQUARES) * SQUARES
+
+
 def supported(rows: int, head: int, inputs: tuple[int, ...], *dtypes: Any, beside: int = 0) -> str | None:
     """Why so many rows can't go through layers with heads of width `head`, or None if they can.
 
@@ -124,7 +130,7 @@ def supported(rows: int, head: int, inputs: tuple[int, ...], *dtypes: Any, besid
     rows = -(-rows // GROUP) * GROUP
     shares = [with_splits(share_out(rows, [each for each in (width, beside) if each], queries, head // TILE), 1)]
     shares += [share_out(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
-    shares += [share_out(rows, [width], 2 * each) for each in mlp]
+    shares += [share_out(rows, [width], 2 * each, normed=width <= NARROW) for each in mlp]
     return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
 
 
