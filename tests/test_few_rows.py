@@ -121,12 +121,13 @@ def check_gated(given: dict[str, jax.Array], scaled: bool = False, **options):
     assert_close(got, project.reference(rms_norm(given["x"], given["scale"], EPS), given["gate_up"], gated=True))
 
 
-def check_normed(given: dict[str, jax.Array], centred: bool = False, **options):
+def check_normed(given: dict[str, jax.Array], centred: bool = False, scaled: bool = False, **options):
     """Products with weights of several widths, one of them in float32, and the rows themselves."""
     weights = [given["gate_up"], given["qkv"], given["gate_up"][:, :64]]
     scale = given["scale"] - 1 if centred else given["scale"]
     dtypes = ("bfloat16", "bfloat16", "float32")
-    *got, rows = op.normed(given["x"], scale, weights, eps=EPS, dtypes=dtypes, centred=centred, keep=True, **options)
+    of = op.scale_rows(given["x"], scale, centred) if scaled else (given["x"], scale)
+    *got, rows = op.normed(*of, weights, eps=EPS, dtypes=dtypes, centred=centred, keep=True, **options)
     norm = (centred_rms_norm if centred else rms_norm)(given["x"], scale, EPS)
     assert_close(rows, norm)
     for one, weight, dtype in zip(got, weights, dtypes, strict=True):
@@ -138,12 +139,13 @@ def check_add(given: dict[str, jax.Array], **options):
     assert_close(got, given["x"] + given["hidden"] @ given["down"])
 
 
-def check_scaled(given: dict[str, jax.Array], **options):
+def check_scaled(given: dict[str, jax.Array], centred: bool = False, **options):
     """The sum is what it is alone, and the rest what `scale_rows` makes of it."""
-    got, scaled = op.add_product(given["x"], given["hidden"], given["down"], given["scale"], **options)
+    of = given["x"], given["hidden"], given["down"], given["scale"]
+    got, scaled = op.add_product(*of, centred=centred, **options)
     alone = op.add_product(given["x"], given["hidden"], given["down"], **options)
     np.testing.assert_array_equal(got, alone)
-    expected = op.scale_rows(got, given["scale"])
+    expected = op.scale_rows(got, given["scale"], centred)
     np.testing.assert_array_equal(scaled.rows, expected.rows)
     np.testing.assert_allclose(scaled.squares, expected.squares, rtol=1e-5)
 
@@ -189,9 +191,10 @@ def test_product_of_rows_side_by_side():
     check_product(operands(16), splits=1, **INTERPRET)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("centred", [False, True])
-def test_products_of_one_norm(centred):
-    check_normed(operands(8), centred, **INTERPRET)
+def test_products_of_one_norm(centred, scaled):
+    check_normed(operands(8), centred, scaled, splits=1, **INTERPRET)
 
 
 def test_keys_and_values_of_all_layers():
@@ -215,9 +218,9 @@ def test_product_added(rows):
     check_add(operands(rows), splits=1, **INTERPRET)
 
 
-@pytest.mark.parametrize("d", [192, 512, 1088])  # of tiles fewer than sums of squares, as many, and of some more
+@pytest.mark.parametrize("d", [192, 1024, 1088])  # of tiles far fewer than sums of squares, as many, and some fewer
 def test_product_added_for_a_norm(d):
-    check_scaled(operands(8, d=d), splits=1, **INTERPRET)
+    check_scaled(operands(8, d=d), centred=d == 192, splits=1, **INTERPRET)
     check_gated(operands(8, d=d), scaled=True, splits=1, **INTERPRET)
 
 
@@ -243,6 +246,9 @@ KERNELS_OF = {
     "gated": lambda of: op.gated(of["x"], of["scale"], of["gate_up"], [of["down"]], eps=EPS),
     "scaled heads": lambda of: op.heads(*head_operands(of, 0, True), eps=EPS),
     "scaled gated": lambda of: op.gated(*op.scale_rows(of["x"], of["scale"]), of["gate_up"], eps=EPS),
+    "scaled normed": lambda of: op.normed(
+        *op.scale_rows(of["x"], of["scale"]), [of["gate_up"][:, :128]], eps=EPS, keep=True, dtypes=("float32",)
+    ),
     "scaled add": lambda of: op.add_product(of["x"], of["hidden"], of["down"], of["scale"]),
     "product": lambda of: op.product([of["x"]] * 3, jnp.concatenate([of["gate_up"]] * 3)),
     "top tokens": lambda of: op.top_tokens(of["x"], of["scale"], jnp.zeros((49152, 576), jnp.bfloat16), eps=EPS),
@@ -261,7 +267,8 @@ def test_lowers_for_cuda(rows, kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel", ["normed heads", "normed", "gated", "add", "scaled heads", "scaled gated", "scaled add"]
+    "kernel",
+    ["normed heads", "normed", "gated", "add", "scaled heads", "scaled normed", "scaled gated", "scaled add"],
 )
 @pytest.mark.parametrize("sizes", [QWEN3, MIXTURE], ids=["qwen3-8b", "qwen3-30b-a3b"])
 def test_wide_layers_lower_for_cuda(sizes, kernel):
@@ -328,18 +335,22 @@ def test_layers_are_those_of_the_model(monkeypatch, family, tree):
     assert_same_forward(forward(config, params, rounds(tree)), expected, rounds(tree), 2e-2)
 
 
-def test_wide_layers_are_those_of_the_model(monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     """Their rows come scaled from one kernel to the next; of a width whose inputs nothing divides."""
-    config, params = small_model("qwen3", hidden_size=17 * 64, num_hidden_layers=3)
+    experts = dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64) if family == "qwen3_moe" else {}
+    config, params = small_model(family, hidden_size=17 * 64, num_hidden_layers=3, **experts)
     rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
     expected = forward(config, params, rows)
     take_few_rows(monkeypatch)
     assert_same_forward(forward(config, params, rows), expected, rows, 2e-2)
 
 
-def small_hybrid(family: str):
+def small_hybrid(family: str, hidden_size: int = 64):
     """Config and parameters of a small hybrid whose products the kernels take: columns are multiples of 64."""
-    given = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    given = dict(
+        hidden_size=hidden_size, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64
+    )
     given |= dict(linear_num_key_heads=8, linear_key_head_dim=8, linear_num_value_heads=32, linear_value_head_dim=8)
     if family == "qwen3_5_moe":
         given |= dict(num_experts=64, num_experts_per_tok=4)
@@ -388,6 +399,14 @@ def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, fam
         assert got.shape == expected.shape
         assert_close(got, padded, 1e-5)
         assert_close(got, expected, 2e-2)
+
+
+def test_a_wide_hybrids_router_takes_scaled_rows(monkeypatch):
+    config, params = small_hybrid("qwen3_5_moe", 17 * 64)
+    expected = hybrid_round(config, params, 4, 1)
+    take_few_rows(monkeypatch)
+    for one, other in zip(hybrid_round(config, params, 4, 1), expected, strict=True):
+        assert_close(one, other, 2e-2)
 
 
 def small_drafter(method: str):

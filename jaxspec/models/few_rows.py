@@ -59,7 +59,7 @@ def layers(params, config, x, positions, mixer, cache):
 
     x, first = flat(x), params["layers"][0]
     given = x, first["attn_norm"]
-    if _scales(first, config):
+    if config.hidden_size > few_rows.NARROW and "down" in first:  # what a mixture makes isn't scaled
         given = few_rows.scale_rows(*given)
     for i, weights in enumerate(params["layers"]):
         following = params["layers"][(i + 1) % len(params["layers"])]  # after the last, the next round's first
@@ -88,7 +88,7 @@ def layer(
     input comes second. `real`: which rows a mixture of experts is for, see `marked`.
     """
     eps, small = config.rms_norm_eps, config.hidden_size <= few_rows.NARROW  # memory is idle for most of a small layer
-    scales, after = _scales(weights, config), following["attn_norm"] if following else None
+    after = following["attn_norm"] if following else None
     norms = [weights["q_norm"], weights["k_norm"]] if config.qk_norm else []
     ahead = [weights[name] for name in ("out", "gate_up", "down") if small and name in weights]
 
@@ -99,25 +99,23 @@ def layer(
 
     mixed, cache = mixer.attend_written(cache, i, len(x) // b, write)
     mixed = mixed.reshape(len(x), -1)
-    x, given = _add(x, mixed, weights["out"], weights["mlp_norm"], scales)
     if "router" in weights:
-        x = mixture(weights, config, x, *real)
+        x = mixture(weights, config, x, mixed, *real)
         return x, (x, after), cache
+    x, given = _add(x, mixed, weights["out"], weights["mlp_norm"])
     ahead = [following["qkv"]] if small and following else []
     hidden = few_rows.gated(*given, weights["gate_up"], ahead, eps=eps)
-    x, given = _add(x, hidden, weights["down"], after, scales)
+    x, given = _add(x, hidden, weights["down"], after)
     return x, given, cache
 
 
-def _scales(weights: dict[str, Array], config: ModelConfig) -> bool:
-    """Whether this layer's sums come scaled for the norm after them: narrow rows are normed in time without."""
-    return config.hidden_size > few_rows.NARROW and "router" not in weights
+def _add(x, rows, weight, scale, centred=False):
+    """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`.
 
-
-def _add(x, rows, weight, scale, scales):
-    """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`."""
-    if scales:
-        return few_rows.add_product(x, rows, weight, scale)
+    Narrow rows aren't scaled for it: they are normed before weights arrive.
+    """
+    if x.shape[1] > few_rows.NARROW:
+        return few_rows.add_product(x, rows, weight, scale, centred=centred)
     x = few_rows.add_product(x, rows, weight)
     return x, (x, scale)
 
@@ -126,22 +124,22 @@ def mixture(
     weights: dict[str, Array],
     config: ModelConfig,
     x: Float[Array, "r d"],
+    mixed: Float[Array, "r k"],
     positions: Int[Array, "1 r"],
     real: int,
     centred: bool = False,
 ) -> Float[Array, "r d"]:
-    """The mixture of experts, added to the residual stream. Norm and router are one kernel where that serves.
+    """The output projection of what was mixed, and the mixture of experts, each added to the residual stream.
 
-    Only the first `real` rows go through it, of those the ones that aren't padding, as `positions` are marked: one
-    token alone has an experts' kernel that looks for no others.
+    Norm and router are one kernel where that serves. Only the first `real` rows go through the mixture, of those the
+    ones that aren't padding, as `positions` are marked: one token alone has an experts' kernel that looks for no other.
     """
     eps, router = config.rms_norm_eps, weights["router"]
+    x, given = _add(x, mixed, weights["out"], weights["mlp_norm"], centred)
     if few_rows.normed_supported(*x.shape, [router.shape[1]], router.dtype) is not None:
         norm = centred_rms_norm if centred else rms_norm
         return moe.moe(weights, config, norm(x[None], weights["mlp_norm"], eps), positions, x[None])[0]
-    logits, rows = few_rows.normed(
-        x, weights["mlp_norm"], [router], eps=eps, dtypes=("float32",), centred=centred, keep=True
-    )
+    logits, rows = few_rows.normed(*given, [router], eps=eps, dtypes=("float32",), centred=centred, keep=True)
     return moe.mix(weights, config, rows, logits, positions, x, real)
 
 

@@ -237,10 +237,11 @@ def _finish(layer, config, x, mixed, positions, few, row):
     x, mixed, positions = (row_of(a, row) for a in (x, mixed, positions))
     real = real_rows(positions)
     if few:
-        rows = add_product(x.reshape(-1, x.shape[-1]), few_rows.flat(mixed), layer["out"])
-        x = rows.reshape(x.shape)
+        rows, mixed = x.reshape(-1, x.shape[-1]), few_rows.flat(mixed)
         if "router" in layer:
-            return few_rows.mixture(layer, config, rows, *few_rows.marked(positions), centred=True).reshape(x.shape)
+            marked = few_rows.marked(positions)
+            return few_rows.mixture(layer, config, rows, mixed, *marked, centred=True).reshape(x.shape)
+        x = add_product(rows, mixed, layer["out"]).reshape(x.shape)
     else:
         x = project(mixed, layer["out"], real, x)
     normed = centred_rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)

@@ -28,6 +28,9 @@ SMOLLM2 = dict(
 )  # fmt: skip
 
 
+SCALED = ("scaled heads", "scaled normed", "scaled gated", "scaled add", "scaled centred add")
+
+
 @pytest.fixture(autouse=True)
 def _sums_as_the_kernels_have_them():
     with jax.default_matmul_precision("highest"):
@@ -74,9 +77,7 @@ def test_product_added(rows, splits):
 
 
 @pytest.mark.parametrize("sizes", [cpu.QWEN3, cpu.MIXTURE], ids=["qwen3-8b", "qwen3-30b-a3b"])
-@pytest.mark.parametrize(
-    "kernel", ["heads", "normed", "centred", "gated", "add", "product", "scaled heads", "scaled gated", "scaled add"]
-)
+@pytest.mark.parametrize("kernel", ["heads", "normed", "centred", "gated", "add", "product", *SCALED])
 def test_wide_layers(sizes, kernel):
     """Several times, since blocks of a cluster may finish in any order, and rings go round."""
     given = cpu.operands(8, **sizes)
@@ -88,8 +89,10 @@ def test_wide_layers(sizes, kernel):
         "add": cpu.check_add,
         "product": lambda given: cpu.check_product(given | {"gate_up": given["gate_up"][:, :1024]}),
         "scaled heads": partial(cpu.check_heads, inputs=0, normed=True),
+        "scaled normed": partial(cpu.check_normed, scaled=True),
         "scaled gated": partial(cpu.check_gated, scaled=True),
         "scaled add": cpu.check_scaled,
+        "scaled centred add": partial(cpu.check_scaled, centred=True),
     }[kernel]
     for _ in range(5):
         check(given)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.few_rows.share import GROUP, SQUARES, TILE, Share, largest, tiles_of
+from jaxspec.pallas.few_rows.share import GROUP, TILE, Share, largest, tiles_of
 
 AT_ONCE = 4  # groups of rows that are asked for before the first is normed
 PIECE = 1024  # columns that are normed together
@@ -34,7 +34,7 @@ def one_row(width: int) -> plgpu.Layout:
 def by_tile() -> plgpu.Layout:
     """Sums of squares, [tiles, rows]: every warp has them all, so that each row's sum is where its products are."""
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((SQUARES, GROUP), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
+        plgpu.Tiling(((8, GROUP), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
     )
 
 
@@ -180,15 +180,31 @@ def _bring(ahead, block, blocks):
             plgpu.async_prefetch(part, predicate=piece < pieces)
 
 
-def prepare(share, rows_g, scales_g, eps, rows_s, *rest):
+def prepare(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):
     """Make the rows as `norm_rows` does, if a block makes its own; or give what products of `Scaled` ones still lack.
 
     That is each row's factor, by which its norm would have multiplied it. `scales_g` are then the sums of squares.
     """
     if share.normed:
-        return norm_rows(share, rows_g, scales_g, eps, rows_s, *rest)
-    squares = plgpu.load(scales_g[0], layout=by_tile(), optimized=False)
+        return norm_rows(share, rows_g, scales_g, eps, rows_s, centred, *kept_g)
+    (row_g,), (squares_g,) = rows_g, scales_g
+    for out_g in kept_g:
+        pl.when(lax.axis_index("tile") == 0)(partial(_keep, share, row_g, squares_g, eps, out_g))
+    squares = plgpu.load(squares_g, layout=by_tile(), optimized=False)
     return lax.rsqrt(jnp.sum(squares, axis=0) / share.widths[0] + eps)
+
+
+def _keep(share, rows_g, squares_g, eps, out_g):
+    """Write the norm of `Scaled` rows, of this block's inputs."""
+    piece = largest(share.part, PIECE)
+    for at in range(0, share.rows, GROUP):
+        group = pl.ds(at, GROUP)
+        squares = plgpu.load(squares_g.at[:, group].transpose((1, 0)), layout=by_row(1), optimized=False)
+        factor = lax.rsqrt(jnp.sum(squares, axis=1) / share.widths[0] + eps)
+        for first in range(0, share.part, piece):
+            columns = pl.ds(split_of(share) * share.part + first, piece)
+            x = plgpu.load(rows_g.at[group, columns], layout=by_row(4), optimized=False).astype(_f32)
+            out_g[group, columns] = (x * lax.broadcast_in_dim(factor, x.shape, [0])).astype(jnp.bfloat16)
 
 
 def norm_rows(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):

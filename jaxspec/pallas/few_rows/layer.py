@@ -67,12 +67,12 @@ class Scaled(NamedTuple):
     squares: Float[Array, "t r"]  # of the rows themselves, summed over `TILE` columns, in float32; after them zeros
 
 
-def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"]) -> Scaled:
+def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool = False) -> Scaled:
     """What `add_product` gives with its sums, of other rows."""
-    wide = x.astype(_f32)
+    wide, scale = x.astype(_f32), scale.astype(_f32) + centred
     squares = jnp.sum(jnp.square(wide).reshape(len(x), -1, TILE), axis=2).T
     more = tiles_of_squares(x.shape[1]) - len(squares)
-    return Scaled((wide * scale.astype(_f32)).astype(x.dtype), jnp.pad(squares, ((0, more), (0, 0))))
+    return Scaled((wide * scale).astype(x.dtype), jnp.pad(squares, ((0, more), (0, 0))))
 
 
 @lower_once("eps", "splits")
@@ -251,21 +251,23 @@ def _half_row(row_g, at, half):
     return plgpu.load(part, layout=by_row(half // 16).reduce(0), optimized=False).astype(_f32)
 
 
-@lower_once("splits")
+@lower_once("centred", "splits")
 def add_product(
     x: Float[Array, "r d"],
     rows: Float[Array, "r k"],
     weight: Float[Array, "k d"],
     scale: Float[Array, " d"] | None = None,
     *,
+    centred: bool = False,
     splits: int | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
     """x + rows @ weight, in bfloat16, rounded where plain layers round. `splits` as in `gated`.
 
-    With the `scale` of the norm that these sums go through next they come as `Scaled` rows as well.
+    With the `scale` of the norm that these sums go through next they come as `Scaled` rows as well; `centred`, if that
+    is as in `models.layers.centred_rms_norm`.
     """
-    out, *scaled = _products([x], [rows], weight, [] if scale is None else [scale], splits, interpret)
+    out, *scaled = _products([x], [rows], weight, [] if scale is None else [scale], splits, interpret, centred)
     return (out, Scaled(*scaled)) if scaled else out
 
 
@@ -281,14 +283,14 @@ def product(
     return _products([], rows, weight, [], splits, interpret)[0]
 
 
-def _products(x, rows, weight, scale, splits, interpret):
+def _products(x, rows, weight, scale, splits, interpret, centred=False):
     """The products, or sums, and what else `Scaled` has if there is a scale."""
     count, columns = len(rows[0]), weight.shape[1]
     share = with_splits(share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False), splits)
     out = jax.ShapeDtypeStruct((count, columns), weight.dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
     return plgpu.kernel(
-        partial(_product_tile, share, len(x), len(scale)),
+        partial(_product_tile, share, centred, len(x), len(scale)),
         kernel_name="few_rows_add" if x else "few_rows_product",
         out_type=[out, out, squares] if scale else [out],
         **grid_of(share),
@@ -298,7 +300,7 @@ def _products(x, rows, weight, scale, splits, interpret):
     )(*x, weight, *rows, *scale)
 
 
-def _product_tile(share, added, scaled, *refs, **scratch):
+def _product_tile(share, centred, added, scaled, *refs, **scratch):
     refs = list(refs)
     x_g, (weight_g,), rows_g, scale_g = ([refs.pop(0) for _ in range(n)] for n in (added, 1, len(share.widths), scaled))
     out_g, *scaled_g = refs
@@ -306,7 +308,7 @@ def _product_tile(share, added, scaled, *refs, **scratch):
     layout = plgpu.Layout.WGMMA_TRANSPOSED
     fetch = begin(share, [weight_g], rows_g, **scratch)
     x = [plgpu.load(ref.at[:, columns].transpose((1, 0)), layout=layout, optimized=False) for ref in x_g]
-    scale = [plgpu.load(ref.at[columns], layout=layout.reduce(1), optimized=False) for ref in scale_g]
+    scale = [plgpu.load(ref.at[columns], layout=layout.reduce(1), optimized=False).astype(_f32) for ref in scale_g]
 
     def finish(totals):
         total = plgpu.layout_cast(totals[0], layout).astype(jnp.bfloat16)
@@ -314,7 +316,7 @@ def _product_tile(share, added, scaled, *refs, **scratch):
             total = (each.astype(_f32) + total.astype(_f32)).astype(jnp.bfloat16)
         out_g.at[:, columns].transpose((1, 0))[...] = total
         if scale:
-            _write_scaled(share, total.astype(_f32), *scale, *scaled_g)
+            _write_scaled(share, total.astype(_f32), 1 + scale[0] if centred else scale[0], *scaled_g)
 
     multiply(share, fetch, (), finish, **scratch)
 
@@ -323,7 +325,7 @@ def _write_scaled(share, x, scale, rows_g, squares_g):
     """A tile of `Scaled` rows and its sums of squares, and its share of the zeros after all tiles'."""
     tile, (columns, rows) = lax.axis_index("tile"), x.shape
     part = rows_g.at[:, pl.ds(tile * columns, columns)].transpose((1, 0))
-    part[...] = (x * lax.broadcast_in_dim(scale.astype(_f32), x.shape, [0])).astype(jnp.bfloat16)
+    part[...] = (x * lax.broadcast_in_dim(scale, x.shape, [0])).astype(jnp.bfloat16)
     squares_g[tile] = jnp.sum(x * x, axis=0)
     for at in range(share.tiles, squares_g.shape[0], share.tiles):
 
@@ -336,7 +338,7 @@ def _write_scaled(share, x, scale, rows_g, squares_g):
 @lower_once("eps", "dtypes", "centred", "keep", "splits")
 def normed(
     x: Float[Array, "r d"],
-    scale: Float[Array, " d"],
+    scale: Float[Array, " d"] | Float[Array, "t r"],
     weights: Sequence[Float[Array, "d n"]],
     *,
     eps: float,
@@ -348,12 +350,12 @@ def normed(
 ) -> list[Float[Array, "r n"]]:
     """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
 
-    `centred`: as in `models.layers.centred_rms_norm`. With `keep` the normed rows come after them. `splits` as in
-    `gated`.
+    `x`, `scale` and `splits` as in `gated`. `centred`: as in `models.layers.centred_rms_norm`, which `Scaled` rows are
+    already. With `keep` the normed rows come after the products.
     """
     groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
     columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
-    share = with_splits(share_out(len(x), [x.shape[1]], columns, groups), splits)
+    share = with_splits(share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1), splits)
     outs = [jax.ShapeDtypeStruct((len(x), w.shape[1]), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
     scratch = scratch_of(share)
     return plgpu.kernel(
@@ -370,8 +372,8 @@ def normed(
 def _normed_tile(share, eps, centred, weights, x_g, scale_g, *refs, **scratch):
     weights_g, outs_g = refs[:weights], refs[weights:]
     tile = lax.axis_index("tile")
-    fetch = begin(share, weights_g, **scratch)
-    prepare(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
+    fetch = begin(share, weights_g, [x_g], **scratch)
+    factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
 
     def finish(totals):
         for (_, first, end), out_g in zip(ranges(share, weights_g), outs_g[:weights], strict=True):
@@ -383,4 +385,4 @@ def _normed_tile(share, eps, centred, weights, x_g, scale_g, *refs, **scratch):
                     columns = pl.ds(group_of(share, out_g, tile - first, g) * TILE, TILE)
                     out_g.at[:, columns].transpose((1, 0))[...] = total
 
-    multiply(share, fetch, (), finish, **scratch)
+    multiply(share, fetch, (), finish, factor, **scratch)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 TILE = 64  # columns of a group: the M of a Hopper warpgroup's matmul
 GROUP = 8  # rows that are normed together, and what the number of rows must be a multiple of
-SQUARES = 8  # tiles of columns whose sums of squares are read together
+SQUARES = 16  # tiles of columns, a multiple of which have sums of squares: a warp reads so many of a row at once
 MAX_ROWS = 64  # more would need another tile of rows, and registers for it
 NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
 WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
