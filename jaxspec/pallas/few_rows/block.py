@@ -85,7 +85,7 @@ def group_of(share, weight_g, tile, g):
     return group if (last + 1) % share.groups == 0 else jnp.minimum(group, last)
 
 
-def begin(share, weights_g, rows_g=(), *, weight_s, rows_s, ready, **_):
+def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **_):
     """Begin to copy a block's weights, and the rows' inputs unless it makes them; what copies chunk i to a slot.
 
     Of several weights, the tiles of the first come first.

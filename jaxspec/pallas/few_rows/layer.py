@@ -140,11 +140,10 @@ def heads(
     """Rotated queries of the normed rows, and the pages with their rotated keys and values in `layer`.
 
     What several `rows` have stands side by side, each normed with its own of `scales`; or there are only `Scaled` rows,
-    and for a scale their squares. `weight` has columns of the
-    query heads, then of as many keys and values as the pages have. `norms`: the scales of the norms that each head's
-    queries and keys go through, if they do. `cos` and `sin` are those of each row's position, float32. Row i's keys and
-    values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative place go nowhere. `ahead` and
-    `splits` as in `gated`.
+    and for a scale their squares. `weight` has columns of the query heads, then of as many keys and values as the pages
+    have. `norms`: the scales of the norms that each head's queries and keys go through, if they do. `cos` and `sin` are
+    those of each row's position, float32. Row i's keys and values go to slot `place[i] % s` of page `place[i] // s`;
+    those of a row at a negative place go nowhere. `ahead` and `splits` as in `gated`.
     """
     queries = weight.shape[1] // kv.shape[5] - 2 * kv.shape[3]
     norms = [norm[None] for norm in norms]
