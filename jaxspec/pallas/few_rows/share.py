@@ -130,7 +130,7 @@ def supported(rows: int, head: int, inputs: tuple[int, ...], *dtypes: Any, besid
     rows = -(-rows // GROUP) * GROUP
     shares = [with_splits(share_out(rows, [each for each in (width, beside) if each], queries, head // TILE), 1)]
     shares += [share_out(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
-    shares += [share_out(rows, [width], 2 * each, normed=width <= NARROW) for each in mlp]
+    shares += [share_out(rows, [width], 2 * each) for each in mlp]  # though `Scaled` rows need less
     return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
 
 
