@@ -112,9 +112,9 @@ def layer(
 def _add(x, rows, weight, scale, centred=False):
     """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`.
 
-    Narrow rows aren't scaled for it: they are normed before weights arrive.
+    Narrow rows aren't scaled for it: they are normed before weights arrive. No scale: nothing follows.
     """
-    if x.shape[1] > few_rows.NARROW:
+    if x.shape[1] > few_rows.NARROW and scale is not None:
         return few_rows.add_product(x, rows, weight, scale, centred=centred)
     x = few_rows.add_product(x, rows, weight)
     return x, (x, scale)
