@@ -16,7 +16,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.mixers import Cache, PromptBlocks, WholeTexts
 from jaxspec.models import llama
 from jaxspec.models.layers import cos_sin, rms_norm, rope
-from jaxspec.pallas import target
+from jaxspec.pallas import target, weight_stream
 from jaxspec.pallas import write_heads as op
 from jaxspec.pallas.target import KERNELS
 from tests.tiny import tiny_config
@@ -142,6 +142,47 @@ def test_prompts_take_it_where_there_is_one(monkeypatch, family, heads, kv_heads
         assert KERNELS["write_heads"] == before + kernels
 
 
+def test_rows_in_float32_keep_the_plain_layers(monkeypatch):
+    """Whatever the pages are in: the queries would come out rounded."""
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    before = KERNELS["write_heads"]
+    mix, (layer, qkv, kv) = mixed("llama")
+    layer = jax.tree.map(lambda x: x.astype(jnp.float32), layer)
+    out, cache = jax.eval_shape(mix, layer, qkv.astype(jnp.float32), kv)
+    assert out.dtype == jnp.float32 and cache.kv.dtype == jnp.bfloat16
+    assert KERNELS["write_heads"] == before
+
+
+@pytest.mark.parametrize("family,width", [("qwen3", WIDTH), ("qwen3", 64), ("llama", WIDTH)])
+def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
+    """Parts of a product and all, where heads are 128 wide; numbers are those of the plain layers."""
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, head_dim=width)
+    config = ModelConfig.from_hf(tiny_config(family, **sizes, num_attention_heads=4, num_key_value_heads=4))
+    params = dummy(llama.parameters(config), "bfloat16", seed=0)
+    b = 16
+    rows = Rows(jnp.arange(b, dtype=jnp.int32), jnp.ones(b, jnp.int32), 1 + jnp.arange(b, dtype=jnp.int32)[:, None])
+    kv = 0.5 * normal(jax.random.key(1), *PageLayout(b + 1, 16, "bfloat16").kv(config).shape)
+    tokens = jnp.arange(b)[:, None]
+    run = jax.jit(lambda kv: llama.forward(params, config, tokens, rows.positions(1), rows, kv))
+    plain = run(kv)
+    monkeypatch.setattr(weight_stream, "BLOCKS", 3)
+    monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
+    monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
+    took = []
+
+    def chosen(operation, reason, *_):
+        takes = reason is None and operation in ("weight_stream", "write_heads")
+        return takes and not took.append(operation)
+
+    monkeypatch.setattr(llama, "chosen", chosen)
+    jax.clear_caches()
+    streamed = run(kv)
+    assert took == ["weight_stream", *(["write_heads"] * 2 if width == WIDTH else [])]  # of the first layer's, of parts
+    for got, want in ((streamed.last, plain.last), (streamed.cache[:, 1:], plain.cache[:, 1:])):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
+
+
 def test_texts_without_pages_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(target, "kernels_here", lambda: None)
     config, layer = model("qwen3")
@@ -160,6 +201,7 @@ def test_texts_without_pages_stay_as_they_are(monkeypatch):
         ((9, 3, 128, 128), "9 query and 3 KV heads"),
         ((32, 2, 128, 128), "2 KV heads"),
         ((32, 8, 128, 128, jnp.bfloat16, jnp.float8_e4m3fn), "float8"),
+        ((32, 8, 128, 128, jnp.float32, jnp.bfloat16), "float32"),
     ],
 )
 def test_what_cannot_run_is_named(wrong, reason):

@@ -189,7 +189,7 @@ def mix(layer, config, i, qkv, positions, mixer, cache):
     norms = [layer["q_norm"], layer["k_norm"]] if config.qk_norm else []
     if config.attention_bias:
         qkv = qkv + layer["qkv_bias"]  # of layers that no parts are made of
-    if chosen("write_heads", _writable(config, norms, mixer, cache)):
+    if chosen("write_heads", _writable(config, layer["qkv"].dtype, norms, mixer, cache)):
         cos, sin = (x.reshape(b * t, -1) for x in cos_sin(positions, frequencies))
 
         def write(kv, place):
@@ -207,12 +207,13 @@ def mix(layer, config, i, qkv, positions, mixer, cache):
     return out.reshape(b, t, n * h), cache
 
 
-def _writable(config: ModelConfig, norms: list[Array], mixer: Mixer, cache: Any) -> str | None:
-    """Why `write_heads` can't take rows to what `mixer` keeps, or None if it can."""
+def _writable(config: ModelConfig, dtype: Any, norms: list[Array], mixer: Mixer, cache: Any) -> str | None:
+    """Why `write_heads` can't take a projection's rows, in `dtype`, to what `mixer` keeps, or None if it can."""
     if not hasattr(mixer, "attend_written"):
         return "no pages to write to"
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    return write_heads.supported(*heads, config.rotary_dim, mixer.pages(cache).dtype, *(norm.dtype for norm in norms))
+    dtypes = dtype, mixer.pages(cache).dtype, *(norm.dtype for norm in norms)
+    return write_heads.supported(*heads, config.rotary_dim, *dtypes)
 
 
 def finish(layer, config, x, mixed, positions, real):

@@ -29,9 +29,9 @@ _f32 = jnp.float32
 
 
 def supported(heads: int, kv_heads: int, width: int, rotated: int, *dtypes: Any) -> str | None:
-    """Why the kernel can't take rows of so many heads, or None if it can. `dtypes`: those of norms and pages."""
+    """Why the kernel can't take rows of so many heads, or None if it can. `dtypes`: all operands'."""
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"norms or pages in {wrong[0]}; bfloat16 are"
+        return f"rows, norms or pages in {wrong[0]}; bfloat16 are"
     if width != WIDTH:
         return f"heads of width {width}; {WIDTH} are"
     if rotated != width:
@@ -58,9 +58,8 @@ def write_heads(
 
     `qkv` is to be summed over its first axis, in float32, and rounded: what parts of a projection made. It has columns
     of the query heads, then of as many keys and values as the pages have. `cos` and `sin` are those of each row's
-    angles, float32. `norms`: the scales of the norms that each head's queries and keys go through, if
-    they do. Row i's keys and values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative
-    place go nowhere.
+    angles, float32. `norms`: the scales of the norms that each head's queries and keys go through, if they do. Row i's
+    keys and values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative place go nowhere.
     """
     (parts, rows, columns), (kv_heads, _, width), ref = qkv.shape, kv.shape[3:], jax.new_ref(kv)
     heads = columns // width

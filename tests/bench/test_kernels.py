@@ -32,18 +32,8 @@ def test_the_command_times_every_case(tmp_path, capsys):
 
 
 def test_only_and_no_plain(tmp_path, capsys):
-    argv = [
-        "kernels",
-        "--small",
-        "--repeats",
-        "1",
-        "--only",
-        "attention 2 x 40, 1 row",
-        "--no-plain",
-        "--json",
-        str(tmp_path / "x.json"),
-    ]
-    bench.main(argv)
+    only = ["--only", "attention 2 x 40, 1 row", "--no-plain"]
+    bench.main(["kernels", "--small", "--repeats", "1", *only, "--json", str(tmp_path / "x.json")])
     (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert row["case"] == "decode attention 2 x 40, 1 row" and "error" not in row
     with pytest.raises(SystemExit):
