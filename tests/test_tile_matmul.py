@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import project, target, tile_matmul
 from jaxspec.pallas.target import counting
-from jaxspec.pallas.tile_matmul import BLOCKS, TILE_ROWS, Tiling, matmul, supported
+from jaxspec.pallas.tile_matmul import BLOCKS, Tiling, matmul, supported
 
 
 def inputs(rows: int, width: int, outputs: int, seed: int = 0):
@@ -47,19 +47,27 @@ def check(rows: int, real: int, width: int, outputs: int, gated: bool, added: bo
 def test_matches_plain_jnp(monkeypatch, rows, real, columns, gated):
     """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
     monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
-    check(rows, real, 128, 384, gated, tiling=Tiling(columns), interpret=plgpu.InterpretGPUParams())
+    check(rows, real, 128, 384, gated, tiling=Tiling(128, columns), interpret=plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("rows,real", [(512, 512), (512, 390), (512, 130), (400, 400), (400, 300), (256, 0)])
+def test_tall_tiles_match_plain_jnp(monkeypatch, rows, real, gated):
+    """With rows for both warpgroups, for one of them, and with those that the tile before has: of one or of neither."""
+    monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
+    check(rows, real, 128, 384, gated, tiling=Tiling(256, 192), interpret=plgpu.InterpretGPUParams())
 
 
 def test_the_ring_comes_round(monkeypatch):
     """More steps than slots, and tiles that begin at any of them."""
     monkeypatch.setattr(tile_matmul, "BLOCKS", 1)
-    check(256, 256, 64 * 5, 512, False, tiling=Tiling(256), interpret=plgpu.InterpretGPUParams())
+    check(256, 256, 64 * 5, 512, False, tiling=Tiling(128, 256), interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.mark.parametrize("columns,real", [(64, 140), (192, 140), (192, 290)])
 def test_adds_to_a_residual_stream(monkeypatch, columns, real):
     monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
-    options = dict(tiling=Tiling(columns), interpret=plgpu.InterpretGPUParams())
+    options = dict(tiling=Tiling(128, columns), interpret=plgpu.InterpretGPUParams())
     check(300, real, 128, 384, False, added=True, **options)
 
 
@@ -77,7 +85,7 @@ def test_lowers_for_cuda(rows, outputs, kind):
 @pytest.mark.parametrize("rows,outputs", [(512, 4096), (512, 6144), (512, 24576), (1024, 4096), (1024, 24576)])
 def test_tiles_keep_multiprocessors_busy(rows, outputs):
     tiling = Tiling.of(rows, outputs)
-    tiles = rows // TILE_ROWS * (outputs // tiling.columns)
+    tiles = rows // tiling.rows * (outputs // tiling.columns)
     assert tiles / (-(-tiles // BLOCKS) * BLOCKS) > 0.95
 
 

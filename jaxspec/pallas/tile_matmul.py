@@ -1,14 +1,15 @@
 """A matmul of many rows, bound by arithmetic: of prompts, and of rounds that verify many rows of many requests.
 
-Each multiprocessor takes one tile of outputs after the other, `TILE_ROWS` x `columns`; tiles of the same weights come
-next to one another, so that these are read from memory once. A producer warpgroup copies both operands into a ring in
-shared memory, ahead into the next tile while the results of this one are written, and two warpgroups multiply, 64 rows
-each.
+Each multiprocessor takes one tile of outputs after the other; tiles of the same weights come next to one another, so
+that these are read from memory once. A producer warpgroup copies both operands into a ring in shared memory, ahead into
+the next tile while the results of this one are written, and two warpgroups multiply, half of the tile's rows each. What
+goes into shared memory and comes out of it again is near to what that can do; the closer a tile is to a square, the
+less it is.
 
 How many rows are real is data: programs come in few sizes, and padding takes no time. Where rows don't fill the last
-tile, it begins among those of the tile before, which then come out twice, the same. A gated matmul, whose weight
-alternates `HALF` columns of gate and `HALF` of up, writes silu(gate) * up. Another may add its results to what a
-residual stream has: that is loaded before the products, whose time hides it.
+tile, it begins among those of the tile before; a warpgroup all of whose rows are that one's has nothing to do. A gated
+matmul, whose weight alternates `HALF` columns of gate and `HALF` of up, writes silu(gate) * up. Another may add its
+results to what a residual stream has: that is loaded before the products, whose time hides it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.weight_stream import HALF, MAX_ROWS
 
-TILE_ROWS = 128
+UNIT = 64  # rows of one wgmma
 STEP = 64  # inputs of one step: 128 bytes of bfloat16, the widest swizzle
 BLOCKS = 132  # multiprocessors of an H100 or H200; with fewer, some take two blocks' work, one after the other
 RING_BYTES = 192 * 1024
@@ -48,23 +49,31 @@ def supported(rows: int, dtype: Any, inputs: int, outputs: int) -> str | None:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How outputs are divided: `columns` of a tile."""
+    """How outputs are divided: `rows` and `columns` of a tile."""
 
+    rows: int
     columns: int
 
     @classmethod
-    def of(cls, rows: int, outputs: int) -> Tiling:
-        """The widest tiles, which need the fewest copies, unless narrower ones leave fewer multiprocessors idle."""
+    def of(cls, rows: int, outputs: int, added: bool = False) -> Tiling:
+        """The tiles that should take the least time: that of a multiprocessor which has most of them.
 
-        def cost(columns: int) -> int:
-            tiles = -(-rows // TILE_ROWS) * (outputs // columns)
-            return -(-tiles // BLOCKS) * (columns + 16)  # 16: what a tile takes beside its products
+        `added`: to a residual, for which the tallest lack registers.
+        """
+        sizes = [cls(128, columns) for columns in (256, 192, 128, 64)]
+        if rows >= 256 and not added:
+            sizes.append(cls(256, 192))
 
-        return cls(min((columns for columns in (256, 192, 128, 64) if outputs % columns == 0), key=cost))
+        def cost(tiling: Tiling) -> int:
+            tiles = -(-rows // tiling.rows) * (outputs // tiling.columns)
+            each = tiling.rows * tiling.columns + 8 * (tiling.rows + tiling.columns)  # products, copies
+            return -(-tiles // BLOCKS) * each
+
+        return min((tiling for tiling in sizes if outputs % tiling.columns == 0), key=cost)
 
     @property
     def slots(self) -> int:
-        return RING_BYTES // (2 * STEP * (TILE_ROWS + self.columns))
+        return RING_BYTES // (2 * STEP * (self.rows + self.columns))
 
 
 @lower_once("gated", "tiling")
@@ -84,7 +93,7 @@ def matmul(
     silu(gate) * up of it, half as wide, rounded where those round. `tiling` overrides its choice.
     """
     rows, outputs = x.shape[0], weight.shape[1]
-    tiling = tiling or Tiling.of(rows, outputs)
+    tiling = tiling or Tiling.of(rows, outputs, residual is not None)
     added = () if residual is None else (residual,)
     part = HALF if gated else STEP  # columns of one store
     return plgpu.kernel(
@@ -96,9 +105,9 @@ def matmul(
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=dict(
-            rows_s=plgpu.SMEM((tiling.slots, TILE_ROWS, STEP), x.dtype),
+            rows_s=plgpu.SMEM((tiling.slots, tiling.rows, STEP), x.dtype),
             weight_s=plgpu.SMEM((tiling.slots, STEP, tiling.columns), x.dtype),
-            out_s=plgpu.SMEM((WARPGROUPS, 4 if gated else 2, TILE_ROWS // WARPGROUPS, part), x.dtype),
+            out_s=plgpu.SMEM((WARPGROUPS, 4 if gated else 2, UNIT, part), x.dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.slots),
             empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiling.slots),
         ),
@@ -112,34 +121,35 @@ def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, f
     *added, out = results
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     columns, slots, steps = tiling.columns, _i32(tiling.slots), weight.shape[0] // STEP
-    all_high, lowest = -(-x.shape[0] // TILE_ROWS), x.shape[0] - TILE_ROWS  # where the last tile of rows begins
-    high = jnp.where(real[0] > lowest, all_high, lax.div(real[0] + TILE_ROWS - 1, _i32(TILE_ROWS)))
+    all_high, lowest = -(-x.shape[0] // tiling.rows), x.shape[0] - tiling.rows  # where the last tile of rows begins
+    high = jnp.where(real[0] > lowest, all_high, lax.div(real[0] + tiling.rows - 1, _i32(tiling.rows)))
     across = weight.shape[1] // columns
     tiles = high * across  # with real rows; the tiles after these have none, and become zeros
 
     def mine(count):  # how many of `count` tiles are this block's: it takes block, block + BLOCKS, ...
         return lax.div(count + BLOCKS - 1 - block, _i32(BLOCKS))
 
-    def place(j):  # where this block's j-th tile begins: its first row, and which of the tiles of columns it is
+    def place(j):  # this block's j-th tile: its first row, how many are the tile before's too, which columns it has
         tile = block + j * BLOCKS
         padding = jnp.maximum(all_high - high, 1)
         into = tile - tiles
         i = jnp.where(into < 0, lax.rem(tile, jnp.maximum(high, 1)), high + lax.rem(into, padding))
         c = jnp.where(into < 0, lax.div(tile, jnp.maximum(high, 1)), lax.div(into, padding))
-        return jnp.minimum(i * TILE_ROWS, lowest), c
+        top = jnp.minimum(i * tiling.rows, lowest)
+        return top, i * tiling.rows - top, c
 
     @pl.when(warpgroup == WARPGROUPS)
     def produce():
         plgpu.set_max_registers(40, action="decrease")
 
         def tile(j, step):
-            top, c = place(j)
+            top, _, c = place(j)
 
             def fetch(k, step):
                 slot = lax.rem(step, slots)
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
                 inputs = pl.ds(k * STEP, STEP)
-                rows, outputs = pl.ds(top, TILE_ROWS), pl.ds(c * columns, columns)
+                rows, outputs = pl.ds(top, tiling.rows), pl.ds(c * columns, columns)
                 plgpu.copy_gmem_to_smem(x.at[rows, inputs], rows_s.at[slot], full.at[slot])
                 plgpu.copy_gmem_to_smem(weight.at[inputs, outputs], weight_s.at[slot], full.at[slot])
                 return step + 1
@@ -157,43 +167,62 @@ def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, f
     @pl.when(warpgroup < WARPGROUPS)
     def consume():
         plgpu.set_max_registers(232, action="increase")
-        height = TILE_ROWS // WARPGROUPS
+        height = tiling.rows // WARPGROUPS
+        units = [warpgroup * height + at for at in range(0, height, UNIT)]  # of a tile's rows, this warpgroup's
 
         def tile(j, step):
-            top, c = place(j)
-            needed = jnp.where(j < mine(tiles), _i32(steps), 0)
-            rows = pl.ds(top + warpgroup * height, height)
+            top, shared, c = place(j)
+            copied = jnp.where(j < mine(tiles), _i32(steps), 0)
+            done = (warpgroup + 1) * height <= shared
+            idle = done | (top + warpgroup * height >= real[0])
+
+            def release(_, step):
+                slot = lax.rem(step, slots)
+                plgpu.barrier_wait(full.at[slot])
+                plgpu.barrier_arrive(empty.at[slot])
+                return step + 1
+
+            lax.fori_loop(_i32(0), jnp.where(idle, copied, 0), release, step)
+            pl.when(jnp.logical_not(done))(lambda: results_of(top, c, step, jnp.where(idle, 0, copied)))
+            return step + copied
+
+        def results_of(top, c, step, needed):
             places, _, part = out_s.shape[1:]
             width = columns // 2 if gated else columns
-            parts = [pl.ds(c * width + p * part, part) for p in range(width // part)]
+            parts = [
+                (pl.ds(top + unit, UNIT), pl.ds(c * width + p * part, part))
+                for unit in units
+                for p in range(width // part)
+            ]
             load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-            before = [load(residual.at[rows, columns]) for residual in added for columns in parts]
+            before = [load(residual.at[at]) for residual in added for at in parts]
 
-            def accumulate(total):
+            def accumulate(*totals):
                 def multiply(k, step):
                     slot = lax.rem(step, slots)
                     plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(total, rows_s.at[slot, pl.ds(warpgroup * height, height)], weight_s.at[slot])
-                    plgpu.wgmma_wait(1)  # this step's may go on: that of the step before is done
+                    for unit, total in zip(units, totals, strict=True):
+                        plgpu.wgmma(total, rows_s.at[slot, pl.ds(unit, UNIT)], weight_s.at[slot])
+                    plgpu.wgmma_wait(len(units))  # this step's may go on: those of the step before are done
                     pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(step - 1, slots)]))
                     return step + 1
 
                 last = lax.fori_loop(_i32(0), needed, multiply, step)
-                result = total[...]
+                sums = [total[...] for total in totals]
                 pl.when(needed > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(last - 1, slots)]))
-                return result
+                return sums
 
-            total = pl.run_scoped(accumulate, plgpu.ACC((height, columns), jnp.float32))
-            for p, into in enumerate(parts):
-                value = _gate(total, p, x.dtype) if gated else total[:, p * part : (p + 1) * part]
+            sums = pl.run_scoped(accumulate, *[plgpu.ACC((UNIT, columns), jnp.float32)] * len(units))
+            for i, at in enumerate(parts):
+                unit, p = divmod(i, width // part)
+                value = _gate(sums[unit], p, x.dtype) if gated else sums[unit][:, p * part : (p + 1) * part]
                 if before:
-                    value = value.astype(x.dtype).astype(jnp.float32) + before[p].astype(jnp.float32)
-                plgpu.wait_smem_to_gmem(min(p, places - 1), wait_read_only=True)  # what this place held has been sent
-                place_s = out_s.at[warpgroup, p % places]
+                    value = value.astype(x.dtype).astype(jnp.float32) + before[i].astype(jnp.float32)
+                plgpu.wait_smem_to_gmem(min(i, places - 1), wait_read_only=True)  # what this place held has been sent
+                place_s = out_s.at[warpgroup, i % places]
                 place_s[...] = value.astype(x.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(place_s, out.at[rows, into])
-            return step + needed
+                plgpu.copy_smem_to_gmem(place_s, out.at[at])
 
         lax.fori_loop(_i32(0), mine(_i32(all_high * across)), tile, _i32(0))
         plgpu.wait_smem_to_gmem(0)

@@ -39,7 +39,14 @@ def test_adds_to_a_residual_stream(rows, real):
 @pytest.mark.parametrize("columns", [64, 128, 192, 256])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_every_width_of_tile(columns, gated):
-    check(640, 600, 576, 2304 if columns == 192 else 2048, gated, tiling=Tiling(columns))
+    check(640, 600, 576, 2304 if columns == 192 else 2048, gated, tiling=Tiling(128, columns))
+
+
+@pytest.mark.parametrize("rows,real", [(512, 512), (512, 300), (600, 600), (700, 650), (2048, 2048)])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_tall_tiles(rows, real, gated):
+    for _ in range(2):
+        check(rows, real, 576, 2304, gated, tiling=Tiling(256, 192))
 
 
 def test_a_row_gets_the_same_in_any_company():
