@@ -43,7 +43,7 @@ def check(rows: int, real: int, width: int, outputs: int, gated: bool, added: bo
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("columns", [64, 128, 192])
-@pytest.mark.parametrize("rows,real", [(256, 256), (300, 140), (300, 290), (256, 0)])
+@pytest.mark.parametrize("rows,real", [(256, 256), (300, 140), (296, 290), (297, 297), (256, 0)])
 def test_matches_plain_jnp(monkeypatch, rows, real, columns, gated):
     """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
     monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
@@ -72,7 +72,7 @@ def test_adds_to_a_residual_stream(monkeypatch, columns, real):
 
 
 @pytest.mark.parametrize("outputs", [4096, 6144, 24576, 128])
-@pytest.mark.parametrize("rows", [136, 512, 2048])
+@pytest.mark.parametrize("rows", [132, 136, 165, 512, 2048])
 @pytest.mark.parametrize("kind", ["plain", "gated", "added"])
 def test_lowers_for_cuda(rows, outputs, kind):
     shapes = jax.eval_shape(lambda: inputs(rows, 512, outputs))

@@ -29,6 +29,7 @@ from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.weight_stream import HALF, MAX_ROWS
 
 UNIT = 64  # rows of one wgmma
+COPIED = 8  # rows of an array that copies take: a multiple of these
 STEP = 64  # inputs of one step: 128 bytes of bfloat16, the widest swizzle
 BLOCKS = 132  # multiprocessors of an H100 or H200; with fewer, some take two blocks' work, one after the other
 RING_BYTES = 192 * 1024
@@ -92,11 +93,11 @@ def matmul(
     `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
     silu(gate) * up of it, half as wide, rounded where those round. `tiling` overrides its choice.
     """
-    rows, outputs = x.shape[0], weight.shape[1]
-    tiling = tiling or Tiling.of(rows, outputs, residual is not None)
-    added = () if residual is None else (residual,)
+    outputs = weight.shape[1]
+    filled = [jnp.pad(a, ((0, -len(a) % COPIED), (0, 0))) for a in (x, residual) if a is not None]
+    rows, tiling = len(filled[0]), tiling or Tiling.of(len(x), outputs, residual is not None)
     part = HALF if gated else STEP  # columns of one store
-    return plgpu.kernel(
+    out = plgpu.kernel(
         partial(_kernel, tiling, gated),
         kernel_name="tile_matmul",
         out_type=jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), x.dtype),
@@ -114,7 +115,8 @@ def matmul(
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(x, weight, real, *added)
+    )(filled[0], weight, real, *filled[1:])
+    return out[: len(x)]
 
 
 def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, full, empty):
