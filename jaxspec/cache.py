@@ -53,6 +53,8 @@ class Rows:
     of a tree share positions: `mask` says which of the last w places, up to the last row's own, each of them sees
     besides everything before those (t <= w: earlier rows of the same tree may stand there), and `depth` how far behind
     the first of these w places its position is.
+
+    `asked[r]`, if given: whether anybody reads what request r's rows mix.
     """
 
     start: Int[Array, " b"]
@@ -60,6 +62,7 @@ class Rows:
     table: Int[Array, "b p"]
     depth: Int[Array, "b t"] | None = None
     mask: Bool[Array, "b t w"] | None = None
+    asked: Bool[Array, " b"] | None = None
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         """Of each row in the text, as rotary embeddings have it."""
@@ -75,6 +78,10 @@ class Rows:
         As in `models.layers.Mixer`, with the pages as its cache.
         """
         return self._look(self.write(kv, layer, k, v), layer, q)
+
+    def only(self, asked: Bool[Array, " b"]) -> Rows:
+        """As in `models.layers.Mixer`."""
+        return self.replace(asked=asked)
 
     def pages(self, kv: KV) -> KV:
         return kv
@@ -92,10 +99,12 @@ class Rows:
         return jnp.where(page > 0, page * kv.shape[4] + slot, -1)
 
     def _look(self, kv: KV, layer: Int[Array, ""], q: Array) -> tuple[Array, KV]:
-        mask = self.mask
+        mask, window = self.mask, self._window
+        if self.asked is not None:
+            window = jnp.where(self.asked, window, -q.shape[1])  # before place 0: others see as little as can be
         if mask is not None:  # rows that fill up follow those that it is about, and see nothing of them
             mask = jnp.pad(mask, ((0, 0), (0, q.shape[1] - mask.shape[1]), (0, 0)))
-        return paged_attention(q, kv, layer, self.table, self._window, mask), kv
+        return paged_attention(q, kv, layer, self.table, window, mask), kv
 
     def write(self, kv: KV, layer: Array, k: Float[Array, "*l b t m h"], v: Float[Array, "*l b t m h"]) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""

@@ -79,6 +79,9 @@ def state_bytes(config: ModelConfig, rows: int, dtype: str, state_dtype: str = "
 class WholeTexts:
     """A `Mixer` of texts that begin at row 0 and are all there; the cache passes through."""
 
+    def only(self, asked):
+        return self
+
     def attend(self, cache, layer, q, k, v):
         return causal_attention(cache, layer, q, k, v)
 
@@ -114,6 +117,9 @@ class _OverPages:
     """Attention of a `PagedMixer` over a `Cache`, of requests that stand at `rows`."""
 
     rows: Rows
+
+    def only(self, asked):
+        return self.replace(rows=self.rows.only(asked))
 
     def attend(self, cache, layer, q, k, v):
         out, kv = self.rows.attend(cache.kv, layer, q, k, v)

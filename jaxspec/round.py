@@ -97,7 +97,7 @@ def prefill(
     mixer, marked = PromptBlocks(rows, slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
     every = score or any(i >= config.num_layers - 1 for i in drafter.feature_layers)  # what the last layer makes of it
-    wanted = None if every else last
+    wanted = None if every else jnp.where(newest > 0, last, -1)
     hidden = family.forward(params, config, tokens, marked, mixer, state.cache, drafter.feature_layers, wanted)
 
     shown = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=count - newest))

@@ -98,6 +98,19 @@ def test_a_write_touches_its_rows_and_page_zero_alone(start, count, t):
     np.testing.assert_array_equal(after[0], before[0])
 
 
+def test_what_nobody_asks_for_is_written_and_not_attended():
+    rng = np.random.default_rng(4)
+    kv, table, _ = paged(rng, (9, 7, 5), 2, page_size=4, entries=3)
+    q, (k, v) = rng.standard_normal((3, 2, 4, H), np.float32), rng.standard_normal((2, 3, 2, 2, H), np.float32)
+    rows = Rows(np.array([7, 5, 3], np.int32), np.array([2, 2, 2], np.int32), table)
+    asked = np.array([True, False, True])
+    given = jnp.asarray(kv), jnp.int32(LAYER), q, k, v
+    (every, expected), (out, cache) = rows.attend(*given), rows.only(asked).attend(*given)
+    np.testing.assert_array_equal(cache, expected)
+    np.testing.assert_array_equal(out[asked], every[asked])
+    assert not out[~asked].any() and every[~asked].any()
+
+
 def test_attend_sees_what_it_has_just_written():
     rng = np.random.default_rng(3)
     kv, table, ((k, v),) = paged(rng, (6,), 2, page_size=4, entries=3)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxspec.config import LinearAttention, ModelConfig, RopeScaling
 
@@ -26,6 +26,10 @@ class Mixer(Protocol):
     in the same way: attention reads keys and values of all tokens so far, `convolve` and `recur` a state of fixed size.
     Models without linear attention call `attend` alone.
     """
+
+    def only(self, asked: Bool[Array, " b"]) -> Mixer:
+        """The same, where nobody reads what attention makes of other sequences: it may make anything finite of them."""
+        ...
 
     def attend(
         self,
@@ -97,6 +101,9 @@ class Attention:
     """A `Mixer` for models without linear attention, made of a function that attends."""
 
     attend: Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
+
+    def only(self, asked: Bool[Array, " b"]) -> Attention:
+        return self
 
 
 @dataclass(frozen=True)

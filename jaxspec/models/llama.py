@@ -109,8 +109,9 @@ def forward(
     layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
     layer's is the final norm's output.
 
-    `wanted`: the row of each sequence whose final state is all that is asked for. Then the last layer computes keys and
-    values of all rows, which later ones will see, and what comes after its attention of these alone.
+    `wanted`: the row of each sequence whose final state is all that is asked for, -1 where none is. Then the last layer
+    computes keys and values of all rows, which later ones will see, attention of the sequences asked for, and what
+    comes after it of these rows alone.
     """
     x = params["embed"][tokens]
     prompt = tokens.shape[1] >= UNIT  # its blocks haven't been measured with few rows' kernels
@@ -132,8 +133,9 @@ def _plain_layers(params, config, x, positions, mixer, cache, wanted):
 
     @jax.jit  # one trace and one lowering for all layers: the index is data
     def decoder_layer(layer, i, x, cache, row=None):
+        here = mixer if row is None else mixer.only(row >= 0)
         qkv = project(rms_norm(x, layer["attn_norm"], eps), layer["qkv"], real)
-        mixed, cache = mix(layer, config, i, qkv[None], positions, mixer, cache)
+        mixed, cache = mix(layer, config, i, qkv[None], positions, here, cache)
         x, mixed, at = (row_of(a, row) for a in (x, mixed, positions))
         return finish(layer, config, x, mixed, at, real if row is None else real_rows(at)), cache
 

@@ -153,7 +153,8 @@ def forward(
     # One trace and one lowering for all layers of a kind: the index is data.
     @jax.jit
     def attend(layer, i, x, cache, row):
-        return attention_layer(layer, config, i, x, positions, mixer, cache, few, row)
+        here = mixer if row is None else mixer.only(row >= 0)
+        return attention_layer(layer, config, i, x, positions, here, cache, few, row)
 
     @jax.jit
     def recur(layer, i, x, cache, row):
