@@ -1,0 +1,58 @@
+"""Whole programs as a Hopper GPU gets them, lowered for one here: sizes that nobody rounded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxspec import runner
+from jaxspec.config import EngineConfig
+from jaxspec.pallas import target
+from jaxspec.pallas.target import counting
+from tests.tiny import tiny_config
+
+WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
+WIDE |= dict(moe_intermediate_size=128, shared_expert_intermediate_size=128)  # of families that have them
+WIDE |= dict(linear_key_head_dim=128, linear_value_head_dim=128)
+FEW, DRAFTED = ("none", 27), ("ngram", 45)  # what drafts, and how many requests: 27 rows of a round, or 45 x 4
+
+
+@pytest.fixture
+def programs(monkeypatch, tmp_path):
+    """Those of an engine with random weights of a family, with a GPU's defaults and kernels."""
+    monkeypatch.setattr(runner, "_defaults", lambda: runner.GPU)
+    monkeypatch.setattr(target, "kernels_here", lambda: None)
+
+    def of(family: str, draft: str, requests: int, **options) -> runner.Runner:
+        (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **WIDE)))
+        sizes = dict(max_running_requests=requests, max_total_tokens=2048, num_continuous_decode_steps=1)
+        given = dict(load_format="dummy", dtype="bfloat16", skip_warmup=True)
+        return runner.Runner(EngineConfig(model=str(tmp_path), draft=draft, **given, **sizes, **options))
+
+    return of
+
+
+def kernels_of(made: runner.Runner, kind: str, size: int) -> set[str]:
+    """Those of a program, which must come out."""
+    arguments = made.programs._arguments(kind, size, made.state)
+    with counting() as chosen:
+        made.programs._jits[kind].trace(*arguments).lower(lowering_platforms=("cuda",))
+    return set(chosen)
+
+
+@pytest.mark.parametrize("family,drafts,expected", [
+    ("qwen3", FEW, {"weight_stream", "write_heads", "decode_attention"}),
+    ("qwen3", DRAFTED, {"tile_matmul", "write_heads", "decode_attention"}),
+    ("qwen3_moe", FEW, {"router", "expert_plan", "experts", "write_heads", "decode_attention"}),
+    ("qwen3_moe", DRAFTED, {"router", "experts", "tile_matmul", "write_heads", "decode_attention"}),
+    ("qwen3_next", FEW, {"delta_step", "conv_step", "router", "expert_plan", "experts", "decode_attention"}),
+    ("qwen3_next", DRAFTED, {"delta_step", "conv_step", "router", "experts", "decode_attention"}),
+])  # fmt: skip
+def test_rounds_of_odd_sizes(programs, family, drafts, expected):
+    assert expected <= kernels_of(programs(family, *drafts), "round_greedy", drafts[1])
+
+
+def test_a_prompts_last_layer_goes_on_with_an_odd_number_of_rows(programs):
+    made = programs("qwen3", "none", 8, chunked_prefill_size=64 * 133)
+    assert {"tile_matmul", "prompt_attention", "write_heads"} <= kernels_of(made, "prefill", 133)
