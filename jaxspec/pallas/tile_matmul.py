@@ -3,8 +3,8 @@
 Each multiprocessor takes one tile of outputs after the other; tiles of the same weights come next to one another, so
 that these are read from memory once. A producer warpgroup copies both operands into a ring in shared memory, ahead into
 the next tile while the results of this one are written, and two warpgroups multiply, half of the tile's rows each. What
-goes into shared memory and comes out of it again is near to what that can do; the closer a tile is to a square, the
-less it is.
+goes into shared memory and comes out of it again is near to what that can do, and less of it the larger a tile is, and
+the nearer to a square.
 
 How many rows are real is data: programs come in few sizes, and padding takes no time. Where rows don't fill the last
 tile, it begins among those of the tile before; a warpgroup all of whose rows are that one's has nothing to do. A gated
