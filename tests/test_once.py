@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.once import lower_once
+from jaxspec.pallas.once import _in_place, lower_once
 
 
 @pytest.fixture
@@ -73,3 +73,10 @@ def test_interpreted_it_is_a_jitted_function(scaled):
         out = scaled(x, {"a": x[:3]}, factor=3, interpret=params)
     np.testing.assert_array_equal(out["out"], 3 * x)
     np.testing.assert_array_equal(out["more"], [1, 2, 3])
+
+
+def test_a_cache_gives_its_place_to_what_becomes_of_it():
+    rows, cache, place = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 4), (2, 9, 4), (8,)))
+    assert _in_place([rows, cache, place], [rows, cache]) == [0, 1]
+    assert _in_place([rows, rows, cache], [rows]) == [0]  # one result takes one place
+    assert _in_place([cache, place], [rows, jax.ShapeDtypeStruct(cache.shape, jnp.float32)]) == []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,6 +72,18 @@ class _Lowered:
                 exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[MOSAIC])(*shapes)
                 self._function = jax.jit(exported.call)  # jit: a function in a program, however often it is called
                 if jax.default_backend() == "gpu":
-                    lowered = self._function.lower(*shapes)
-                    _compiling.submit(lowered.compile)  # for what it leaves behind: programs tell of any error
+                    alone = jax.jit(exported.call, donate_argnums=_in_place(shapes, exported.out_avals)).lower(*shapes)
+                    _compiling.submit(alone.compile)  # for what it leaves behind: programs tell of any error
             return self._function
+
+
+def _in_place(given: Sequence[jax.ShapeDtypeStruct], made: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+    """Which arguments a result may take the place of. XLA would count a cache twice, and say on every start that what
+    goes in and comes out is larger than the device."""
+    rest = [(x.shape, x.dtype) for x in made]
+    places = []
+    for i, x in enumerate(given):
+        if (x.shape, x.dtype) in rest:
+            rest.remove((x.shape, x.dtype))
+            places.append(i)
+    return places
