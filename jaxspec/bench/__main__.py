@@ -13,6 +13,7 @@ from types import ModuleType
 
 from jaxspec.bench import decode, host, kernels, parity, plots, prefill, report, serve
 from jaxspec.bench.results import BenchError, Result
+from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config import ConfigError
 from jaxspec.request import RequestError
@@ -67,6 +68,7 @@ def _measure(module: ModuleType, args: argparse.Namespace, argv: list[str]) -> N
     """Run a benchmark; its first table comes row by row, the others at the end."""
     if args.plot is not None:
         plots.check()
+    claim_device()  # before anything asks what device there is: it can't be done later
     first, *others = module.TABLES
     result = Result(args.command, argv, args, first, args.json)
     module.run(args, result)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts, numbers
-from jaxspec.cache import claim_device
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import load_drafter
@@ -66,7 +65,6 @@ def _engine(
             raise BenchError("--accept-rates needs a drafter; --draft is none. Name one, for example --draft ngram")
         options["num_draft_tokens"] = options["num_draft_tokens"] or len(rates)
     config = EngineConfig(**options)
-    claim_device()  # before the weights are made: it can't be done later
     model = load_model(
         config.model, config.dtype, load_format=config.load_format, revision=config.revision, seed=config.seed or 0
     )

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -161,3 +162,13 @@ def test_what_cannot_work_is_a_usage_error(tiny, argv, said, capsys):
         bench.main(["decode", *tiny, "--concurrency", "1", *argv])
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_device_is_claimed_before_anything_asks_for_it(monkeypatch, capsys):
+    order = []
+    backend = jax.default_backend()
+    monkeypatch.setattr(bench, "claim_device", lambda: order.append("claimed"))
+    monkeypatch.setattr(jax, "default_backend", lambda: order.append("asked") or backend)
+    with pytest.raises(SystemExit):  # --profile wants a GPU
+        bench.main(["decode", "--model", "any", "--profile"])
+    assert order[:2] == ["claimed", "asked"] and "GPU kernels" in capsys.readouterr().err
