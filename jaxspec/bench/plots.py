@@ -17,7 +17,7 @@ def check() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise BenchError(f"--plot needs matplotlib ({error}); install it with: pip install 'jaxspec[bench]'") from error
+        raise BenchError(f"--plot needs matplotlib ({error}); install it with: pip install matplotlib") from error
 
 
 def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:

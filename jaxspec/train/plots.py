@@ -18,7 +18,7 @@ def check() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise TrainError(
-            f"charts need matplotlib ({error}): install it with pip install 'jaxspec[bench]', or add --no-plots"
+            f"charts need matplotlib ({error}): install it with pip install matplotlib, or add --no-plots"
         ) from error
 
 
