@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -11,7 +10,7 @@ from typing import NoReturn
 import yaml
 
 import jaxspec
-from jaxspec.config import flag
+from jaxspec.config import flag, meant
 from jaxspec.flags import add_engine_flags
 
 SERVER_DEFAULTS = {"draft": "auto"}  # a server should be fast as it comes; the library defaults to no drafter
@@ -105,12 +104,13 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else "; --help lists the flags"
+    if not name.startswith("-"):
+        return "; a model is named by --model"
+    option, *options = (each.lstrip("-").replace("-", "_") for each in (name, *known))
+    return meant(option, options, flag) or "; --help lists the flags"
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 65536:
-        raise argparse.ArgumentTypeError(f"a port is from 0 to 65535, got {port}")
-    return port
+    if not text.isdecimal() or not 0 <= int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"a port is from 0 to 65535, got {text}")
+    return int(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig, RopeScaling, flag
+from jaxspec.config import ELSEWHERE, SEVERAL_GPUS, ConfigError, EngineConfig, ModelConfig, RopeScaling, flag
 from tests.tiny import tiny_config
 
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
@@ -291,6 +291,12 @@ def test_an_unknown_option_gets_the_nearest_name():
         EngineConfig.from_options(pagesize=32)
     with pytest.raises(ConfigError, match="'zzz'; options: model, draft"):
         EngineConfig.from_options(zzz=1)
+    with pytest.raises(ConfigError, match="'gpu_memory_utilization'; here it is mem_fraction_static"):
+        EngineConfig.from_options(gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match="'tensor_parallel_size'; jaxspec serves on one GPU"):
+        EngineConfig.from_options(tensor_parallel_size=2)
+    assert set(ELSEWHERE.values()) <= set(fields := EngineConfig.__dataclass_fields__)
+    assert not set(fields) & {*ELSEWHERE, *SEVERAL_GPUS}
 
 
 def test_flag_spelling():

@@ -61,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _rate(text: str) -> float:
-    rate = float(text)
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
     if not rate > 0:
         raise argparse.ArgumentTypeError(f"takes inf, or requests a second greater than 0, got {text}")
     return rate

@@ -35,8 +35,13 @@ def test_values_have_the_fields_types():
         (["--page-sise", "8"], "did you mean --page-size"),
         (["--page", "8"], "unknown argument --page"),
         (["--page-size", "x"], "invalid int value: 'x'"),
-        (["--port", "70000"], "0 to 65535"),
-        (["stray"], "unknown argument stray"),
+        (["--port", "70000"], "0 to 65535, got 70000"),
+        (["--port", "http"], "0 to 65535, got http"),
+        (["Qwen/Qwen3-8B"], "unknown argument Qwen/Qwen3-8B; a model is named by --model"),
+        (["--max-model-len", "8"], "unknown argument --max-model-len; here it is --context-length"),
+        (["--tp-size=2"], "unknown argument --tp-size; jaxspec serves on one GPU"),
+        (["-tp", "2"], "unknown argument -tp; jaxspec serves on one GPU"),
+        (["--tool-call-parser", "x"], "unknown argument --tool-call-parser; --help lists the flags"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
     ],
 )
@@ -66,6 +71,7 @@ def test_config_file(tmp_path):
     ("text", "says"),
     [
         ("page_sise: 8", "unknown key page_sise; did you mean --page-size"),
+        ("max_num_seqs: 8", "unknown key max_num_seqs; here it is --max-running-requests"),
         ("config: x", "unknown key config"),
         ("page_size: [1]", "takes one value"),
         ("page_size: true", "not true or false"),
