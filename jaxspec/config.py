@@ -315,6 +315,7 @@ class EngineConfig:
     - `num_draft_tokens`: most tokens drafted per request and round. The verify width is one more.
     - `topk`: 1, and drafts are a chain; or how many drafts at most follow one token in a tree.
     - `num_steps`: how deep drafts go. A chain has one draft a step, so there it means the same as `num_draft_tokens`.
+    - `ngram_min`, `ngram_max`: lengths of match, in tokens, that the n-gram drafter tries.
     - `dtype`: of weights and activations; `kv_cache_dtype`: of keys and values, `auto` is the same.
     - `context_length`: most tokens of prompt and output together.
     - `max_running_requests`: request slots, so also the largest decode batch.
@@ -326,7 +327,8 @@ class EngineConfig:
       can't be gone on from; 0 keeps none. `state_snapshot_interval`: prompt tokens between two of them.
     - `num_continuous_decode_steps`: rounds in one program while no request can be taken in. Tokens are streamed, and
       requests taken in, that many rounds apart at most; it pays where a round is shorter than its dispatch.
-    - `disable_overlap`: read each round's result before the next is dispatched.
+    - `disable_overlap`: read each round's result before the next is dispatched. `disable_prefix_cache`: don't share the
+      keys and values of common prefixes.
     - `load_format`: `auto`, or `dummy` for random weights made from the config alone.
     - `revision`: branch, tag or commit of a hub id. `seed`: of dummy weights and of requests that give none.
     - `skip_warmup`: compile on first use instead of at start. `few_programs`: compile for one batch size: ready
@@ -391,7 +393,7 @@ class EngineConfig:
             ("decode_log_interval", 0),
         ):
             value = getattr(self, name)
-            if value is None and name not in ("topk", "state_snapshot_interval"):
+            if value is None and getattr(EngineConfig, name) is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{flag(name)} must be an integer of at least {low}, got {value!r}")

@@ -149,15 +149,18 @@ class Drafter:
         return cls(num_draft_tokens=options.num_draft_tokens or 3), {}
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of the drafter's own cache per token, for the memory plan."""
+        """Bytes of the drafter's own cache per token, if that is in `dtype`: for the memory plan."""
         return 0
 
     def init_state(self, layout: PageLayout, num_slots: int) -> Any:
-        """The drafter's state, a pytree: its own cache over the same pages, arrays by slot, or nothing."""
+        """The drafter's state, a pytree of arrays: its own cache over the same pages, arrays by slot, or nothing.
+
+        `num_slots` counts the last one too, the dummy that padding rows name.
+        """
         return {}
 
     def propose(self, params: Any, state: Any, batch: DraftBatch) -> tuple[Proposal, Any]:
-        """Draft for every request. Called at the start of each round."""
+        """Draft for every request; the drafts, and the state from here on. Called at the start of each round."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:

@@ -29,7 +29,10 @@ class LLM:
     **Arguments:** `model` and `draft` as the server's `--model` and `--draft`; further options are the server's flags
     with underscores (see `EngineConfig`).
 
-    **Raises:** `ConfigError` or `CheckpointError` for options or files that can't work.
+    `engine.tokenizer` is the model's, with `apply_chat_template(messages)` for a chat's token ids (None if the
+    checkpoint has none); `engine.stats()` has the figures that `/server_info` reports.
+
+    **Raises:** `ConfigError`, `CheckpointError` or `TokenizerError` for options or files that can't work.
     """
 
     def __init__(self, model: str = "smollm2-135m-instruct", draft: str = "none", **engine_options: Any):
@@ -37,10 +40,10 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | list[str] | list[list[int]],
+        prompts: str | list[int] | list[str] | list[list[int]],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts: strings, or lists of token ids used as they are. One output per prompt, in order.
+        """Complete a prompt or several: strings, or lists of token ids used as they are. One output each, in order.
 
         `params` holds for all prompts, or is a list with one for each. **Raises:** `RequestError`, before anything runs
         if any prompt can't be served.
@@ -103,7 +106,11 @@ def _output(request: Request, gathered: list[Gathered]) -> RequestOutput:
 
 
 class AsyncLLM:
-    """Generate for many callers on an event loop; the engine runs in a thread of its own. Arguments as `LLM`'s."""
+    """Generate for many callers on an event loop; the engine runs in a thread of its own. Arguments as `LLM`'s.
+
+    **Attributes:** `config`, the options with what was left to the machine filled in; `model_config`; `tokenizer`, or
+    None; `error`, what the engine loop failed with, or None.
+    """
 
     def __init__(self, model: str = "smollm2-135m-instruct", draft: str = "none", **engine_options: Any):
         self.engine = Engine(EngineConfig.from_options(model=model, draft=draft, **engine_options))

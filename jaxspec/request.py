@@ -33,13 +33,14 @@ class SamplingParams:
     - `temperature`: 0 is greedy; otherwise logits are divided by it.
     - `top_k`: keep the k most likely tokens; 0 or -1 keeps all. `top_p`: keep the smallest set whose mass reaches it.
     - `min_p`: keep tokens at least this fraction as likely as the most likely one. Applied before top-k and top-p.
-    - `seed`: the same seed gives the same text, whatever else is in the batch. None draws one.
+    - `seed`: the same seed gives the same text, whatever else is in the batch. None draws one, by the engine's `seed`.
     - `max_tokens`: at most this many new tokens; None means up to the context length.
     - `min_tokens`: end tokens and `stop_token_ids` can't be chosen, nor stop strings end the text, before this many.
     - `stop`: strings that end the text (and are cut from it). `stop_token_ids`: token ids that end it.
     - `ignore_eos`: the model's own end tokens don't end the text.
-    - `n`: completions of one prompt. `logprobs`: how many top log-probabilities to report per token (None: none; the
-      chosen token's own is always among those reported). `prompt_logprobs`: the same for the prompt's tokens.
+    - `n`: completions of one prompt; completion i has `seed` + i.
+    - `logprobs`: how many top log-probabilities to report per token (None: none; the chosen token's own is always among
+      those reported). `prompt_logprobs`: the same for the prompt's tokens.
     - `presence_penalty`, `frequency_penalty`: subtracted from logits of tokens generated so far, as OpenAI defines.
     - `repetition_penalty`: divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
     - `logit_bias`: token id -> number added to its logit.
@@ -163,10 +164,13 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds, on the host's clock, from the moment the request was added."""
+    """Times in seconds, on the host's clock, from the moment the request was prepared.
 
-    ttft: float | None = None
-    latency: float | None = None
+    Of a `RequestOutput` with several completions: the first one's `ttft`, the last one's `latency`, and sums.
+    """
+
+    ttft: float | None = None  # time to the first token
+    latency: float | None = None  # time to the last
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix tree
     output_tokens: int = 0
@@ -182,7 +186,11 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything about one finished prompt. `text`, `token_ids`, ... are completion 0's."""
+    """Everything about one finished prompt. `text`, `token_ids`, ... are completion 0's.
+
+    `prompt` is None where token ids were given. `prompt_logprobs`, if asked for, has an entry for each of
+    `prompt_token_ids`: None for the first, which nothing comes before.
+    """
 
     request_id: str
     prompt: str | None

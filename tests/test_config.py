@@ -330,6 +330,9 @@ def test_a_senseless_value_in_a_config_is_named(change, named):
         ("seed", -1),
         ("disable_overlap", "yes"),
         ("few_programs", 1),
+        ("ngram_min", None),
+        ("decode_log_interval", None),
+        ("topk", None),
     ],
 )
 def test_an_engine_option_of_the_wrong_kind_is_named(option, value):
