@@ -1,4 +1,4 @@
-"""The command line's engine flags: one per field of `EngineConfig`, for the server and for the benchmarks.
+"""The command line's engine flags: one per field of `EngineConfig`, for server, benchmarks and trainer.
 
 Invariant: flags are generated from the dataclass; `ENGINE_HELP` adds words only, so the two can't drift.
 """
@@ -81,6 +81,26 @@ def add_engine_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, Any
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """What of the command line is the engine's: keyword arguments of `LLM` and `AsyncLLM`."""
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    return _at_least(text, 1)
+
+
+def natural(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, low: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if value < low:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least {low}, got {text!r}")
+    return value
 
 
 def _plain(hint: Any) -> type:

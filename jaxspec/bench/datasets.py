@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.bench.results import BenchError
+from jaxspec.flags import natural, positive
 from jaxspec.tokenizer import Tokenizer
 
 SYNTHETIC = ("random", "shared-prefix")
@@ -50,16 +51,24 @@ class Prompt:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **dict(self.template))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, how_many: str = "for each load (four times the concurrency)"
+) -> None:
     group = parser.add_argument_group("prompts")
     add = group.add_argument
     add("--dataset", choices=DATASETS, default="random", help="(%(default)s)")
     add("--data", type=Path, metavar="FILE", help="of spec-bench or gsm8k: the published .jsonl file")
-    add("--num-prompts", type=int, metavar="N", help="for each load (four times the concurrency)")
-    add("--prompt-len", type=int, default=1024, metavar="TOKENS", help="random tokens in a prompt (%(default)s)")
-    add("--prefix-len", type=int, default=512, metavar="TOKENS", help="shared tokens before them (%(default)s)")
-    add("--prefixes", type=int, default=4, metavar="N", help="different shared prefixes (%(default)s)")
-    add("--output-len", type=int, default=256, metavar="TOKENS", help="most new tokens; all, if random (%(default)s)")
+    add("--num-prompts", type=positive, metavar="N", help=how_many)
+    add("--prompt-len", type=positive, default=1024, metavar="TOKENS", help="random tokens in a prompt (%(default)s)")
+    add("--prefix-len", type=natural, default=512, metavar="TOKENS", help="shared tokens before them (%(default)s)")
+    add("--prefixes", type=positive, default=4, metavar="N", help="different shared prefixes (%(default)s)")
+    add(
+        "--output-len",
+        type=positive,
+        default=256,
+        metavar="TOKENS",
+        help="new tokens; at most, of questions (%(default)s)",
+    )
     add("--temperature", type=float, default=0.0, help="(%(default)s)")
     add(
         "--chat-template-kwargs",
@@ -82,6 +91,12 @@ def _mapping(text: str) -> dict[str, Any]:
     return value
 
 
+def check(args: argparse.Namespace) -> None:
+    """**Raises:** `BenchError` for a file that `source` couldn't read, before a model is loaded for it."""
+    if args.dataset not in SYNTHETIC:
+        _read(args.dataset, args.data)
+
+
 def source(args: argparse.Namespace, vocab: int) -> Callable[[int], list[Prompt]]:
     """A function that gives the next so many prompts. Random ones never come twice; a file starts over at its end.
 
@@ -96,15 +111,15 @@ def source(args: argparse.Namespace, vocab: int) -> Callable[[int], list[Prompt]
         return lambda count: [
             Prompt(prefix + draw(args.prompt_len)) for prefix in itertools.islice(itertools.cycle(prefixes), count)
         ]
-    read = {"spec-bench": _spec_bench, "gsm8k": _gsm8k}[args.dataset]
     template = tuple(args.chat_template_kwargs.items())
-    questions = itertools.cycle([Prompt(question=q, template=template) for q in _read(read, args.dataset, args.data)])
+    questions = itertools.cycle([Prompt(question=q, template=template) for q in _read(args.dataset, args.data)])
     return lambda count: list(itertools.islice(questions, count))
 
 
-def _read(read: Callable[[list[dict]], list[str]], dataset: str, path: Path | None) -> list[str]:
+def _read(dataset: str, path: Path | None) -> list[str]:
     if path is None:
         raise BenchError(f"--dataset {dataset} needs its file: --data FILE.jsonl")
+    read = {"spec-bench": _spec_bench, "gsm8k": _gsm8k}[dataset]
     try:
         questions = read([json.loads(line) for line in path.read_text().splitlines() if line.strip()])
     except OSError as error:

@@ -29,6 +29,7 @@ from jaxspec.bench.forced import expected_length
 from jaxspec.bench.load import Load
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.engine import Engine
+from jaxspec.flags import positive
 
 COLUMNS = (
     Column("concurrency", "requests"),
@@ -79,8 +80,8 @@ TABLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--concurrency", type=counts("1,8,32"), default="1,8,32,128", metavar="N,N,...", help="(%(default)s)")
-    add("--prompt-len", type=int, default=1024, metavar="TOKENS", help="of every request (%(default)s)")
-    add("--output-len", type=int, default=256, metavar="TOKENS", help="of every request (%(default)s)")
+    add("--prompt-len", type=positive, default=1024, metavar="TOKENS", help="of every request (%(default)s)")
+    add("--output-len", type=positive, default=256, metavar="TOKENS", help="of every request (%(default)s)")
     add("--overlap", choices=("on", "off", "both"), help="default: as --disable-overlap says")
     add("--back-to-back", action="store_true", help="also time the round program by itself")
     add("--profile", action="store_true", help="also list its kernels (a GPU only; implies --back-to-back)")

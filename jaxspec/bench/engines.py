@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts, numbers
@@ -29,8 +30,9 @@ def add_accept_rates(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser, DEFAULTS)
+def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """The engine's flags; `defaults` take the place of a benchmark's."""
+    add_engine_flags(parser, DEFAULTS | defaults)
 
 
 def start(args: argparse.Namespace, result: Result, requests: int, rates: list[float] | None = None) -> Engine:

@@ -35,6 +35,7 @@ from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.engine import Engine
+from jaxspec.flags import positive
 from jaxspec.models import MODELS
 from jaxspec.programs import Programs
 from jaxspec.request import SamplingParams
@@ -71,19 +72,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="running at once (%(default)s)",
     )
-    add("--rounds", type=int, default=1000, help="measured for each N (%(default)s)")
+    add("--rounds", type=positive, default=1000, help="measured for each N (%(default)s)")
     add("--model", default="tiny", help="tiny (made up in memory), or anything that the server's --model takes")
     add(
         "--layers",
-        type=int,
+        type=positive,
         default=2,
         help="of the tiny model: dispatch grows with the number of weights (%(default)s)",
     )
     add("--draft", default="ngram", help="as the server's --draft; decides the verify width (%(default)s)")
-    add("--num-draft-tokens", type=int, help="drafts per round (the drafter's default)")
-    add("--context-length", type=int, default=4096, help="decides the size of page tables and histories (%(default)s)")
-    add("--prompt-tokens", type=int, default=128, help="of every request (%(default)s)")
-    add("--new-tokens", type=int, default=256, help="of a request on average, half as many to half again (%(default)s)")
+    add("--num-draft-tokens", type=positive, help="drafts per round (the drafter's default)")
+    add(
+        "--context-length", type=positive, default=4096, help="sets the size of page tables and histories (%(default)s)"
+    )
+    add("--prompt-tokens", type=positive, default=128, help="of every request (%(default)s)")
+    add("--new-tokens", type=positive, default=256, help="of a request, half as many to half again (%(default)s)")
     add("--sampled", action="store_true", help="sample at temperature 1")
 
 

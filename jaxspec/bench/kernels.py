@@ -25,6 +25,7 @@ from tqdm import tqdm
 from jaxspec.bench import floors, profile
 from jaxspec.bench.cases import Case, make_cases
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
+from jaxspec.flags import positive
 from jaxspec.pallas.target import KERNELS, kernels_here
 
 COLUMNS = (
@@ -48,7 +49,7 @@ PROFILED = 3  # runs of each program under the profiler
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", default="", metavar="TEXT", help="cases whose name holds this")
-    add("--repeats", type=int, default=30, metavar="N", help="runs of each program that are timed (%(default)s)")
+    add("--repeats", type=positive, default=30, metavar="N", help="runs of each program that are timed (%(default)s)")
     add("--no-plain", action="store_true", help="leave the comparison with plain jax.numpy out")
     add("--profile", action="store_true", help="also by jax's profiler: what the kernels take alone (NVIDIA GPUs)")
     add("--small", action="store_true", help="tiny sizes in float32, to try the command out on a CPU")

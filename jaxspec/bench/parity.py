@@ -22,6 +22,7 @@ from jaxspec.bench import datasets, engines
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.checkpoint import Model
 from jaxspec.engine import Engine
+from jaxspec.flags import positive
 from jaxspec.functional import logits
 from jaxspec.request import SamplingParams
 
@@ -40,18 +41,22 @@ LENGTH_STEP = 256  # margins are computed at multiples of this length, so that f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    datasets.add_arguments(parser)
-    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="(%(default)s)")
-    engines.add_arguments(parser)
-    parser.set_defaults(load_format="auto", dataset="spec-bench", num_prompts=200)
+    datasets.add_arguments(parser, "in all (200)")
+    parser.add_argument("--concurrency", type=positive, default=32, metavar="N", help="most at once (%(default)s)")
+    engines.add_arguments(parser, load_format="auto")
+    parser.set_defaults(dataset="spec-bench", num_prompts=200)
 
 
 def run(args: argparse.Namespace, result: Result) -> None:
-    """Decode three times and compare. **Raises:** `BenchError` without a drafter, or with a temperature."""
+    """Decode three times and compare.
+
+    **Raises:** `BenchError` without a drafter, with a temperature, or for a file of prompts that can't be read.
+    """
     if args.draft == "none":
         raise BenchError("parity compares a drafter with plain decoding; --draft is none. Name one, such as ngram")
     if args.temperature:
         raise BenchError(f"parity is of greedy text; --temperature is {args.temperature}")
+    datasets.check(args)
     plain = copy.copy(args)
     plain.draft, plain.num_draft_tokens, plain.num_steps, plain.topk = "none", None, None, 1
     engine = engines.start(plain, result, args.concurrency)

@@ -37,6 +37,7 @@ from jaxspec.bench.results import (
     memory_growth,
 )
 from jaxspec.engine import Engine
+from jaxspec.flags import natural, positive
 from jaxspec.request import SamplingParams
 
 COLUMNS = (
@@ -63,10 +64,10 @@ OWN, ATTENTION_ONLY = "own", "attention only"  # of a hybrid: its layers, or ful
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", type=counts("1024,8192"), default="1024,8192", metavar="TOKENS,...", help="(%(default)s)")
-    add("--repeats", type=int, default=7, metavar="N", help="single prompts timed for each length (%(default)s)")
+    add("--repeats", type=positive, default=7, metavar="N", help="single prompts timed for each length (%(default)s)")
     add(
         "--batched-tokens",
-        type=int,
+        type=natural,
         default=65536,
         metavar="TOKENS",
         help="of all prompts queued at once together; 0 leaves that part out (%(default)s)",

@@ -79,6 +79,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     options = engine_options(args)
     options["max_running_requests"] = options["max_running_requests"] or max(args.concurrency)
     config = EngineConfig(**options)  # a mistake is told before a server is started
+    datasets.check(args)
     loads = None
     if args.url:
         asyncio.run(over_http(args.url, args, result))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.flags import add_engine_flags
+from jaxspec.flags import add_engine_flags, natural, positive
 from jaxspec.train.losses import KINDS
 
 _FORMAT = argparse.RawDescriptionHelpFormatter
@@ -42,14 +42,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype", choices=("float32", "bfloat16"), help="of the target and of activations (bfloat16; float32 on a CPU)"
     )
-    add("--row-length", type=_positive, default=1024, metavar="TOKENS", help="longest text (%(default)s)")
+    add("--row-length", type=positive, default=1024, metavar="TOKENS", help="longest text (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (%(default)s)")
 
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("texts that the model writes (not needed for a file of texts)")
     add = group.add_argument
-    add("--num-samples", type=_positive, metavar="N", help="texts of its own, or most of the file's prompts")
+    add("--num-samples", type=positive, metavar="N", help="texts of its own, or most of the file's prompts")
     add(
         "--temperature",
         type=_temperatures,
@@ -57,9 +57,9 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
         metavar="T,T,...",
         help="of answers, in turn; 0 is greedy (0,0,0.7,1)",
     )
-    add("--max-answer-tokens", type=_positive, default=512, metavar="TOKENS", help="(%(default)s)")
-    add("--max-prompt-tokens", type=_positive, default=384, metavar="TOKENS", help="of its own prompts (%(default)s)")
-    add("--concurrency", type=_positive, metavar="N", help="texts written at once (256; 8 on a CPU)")
+    add("--max-answer-tokens", type=positive, default=512, metavar="TOKENS", help="(%(default)s)")
+    add("--max-prompt-tokens", type=positive, default=384, metavar="TOKENS", help="of its own prompts (%(default)s)")
+    add("--concurrency", type=positive, metavar="N", help="texts written at once (256; 8 on a CPU)")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -67,11 +67,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     add = group.add_argument
     budget = group.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--steps", type=_positive, metavar="N", help="batches to train on")
+    budget.add_argument("--steps", type=positive, metavar="N", help="batches to train on")
     budget.add_argument(
         "--minutes", type=float, metavar="M", help="time to train for; becomes steps after the first 30"
     )
-    add("--batch-size", type=_positive, default=16, metavar="ROWS", help="rows of a step, over all GPUs (%(default)s)")
+    add("--batch-size", type=positive, default=16, metavar="ROWS", help="rows of a step, over all GPUs (%(default)s)")
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="at its highest (%(default)s)")
     add("--warm-up", type=int, default=100, metavar="STEPS", help="(%(default)s)")
     add(
@@ -82,21 +82,21 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     losses = "; ".join(f"{name}: {text}" for name, text in KINDS.items())
     add("--loss", choices=tuple(KINDS), default="soft", help=f"(%(default)s) {losses}")
     add("--save-every", type=float, default=60.0, metavar="SECONDS", help="between checkpoints (%(default)s)")
-    add("--log-every", type=_positive, default=10, metavar="STEPS", help="(%(default)s)")
+    add("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
     group = parser.add_argument_group("the drafter's size")
     add = group.add_argument
-    add("--num-layers", type=_positive, default=None, metavar="N", help="(1; DFlash 3)")
-    add("--mlp-size", type=_positive, metavar="N", help="(the target's)")
-    add("--num-heads", type=_positive, metavar="N", help="(the target's)")
-    add("--num-kv-heads", type=_positive, metavar="N", help="(the target's)")
+    add("--num-layers", type=positive, default=None, metavar="N", help="(1; DFlash 3)")
+    add("--mlp-size", type=positive, metavar="N", help="(the target's)")
+    add("--num-heads", type=positive, metavar="N", help="(the target's)")
+    add("--num-kv-heads", type=positive, metavar="N", help="(the target's)")
     add(
         "--target-layers", type=_layers, metavar="I,I,...", help="whose outputs it reads, from 0 (the method's default)"
     )
     _add_writing(parser)
     group = parser.add_argument_group("evaluation, at the end")
     add = group.add_argument
-    add("--num-draft-tokens", type=_positive, metavar="N", help="(3; DFlash: all of a block)")
-    add("--max-new-tokens", type=_positive, default=256, metavar="N", help="of each held-out prompt (%(default)s)")
+    add("--num-draft-tokens", type=positive, metavar="N", help="(3; DFlash: all of a block)")
+    add("--max-new-tokens", type=positive, default=256, metavar="N", help="of each held-out prompt (%(default)s)")
     add("--no-evaluation", action="store_true", help="train and save only")
     add("--no-plots", action="store_true", help="no loss.png and acceptance.png, which need matplotlib")
 
@@ -104,51 +104,31 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def _add_eagle3(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("EAGLE-3").add_argument
     text = "tokens that it can draft, the most frequent ones, with a head of its own; 0: all, with the target's head"
-    add("--draft-vocab-size", type=_natural, default=0, metavar="N", help=f"{text} (%(default)s)")
-    add("--unroll", type=_positive, default=7, metavar="STEPS", help="length of the chain trained (%(default)s)")
+    add("--draft-vocab-size", type=natural, default=0, metavar="N", help=f"{text} (%(default)s)")
+    add("--unroll", type=positive, default=7, metavar="STEPS", help="length of the chain trained (%(default)s)")
     add("--decay", type=float, default=0.8, metavar="X", help="weight of a step over the one before (%(default)s)")
 
 
 def _add_dflash(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("DFlash").add_argument
-    add(
-        "--block-size", type=_positive, default=8, metavar="TOKENS", help="the known token and its drafts (%(default)s)"
-    )
-    add("--anchors", type=_positive, metavar="N", help="blocks in each row (row length / block size)")
+    add("--block-size", type=positive, default=8, metavar="TOKENS", help="the known token and its drafts (%(default)s)")
+    add("--anchors", type=positive, metavar="N", help="blocks in each row (row length / block size)")
     add("--gamma", type=float, metavar="X", help="drafts after which a draft's weight has fallen by e (block size / 2)")
-    add("--mask-token-id", type=_natural, metavar="ID", help="(the highest that no text has)")
+    add("--mask-token-id", type=natural, metavar="ID", help="(the highest that no text has)")
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", required=True, nargs="+", type=Path, metavar="FILE", help="prompts: Spec-Bench's, GSM8K's, any chats")
-    add("--prompts", type=_positive, metavar="N", help="most of each category")
-    add("--max-new-tokens", type=_positive, default=256, metavar="N", help="(%(default)s)")
+    add("--prompts", type=positive, metavar="N", help="most of each category")
+    add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
     add("--output", type=Path, metavar="O", help="folder for acceptance.json and acceptance.png")
     add("--no-plots", action="store_true", help="no acceptance.png, which needs matplotlib")
     add_engine_flags(parser)
 
 
-def _positive(text: str) -> int:
-    return _at_least(text, 1)
-
-
-def _natural(text: str) -> int:
-    return _at_least(text, 0)
-
-
-def _at_least(text: str, low: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if value < low:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least {low}, got {text!r}")
-    return value
-
-
 def _layers(text: str) -> tuple[int, ...]:
-    return tuple(_natural(part) for part in text.split(","))
+    return tuple(natural(part) for part in text.split(","))
 
 
 def _temperatures(text: str) -> Sequence[float]:

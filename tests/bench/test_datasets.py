@@ -71,8 +71,12 @@ def test_gsm8k_questions_go_through_the_template_on_both_ways(tmp_path):
 )
 def test_a_file_that_is_not_the_dataset(row, said, tmp_path):
     data = [] if row is None else lines(tmp_path / "q.jsonl", *([row] if row else []))
+    args = arguments("--dataset", "spec-bench", *data)
     with pytest.raises(BenchError, match=said):
-        datasets.source(arguments("--dataset", "spec-bench", *data), 1000)
+        datasets.source(args, 1000)
+    with pytest.raises(BenchError, match=said):
+        datasets.check(args)
+    datasets.check(arguments())  # random prompts need no file
 
 
 def test_a_missing_file(tmp_path):

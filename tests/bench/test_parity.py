@@ -44,3 +44,16 @@ def test_what_parity_cannot_compare(tiny, capsys, options, message):
     with pytest.raises(SystemExit):
         main(["parity", *tiny, "--dataset", "random", *options])
     assert message in capsys.readouterr().err
+
+
+def test_a_missing_file_is_told_before_a_model_is_loaded(capsys):
+    with pytest.raises(SystemExit):
+        main(["parity", "--model", "/nowhere", "--draft", "ngram"])
+    assert "--dataset spec-bench needs its file: --data FILE.jsonl" in capsys.readouterr().err
+
+
+def test_the_help_tells_paritys_own_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["parity", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "made from the config alone (default: auto)" in told and "--num-prompts N in all (200)" in told
