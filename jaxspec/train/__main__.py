@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxspec.cache import claim_device
-from jaxspec.checkpoint import CheckpointError, Model, load_model
+from jaxspec.checkpoint import CheckpointError, Model, load_model, resolve
 from jaxspec.config import ConfigError
 from jaxspec.flags import engine_options
 from jaxspec.llm import LLM
@@ -60,18 +60,18 @@ def _data(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     if not args.no_plots:
         plots.check()
+    settings, config = _settings(args), resolve(args.model).config  # what can't be is told before texts are written
+    if config.linear:
+        raise TrainError(
+            f"--model {args.model}: {config.model_type} has linear attention, and rows here hold several texts, which "
+            "its state would run together. Such models bring an MTP module: --draft mtp"
+        )
     path = _texts_file(args)
     enable_compilation_cache()  # a run that resumes doesn't compile again
     target = load_model(args.model, _dtype(args))
-    if target.config.linear:
-        raise TrainError(
-            f"--model {args.model}: {target.config.model_type} has linear attention, and rows here hold several texts, "
-            "which its state would run together. Such models bring an MTP module: --draft mtp"
-        )
     texts = read_texts(path, target.config.vocab_size)
     training, held_out = split(texts)
     data = pack(training, args.row_length, args.batch_size, args.seed)
-    settings = _settings(args)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE}
     run = loop.Run(args.output, facts | {"method": args.command, "texts": len(texts)})
     fresh, objective = (_eagle3 if args.command == "eagle3" else _dflash)(args, target, training)

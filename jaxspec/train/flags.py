@@ -49,7 +49,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _add_writing(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("texts that the model writes (not needed for a file of texts)")
     add = group.add_argument
-    add("--num-samples", type=positive, metavar="N", help="texts of its own, or most of the file's prompts")
+    add("--num-samples", type=positive, metavar="N", help="texts of its own, or most of a file's prompts (all)")
     add(
         "--temperature",
         type=_temperatures,
@@ -120,7 +120,7 @@ def _add_dflash(parser: argparse.ArgumentParser) -> None:
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", required=True, nargs="+", type=Path, metavar="FILE", help="prompts: Spec-Bench's, GSM8K's, any chats")
-    add("--prompts", type=positive, metavar="N", help="most of each category")
+    add("--prompts", type=positive, metavar="N", help="most of each category (all)")
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
     add("--output", type=Path, metavar="O", help="folder for acceptance.json and acceptance.png")
     add("--no-plots", action="store_true", help="no acceptance.png, which needs matplotlib")

@@ -17,6 +17,7 @@ import pytest
 from jaxspec.checkpoint import load_model
 from jaxspec.drafters import load_drafter
 from jaxspec.pallas import weight_stream
+from jaxspec.train import __main__ as command
 from jaxspec.train import loop
 from jaxspec.train.__main__ import main
 from jaxspec.train.data import Text, TrainError
@@ -186,6 +187,20 @@ def test_learning_rate_rises_then_falls():
 def test_senseless_settings_are_refused(given):
     with pytest.raises(TrainError, match="--"):
         Settings(**given)
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "said"),
+    [
+        ("llama", {"learning_rate": -1}, "--learning-rate must be positive, got -1.0"),
+        ("qwen3_next", {}, "qwen3_next has linear attention"),
+    ],
+)
+def test_what_cant_be_trained_is_told_before_texts_are_written(family, given, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "_texts_file", lambda _: pytest.fail("texts were written"))
+    with pytest.raises(SystemExit):
+        main(arguments("eagle3", tiny_checkpoint(family), "self", tmp_path, **given))
+    assert said in capsys.readouterr().err
 
 
 def test_metrics_behind_the_checkpoint_are_forgotten(tmp_path):
