@@ -1,6 +1,7 @@
 """What `--draft` takes and refuses, and the n-gram drafter against its definition in plain Python."""
 
 import dataclasses
+import shutil
 import sys
 
 import jax.numpy as jnp
@@ -76,6 +77,13 @@ def test_standalone_by_method_or_by_path_alone(model, prefix):
     options = EngineConfig(draft=prefix + folder, num_draft_tokens=2, dtype="bfloat16")
     loaded = load_drafter(prefix + folder, model, options)
     assert loaded.drafter.num_draft_tokens == 2 and loaded.params["embed"].dtype == "bfloat16"
+
+
+def test_without_weights_a_standalone_drafter_needs_its_config_alone(model, tmp_path):
+    shutil.copy(tiny_checkpoint("llama", seed=3) / "config.json", tmp_path)
+    draft = f"standalone:{tmp_path}"
+    loaded = load_drafter(draft, model, EngineConfig(draft=draft, load_format="dummy"))
+    assert loaded.params["embed"].shape == model.params["embed"].shape
 
 
 def test_a_class_of_the_users(model):
