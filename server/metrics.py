@@ -40,7 +40,7 @@ COUNTERS = (
 )
 LABELLED = (
     ("requests_total", "requests", "reason", "Completions finished, by finish reason"),
-    ("dispatches", "dispatches", "program", "Programs and kernels dispatched"),
+    ("dispatches", "dispatches", "program", "Programs dispatched"),
 )
 PER_POSITION = (
     ("drafted_per_position", "spec_drafted", "Draft tokens verified, by position in the draft (0 is first)"),
