@@ -27,8 +27,8 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
     "speculation": {
         "draft": (
             "D",
-            "none, auto, a method (ngram, mtp, standalone, eagle, eagle3, dflash), method:path_or_id, a path or hub "
-            "id, or module:Class",
+            "none, auto (the best that fetches nothing), a method (ngram, mtp, standalone, eagle, eagle3, dflash), "
+            "method:path_or_id, a path or hub id, or module:Class",
         ),
         "num_steps": ("S", "how deep drafts go; of a chain, the same as --num-draft-tokens"),
         "topk": ("K", "drafts that may follow one token: above 1 they are a tree (eagle and eagle3 draft such)"),
