@@ -193,9 +193,8 @@ class Engine:
         for index in range(params.n):
             seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
-            detokenizer = (
-                Detokenizer(self.tokenizer, params.stop, min_tokens=params.min_tokens) if self.tokenizer else None
-            )
+            how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens}
+            detokenizer = Detokenizer(self.tokenizer, params.stop, **how) if self.tokenizer else None
             choice = Choice(request, index, seq, detokenizer, RequestMetrics(prompt_tokens=len(request.tokens)))
             seq.owner = choice
             request.choices.append(choice)

@@ -136,8 +136,8 @@ class Detokenizer:
 
     - `stop`: strings that end the text. `min_tokens`: a stop string counts only if a later token than this many
       completes it.
-    - `prompt_ids`: tokens that the text continues, rather than starting afresh: a character that they left incomplete
-      is completed, and a leading space is kept where SentencePiece would drop it.
+    - `prompt_ids`: tokens that the text goes on from. If they have any text, a leading space is kept that SentencePiece
+      would drop.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Detokenizer:
     ):
         self._bytes = tokenizer._plain_bytes if skip_special_tokens else tokenizer._bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._drop_space = tokenizer._drops_space and not prompt_ids
+        self._drop_space = tokenizer._drops_space and not any(map(self._bytes.get, prompt_ids))
         self._stops = tuple(stop)
         self._prefixes = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
         self._longest = max(map(len, self._prefixes), default=0)
@@ -160,8 +160,6 @@ class Detokenizer:
         self._held = ""  # text that may begin a stop string
         self._hit: str | None = None
         self._shown: list[str] = []
-        if prompt_ids:
-            self._characters(prompt_ids[-4:])  # a character has at most 4 bytes, so at most the last 3 begin one
 
     @property
     def text(self) -> str:

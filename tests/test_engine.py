@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import shutil
 import threading
 import time
 import types
@@ -17,6 +18,8 @@ from collections import Counter
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import jaxspec
 from jaxspec import LLM, AsyncLLM, EngineDead, RequestError, SamplingParams
@@ -660,3 +663,18 @@ def test_closing_the_engine_ends_its_streams(serve):
         assert not llm.stats()["ready"]
 
     serve(scenario)
+
+
+def test_text_goes_on_from_the_prompts(tmp_path):
+    """Of a SentencePiece model's completion the first space counts, or prompt and text couldn't be put together."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581Hi": 256, "there": 257, "<s>": 258}
+    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([*steps])
+    backend.add_special_tokens(["<s>"])
+    folder = shutil.copytree(tiny_checkpoint("llama", 259, num_hidden_layers=1), tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>").save_pretrained(folder)
+    llm = LLM(str(folder), **OPTIONS)
+    always = params(max_tokens=2, logit_bias={256: 100.0})
+    going_on, fresh = llm.generate([[258, 257], [258]], always)
+    assert going_on.text == " Hi Hi" and fresh.text == "Hi Hi"

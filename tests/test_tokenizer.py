@@ -147,12 +147,10 @@ def test_an_incomplete_character_shows_at_the_end_only():
     assert detokenizer.text == "n\ufffd"
 
 
-def test_prompt_ids_complete_a_character_and_keep_the_space():
-    smile = list("😀".encode())
-    detokenizer = Detokenizer(BYTES, prompt_ids=[65, *smile[:3]])
-    assert detokenizer.push(smile[3:])[0] == "😀"
+def test_a_prompt_with_text_keeps_the_space():
     assert Detokenizer(SENTENCEPIECE, prompt_ids=[256]).push([256])[0] == " Hi"
     assert Detokenizer(SENTENCEPIECE).push([256])[0] == "Hi" == SENTENCEPIECE.decode([256])
+    assert Detokenizer(SENTENCEPIECE, prompt_ids=[259]).push([256])[0] == "Hi", "<s> alone has no text"
 
 
 def test_sentencepiece_text_streams_as_transformers_decodes_it():
