@@ -186,7 +186,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything about one finished prompt. `text`, `token_ids`, ... are completion 0's.
+    """Everything about one finished prompt. `text`, `token_ids`, ... are completion 0's of all `completions`.
 
     `prompt` is None where token ids were given. `prompt_logprobs`, if asked for, has an entry for each of
     `prompt_token_ids`: None for the first, which nothing comes before.
