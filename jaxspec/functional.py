@@ -54,7 +54,10 @@ def hidden_states(
 
 
 def _checked(model: Model, tokens: Any) -> np.ndarray:
-    tokens = np.asarray(tokens)
+    try:
+        tokens = np.asarray(tokens)
+    except ValueError as error:
+        raise RequestError("tokens must be int[b, t]: sequences of one length, or one at a time", "tokens") from error
     if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
         raise RequestError(f"tokens must be int[b, t], not empty; got {tokens.dtype}{list(tokens.shape)}", "tokens")
     if tokens.min() < 0 or tokens.max() >= model.config.vocab_size:

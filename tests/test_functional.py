@@ -68,7 +68,7 @@ def test_hidden_states_lead_to_the_logits(model):
     np.testing.assert_array_equal(swapped, np.stack([last, first]))
 
 
-@pytest.mark.parametrize("tokens", [[], [[]], [1, 2], [[[1]]], [[1.5]], [[True]], [[64]], [[-1]]])
+@pytest.mark.parametrize("tokens", [[], [[]], [1, 2], [[[1]]], [[1.5]], [[True]], [[64]], [[-1]], [[1], [2, 3]]])
 def test_tokens_that_are_refused(model, tokens):
     for call in (jaxspec.logits, lambda m, t: jaxspec.hidden_states(m, t, (0,))):
         with pytest.raises(RequestError, match="token"):

@@ -52,7 +52,7 @@ VIA = "http", "offline", "both"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", help="of a running server, such as http://127.0.0.1:30000; without it one is started")
+    add("--url", help="of a running server (http://HOST:PORT, sent $JAXSPEC_API_KEY); without it one is started")
     add("--concurrency", type=counts("1,8,32"), default="128", metavar="N,N,...", help="most at once (%(default)s)")
     add("--request-rate", type=_rate, default=float("inf"), metavar="R", help="requests a second (%(default)s)")
     add("--via", choices=VIA, default="http", help="a server, an engine in this process, or both in turn (%(default)s)")
