@@ -133,7 +133,7 @@ class Engine:
         if bad := next(
             (t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab), None
         ):
-            raise RequestError(f"token id {bad!r} is outside the vocabulary, 0 to {vocab - 1}", "prompt")
+            raise RequestError(f"token id {bad!r} is outside the vocabulary, ints from 0 to {vocab - 1}", "prompt")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (bad := next((t for t in ids if t >= vocab), None)) is not None:
                 raise RequestError(f"{name}: token id {bad} is outside the vocabulary, 0 to {vocab - 1}", name)

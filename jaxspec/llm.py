@@ -50,7 +50,11 @@ class LLM:
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        settings = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
+        settings = params if isinstance(params, list | tuple) else [params or SamplingParams()] * len(prompts)
+        if bad := [each for each in settings if not isinstance(each, SamplingParams)]:
+            raise RequestError(
+                f"params must be SamplingParams, or a list with one for each prompt, got {bad[0]!r}", "params"
+            )
         if len(settings) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(settings)} sampling params", "params")
         requests = [self.engine.prepare(p, s) for p, s in zip(prompts, settings, strict=True)]

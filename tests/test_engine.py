@@ -528,6 +528,7 @@ def test_ngram_drafts_where_text_repeats_and_not_elsewhere():
     ([-1], {}, "outside the vocabulary"),
     ([True], {}, "outside the vocabulary"),
     (["a"], {}, "outside the vocabulary"),
+    ([np.int64(1)], {}, r"np.int64\(1\) is outside the vocabulary, ints from 0"),
     ([1] * CONTEXT, {}, "maximum context length"),
     ([1], {"max_tokens": CONTEXT}, "maximum context length"),
     ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
@@ -546,6 +547,8 @@ def test_a_bad_request_is_refused_before_anything_runs(prompt, settings, words):
 def test_as_many_params_as_prompts():
     with pytest.raises(RequestError, match="2 prompts but 1 sampling params"):
         engine("ngram").generate([[1], [2]], [params()])
+    with pytest.raises(RequestError, match=r"params must be SamplingParams.*got {'temperature': 0}"):
+        engine("ngram").generate([[1], [2]], {"temperature": 0})
 
 
 # -- many callers at once ----------------------------------------------------------------------------------------------
