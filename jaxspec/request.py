@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20  # OpenAI's limit; every sampled row computes this many
 MAX_STOP_IDS = 32  # stop token ids of one request, the model's own end tokens included
 MAX_LOGIT_BIAS = 300  # OpenAI's limit
+MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each: all are looked for at every token
 MAX_N = 128
+TINY = 1e-30  # the device's float32 makes nothing of numbers much smaller, and infinity of what is divided by them
 
 
 class RequestError(ValueError):
@@ -79,9 +80,9 @@ class SamplingParams:
             ("repetition_penalty", 0.0, 100.0),
         ):
             _number(name, getattr(self, name), low, high)
-        if self.top_p == 0 or self.repetition_penalty == 0:
-            name = "top_p" if self.top_p == 0 else "repetition_penalty"
-            raise RequestError(f"{name} must be greater than 0, got 0", name)
+        for name in ("top_p", "repetition_penalty"):
+            if (value := getattr(self, name)) < TINY:
+                raise RequestError(f"{name} must be greater than 0, at least {TINY:g}, got {value:g}", name)
         for name, low, high in (
             ("top_k", -1, 2**31 - 1),
             ("min_tokens", 0, 2**31 - 1),
@@ -101,6 +102,11 @@ class SamplingParams:
             )
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError(f"stop takes non-empty strings, got {list(self.stop)!r}", "stop")
+        if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in self.stop):
+            given = f"{len(self.stop)}, the longest of {max(map(len, self.stop))}"
+            raise RequestError(
+                f"stop takes at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters, got {given}", "stop"
+            )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -129,7 +135,7 @@ class SamplingParams:
 
 
 def _number(name: str, value, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN isn't
         raise RequestError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", name)
 
 

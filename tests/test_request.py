@@ -47,7 +47,7 @@ def test_numbers_between_their_limits(name):
     low, high, open_below = NUMBERS[name]
     for value in (high, int(high), (low + high) / 2, *([] if open_below else [low, int(low)])):
         assert getattr(make(name, value), name) == value
-    wrong = (low - 0.01, high + 0.01, math.nan, math.inf, -math.inf, "1", None, True, [1.0])
+    wrong = (low - 0.01, high + 0.01, math.nan, math.inf, -math.inf, 10**400, "1", None, True, [1.0])
     for value in (*wrong, *([low] if open_below else [])):
         error = refusal(**{name: value})
         assert error.param == name and name in str(error)
@@ -67,7 +67,7 @@ def test_integers_between_their_limits(name):
 def test_messages_name_what_was_given_and_what_is_allowed():
     assert str(refusal(temperature=-1)) == "temperature must be a number from 0 to 100, got -1"
     assert str(refusal(n=129)) == "n must be an integer from 1 to 128, got 129"
-    assert str(refusal(top_p=0.0)) == "top_p must be greater than 0, got 0"
+    assert str(refusal(top_p=0.0)) == "top_p must be greater than 0, at least 1e-30, got 0"
     assert "min_tokens (9) must not exceed max_tokens (8)" in str(refusal(min_tokens=9, max_tokens=8))
 
 
@@ -83,6 +83,19 @@ def test_stop_strings():
     for stop in ("", [""], ["a", 3], [None]):
         error = refusal(stop=stop)
         assert error.param == "stop" and "non-empty strings" in str(error)
+    SamplingParams(stop=["x" * 256] * 64)
+    for stop, found in ((["ab"] * 65, "got 65, the longest of 2"), ("x" * 257, "got 1, the longest of 257")):
+        error = refusal(stop=stop)
+        assert error.param == "stop" and "at most 64 strings of at most 256 characters" in str(error)
+        assert str(error).endswith(found)
+
+
+@pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])
+def test_what_the_device_would_take_for_zero_is_refused(name):
+    for value in (0.0, 1e-46, 1e-39, 9e-31):
+        error = refusal(**{name: value})
+        assert error.param == name and f"greater than 0, at least 1e-30, got {value:g}" in str(error)
+    assert getattr(SamplingParams(**{name: 1e-30}), name) == 1e-30
 
 
 def test_stop_token_ids():
@@ -96,7 +109,7 @@ def test_logit_bias():
     assert SamplingParams(logit_bias=None).logit_bias == {}
     assert SamplingParams(logit_bias={5: -100, 6: 100.0}).logit_bias == {5: -100, 6: 100.0}
     SamplingParams(logit_bias=dict.fromkeys(range(300), 1.0))
-    for bias in ({-1: 1.0}, {"5": 1.0}, {5: 100.5}, {5: math.nan}, {5: "x"}, {5: None}):
+    for bias in ({-1: 1.0}, {"5": 1.0}, {5: 100.5}, {5: math.nan}, {5: 10**400}, {5: "x"}, {5: None}):
         assert refusal(logit_bias=bias).param == "logit_bias"
     error = refusal(logit_bias=dict.fromkeys(range(301), 1.0))
     assert error.param == "logit_bias" and "301" in str(error) and "300" in str(error)
