@@ -22,6 +22,7 @@ log = logging.getLogger("jaxspec.server")
 INVALID = "invalid_request_error"
 FAILED = "the server failed on this request; its log has the details"
 MAX_SHOWN = 3  # problems of one body that are spelled out
+MAX_MESSAGE = 2000  # characters: a message quotes what was sent, which may be megabytes
 
 
 class ApiError(Exception):
@@ -34,7 +35,13 @@ class ApiError(Exception):
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: Any = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _sendable(message), "type": kind, "param": param and _sendable(param), "code": code}}
+
+
+def _sendable(text: str) -> str:
+    """`text` cut short, and with lone surrogates, which a field's name may have and UTF-8 can't spell, escaped."""
+    short = text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+    return short.encode(errors="backslashreplace").decode()
 
 
 def describe(error: Exception, engine_error: BaseException | None) -> ApiError:
@@ -81,7 +88,10 @@ def install(app: FastAPI) -> None:
         elif error.status_code == 405:
             message = f"{where} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}"
         elif error.status_code == 400:  # what FastAPI says when json.loads fails on something other than syntax
-            message = "the body can't be read as JSON: it isn't UTF-8, or is nested too deeply"
+            message = (
+                "the body can't be read as JSON: it isn't UTF-8, is nested too deeply, or has a number of thousands "
+                "of digits"
+            )
         else:
             message = str(error.detail)
         kind = INVALID if error.status_code < 500 else "server_error"

@@ -18,7 +18,7 @@ OPENAI_MAX_TOKENS = 16  # of /v1/completions, when a request gives none
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
         *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
-        *("tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+        *("self", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )

@@ -59,10 +59,13 @@ def error(reply, status=400):
         ({"logprobs": True}, "logprobs", "integer"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"),
         ({"logit_bias": {"1": 1000}}, "logit_bias", "-100 to 100"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias", "-100 to 100"),
         ({"logit_bias": [1]}, "logit_bias", "object"),
+        ({"stop": ["x" * 100_000]}, "stop", "at most 256 characters, got 1, the longest of 100000"),
         ({"stop_token_ids": [-3]}, "stop_token_ids", "-3"),
         ({"tempertur": 1}, "tempertur", "did you mean temperature?"),
         ({"zzz": None}, "zzz", "known fields: "),
+        ({"\ud800": 1}, "\\ud800", "unknown field '\\ud800'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage", "unknown field 'usage'"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
@@ -126,11 +129,19 @@ def test_bad_chat(http, fake, fields, param, says):
         (b"[1]", "must be a JSON object"),
         (b'{"prompt": "\xff"}', "isn't UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}", "thousands of digits"),
     ],
 )
 def test_malformed_body(http, content, says):
     found = error(http.post(TEXT, content=content, headers={"Content-Type": "application/json"}))
     assert says in found["message"]
+
+
+def test_what_was_sent_is_quoted_in_part(http):
+    name = "x" * 100_000
+    for body in ({"prompt": "a", name: 1}, {"prompt": "a", "stop": [name, ""]}):
+        found = error(http.post(TEXT, json=body))
+        assert len(found["message"]) == 2000 and len(found["param"]) <= 2000 and found["message"].endswith("xxx...")
 
 
 def test_content_type_is_named(http):
