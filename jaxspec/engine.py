@@ -353,6 +353,10 @@ class Engine:
         self.scheduler.flush()
         return True
 
+    def settle(self) -> None:
+        """Wait for all that was dispatched: jax aborts a process that ends while a program still runs."""
+        jax.block_until_ready(self.runner.state)
+
     def stats(self) -> dict[str, Any]:
         """Figures since start, cheap, from any thread."""
         scheduler, totals = self.scheduler, self.totals

@@ -178,11 +178,11 @@ class AsyncLLM:
         return self.engine.stats() | {"ready": self.error is None and not self._closed}
 
     def close(self) -> None:
-        """Stop the engine thread. Unfinished requests end with `EngineDead`."""
+        """Stop the engine thread and wait for its end. Unfinished requests end with `EngineDead`."""
         if not self._closed:
             self._closed = True
             self._calls.put(None)
-            self._thread.join()
+        self._thread.join()
 
     def _call(self, function: Callable[[], None]) -> None:
         """Have the engine thread run `function` before its next step."""
@@ -195,6 +195,7 @@ class AsyncLLM:
             while self._take_calls():
                 self._deliver(self.engine.step())
             self._fail(EngineDead("the engine was closed"))
+            self.engine.settle()
         except BaseException as error:
             log.critical("the engine loop failed; no request can be served any more", exc_info=error)
             self.error = error

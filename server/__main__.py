@@ -7,6 +7,7 @@ port is tried before the model is loaded.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from server.options import UsageError, parse
 log = logging.getLogger("jaxspec.server")
 
 GRACE_SECONDS = 5  # for running requests, once told to stop
+CLOSE_SECONDS = 10  # for the engine to end its step, and those requests to be told
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,25 +55,35 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> 
         log_config=None,
         log_level=max(logging.getLevelNamesMapping()[args.log_level.upper()], logging.WARNING),
         access_log=args.access_log,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS + CLOSE_SECONDS,
     )
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     name = args.served_model_name or llm.config.model
-    _Server(config, _greeting(name, listener)).run(sockets=[listener])
+    _Server(config, llm, _greeting(name, listener)).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    """Says that it is ready once it accepts connections."""
+    """Says that it is ready once it accepts connections, and closes the engine `GRACE_SECONDS` after it was told to
+    stop: so requests that still run end with an error that says why, where uvicorn would cut them off."""
 
-    def __init__(self, config: uvicorn.Config, greeting: str):
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, greeting: str):
         super().__init__(config)
-        self._greeting = greeting
+        self._llm, self._greeting = llm, greeting
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             log.info("%s", self._greeting)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(self._close_engine())
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    async def _close_engine(self) -> None:
+        await asyncio.sleep(GRACE_SECONDS)
+        await asyncio.to_thread(self._llm.close)
 
 
 def _greeting(name: str, listener: socket.socket) -> str:

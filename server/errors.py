@@ -21,6 +21,7 @@ log = logging.getLogger("jaxspec.server")
 
 INVALID = "invalid_request_error"
 FAILED = "the server failed on this request; its log has the details"
+STOPPING = "the server is shutting down; send the request again once it is back"
 MAX_SHOWN = 3  # problems of one body that are spelled out
 MAX_MESSAGE = 2000  # characters: a message quotes what was sent, which may be megabytes
 
@@ -51,7 +52,7 @@ def describe(error: Exception, engine_error: BaseException | None) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, EngineDead):
-        return engine_died(engine_error or error)
+        return engine_died(engine_error) if engine_error else ApiError(503, STOPPING, kind="server_error")
     log.error("a request failed", exc_info=error)
     return ApiError(500, FAILED, kind="server_error")
 

@@ -15,6 +15,7 @@ import time
 import types
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -664,6 +665,8 @@ def test_closing_the_engine_ends_its_streams(serve):
             async for _ in stream:
                 pass
         assert not llm.stats()["ready"]
+        state = jax.tree.leaves(llm.engine.runner.state)
+        assert all(each.is_ready() for each in state), "a process that ends while a program runs is aborted"
 
     serve(scenario)
 

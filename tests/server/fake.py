@@ -84,6 +84,8 @@ class FakeLLM:
                 raise EngineDead("the engine has stopped") if "die" in text else KeyError("a secret")
             while not self.open:
                 await asyncio.sleep(0.005)
+                if not self.ready:
+                    raise EngineDead("the engine has stopped")
             await asyncio.sleep(0)
 
     def _delta(self, index, tokens, place, token, prompt, params, known) -> Delta:
@@ -121,6 +123,9 @@ class FakeLLM:
             "requests_total": {"stop": 3, "abort": 1},
             "ready": self.ready,
         }
+
+    def close(self) -> None:
+        self.ready = False
 
     async def flush_cache(self) -> bool:
         self.flushed += not self.running
