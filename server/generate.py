@@ -51,21 +51,19 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None) -> Prompt:
 
 async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | None) -> list[Prompt]:
     """Tokenise what needs it. **Raises:** `RequestError` when text is given or asked for and there is no tokenizer."""
+    if tokenizer is None and (body.echo or isinstance(body.prompt[0], str)):
+        raise RequestError("this model has no tokenizer; send token ids as the prompt, and no echo", "prompt")
     special = True if body.add_special_tokens is None else body.add_special_tokens
-    prompts = []
-    for given in body.prompt:
-        if tokenizer is None and (body.echo or isinstance(given, str)):
-            raise RequestError("this model has no tokenizer; send token ids as the prompt, and no echo", "prompt")
+
+    def one(given: str | list[int]) -> Prompt:
         if isinstance(given, str):
-            ids = await _tokenize(lambda text=given: tokenizer.encode(text, special), len(given), "prompt")
-            echo = given
-        else:
-            ids, echo = given, tokenizer.decode(given, skip_special_tokens=False) if body.echo else None
-        prompts.append(Prompt(ids, echo if body.echo else None))
-    return prompts
+            return Prompt(tokenizer.encode(given, special), given if body.echo else None)
+        return Prompt(given, tokenizer.decode(given, skip_special_tokens=False) if body.echo else None)
+
+    return await _tokenize(lambda: [one(given) for given in body.prompt], sum(map(len, body.prompt)), "prompt")
 
 
-async def _tokenize(work: Callable[[], list[int]], size: int, param: str) -> list[int]:
+async def _tokenize[T](work: Callable[[], T], size: int, param: str) -> T:
     """Run `work`, in a thread if it would hold up every stream. **Raises:** `RequestError` naming `param`."""
     try:
         return await asyncio.to_thread(work) if size > LONG_PROMPT else work()

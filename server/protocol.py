@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, mode
 from jaxspec.request import MAX_LOGPROBS, RequestError, SamplingParams
 
 OPENAI_MAX_TOKENS = 16  # of /v1/completions, when a request gives none
+MAX_COMPLETIONS = 2048  # of one request, prompts times n: all of them wait in the engine at once
 # What the tokenizer's own method takes: to set one would change how the prompt is made, not what the template sees.
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -290,4 +291,11 @@ class CompletionRequest(Generation):
         if self.echo and self.logprobs is not None:  # the echoed tokens are reported like the generated ones
             prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
         limit = OPENAI_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        params = self._sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        if (asked := len(self.prompt) * params.n) > MAX_COMPLETIONS:
+            raise RequestError(
+                f"{len(self.prompt)} prompts with n {params.n} ask for {asked} completions, at most {MAX_COMPLETIONS} "
+                "in one request; send several",
+                "prompt",
+            )
+        return params

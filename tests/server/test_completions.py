@@ -1,5 +1,7 @@
 """`/v1/completions` through the official client, against the fake engine."""
 
+import threading
+
 import pytest
 
 from server.logprobs import Offsets
@@ -114,3 +116,21 @@ def test_long_prompt_is_tokenised(client, fake):
     with pytest.raises(Exception, match="30000 tokens"):
         client.completions.create(**MODEL, prompt="a" * 30_000)
     assert fake.started == []
+
+
+def test_many_prompts_are_tokenised_beside_the_streams(client, fake, monkeypatch):
+    """As one long prompt is: in a thread, so that nobody's stream waits for it."""
+    tokenizer, threads = fake.tokenizer, []
+
+    class Noting:
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def encode(self, text, *_):
+            threads.append(threading.current_thread())
+            return ids(text)
+
+    monkeypatch.setattr(fake, "tokenizer", Noting())
+    client.completions.create(**MODEL, prompt=["a" * 100] * 201, max_tokens=1)
+    client.completions.create(**MODEL, prompt=["a", "b"], max_tokens=1)
+    assert len(set(threads[:201])) == 1 and threads[0] not in threads[201:]

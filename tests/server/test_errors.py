@@ -38,6 +38,7 @@ def error(reply, status=400):
         ({"prompt": [1, 9999]}, "prompt", "9999"),
         ({"prompt": [-1]}, "prompt", "-1"),
         ({"prompt": "x" * 300}, "prompt", "300 tokens"),
+        ({"prompt": [[1]] * 1025, "n": 2}, "prompt", "1025 prompts with n 2 ask for 2050 completions, at most 2048"),
         ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
         ({"stop": ["a", "\udc00"]}, "stop", "lone surrogate"),
         ({"stop": 3}, "stop", "string or a list of strings"),
