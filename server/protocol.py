@@ -155,9 +155,9 @@ class Generation(Body):
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
-        **dict.fromkeys(
-            ("json_schema", "regex", "ebnf", "logits_processors", "lora_path", "priority", "bad_words"), ()
-        ),
+        **dict.fromkeys(("json_schema", "regex", "ebnf", "logits_processors", "lora_path"), ()),
+        "priority": (0,),
+        "bad_words": ([],),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
         "skip_special_tokens": (True,),
@@ -245,7 +245,7 @@ class ChatRequest(Generation):
                 "same and differ; send one",
                 "max_completion_tokens",
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(

@@ -76,7 +76,10 @@ def test_sampling_fields_reach_the_engine(client, fake):
         service_tier="auto",
         response_format={"type": "text"},
         tool_choice="none",
+        top_logprobs=0,
         extra_body={
+            "priority": 0,
+            "bad_words": [],
             "top_k": 4,
             "min_p": 0.1,
             "repetition_penalty": 1.2,

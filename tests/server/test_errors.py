@@ -107,6 +107,8 @@ def test_bad_completion(http, fake, fields, param, says, stream):
         ({"audio": {}}, "audio", "not supported"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"priority": 1}, "priority", "not supported"),
+        ({"bad_words": ["a"]}, "bad_words", "not supported"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
         ({"logprobs": 3}, "logprobs", "boolean"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
