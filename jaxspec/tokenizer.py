@@ -11,6 +11,7 @@ import codecs
 import json
 import os
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +153,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._drop_space = tokenizer._drops_space and not any(map(self._bytes.get, prompt_ids))
         self._stops = tuple(stop)
-        self._prefixes = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
-        self._longest = max(map(len, self._prefixes), default=0)
-        self._ends = frozenset(prefix[-1] for prefix in self._prefixes)
+        self._prefixes, self._longest, self._ends = _beginnings(self._stops)
         self._min_tokens = min_tokens
         self._seen = 0
         self._held = ""  # text that may begin a stop string
@@ -226,6 +225,13 @@ class Detokenizer:
         if text:
             self._shown.append(text)
         return text
+
+
+@lru_cache(maxsize=16)  # a request's completions, of which there may be thousands, all have the same stop strings
+def _beginnings(stops: tuple[str, ...]) -> tuple[frozenset[str], int, frozenset[str]]:
+    """The proper beginnings of stop strings, the longest one's length, and the characters that any of them end with."""
+    prefixes = frozenset(s[:n] for s in stops for n in range(1, len(s)))
+    return prefixes, max(map(len, prefixes), default=0), frozenset(prefix[-1] for prefix in prefixes)
 
 
 def _transformers():
