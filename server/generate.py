@@ -45,8 +45,9 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None) -> Prompt:
             **(body.chat_template_kwargs or {}),
         )
 
-    size = sum(len(message["content"]) for message in messages)
-    return Prompt(await _tokenize(write, size, "messages"))
+    # Roles are text too, and the template writes some for each message and may look at each of its variables.
+    size = sum(8 + len(message["role"]) + len(message["content"]) for message in messages)
+    return Prompt(await _tokenize(write, size + len(body.chat_template_kwargs or {}), "messages"))
 
 
 async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | None) -> list[Prompt]:

@@ -1,6 +1,7 @@
 """`/v1/chat/completions` through the official client, against the fake engine."""
 
 import asyncio
+import threading
 
 import pytest
 from openai import AsyncOpenAI
@@ -115,6 +116,23 @@ def test_template_options(client, fake):
         extra_body={"continue_final_message": True, "chat_template_kwargs": {"x": 1}},
     )
     assert prompt_text(fake).endswith("assistant\nI th")
+
+
+@pytest.mark.parametrize(
+    "messages", [[{"role": "user", "content": ""}] * 2000, [{"role": "x" * 20_000, "content": ""}]]
+)
+def test_a_chat_long_in_any_way_is_written_beside_the_streams(http, fake, messages):
+    threads = []
+
+    class Noting:
+        def apply_chat_template(self, *_, **__):
+            threads.append(threading.current_thread())
+            return [65]
+
+    fake.tokenizer = Noting()
+    for asked in (messages, HELLO):
+        assert http.post("/v1/chat/completions", json={"messages": asked}).status_code == 200
+    assert threads[0] != threads[1]
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_TEMPLATE_KWARGS))
