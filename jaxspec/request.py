@@ -37,7 +37,8 @@ class SamplingParams:
     - `seed`: the same seed gives the same text, whatever else is in the batch. None draws one, by the engine's `seed`.
     - `max_tokens`: at most this many new tokens; None means up to the context length.
     - `min_tokens`: end tokens and `stop_token_ids` can't be chosen, nor stop strings end the text, before this many.
-    - `stop`: strings that end the text (and are cut from it). `stop_token_ids`: token ids that end it.
+    - `stop`: strings that end the text (and are cut from it), up to 64 of up to 256 characters. `stop_token_ids`: token
+      ids that end it.
     - `ignore_eos`: the model's own end tokens don't end the text.
     - `n`: completions of one prompt; completion i has `seed` + i.
     - `logprobs`: how many top log-probabilities to report per token (None: none; the chosen token's own is always among
