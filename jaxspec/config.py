@@ -284,13 +284,18 @@ def _dtype(hf: Mapping[str, Any]) -> str:
 
 def _rope(hf: Mapping[str, Any], whole: float) -> tuple[float, RopeScaling | None, float]:
     """Base frequency, scaling, and the share of columns that rotate (`whole` where the config doesn't say), from
-    transformers 5's `rope_parameters` or the older `rope_theta`/`rope_scaling`."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {rope!r}")
+    transformers 5's `rope_parameters` and the older `rope_theta`/`rope_scaling`, which wins as it does there."""
+    parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {part!r}")
+        if nested := next((key for key, value in part.items() if isinstance(value, Mapping)), None):
+            raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
+    rope = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
+    named = (part.get(key) for part in reversed(parts) for key in ("rope_type", "type"))
+    kind = next(filter(None, named), "default")
     theta = _positive_float(rope if "rope_theta" in rope else hf, "rope_theta", 10_000.0)
     fraction = _positive_float(rope if "partial_rotary_factor" in rope else hf, "partial_rotary_factor", whole)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None, fraction
     if kind != "llama3":

@@ -186,6 +186,12 @@ def test_biases_and_a_null_head_dim():
     assert (config.attention_bias, config.mlp_bias, config.head_dim) == (True, True, 128)
 
 
+def test_rope_scaling_counts_beside_rope_parameters():
+    saved = as_transformers_5({**LLAMA_31_8B, "rope_scaling": None})
+    config = ModelConfig.from_hf({**saved, "rope_scaling": LLAMA_31_8B["rope_scaling"]})
+    assert (config.rope_theta, config.rope_scaling) == (500000.0, RopeScaling(8.0, 1.0, 4.0, 8192))
+
+
 def test_older_name_of_the_rope_kind():
     scaling = {key: value for key, value in LLAMA_31_8B["rope_scaling"].items() if key != "rope_type"}
     config = ModelConfig.from_hf({**LLAMA_31_8B, "rope_scaling": {**scaling, "type": "llama3"}})
@@ -210,6 +216,11 @@ def test_a_torch_prefix_on_the_dtype_is_dropped():
         (dict(use_sliding_window=True), ["use_sliding_window"]),
         (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), ["'yarn'", "default, llama3"]),
         (dict(rope_scaling=dict(type="linear", factor=2.0)), ["'linear'"]),
+        (  # as a model's page tells users to add, beside what transformers 5 saved
+            dict(rope_parameters=dict(rope_type="default", rope_theta=1e6), rope_scaling=dict(type="yarn", factor=4.0)),
+            ["'yarn'"],
+        ),
+        (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), ["rope_parameters", "full_attention"]),
         (
             dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
             ["lacks", "low_freq_factor", "original_max_position"],
