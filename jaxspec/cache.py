@@ -113,9 +113,9 @@ class Rows:
         if layer.ndim == 0 and chosen("kv_write", fits):
             return kv_write.kv_write(kv, layer, page, slot, k, v)
         new = jnp.stack([k, v], axis=-3)
-        if jnp.finfo(kv.dtype).bits == 8:  # beyond its range lies NaN
-            largest = float(jnp.finfo(kv.dtype).max)
-            new = jnp.clip(new, -largest, largest)
+        largest = min(float(jnp.finfo(dtype).max) for dtype in (kv.dtype, new.dtype))
+        if largest < 1e6:  # what overflows would be NaN, with weight zero, to all who are given the page later
+            new = jnp.clip(jnp.nan_to_num(new), -largest, largest)
         return kv.at[layer, page, :, :, slot].set(new.astype(kv.dtype))
 
     def straighten(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:

@@ -108,6 +108,17 @@ def test_what_fp8_cannot_hold_is_clipped():
     assert kv[0, 1, :, 0, :2, 0].tolist() == [[448.0, 1.5], [-448.0, -1.5]]
 
 
+@pytest.mark.parametrize("dtype,cache", [("float16", "float16"), ("float16", "bfloat16"), ("float32", "float16")])
+def test_a_cache_stays_finite_whatever_overflows(dtype, cache):
+    """Who is given the page later reads all of it, with weight zero where it isn't theirs: NaN would stay NaN."""
+    kv = jnp.zeros((1, 2, 2, 1, 4, 8), cache)
+    rows = Rows(jnp.array([0]), jnp.array([3]), jnp.array([[1]]))
+    k = jnp.broadcast_to(jnp.array([jnp.inf, jnp.nan, 1.5], dtype)[None, :, None, None], (1, 3, 1, 8))
+    kv = rows.write(kv, jnp.int32(0), k, -k)
+    assert jnp.isfinite(kv).all() and kv[0, 1, :, 0, 2, 0].tolist() == [1.5, -1.5]
+    assert jnp.isfinite(rows.straighten(kv, jnp.array([[0, 2]]), jnp.array([2]))).all()
+
+
 def test_an_fp8_cache_serves_drafts_losslessly():
     """Rounding keys and values changes the text, but for drafted and plain tokens alike."""
     prompts, params = [[1, 2, 3, 1, 2, 3, 1, 2]], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
