@@ -86,6 +86,16 @@ def test_a_round_goes_on_from_what_was_accepted(rows):
         np.testing.assert_array_equal(was[0], is_[0])
 
 
+def test_records_that_nobody_accepted_may_be_nan():
+    rng = np.random.default_rng(1)
+    pool, slots, new = a_pool(rng, 3), np.array([4, 0]), tokens(rng, 2, 3)
+    expected, _ = step(pool, jnp.int32(LAYER), slots, np.array([0, 0]), *new)
+    left = pool.replace(keys=pool.keys * np.nan, updates=pool.updates * np.nan, decay=pool.decay * np.nan)
+    out, after = step(left, jnp.int32(LAYER), slots, np.array([0, 0]), *new)
+    np.testing.assert_array_equal(out, expected)
+    assert jnp.isfinite(after.state).all()
+
+
 def test_fewer_rows_than_records_and_more():
     rng = np.random.default_rng(0)
     pool = a_pool(rng, 4)

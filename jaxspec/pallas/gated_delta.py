@@ -203,6 +203,7 @@ def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:
     logs = jnp.where(accepted[:, None], _logs(pool.decay[layer, slots, :, :rows]), 0)
     later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
     updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0) * later.swapaxes(1, 2)[..., None]
+    keys = jnp.where(accepted[..., None, None], keys, 0)  # in float16, another's may have overflowed, and be NaN
     added = _einsum("btnv,btnk->bnvk", updates, jnp.repeat(keys, group, axis=2))
     return state * jnp.exp(logs.sum(-1))[..., None, None] + added
 
