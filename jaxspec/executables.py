@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import pickle
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,13 @@ class Executables:
         try:
             data = pickle.dumps((serialize_executable.serialize(program), notes))
             self._folder.mkdir(parents=True, exist_ok=True)
-            loose = path.with_suffix(f".{os.getpid()}")
-            loose.write_bytes(data)
-            os.replace(loose, path)  # so that no other process ever sees half a file
+            # So that no other process ever sees half a file; containers that share the folder may share numbers, too.
+            loose = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}")
+            try:
+                loose.write_bytes(data)
+                os.replace(loose, path)
+            finally:
+                loose.unlink(missing_ok=True)  # of a disk that is full, say
         except Exception as error:
             log.info("the program %s isn't kept on disk: %s", key, error)
 

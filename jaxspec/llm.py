@@ -8,6 +8,7 @@ import queue
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.config import EngineConfig
@@ -37,6 +38,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m-instruct", draft: str = "none", **engine_options: Any):
         self.engine = Engine(EngineConfig.from_options(model=model, draft=draft, **engine_options))
+        self._turn = threading.Lock()  # the engine's: calls from several threads wait for one another
 
     def generate(
         self,
@@ -59,16 +61,17 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts but {len(settings)} sampling params", "params")
         requests = [self.engine.prepare(p, s) for p, s in zip(prompts, settings, strict=True)]
         gathered = {request.id: [Gathered(i) for i in range(request.params.n)] for request in requests}
-        try:
-            for request in requests:
-                self.engine.add(request)
-            while self.engine.busy:
-                for delta in self.engine.step():
-                    gathered[delta.request_id][delta.index].take(delta)
-        finally:  # an interrupt in mid-flight leaves the engine clean
-            aborted = [request for request in requests if self.engine.abort(request.id)]
-            if aborted:  # the prefix tree may name pages whose prefill was planned and not dispatched
-                self.engine.flush_cache()
+        with self._turn:
+            try:
+                for request in requests:
+                    self.engine.add(request)
+                while self.engine.busy:
+                    for delta in self.engine.step():
+                        gathered[delta.request_id][delta.index].take(delta)
+            finally:  # an interrupt in mid-flight leaves the engine clean
+                aborted = [request for request in requests if self.engine.abort(request.id)]
+                if aborted:  # the prefix tree may name pages whose prefill was planned and not dispatched
+                    self.engine.flush_cache()
         return [_output(request, gathered[request.id]) for request in requests]
 
 
@@ -109,6 +112,16 @@ def _output(request: Request, gathered: list[Gathered]) -> RequestOutput:
     )
 
 
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """Where somebody waits for the engine. `begun`: it has taken the request; what came before was of another, whom
+    the same id belonged to."""
+
+    loop: asyncio.AbstractEventLoop
+    arrived: asyncio.Queue
+    begun: bool = False
+
+
 class AsyncLLM:
     """Generate for many callers on an event loop; the engine runs in a thread of its own. Arguments as `LLM`'s.
 
@@ -123,7 +136,7 @@ class AsyncLLM:
         self.tokenizer = self.engine.tokenizer
         self.error: BaseException | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
+        self._streams: dict[str, _Stream] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
         self._thread.start()
@@ -141,13 +154,12 @@ class AsyncLLM:
             request = self.engine.prepare(prompt, params, request_id)
         if request.id in self._streams:
             raise RequestError(f"request id {request.id!r} is in use", "request_id")
-        deltas: asyncio.Queue = asyncio.Queue()
-        self._streams[request.id] = asyncio.get_running_loop(), deltas
+        stream = self._streams[request.id] = _Stream(asyncio.get_running_loop(), asyncio.Queue())
         unfinished = params.n
         try:
-            self._call(lambda: self.engine.add(request))
+            self._call(lambda: self._begin(request, stream))
             while unfinished:
-                delta = await deltas.get()
+                delta = await stream.arrived.get()
                 if isinstance(delta, BaseException):
                     raise EngineDead("the engine has stopped") from delta
                 unfinished -= delta.finish_reason is not None
@@ -163,7 +175,7 @@ class AsyncLLM:
         **Raises:** `EngineDead`.
         """
         loop, answer, key = asyncio.get_running_loop(), asyncio.Queue(), f"flush {secrets.token_hex(8)}"
-        self._streams[key] = loop, answer  # as a request's, so that a failure of the engine reaches it
+        self._streams[key] = _Stream(loop, answer)  # as a request's, so that a failure of the engine reaches it
         try:
             self._call(lambda: _wake(loop, [(answer, self.engine.flush_cache())]))
             done = await answer.get()
@@ -189,6 +201,10 @@ class AsyncLLM:
         if self.error is not None or self._closed:
             raise EngineDead("the engine has stopped") from self.error
         self._calls.put(function)
+
+    def _begin(self, request: Request, stream: _Stream) -> None:
+        self.engine.add(request)
+        stream.begun = True
 
     def _run(self) -> None:
         try:
@@ -216,14 +232,14 @@ class AsyncLLM:
         """Hand a step's deltas over with one wake-up per event loop."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Any]]] = {}
         for delta in deltas:
-            if stream := self._streams.get(delta.request_id):
-                batches.setdefault(stream[0], []).append((stream[1], delta))
+            if (stream := self._streams.get(delta.request_id)) and stream.begun:
+                batches.setdefault(stream.loop, []).append((stream.arrived, delta))
         for loop, batch in batches.items():
             _wake(loop, batch)
 
     def _fail(self, error: BaseException) -> None:
-        for loop, deltas in list(self._streams.values()):
-            _wake(loop, [(deltas, error)])
+        for stream in list(self._streams.values()):
+            _wake(stream.loop, [(stream.arrived, error)])
 
 
 def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[asyncio.Queue, Any]]) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 import types
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -555,6 +556,15 @@ def test_as_many_params_as_prompts():
 # -- many callers at once ----------------------------------------------------------------------------------------------
 
 
+def test_threads_that_generate_at_once_take_turns():
+    llm, prompts = engine("ngram"), [tokens(n) for n in (20, 30)]
+    expected = [said(out) for out in llm.generate(prompts, params())]
+    with ThreadPoolExecutor(3) as pool:
+        for outs in pool.map(lambda _: llm.generate(prompts, params()), range(3)):
+            assert [said(out) for out in outs] == expected
+    idle(llm.engine)
+
+
 @pytest.fixture
 def serve(monkeypatch):
     """Run a coroutine function on an `AsyncLLM` over the shared engine, and leave that idle whatever happened."""
@@ -577,8 +587,8 @@ def serve(monkeypatch):
     idle(core)
 
 
-async def gather(llm, prompt, settings):
-    return [delta async for delta in llm.generate(prompt, settings)]
+async def gather(llm, prompt, settings, name=None):
+    return [delta async for delta in llm.generate(prompt, settings, name)]
 
 
 def test_streams_add_up_to_what_a_whole_call_returns(serve):
@@ -609,6 +619,33 @@ def test_closing_the_iterator_aborts(serve):
 
     before = engine("ngram").engine.stats()["requests_total"].get("abort", 0)
     serve(scenario)
+
+
+def test_an_id_that_is_used_again_gets_nothing_of_its_last_request(serve, monkeypatch):
+    """Closed while the engine is in a step, whose tokens come after the id has another owner."""
+    core, closing, closed = engine("ngram").engine, threading.Event(), threading.Event()
+    dispatch = core.runner.round
+
+    def slow(*args):
+        if not closing.is_set():
+            closing.set()
+            closed.wait(30)
+        return dispatch(*args)
+
+    async def scenario(llm):
+        stream = llm.generate(tokens(20), params(max_tokens=150), "mine")
+        await anext(stream)
+        monkeypatch.setattr(core.runner, "round", slow)
+        await asyncio.to_thread(closing.wait, 30)
+        await stream.aclose()
+        again = asyncio.create_task(gather(llm, tokens(33), params(), "mine"))
+        await asyncio.sleep(0.1)
+        closed.set()
+        assert [t for delta in await again for t in delta.token_ids] == expected.token_ids
+
+    (expected,) = engine("ngram").generate([tokens(33)], params())
+    serve(scenario)
+    monkeypatch.undo()
 
 
 def test_bad_requests_disturb_nobody(serve):

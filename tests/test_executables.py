@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -81,3 +82,32 @@ def test_a_program_that_cannot_be_kept_stops_nothing(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "jaxspec"):
         store.save("round", ARGUMENTS, "program", {})
     assert "round isn't kept" in caplog.text
+
+
+def test_two_writers_with_one_process_id_have_files_of_their_own(tmp_path, monkeypatch):
+    """As in containers that share the folder, in each of which the server is process 1."""
+    write, loose = Path.write_bytes, []
+
+    def slowly(path, data):
+        loose.append(path)
+        if len(loose) == 1:
+            Executables(tmp_path, "model").save("round", ARGUMENTS, "the other's", {})
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", slowly)
+    store = Executables(tmp_path, "model")
+    store.save("round", ARGUMENTS, "program", {})
+    assert len(set(loose)) == 2
+    assert store.load("round", ARGUMENTS)[0][0] == "program" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_could_not_be_written_whole_is_removed(tmp_path, monkeypatch):
+    write = Path.write_bytes
+
+    def full(path, data):
+        write(path, data[:5])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    Executables(tmp_path, "model").save("round", ARGUMENTS, "program", {})
+    assert not list(tmp_path.iterdir())
