@@ -252,7 +252,7 @@ def _byte_table(backend: Any) -> tuple[dict[int, bytes], set[int], bool]:
     vocabulary = backend.get_vocab(with_added_tokens=False).items()
     if kinds == {"ByteLevel"}:
         alphabet = byte_alphabet()
-        convert = lambda text: text.translate(alphabet).encode("latin-1")  # noqa: E731
+        convert = lambda text: _spelt_bytes(text, alphabet)  # noqa: E731
     elif kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         fallback = "ByteFallback" in kinds
         convert = lambda text: _piece_bytes(text, fallback)  # noqa: E731
@@ -282,6 +282,14 @@ def byte_alphabet() -> dict[int, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = sorted(set(range(256)) - set(printable))
     return {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(hidden)}
+
+
+def _spelt_bytes(text: str, alphabet: dict[int, int]) -> bytes:
+    """A byte-level token's. One not spelt in the alphabet is text as it stands, as the tokenizers package has it."""
+    try:
+        return text.translate(alphabet).encode("latin-1")
+    except UnicodeEncodeError:
+        return text.encode()
 
 
 def _piece_bytes(piece: str, fallback: bool) -> bytes:

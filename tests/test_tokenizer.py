@@ -45,6 +45,15 @@ MERGED, SENTENCEPIECE = merged(), sentencepiece()
 BYTES = Tokenizer.from_folder(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True))  # one a byte, then 3 special ones
 
 
+def test_byte_level_tokens_spelt_in_other_characters_are_text_as_it_stands():
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(vocabulary | {"世界": 256, "Ġ世": 257}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer.from_backend(backend)
+    for ids in ([256], [257], [vocabulary["a"], 256, vocabulary["Ġ"]]):
+        assert tokenizer.decode(ids) == backend.decode(ids)
+
+
 def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
     """Where to cut: the beginning of the stop string that ends first, the longest if several end there."""
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
