@@ -35,7 +35,7 @@ from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Chunk, Sequence
 from jaxspec.sequence import State as SequenceState
 from jaxspec.stats import DecodeLog
-from jaxspec.tokenizer import Detokenizer
+from jaxspec.tokenizer import Detokenizer, TokenizerError
 
 log = logging.getLogger("jaxspec")
 
@@ -178,7 +178,10 @@ class Engine:
                 "tokenizer.json to the model's folder",
                 "prompt",
             )
-        return self.tokenizer.encode(prompt)
+        try:
+            return self.tokenizer.encode(prompt)
+        except TokenizerError as error:
+            raise RequestError(str(error), "prompt") from error
 
     def add(self, request: Request) -> None:
         """Queue a prepared request.

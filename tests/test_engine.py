@@ -531,6 +531,7 @@ def test_ngram_drafts_where_text_repeats_and_not_elsewhere():
     ([True], {}, "outside the vocabulary"),
     (["a"], {}, "outside the vocabulary"),
     ([np.int64(1)], {}, r"np.int64\(1\) is outside the vocabulary, ints from 0"),
+    ("a\ud800b", {}, "lone surrogates"),
     ([1] * CONTEXT, {}, "maximum context length"),
     ([1], {"max_tokens": CONTEXT}, "maximum context length"),
     ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
