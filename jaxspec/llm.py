@@ -47,6 +47,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete a prompt or several: strings, or lists of token ids used as they are. One output each, in order.
 
+        Calls from several threads take turns; to serve many callers at once, use `AsyncLLM`.
+
         `params` holds for all prompts, or is a list with one for each. **Raises:** `RequestError`, before anything runs
         if any prompt can't be served.
         """
