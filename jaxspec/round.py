@@ -139,7 +139,7 @@ def decode_round(
 def _round(config, drafter, mode, params, draft_params, state, ids, table):
     slots, batch = _batch(state, ids, table, mode)
     proposal, draft = drafter.propose(draft_params, state.draft, batch)
-    proposal = proposal.replace(count=jnp.where(batch.live, jnp.minimum(proposal.count, slots.drafts), 0))
+    proposal = proposal.replace(count=jnp.where(batch.live, jnp.clip(proposal.count, 0, slots.drafts), 0))
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     tree = None if proposal.parents is None else Tree.of(proposal.parents, drafter.longest)
     if tree is not None and config.linear:  # the runner refuses those that say so by their `topk`

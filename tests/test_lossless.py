@@ -64,7 +64,7 @@ class Guess(Drafter):
     def propose(self, params, state, batch):
         step = jnp.arange(self.num_draft_tokens)
         tokens = (batch.tokens(-1, 1) * 7 + batch.length[:, None] + step) % VOCAB
-        return Proposal(tokens, batch.length % (self.num_draft_tokens + 1)), state
+        return Proposal(tokens, batch.length % (self.num_draft_tokens + 3) - 1), state  # from -1 to one too many
 
 
 def checkpoint(family):
