@@ -23,12 +23,12 @@ def requests(draw):
     return SamplingParams(
         temperature=draw(number(0, 100)),
         top_k=draw(st.integers(-1, 2**31 - 1)),
-        top_p=draw(number(0, 1, exclude_min=True)),
+        top_p=draw(number(2.0**-99, 1)),
         min_p=draw(number(0, 1)),
         min_tokens=draw(st.integers(0, 100)),
         presence_penalty=draw(number(-2, 2)),
         frequency_penalty=draw(number(-2, 2)),
-        repetition_penalty=draw(number(0, 100, exclude_min=True)),
+        repetition_penalty=draw(number(2.0**-99, 100)),
         logit_bias=draw(st.dictionaries(TOKEN, number(-100, 100), max_size=5)),
     )
 
