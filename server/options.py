@@ -10,7 +10,8 @@ from typing import NoReturn
 import yaml
 
 import jaxspec
-from jaxspec.config import flag, meant
+from jaxspec.config import flag
+from jaxspec.elsewhere import meant
 from jaxspec.flags import add_engine_flags
 
 SERVER_DEFAULTS = {"draft": "auto"}  # a server should be fast as it comes; the library defaults to no drafter

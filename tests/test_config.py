@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.config import ELSEWHERE, SEVERAL_GPUS, ConfigError, EngineConfig, ModelConfig, RopeScaling, flag
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig, RopeScaling, flag
+from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS
 from tests.tiny import tiny_config
 
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
