@@ -5,13 +5,12 @@ Invariant: what is written is valid JSON, so minus infinity (a token that couldn
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from jaxspec.request import TokenLogprobs
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import Detokenizer, Tokenizer
 
 FLOOR = -9999.0
 
@@ -22,32 +21,41 @@ class TokenNames:
     """Texts and bytes of single tokens, kept once made: 20 top log-probabilities a token ask for many."""
 
     def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.text = lru_cache(maxsize=2**17)(self._text)
         self.raw = lru_cache(maxsize=2**17)(self._raw)
 
     def _text(self, token: int) -> str:
-        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.token_text(token)
+        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token_text(token)
 
     def _raw(self, token: int) -> bytes:
-        return self._text(token).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token)
+        return self._text(token).encode() if self.tokenizer is None else self.tokenizer.token_bytes(token)
 
 
 class Offsets:
     """Where each token of a text begins, in characters. A token that starts inside a character begins where it ends.
 
-    With `text` (an echoed prompt), a token that isn't there, such as a begin-of-text token, takes no room.
+    The text is what `Detokenizer` makes of the tokens, without special ones, from `start` on. With `echo`, it is that
+    of a prompt, where a token that isn't in it, such as a begin-of-text token, takes no room, nor does the space that
+    SentencePiece puts before a text. Without a tokenizer there is no text, and all is at `start`.
+
+    `prompt_ids`: the tokens that the text goes on from.
     """
 
-    def __init__(self, start: int = 0, text: str | None = None):
+    def __init__(
+        self, tokenizer: Tokenizer | None, start: int = 0, prompt_ids: Sequence[int] = (), echo: str | None = None
+    ):
         self.place = start
-        self._text = text
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._echo = echo
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=echo is None, prompt_ids=prompt_ids)
 
-    def take(self, raw: bytes) -> int:
-        start, piece = self.place, self._decoder.decode(raw)
-        if self._text is None or self._text.startswith(piece, start):
-            self.place += len(piece)
+    def take(self, token: int) -> int:
+        start, piece = self.place, self._detokenizer.push((token,))[0] if self._detokenizer else ""
+        if self._echo is not None:
+            piece = next(p for p in (piece, piece.removeprefix(" "), "") if self._echo.startswith(p, start))
+        self.place += len(piece)
         return start
 
 
@@ -72,7 +80,7 @@ def completion_logprobs(names: TokenNames, entries: Iterable[Entry], offsets: Of
     for token, entry in entries:
         name = names.text(token)
         result["tokens"].append(name)
-        result["text_offset"].append(offsets.take(names.raw(token)))
+        result["text_offset"].append(offsets.take(token))
         if entry is None:
             result["token_logprobs"].append(None)
             result["top_logprobs"].append(None)

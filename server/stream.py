@@ -189,7 +189,11 @@ class CompletionReply(Reply):
 
     def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, *args: Any, **options: Any):
         super().__init__(prompts, params, *args, **options)
-        self._offsets = [Offsets(len(prompt.echo or "")) for prompt in prompts for _ in range(params.n)]
+        self._offsets = [
+            Offsets(self.names.tokenizer, len(prompt.echo or ""), prompt.ids)
+            for prompt in prompts
+            for _ in range(params.n)
+        ]
 
     def _opening(self, prompt: int, index: int) -> dict[str, Any] | None:
         echo, report = self.prompts[prompt].echo, self._report(prompt)
@@ -226,4 +230,4 @@ class CompletionReply(Reply):
     def _echo_logprobs(self, prompt: int) -> dict[str, list]:
         given = self.prompts[prompt]
         entries = zip(given.ids, self._prompt_entries[prompt], strict=True)
-        return completion_logprobs(self.names, entries, Offsets(text=given.echo))
+        return completion_logprobs(self.names, entries, Offsets(self.names.tokenizer, echo=given.echo))

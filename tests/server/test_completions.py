@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from server.logprobs import Offsets
+from server.logprobs import Offsets, TokenNames, completion_logprobs
 from tests.server.fake import TEXT
+from tests.test_tokenizer import SENTENCEPIECE
 
 MODEL = {"model": "fake/model"}
 
@@ -106,10 +107,21 @@ def test_without_a_tokenizer(client, fake):
         client.chat.completions.create(**MODEL, messages=[{"role": "user", "content": "a"}])
 
 
-def test_offsets_skip_a_token_that_is_not_in_the_text():
-    offsets = Offsets(text="hi")
-    assert [offsets.take(raw) for raw in (b"<s>", b"h", b"i")] == [0, 0, 1]
-    assert offsets.place == 2
+def test_offsets_are_those_in_the_returned_text(fake):
+    """Special tokens in its midst are reported, and aren't in the text."""
+    stop = fake.tokenizer.encode("<|im_end|>")[0]
+    tokens = [ord("a"), stop, *"é".encode(), stop, ord("b")]
+    names, text = TokenNames(fake.tokenizer), "aéb"
+    assert fake.tokenizer.decode(tokens) == text
+    reported = completion_logprobs(names, [(token, None) for token in tokens], Offsets(fake.tokenizer))
+    assert reported["tokens"][1] == "<|im_end|>"
+    assert reported["text_offset"] == [0, 1, 1, 1, 2, 2]
+    written = Offsets(fake.tokenizer, echo="a<|im_end|>b")
+    assert [written.take(token) for token in (stop, ord("a"), stop, ord("b"))] == [0, 0, 1, 11]
+    begun = Offsets(SENTENCEPIECE, echo="Hi there")
+    assert [begun.take(token) for token in (259, 256, 257, 258)] == [0, 0, 2, 3], "no <s>, and no space before the text"
+    nothing = Offsets(None, 5)
+    assert [nothing.take(token) for token in tokens] == [5] * 6, "without a tokenizer there is no text"
 
 
 def test_long_prompt_is_tokenised(client, fake):
