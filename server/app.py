@@ -15,9 +15,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 import jaxspec
-from jaxspec import AsyncLLM
+from jaxspec import AsyncLLM, RequestError
 from server import errors
-from server.errors import ApiError, describe, engine_died
+from server.errors import ApiError, chat_fields, describe, engine_died
 from server.gate import Gate
 from server.generate import ClientGone, EventStream, chat_prompt, collect, completion_prompts, run, unless_gone
 from server.logprobs import TokenNames
@@ -64,6 +64,8 @@ def _add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
             return Response(encode(whole), media_type="application/json")
         except ClientGone:
             return Response(status_code=GONE)
+        except RequestError:
+            raise
         except Exception as error:
             raise describe(error, llm.error) from error
 
@@ -71,11 +73,12 @@ def _add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Continue a chat."""
         check(body.model)
-        params = body.sampling()
-        prompt = await chat_prompt(body, llm.tokenizer)
-        usage, report = body.include_usage, body.prompt_logprobs is not None
-        reply = ChatReply([prompt], params, name, names, include_usage=usage, report_prompt=report)
-        return await answer(request, reply, body.stream)
+        with chat_fields(body.limit_name):
+            params = body.sampling()
+            prompt = await chat_prompt(body, llm.tokenizer)
+            usage, report = body.include_usage, body.prompt_logprobs is not None
+            reply = ChatReply([prompt], params, name, names, include_usage=usage, report_prompt=report)
+            return await answer(request, reply, body.stream)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:

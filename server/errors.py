@@ -7,6 +7,9 @@ carries a traceback.
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -55,6 +58,18 @@ def describe(error: Exception, engine_error: BaseException | None) -> ApiError:
         return engine_died(engine_error) if engine_error else ApiError(503, STOPPING, kind="server_error")
     log.error("a request failed", exc_info=error)
     return ApiError(500, FAILED, kind="server_error")
+
+
+@contextmanager
+def chat_fields(limit_name: str) -> Iterator[None]:
+    """Within, errors about `prompt` and `max_tokens` name a chat's fields instead: `messages`, and `limit_name`."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param not in ("prompt", "max_tokens", "min_tokens"):  # others don't mention them, and may quote text
+            raise
+        param = {"prompt": "messages", "max_tokens": limit_name}.get(error.param, error.param)
+        raise RequestError(re.sub(r"\bmax_tokens\b", limit_name, str(error)), param) from error
 
 
 def engine_died(error: BaseException) -> ApiError:

@@ -256,10 +256,13 @@ class ChatRequest(Generation):
             raise RequestError(f"{bad[0]!r} can't be set here; it is not the template's to see", "chat_template_kwargs")
         return self
 
+    @property
+    def limit_name(self) -> str:
+        """The field that the client wrote `max_tokens` in."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def sampling(self) -> SamplingParams:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
-            raise RequestError(f"max_completion_tokens must be at least 1, got {limit}", "max_completion_tokens")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise RequestError(
                 f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}", "top_logprobs"

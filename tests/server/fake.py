@@ -50,6 +50,8 @@ class FakeLLM:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary, 0 to {BYTE_VOCAB - 1}", "prompt")
         if not 0 < len(prompt) < CONTEXT:
             raise RequestError(f"the prompt has {len(prompt)} tokens, allowed are 1 to {CONTEXT - 1}", "prompt")
+        if params.max_tokens is not None and params.max_tokens > CONTEXT:
+            raise RequestError(f"the context is {CONTEXT} tokens; lower max_tokens", "max_tokens")
 
     async def generate(self, prompt: list[int], params: SamplingParams, request_id=None) -> AsyncIterator[Delta]:
         self.prepare(prompt, params)

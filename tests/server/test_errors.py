@@ -112,9 +112,15 @@ def test_bad_completion(http, fake, fields, param, says, stream):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
         ({"logprobs": 3}, "logprobs", "boolean"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be an integer from 1"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be an integer from 1"),
+        ({"max_completion_tokens": 3, "min_tokens": 4}, "min_tokens", "must not exceed max_completion_tokens (3)"),
+        ({"max_completion_tokens": 300}, "max_completion_tokens", "lower max_completion_tokens"),
+        ({"max_tokens": 300}, "max_tokens", "lower max_tokens"),
+        ({"max_completion_tokens": 300, "stream": True}, "max_completion_tokens", "lower max_completion_tokens"),
+        ({"max_completion_tokens": 3, "stop": ["max_tokens", ""]}, "stop", "got ['max_tokens', '']"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "send one"),
-        ({"messages": [{"role": "user", "content": "x" * 300}]}, "prompt", "tokens, allowed are"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "tokens, allowed are"),
     ],
 )
 def test_bad_chat(http, fake, fields, param, says):
