@@ -86,9 +86,9 @@ class Reply:
             return ""  # what is said about the prompt comes first, and completion 0 brings it
         self._opened.add(prompt)
         n = self.params.n
-        pieces = [self._opening(prompt, prompt * n + i) for i in range(n)]
-        pieces += [self._piece(prompt, each) for each in self._held.pop(prompt)]
-        return "".join([self._chunk(piece) for piece in pieces])
+        events = [self._opening(prompt, prompt * n + i) for i in range(n)]
+        events += [self._chunk(self._piece(prompt, each)) for each in self._held.pop(prompt)]
+        return "".join(events)
 
     def closing(self) -> str:
         """The last events of a stream that went well."""
@@ -129,8 +129,12 @@ class Reply:
         if delta.metrics is not None and delta.index == 0:
             self._cached += delta.metrics.cached_tokens
 
-    def _chunk(self, choice: dict[str, Any] | None) -> str:
-        return "" if choice is None else f"data: {self._head}{encode(choice)}{self._tail}\n\n"
+    def _chunk(self, choice: dict[str, Any] | None, beside: dict[str, Any] | None = None) -> str:
+        """A chunk of one choice, with further fields `beside` its list of choices."""
+        if choice is None:
+            return ""
+        tail = f"{self._tail[:-1]},{encode(beside)[1:]}" if beside else self._tail
+        return event(f"{self._head}{encode(choice)}{tail}")
 
     def _piece(self, prompt: int, delta: Delta) -> dict[str, Any] | None:
         if not (delta.text or delta.logprobs or delta.finish_reason):
@@ -141,13 +145,13 @@ class Reply:
         return choice
 
     def _report(self, prompt: int) -> dict[str, Any]:
-        """vLLM's `prompt_logprobs` of a choice, if they were asked for."""
+        """vLLM's `prompt_logprobs`, if they were asked for: a field of each choice of a completion, and of a chat."""
         if not self.report_prompt:
             return {}
         return {"prompt_logprobs": prompt_logprobs(self.names, self._prompt_entries[prompt])}
 
-    def _opening(self, prompt: int, index: int) -> dict[str, Any] | None:
-        """What a stream says of a choice before its first token."""
+    def _opening(self, prompt: int, index: int) -> str:
+        """The events of a choice before its first token."""
         raise NotImplementedError
 
     def _part(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -161,9 +165,13 @@ class Reply:
 class ChatReply(Reply):
     PREFIX, OBJECT, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def _opening(self, prompt: int, index: int) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
+        return super().whole() | self._report(0)
+
+    def _opening(self, prompt: int, index: int) -> str:
         delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **self._report(prompt)}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk(choice, self._report(prompt) if index == 0 else None)
 
     def _part(self, index: int, delta: Delta) -> dict[str, Any]:
         return {
@@ -180,7 +188,6 @@ class ChatReply(Reply):
             "logprobs": None if self.params.logprobs is None else chat_logprobs(self.names, choice.logprobs),
             "finish_reason": choice.last.finish_reason,
             "stop_reason": choice.last.stop_reason,
-            **self._report(prompt),
         }
 
 
@@ -195,14 +202,14 @@ class CompletionReply(Reply):
             for _ in range(params.n)
         ]
 
-    def _opening(self, prompt: int, index: int) -> dict[str, Any] | None:
+    def _opening(self, prompt: int, index: int) -> str:
         echo, report = self.prompts[prompt].echo, self._report(prompt)
         if echo is None and not report:
-            return None
+            return ""
         logprobs = None
         if echo is not None and self.params.logprobs is not None:
             logprobs = self._echo_logprobs(prompt)
-        return {"index": index, "text": echo or "", "logprobs": logprobs, "finish_reason": None, **report}
+        return self._chunk({"index": index, "text": echo or "", "logprobs": logprobs, "finish_reason": None, **report})
 
     def _part(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None

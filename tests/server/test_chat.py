@@ -141,13 +141,22 @@ def test_template_kwargs_of_the_tokenizer_are_refused(http, name):
     assert reply.status_code == 400 and name in reply.json()["error"]["message"]
 
 
-def test_prompt_logprobs(client):
-    reply = client.chat.completions.create(**ASK, max_tokens=1, extra_body={"prompt_logprobs": 1}).model_dump()
-    first, second, *_ = reply["choices"][0]["prompt_logprobs"]
+def test_prompt_logprobs_are_a_field_of_the_chat(client):
+    """As vLLM has them: said once, however many choices there are."""
+    asked = {**ASK, "max_tokens": 1, "n": 2, "extra_body": {"prompt_logprobs": 1}}
+    reply = client.chat.completions.create(**asked).model_dump()
+    first, second, *_ = reply["prompt_logprobs"]
     token = str(byte_tokenizer().encode("user")[0])
     assert first is None
     assert second[token] == {"logprob": -1.5, "rank": None, "decoded_token": "u"}
     assert second[str(ord("?"))] == {"logprob": -0.1, "rank": 1, "decoded_token": "?"}
+    usage = {"stream_options": {"include_usage": True}}
+    for options in ({}, usage):
+        opening, *rest = [part.model_dump() for part in client.chat.completions.create(**asked, stream=True, **options)]
+        assert opening["choices"][0]["delta"]["role"] == "assistant"
+        assert opening["prompt_logprobs"] == reply["prompt_logprobs"]
+        assert not any("prompt_logprobs" in part for part in rest)
+    assert not any("prompt_logprobs" in choice for part in (reply, opening, *rest) for choice in part["choices"])
 
 
 def test_async_client_many_at_once(url):
