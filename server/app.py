@@ -86,8 +86,8 @@ def _add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
         check(body.model)
         params = body.sampling()
         prompts = await completion_prompts(body, llm.tokenizer)
-        usage, report = body.include_usage, body.prompt_logprobs is not None
-        reply = CompletionReply(prompts, params, name, names, include_usage=usage, report_prompt=report)
+        options = {"include_usage": body.include_usage, "report_prompt": body.prompt_logprobs is not None}
+        reply = CompletionReply(prompts, params, name, names, only_echo=body.only_echo, **options)
         return await answer(request, reply, body.stream)
 
 

@@ -289,11 +289,19 @@ class CompletionRequest(Generation):
             )
         return self
 
+    @property
+    def only_echo(self) -> bool:
+        """Whether nothing is to follow the prompt, which is how one has it scored."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def sampling(self) -> SamplingParams:
+        """The engine's settings. It always generates a token, even when it won't be shown (`only_echo`)."""
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:  # the echoed tokens are reported like the generated ones
             prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
-        limit = OPENAI_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.only_echo and self.min_tokens:
+            raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0)", "min_tokens")
+        limit = OPENAI_MAX_TOKENS if self.max_tokens is None else self.max_tokens + self.only_echo
         params = self._sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
         if (asked := len(self.prompt) * params.n) > MAX_COMPLETIONS:
             raise RequestError(

@@ -78,6 +78,26 @@ def test_logprobs_with_echo(client):
     assert logprobs.top_logprobs[3] == {"?": -0.1, "h": -1.5}
 
 
+@pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"extra_body": {"prompt_logprobs": 2}}])
+def test_echo_alone(client, options):
+    """No tokens asked for, which is how prompts are scored: the prompt, and nothing of what the engine made of it."""
+    asked = {**MODEL, "prompt": ["ab", "c"], "n": 2, "max_tokens": 0, "echo": True, **options}
+    whole = client.completions.create(**asked)
+    assert [choice.text for choice in whole.choices] == ["ab", "ab", "c", "c"]
+    assert {(choice.finish_reason, choice.stop_reason) for choice in whole.choices} == {("length", None)}
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (3, 0, 3)
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage == whole.usage
+    for index, expected in enumerate(whole.choices):
+        opening, end = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
+        assert (opening.text, opening.logprobs) == (expected.text, expected.logprobs)
+        assert (end.text, end.logprobs, end.finish_reason, end.stop_reason) == ("", None, "length", None)
+    first = whole.choices[0]
+    if "logprobs" in options:
+        assert (first.logprobs.tokens, first.logprobs.token_logprobs) == (["a", "b"], [None, -1.5])
+    assert ("extra_body" in options) == hasattr(first, "prompt_logprobs")
+
+
 def test_logprobs_zero_still_reports_the_chosen(client):
     logprobs = client.completions.create(**MODEL, prompt="a", logprobs=0, max_tokens=1).choices[0].logprobs
     assert (logprobs.token_logprobs, logprobs.top_logprobs) == ([-1.5], [{"h": -1.5}])

@@ -55,6 +55,13 @@ def error(reply, status=400):
         ({"best_of": 3}, "best_of", "equals n"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"max_tokens": 0}, "max_tokens", "from 1"),
+        ({"max_tokens": 0, "echo": False}, "max_tokens", "from 1"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens", "from 1 to 2147483647, got -1"),
+        (
+            {"max_tokens": 0, "echo": True, "min_tokens": 1},
+            "min_tokens",
+            "min_tokens (1) must not exceed max_tokens (0)",
+        ),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "must not exceed"),
         ({"logprobs": 21}, "logprobs", "0 to 20"),
         ({"logprobs": True}, "logprobs", "integer"),

@@ -111,6 +111,14 @@ def test_logprobs_and_echo(client):
     assert rest.token_logprobs[0] == pytest.approx(logprobs.token_logprobs[3], abs=1e-4), "prompt and output agree"
 
 
+def test_a_prompt_is_scored(client):
+    scored = complete(client, "abcd", logprobs=3, echo=True, max_tokens=0)
+    longer = complete(client, "abcd", logprobs=3, echo=True, max_tokens=6).choices[0].logprobs
+    logprobs = scored.choices[0].logprobs
+    assert (scored.choices[0].text, scored.usage.completion_tokens) == ("abcd", 0)
+    assert (logprobs.tokens, logprobs.token_logprobs) == (list("abcd"), longer.token_logprobs[:4])
+
+
 def test_chat_logprobs(client):
     asked = {"model": "tiny", "messages": CHAT, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     for item in client.chat.completions.create(**asked).choices[0].logprobs.content:
