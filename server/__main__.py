@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> None:
-    app = create_app(llm, args.served_model_name, args.api_key or os.environ.get("JAXSPEC_API_KEY"))
+    api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
+    app = create_app(llm, args.served_model_name, api_key)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -60,7 +61,7 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> 
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     name = args.served_model_name or llm.config.model
-    _Server(config, llm, _greeting(name, listener)).run(sockets=[listener])
+    _Server(config, llm, _greeting(name, listener, bool(api_key))).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
@@ -86,14 +87,17 @@ class _Server(uvicorn.Server):
         await asyncio.to_thread(self._llm.close)
 
 
-def _greeting(name: str, listener: socket.socket) -> str:
+def _greeting(name: str, listener: socket.socket, needs_key: bool) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{host}:{port}"
+    url, hint, header = f"http://{host}:{port}", "", ""
+    if needs_key:
+        hint = ", with the API key in $JAXSPEC_API_KEY"
+        header = """ -H "Authorization: Bearer $JAXSPEC_API_KEY" \\\n   """
     return (
-        f"{name} is ready at {url}/v1; try:\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-        """    -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}'"""
+        f"{name} is ready at {url}/v1; try{hint}:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n   {header}"
+        """ -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}'"""
     )
 
 

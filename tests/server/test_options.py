@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+import subprocess
 
 import pytest
 
@@ -9,6 +10,7 @@ from jaxspec.config import ConfigError, EngineConfig, flag
 from jaxspec.flags import ENGINE_HELP, engine_options
 from server import __main__ as command
 from server.options import UsageError, make_parser, parse
+from tests.server.fake import FakeLLM
 
 
 def test_every_engine_option_has_a_flag_and_a_help_text():
@@ -126,3 +128,23 @@ def test_interrupt_while_loading_is_quiet(no_engine, monkeypatch, capsys):
     monkeypatch.setattr(command, "AsyncLLM", interrupt)
     assert command.main(["--port", "0"]) == 0
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["none", "flag", "environment"])
+def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, source):
+    """What the greeting shows is run by a shell, with a `curl` that prints its arguments."""
+    greetings = []
+    monkeypatch.delenv("JAXSPEC_API_KEY", raising=False)
+    if source == "environment":
+        monkeypatch.setenv("JAXSPEC_API_KEY", "sesame")
+    monkeypatch.setattr(command, "create_app", lambda llm, name, key: greetings.append(key))
+    monkeypatch.setattr(command._Server, "run", lambda self, sockets: greetings.append(self._greeting))
+    args = parse(["--api-key", "sesame"] if source == "flag" else [])
+    with command._bind("127.0.0.1", 0) as listener:
+        command._serve(FakeLLM(), args, listener)
+    key, greeting = greetings
+    assert key == (None if source == "none" else "sesame") and "sesame" not in greeting
+    shown = "curl() { printf '%s\\n' \"$@\"; }\n" + greeting.split("\n", 1)[1]
+    told = subprocess.run(["sh", "-c", shown], env={"JAXSPEC_API_KEY": "sesame"}, capture_output=True, text=True).stdout
+    assert ("Authorization: Bearer sesame" in told.splitlines()) == (source != "none")
+    assert '"max_tokens": 64' in told.splitlines()[-1]
