@@ -104,8 +104,14 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     `logits` are those that the drafter took each draft from (over its draft vocabulary), None if it has none. What runs
     are the functions of the engine's programs, compiled once for prompts of similar lengths if the drafter is hashable.
 
-    **Raises:** `RequestError` for prompts as in `logits`, `ConfigError` if the drafter can't draft `n` tokens.
+    **Raises:** `RequestError` for prompts as in `logits`, `ConfigError` if `drafter` isn't what `jaxspec.load_drafter`
+    returns, or can't draft `n` tokens.
     """
+    if not isinstance(drafter, LoadedDrafter):
+        named = repr(drafter) if isinstance(drafter, str) else "'ngram'"
+        raise ConfigError(
+            f"drafter must be a loaded one, got {drafter!r}; load it first: jaxspec.load_drafter({named}, model)"
+        )
     prompt = _checked(model, [prompt_tokens])[0]
     drafter = _resized(drafter, n)
     length, lookahead = len(prompt), drafter.drafter.lookahead

@@ -1,5 +1,7 @@
 """`logits`, `hidden_states` and `propose`: plain functions, checked against each other and against greedy decoding."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -125,6 +127,19 @@ def test_a_drafter_of_fixed_length_drafts_that_many_only(model, name):
 def test_an_n_that_is_refused(model, n):
     with pytest.raises(ConfigError, match="positive integer"):
         jaxspec.propose(model, load_drafter("ngram", model), PROMPT, n)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "advice"),
+    [
+        ("ngram", "got 'ngram'; load it first: jaxspec.load_drafter('ngram', model)"),
+        (None, "got None; load it first"),
+        (Fixed(), "drafter must be a loaded one, got <"),
+    ],
+)
+def test_a_drafter_that_is_not_loaded_is_refused(model, drafter, advice):
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        jaxspec.propose(model, drafter, PROMPT, 2)
 
 
 def test_nothing_to_draft_with_is_refused(model):
