@@ -357,8 +357,11 @@ class Engine:
         return True
 
     def settle(self) -> None:
-        """Wait for all that was dispatched: jax aborts a process that ends while a program still runs."""
-        jax.block_until_ready(self.runner.state)
+        """Wait for all that was dispatched: jax aborts a process that ends while a program still runs.
+
+        What a program that failed had consumed is deleted, and nothing to wait for.
+        """
+        jax.block_until_ready([x for x in jax.tree.leaves(self.runner.state) if not x.is_deleted()])
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, cheap, from any thread."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import secrets
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ class LLM:
         Calls from several threads take turns; to serve many callers at once, use `AsyncLLM`.
 
         `params` holds for all prompts, or is a list with one for each. **Raises:** `RequestError`, before anything runs
-        if any prompt can't be served.
+        if any prompt can't be served. Ctrl-C takes effect after the step that runs (pressed again, at once): the call's
+        requests are aborted, and the next call finds the engine as if they had never been.
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
@@ -63,18 +65,52 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts but {len(settings)} sampling params", "params")
         requests = [self.engine.prepare(p, s) for p, s in zip(prompts, settings, strict=True)]
         gathered = {request.id: [Gathered(i) for i in range(request.params.n)] for request in requests}
-        with self._turn:
+        with self._turn, _Interrupts() as interrupts:
             try:
                 for request in requests:
                     self.engine.add(request)
                 while self.engine.busy:
                     for delta in self.engine.step():
                         gathered[delta.request_id][delta.index].take(delta)
+                    interrupts.deliver()
             finally:  # an interrupt in mid-flight leaves the engine clean
                 aborted = [request for request in requests if self.engine.abort(request.id)]
                 if aborted:  # the prefix tree may name pages whose prefill was planned and not dispatched
                     self.engine.flush_cache()
+                self.engine.settle()
         return [_output(request, gathered[request.id]) for request in requests]
+
+
+class _Interrupts:
+    """Holds back what a Ctrl-C does (SIGINT's handler) until `deliver`: in the midst of a step it could lose the state
+    that a program has just been given. A second one isn't held back.
+
+    Python interrupts the main thread alone, so in others there is nothing to hold back.
+    """
+
+    def __enter__(self) -> _Interrupts:
+        self._held: tuple[Any, ...] | None = None
+        self._handler = signal.getsignal(signal.SIGINT)
+        self._holds = threading.current_thread() is threading.main_thread() and callable(self._handler)
+        if self._holds:
+            signal.signal(signal.SIGINT, self._hold)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, self._handler)
+        self.deliver()
+
+    def _hold(self, *received: Any) -> None:
+        if self._held is not None:
+            self.deliver()
+        self._held = received
+
+    def deliver(self) -> None:
+        """Do now what was held back, if anything was."""
+        received, self._held = self._held, None
+        if received is not None:
+            self._handler(*received)
 
 
 class Gathered:

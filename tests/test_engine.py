@@ -10,6 +10,9 @@ import functools
 import itertools
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -383,6 +386,64 @@ def test_a_failed_call_leaves_the_engine_clean(monkeypatch, program):
         llm.generate(prompts, settings)
     assert [said(out) for out in llm.generate(prompts, settings)] == expected
     idle(llm.engine)
+
+
+@pytest.mark.parametrize("program", ["prefill", "first", "round", "admit"])
+def test_ctrl_c_leaves_the_engine_clean(monkeypatch, program):
+    """Pressed when a program has consumed the state, and its successor isn't kept yet."""
+    llm = engine("ngram")
+    prompts, settings = [tokens(90), tokens(30)], params()
+    expected = [said(out) for out in llm.generate(prompts, settings)]
+    llm.engine.flush_cache()
+    handler, run = signal.getsignal(signal.SIGINT), getattr(llm.engine.runner.programs, program)
+
+    def interrupted(*args):
+        result = run(*args)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine.runner.programs, program, interrupted)
+        llm.generate(prompts, settings)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert [said(out) for out in llm.generate(prompts, settings)] == expected
+    idle(llm.engine)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(monkeypatch):
+    llm, reached = engine("ngram"), []
+
+    def stuck(*_):
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the first")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the second")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine.runner, "prefill", stuck)
+        llm.generate([tokens(30)], params())
+    assert reached == ["the first"]
+    idle(llm.engine)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, jaxspec
+
+options = {"max_running_requests": 1, "num_continuous_decode_steps": 1000, "skip_warmup": True}
+llm = jaxspec.LLM(sys.argv[1], **options)
+params = jaxspec.SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+llm.generate([1, 2], params)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+llm.generate([1, 2], params)
+"""
+
+
+def test_a_script_that_is_interrupted_ends_as_pythons_do():
+    """With a traceback, while jax aborts a process that ends with a program running: here a thousand rounds."""
+    path = str(tiny_checkpoint(max_position_embeddings=4096))
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, path], capture_output=True, text=True, timeout=300)
+    assert ended.stderr.endswith("KeyboardInterrupt\n") and "Traceback" in ended.stderr
+    assert ended.returncode == -signal.SIGINT
 
 
 # -- cached equals cold ------------------------------------------------------------------------------------------------
