@@ -7,6 +7,7 @@ so pages are shared, reused and freed for both together.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,12 +15,15 @@ from dataclasses import dataclass, replace
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax._src import xla_bridge  # there is no public way to ask whether a device has been used
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.pallas import kv_write
 from jaxspec.pallas.paged_attention import paged_attention
 from jaxspec.pallas.target import chosen
+
+log = logging.getLogger("jaxspec")
 
 KV = Float[Array, "l p 2 m s h"]
 
@@ -156,17 +160,35 @@ SNAPSHOT_SHARE = 0.25
 SNAPSHOT_BYTES = 2**28
 
 POOL_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # XLA's own option: what it takes of a GPU, when first used
+POOL_SHARES = (POOL_SHARE, "XLA_CLIENT_MEM_FRACTION")  # its names, of which XLA refuses to have both
+DEFAULT_SHARE = 0.75  # XLA's own
 
 
 def claim_device() -> None:
-    """Let XLA take nearly all of the GPU, unless the user set its share; no effect once a device has been used."""
-    os.environ.setdefault(POOL_SHARE, "0.95")
+    """Let XLA take nearly all of the GPU, unless the user set its share. Once jax has used one, that is too late: then
+    the log says what is missing and why."""
+    if _pool_share() is not None:
+        return
+    if not xla_bridge.backends_are_initialized():
+        os.environ[POOL_SHARE] = "0.95"
+    elif memory := device_memory():
+        log.warning(
+            "jax had used the device before the engine was made, so XLA keeps its default share, %s of %s. For more, "
+            "make the LLM before anything else uses jax, or set %s=0.95 in the environment",
+            *(_gib(size) for size in reversed(memory)),
+            POOL_SHARE,
+        )
 
 
 def device_memory() -> tuple[int, int] | None:
     """The device's memory and what XLA may use of it, in bytes; None where the device doesn't say (a CPU)."""
     usable = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return None if usable is None else (int(usable / float(os.environ.get(POOL_SHARE, "0.75"))), usable)
+    return None if usable is None else (int(usable / (_pool_share() or DEFAULT_SHARE)), usable)
+
+
+def _pool_share() -> float | None:
+    """What the environment gives XLA of a GPU's memory; None if it doesn't say."""
+    return next((float(share) for name in POOL_SHARES if (share := os.environ.get(name))), None)
 
 
 @dataclass(frozen=True)

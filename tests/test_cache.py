@@ -1,5 +1,6 @@
 """The memory plan's arithmetic, and the layout that it pays for."""
 
+import os
 import re
 from types import SimpleNamespace
 
@@ -7,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM, SamplingParams
-from jaxspec.cache import POOL_SHARE, PageLayout, Rows, kv_bytes_per_token, plan_memory
+from jaxspec import LLM, SamplingParams, cache
+from jaxspec.cache import POOL_SHARE, POOL_SHARES, PageLayout, Rows, kv_bytes_per_token, plan_memory
 from jaxspec.config import ConfigError, ModelConfig
 from tests.tiny import tiny_checkpoint, tiny_config
 
@@ -48,6 +49,32 @@ def test_the_workspace_is_never_given_away(monkeypatch):
 def test_the_fraction_is_of_the_whole_device(monkeypatch):
     assert plan(monkeypatch, 200 * MIB, share="0.5", mem_fraction=0.4).kv_bytes == (0.4 * 400 - 55) * MIB
     assert plan(monkeypatch, 200 * MIB, share="0.5", mem_fraction=0.9).kv_bytes == (200 - 8 - 55) * MIB
+
+
+def claim(monkeypatch, caplog, used, **environment):
+    """What `claim_device` makes of the environment, and what it says, on a GPU that jax has `used` or not."""
+    for name in POOL_SHARES:
+        monkeypatch.delenv(name, raising=False)
+    for name, share in environment.items():
+        monkeypatch.setenv(name, share)
+    stats = {"bytes_limit": 60 * 2**30}
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    monkeypatch.setattr(cache.xla_bridge, "backends_are_initialized", lambda: used)
+    caplog.clear()
+    cache.claim_device()
+    return {name: os.environ[name] for name in POOL_SHARES if name in os.environ}, caplog.text
+
+
+def test_a_share_that_comes_too_late_is_told(monkeypatch, caplog):
+    monkeypatch.setenv(POOL_SHARE, "")  # so that it is as before, after this test
+    assert claim(monkeypatch, caplog, used=False) == ({POOL_SHARE: "0.95"}, "")
+    environment, told = claim(monkeypatch, caplog, used=True)
+    assert environment == {} and "60.00 GiB of 80.00 GiB" in told and "make the LLM before" in told
+    assert cache.device_memory() == (80 * 2**30, 60 * 2**30)
+    for used in (False, True):
+        for name in POOL_SHARES:  # the user's own is left alone: with both names set, XLA would not start
+            assert claim(monkeypatch, caplog, used, **{name: "0.5"}) == ({name: "0.5"}, "")
+            assert cache.device_memory() == (120 * 2**30, 60 * 2**30)
 
 
 def test_no_more_than_is_useful(monkeypatch):
