@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import queue
 import secrets
@@ -178,6 +179,7 @@ class AsyncLLM:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # before jax ends, which aborts a process where a program still runs
 
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
@@ -228,7 +230,11 @@ class AsyncLLM:
         return self.engine.stats() | {"ready": self.error is None and not self._closed}
 
     def close(self) -> None:
-        """Stop the engine thread and wait for its end. Unfinished requests end with `EngineDead`."""
+        """Stop the engine thread and wait for its end. Unfinished requests end with `EngineDead`.
+
+        A program that ends without it has it called then.
+        """
+        atexit.unregister(self.close)
         if not self._closed:
             self._closed = True
             self._calls.put(None)

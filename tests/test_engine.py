@@ -427,21 +427,30 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(monkeypatch):
 
 
 INTERRUPTED = """
-import os, signal, sys, threading, jaxspec
+import asyncio, os, signal, sys, threading, jaxspec
 
-options = {"max_running_requests": 1, "num_continuous_decode_steps": 1000, "skip_warmup": True}
-llm = jaxspec.LLM(sys.argv[1], **options)
+path, name = sys.argv[1:]
+llm = getattr(jaxspec, name)(path, max_running_requests=1, num_continuous_decode_steps=1000, skip_warmup=True)
 params = jaxspec.SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
-llm.generate([1, 2], params)
+
+async def stream():
+    async for _ in llm.generate([1, 2], params):
+        pass
+
+def generate():
+    asyncio.run(stream()) if name == "AsyncLLM" else llm.generate([1, 2], params)
+
+generate()
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-llm.generate([1, 2], params)
+generate()
 """
 
 
-def test_a_script_that_is_interrupted_ends_as_pythons_do():
+@pytest.mark.parametrize("name", ["LLM", "AsyncLLM"])
+def test_a_script_that_is_interrupted_ends_as_pythons_do(name):
     """With a traceback, while jax aborts a process that ends with a program running: here a thousand rounds."""
     path = str(tiny_checkpoint(max_position_embeddings=4096))
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, path], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, path, name], capture_output=True, text=True, timeout=300)
     assert ended.stderr.endswith("KeyboardInterrupt\n") and "Traceback" in ended.stderr
     assert ended.returncode == -signal.SIGINT
 
