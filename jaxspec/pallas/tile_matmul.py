@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.weight_stream import HALF, MAX_ROWS
+from jaxspec.pallas.weight_stream import HALF, MAX_ROWS, SHARED_BYTES
 
 UNIT = 64  # rows of one wgmma
 COPIED = 8  # rows of an array that copies take: a multiple of these
@@ -76,6 +76,10 @@ class Tiling:
     def slots(self) -> int:
         return RING_BYTES // (2 * STEP * (self.rows + self.columns))
 
+    @property
+    def ring_bytes(self) -> int:
+        return self.slots * 2 * STEP * (self.rows + self.columns)
+
 
 @lower_once("gated", "tiling")
 def matmul(
@@ -91,12 +95,14 @@ def matmul(
     """`x @ weight` of the first `real` rows, summed in float32, rounded to x's dtype; of others that or zeros.
 
     `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
-    silu(gate) * up of it, half as wide, rounded where those round. `tiling` overrides its choice.
+    silu(gate) * up of it, half as wide, rounded once. `tiling` overrides its choice.
     """
     outputs = weight.shape[1]
     filled = [jnp.pad(a, ((0, -len(a) % COPIED), (0, 0))) for a in (x, residual) if a is not None]
     rows, tiling = len(filled[0]), tiling or Tiling.of(len(x), outputs, residual is not None)
     part = HALF if gated else STEP  # columns of one store
+    stores = tiling.rows * tiling.columns // (WARPGROUPS * UNIT * STEP)  # of a warpgroup for one tile
+    places = min(stores, (SHARED_BYTES - tiling.ring_bytes) // (WARPGROUPS * UNIT * part * x.dtype.itemsize))
     out = plgpu.kernel(
         partial(_kernel, tiling, gated),
         kernel_name="tile_matmul",
@@ -108,7 +114,7 @@ def matmul(
         scratch_types=dict(
             rows_s=plgpu.SMEM((tiling.slots, tiling.rows, STEP), x.dtype),
             weight_s=plgpu.SMEM((tiling.slots, STEP, tiling.columns), x.dtype),
-            out_s=plgpu.SMEM((WARPGROUPS, 4 if gated else 2, UNIT, part), x.dtype),
+            out_s=plgpu.SMEM((WARPGROUPS, places, UNIT, part), x.dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.slots),
             empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiling.slots),
         ),
@@ -123,8 +129,9 @@ def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, f
     *added, out = results
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     columns, slots, steps = tiling.columns, _i32(tiling.slots), weight.shape[0] // STEP
+    count = real[0]  # read once: memory is slow, and each tile asks
     all_high, lowest = -(-x.shape[0] // tiling.rows), x.shape[0] - tiling.rows  # where the last tile of rows begins
-    high = jnp.where(real[0] > lowest, all_high, lax.div(real[0] + tiling.rows - 1, _i32(tiling.rows)))
+    high = jnp.where(count > lowest, all_high, lax.div(count + tiling.rows - 1, _i32(tiling.rows)))
     across = weight.shape[1] // columns
     tiles = high * across  # with real rows; the tiles after these have none, and become zeros
 
@@ -176,7 +183,7 @@ def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, f
             top, shared, c = place(j)
             copied = jnp.where(j < mine(tiles), _i32(steps), 0)
             done = (warpgroup + 1) * height <= shared
-            idle = done | (top + warpgroup * height >= real[0])
+            idle = done | (top + warpgroup * height >= count)
 
             def release(_, step):
                 slot = lax.rem(step, slots)
@@ -191,47 +198,49 @@ def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, f
         def results_of(top, c, step, needed):
             places, _, part = out_s.shape[1:]
             width = columns // 2 if gated else columns
-            parts = [
-                (pl.ds(top + unit, UNIT), pl.ds(c * width + p * part, part))
-                for unit in units
+            stores = [
+                (unit, p, (pl.ds(top + row, UNIT), pl.ds(c * width + p * part, part)))
+                for unit, row in enumerate(units)
                 for p in range(width // part)
             ]
             load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-            before = [load(residual.at[at]) for residual in added for at in parts]
+            before = [load(residual.at[at]) for residual in added for *_, at in stores]
 
             def accumulate(*totals):
                 def multiply(k, step):
                     slot = lax.rem(step, slots)
                     plgpu.barrier_wait(full.at[slot])
-                    for unit, total in zip(units, totals, strict=True):
-                        plgpu.wgmma(total, rows_s.at[slot, pl.ds(unit, UNIT)], weight_s.at[slot])
+                    for row, total in zip(units, totals, strict=True):
+                        plgpu.wgmma(total, rows_s.at[slot, pl.ds(row, UNIT)], weight_s.at[slot])
                     plgpu.wgmma_wait(len(units))  # this step's may go on: those of the step before are done
                     pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(step - 1, slots)]))
                     return step + 1
 
                 last = lax.fori_loop(_i32(0), needed, multiply, step)
-                sums = [total[...] for total in totals]
+                for i, (unit, p, at) in enumerate(stores):
+                    if p == 0:  # the next unit's last products go on while this one is written
+                        total = plgpu.wgmma_accumulator_load(totals[unit], wait_n=len(units) - 1 - unit)
+                    value = _gate(total, p) if gated else total[:, p * part : (p + 1) * part]
+                    if before:
+                        value = value.astype(x.dtype).astype(jnp.float32) + before[i].astype(jnp.float32)
+                    plgpu.wait_smem_to_gmem(min(i, places - 1), wait_read_only=True)  # what this place held is sent
+                    place_s = out_s.at[warpgroup, i % places]
+                    place_s[...] = value.astype(x.dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(place_s, out.at[at])
                 pl.when(needed > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(last - 1, slots)]))
-                return sums
 
-            sums = pl.run_scoped(accumulate, *[plgpu.ACC((UNIT, columns), jnp.float32)] * len(units))
-            for i, at in enumerate(parts):
-                unit, p = divmod(i, width // part)
-                value = _gate(sums[unit], p, x.dtype) if gated else sums[unit][:, p * part : (p + 1) * part]
-                if before:
-                    value = value.astype(x.dtype).astype(jnp.float32) + before[i].astype(jnp.float32)
-                plgpu.wait_smem_to_gmem(min(i, places - 1), wait_read_only=True)  # what this place held has been sent
-                place_s = out_s.at[warpgroup, i % places]
-                place_s[...] = value.astype(x.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(place_s, out.at[at])
+            pl.run_scoped(accumulate, *[plgpu.ACC((UNIT, columns), jnp.float32)] * len(units))
 
         lax.fori_loop(_i32(0), mine(_i32(all_high * across)), tile, _i32(0))
         plgpu.wait_smem_to_gmem(0)
 
 
-def _gate(total, run, dtype):
-    """silu(gate) * up of one run of columns. Rounds where plain layers do."""
+def _gate(total, run):
+    """silu(gate) * up of one run of columns.
+
+    Nothing is multiplied while it is made, and what takes longest are the instructions for special functions. A root is
+    one of them; a quotient and numbers rounded in between would be more.
+    """
     gate, up = (total[:, at : at + HALF] for at in (2 * run * HALF, (2 * run + 1) * HALF))
-    gate, up = (half.astype(dtype).astype(jnp.float32) for half in (gate, up))
-    return (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32) * up
+    return gate * up * jnp.square(lax.rsqrt(1 + jnp.exp(-gate)))
