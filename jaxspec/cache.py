@@ -256,6 +256,11 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
+def _trials(usable: int) -> int:
+    """Bytes in which XLA tries kernels out while it compiles: copies of operands, a head's weight among them."""
+    return min(usable // 20, 2**32)
+
+
 def plan_memory(
     *,
     weight_bytes: int,
@@ -275,14 +280,14 @@ def plan_memory(
     Of `states`, the number of snapshots is settled here: `max_snapshots`, or if that is None, some for each request and
     no more than a share of what weights leave.
 
-    Programs keep `workspace_bytes` of what XLA may use. The pool never exceeds `most_useful_tokens`, what all slots
+    Programs keep `workspace_bytes` of what XLA may use, and it some more to try kernels out. The pool never exceeds `most_useful_tokens`, what all slots
     together could ever hold; on a CPU it is at most 2 GiB unless `max_total_tokens` says otherwise, since host memory
     is everyone's.
 
     **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
     """
     device, usable = device_memory() or (None, None)
-    budget = min(int(device * mem_fraction), usable - workspace_bytes) if device else None
+    budget = min(int(device * mem_fraction), usable - workspace_bytes - _trials(usable)) if device else None
     weights = weight_bytes + draft_weight_bytes
     if max_snapshots is None:
         room = SNAPSHOT_BYTES if budget is None else int((budget - weights) * SNAPSHOT_SHARE)

@@ -42,13 +42,13 @@ def test_the_pool_gets_what_the_fraction_leaves(monkeypatch):
     assert made.num_pages == 45 * 1024 // 16
 
 
-def test_the_workspace_is_never_given_away(monkeypatch):
-    assert plan(monkeypatch, 200 * MIB, mem_fraction=0.99).kv_bytes == (200 - 8 - 55) * MIB
+def test_workspace_and_room_to_compile_are_never_given_away(monkeypatch):
+    assert plan(monkeypatch, 200 * MIB, mem_fraction=0.99).kv_bytes == (200 - 8 - 10 - 55) * MIB
 
 
 def test_the_fraction_is_of_the_whole_device(monkeypatch):
     assert plan(monkeypatch, 200 * MIB, share="0.5", mem_fraction=0.4).kv_bytes == (0.4 * 400 - 55) * MIB
-    assert plan(monkeypatch, 200 * MIB, share="0.5", mem_fraction=0.9).kv_bytes == (200 - 8 - 55) * MIB
+    assert plan(monkeypatch, 200 * MIB, share="0.5", mem_fraction=0.9).kv_bytes == (200 - 8 - 10 - 55) * MIB
 
 
 def claim(monkeypatch, caplog, used, **environment):
