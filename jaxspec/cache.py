@@ -280,9 +280,9 @@ def plan_memory(
     Of `states`, the number of snapshots is settled here: `max_snapshots`, or if that is None, some for each request and
     no more than a share of what weights leave.
 
-    Programs keep `workspace_bytes` of what XLA may use, and it some more to try kernels out. The pool never exceeds `most_useful_tokens`, what all slots
-    together could ever hold; on a CPU it is at most 2 GiB unless `max_total_tokens` says otherwise, since host memory
-    is everyone's.
+    Programs keep `workspace_bytes` of what XLA may use, and XLA some more to try kernels out. The pool never exceeds
+    `most_useful_tokens`, what all slots together could ever hold; on a CPU it is at most 2 GiB unless
+    `max_total_tokens` says otherwise, since host memory is everyone's.
 
     **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
     """
