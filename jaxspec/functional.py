@@ -29,9 +29,11 @@ SHORTEST = 32  # tokens that `propose` pads a prompt to, at least: to a power of
 def logits(model: Model, tokens: Int[Any, "b t"]) -> Float[Array, "b t v"]:
     """Logits after every token, float32. No cache; every sequence starts at position 0.
 
-    **Raises:** `RequestError` for tokens that aren't i32[b, t] within the vocabulary.
+    **Raises:** `RequestError` for tokens that aren't i32[b, t] within the vocabulary, `ConfigError` if `model` isn't
+    one that `jaxspec.load_model` returns.
     """
-    return _logits(model.config, model.params, _checked(model, tokens))
+    tokens = _checked(model, tokens)
+    return _logits(model.config, model.params, tokens)
 
 
 def hidden_states(
@@ -41,8 +43,9 @@ def hidden_states(
 
     The number after the last layer's stands for the final norm's output.
 
-    **Raises:** `RequestError` for tokens as in `logits`, or a layer that the model doesn't have.
+    **Raises:** as `logits`, and `RequestError` for a layer that the model doesn't have.
     """
+    tokens = _checked(model, tokens)
     layers = tuple(int(i) for i in layers)
     if bad := [i for i in layers if not 0 <= i <= model.config.num_layers]:
         raise RequestError(
@@ -50,10 +53,13 @@ def hidden_states(
             f"{model.config.num_layers} stands for the final norm",
             "layers",
         )
-    return _hidden_states(model.config, layers, model.params, _checked(model, tokens))
+    return _hidden_states(model.config, layers, model.params, tokens)
 
 
 def _checked(model: Model, tokens: Any) -> np.ndarray:
+    if not isinstance(model, Model):
+        named = repr(model) if isinstance(model, str) else "'Qwen/Qwen3-8B'"
+        raise ConfigError(f"model must be a loaded one, got {model!r}; load it first: jaxspec.load_model({named})")
     try:
         tokens = np.asarray(tokens)
     except ValueError as error:
@@ -104,15 +110,15 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     `logits` are those that the drafter took each draft from (over its draft vocabulary), None if it has none. What runs
     are the functions of the engine's programs, compiled once for prompts of similar lengths if the drafter is hashable.
 
-    **Raises:** `RequestError` for prompts as in `logits`, `ConfigError` if `drafter` isn't what `jaxspec.load_drafter`
-    returns, or can't draft `n` tokens.
+    **Raises:** as `logits`, and `ConfigError` if `drafter` isn't one that `jaxspec.load_drafter` returns, or can't
+    draft `n` tokens.
     """
+    prompt = _checked(model, [prompt_tokens])[0]
     if not isinstance(drafter, LoadedDrafter):
         named = repr(drafter) if isinstance(drafter, str) else "'ngram'"
         raise ConfigError(
             f"drafter must be a loaded one, got {drafter!r}; load it first: jaxspec.load_drafter({named}, model)"
         )
-    prompt = _checked(model, [prompt_tokens])[0]
     drafter = _resized(drafter, n)
     length, lookahead = len(prompt), drafter.drafter.lookahead
     block = max(SHORTEST, 1 << (length - 1).bit_length())

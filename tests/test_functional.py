@@ -152,3 +152,14 @@ def test_prompts_that_are_refused(model):
     for prompt in ([], [64], [[1]]):
         with pytest.raises(RequestError, match="token"):
             jaxspec.propose(model, drafter, prompt, 2)
+
+
+@pytest.mark.parametrize(("given", "advice"), [("a/b", "load it first: jaxspec.load_model('a/b')"), (3, "got 3; load")])
+@pytest.mark.parametrize("call", [
+    lambda given: jaxspec.logits(given, [PROMPT]),
+    lambda given: jaxspec.hidden_states(given, [PROMPT], (0,)),
+    lambda given: jaxspec.propose(given, None, PROMPT, 2),
+], ids=["logits", "hidden_states", "propose"])  # fmt: skip
+def test_a_model_that_is_not_loaded_is_refused(call, given, advice):
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        call(given)
