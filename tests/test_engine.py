@@ -388,8 +388,16 @@ def test_a_failed_call_leaves_the_engine_clean(monkeypatch, program):
     idle(llm.engine)
 
 
+@pytest.fixture
+def interruptible():
+    """Python's own handler of Ctrl-C, which it lacks where it was started with the signal ignored, as in background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("program", ["prefill", "first", "round", "admit"])
-def test_ctrl_c_leaves_the_engine_clean(monkeypatch, program):
+def test_ctrl_c_leaves_the_engine_clean(interruptible, monkeypatch, program):
     """Pressed when a program has consumed the state, and its successor isn't kept yet."""
     llm = engine("ngram")
     prompts, settings = [tokens(90), tokens(30)], params()
@@ -410,7 +418,7 @@ def test_ctrl_c_leaves_the_engine_clean(monkeypatch, program):
     idle(llm.engine)
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(monkeypatch):
+def test_a_second_ctrl_c_does_not_wait_for_the_step(interruptible, monkeypatch):
     llm, reached = engine("ngram"), []
 
     def stuck(*_):
@@ -430,6 +438,7 @@ INTERRUPTED = """
 import asyncio, os, signal, sys, threading, jaxspec
 
 path, name = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background process may lack
 llm = getattr(jaxspec, name)(path, max_running_requests=1, num_continuous_decode_steps=1000, skip_warmup=True)
 params = jaxspec.SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 
