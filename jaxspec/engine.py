@@ -91,7 +91,7 @@ class Engine:
         self.runner = Runner(options, model, draft)
         self.config = self.runner.config
         self.model_config = self.runner.model.config
-        self.tokenizer = self.runner.model.tokenizer
+        self.tokenizer, self.sampling = self.runner.model.tokenizer, self.runner.model.sampling
         shapes, snapshots = self.runner.shapes, self.runner.snapshots
         self.scheduler = Scheduler(
             num_slots=shapes.num_slots,

@@ -51,13 +51,18 @@ class LLM:
 
         Calls from several threads take turns; to serve many callers at once, use `AsyncLLM`.
 
-        `params` holds for all prompts, or is a list with one for each. **Raises:** `RequestError`, before anything runs
-        if any prompt can't be served. Ctrl-C takes effect after the step that runs (pressed again, at once): the call's
-        requests are aborted, and the next call finds the engine as if they had never been.
+        `params` holds for all prompts, or is a list with one for each; None is `SamplingParams()` with what the
+        checkpoint's generation_config.json says.
+
+        **Raises:** `RequestError`, before anything runs if any prompt can't be served. Ctrl-C takes effect after the
+        step that runs (pressed again, at once): the call's requests are aborted, and the next call finds the engine as
+        if they had never been.
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        settings = params if isinstance(params, list | tuple) else [params or SamplingParams()] * len(prompts)
+        if params is None:
+            params = SamplingParams(**self.engine.sampling)
+        settings = params if isinstance(params, list | tuple) else [params] * len(prompts)
         if bad := [each for each in settings if not isinstance(each, SamplingParams)]:
             raise RequestError(
                 f"params must be SamplingParams, or a list with one for each prompt, got {bad[0]!r}", "params"

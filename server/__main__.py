@@ -50,7 +50,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> None:
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
-    app = create_app(llm, args.served_model_name, api_key)
+    sampling = llm.engine.sampling if args.sampling_defaults == "model" else {}
+    if sampling:
+        said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+        log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
+    app = create_app(llm, args.served_model_name, api_key, sampling)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -94,10 +98,11 @@ def _greeting(name: str, listener: socket.socket, needs_key: bool) -> str:
     if needs_key:
         hint = ", with the API key in $JAXSPEC_API_KEY"
         header = """ -H "Authorization: Bearer $JAXSPEC_API_KEY" \\\n   """
+    question = '[{"role": "user", "content": "What is the capital of France?"}]'
     return (
         f"{name} is ready at {url}/v1; try{hint}:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n   {header}"
-        """ -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}'"""
+        f""" -d '{{"messages": {question}, "temperature": 0, "max_tokens": 64}}'"""
     )
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import platform
 import time
+from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 import jax
 from fastapi import FastAPI, Request
@@ -28,23 +30,29 @@ from server.stream import ChatReply, CompletionReply, Reply, encode
 GONE = 499  # nginx's status for a client that left; nobody reads it
 
 
-def create_app(llm: AsyncLLM, served_name: str | None = None, api_key: str | None = None) -> FastAPI:
+def create_app(
+    llm: AsyncLLM,
+    served_name: str | None = None,
+    api_key: str | None = None,
+    sampling: Mapping[str, Any] | None = None,
+) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
     **Arguments:** `served_name` is the model's name in the API (None: the engine's `model`); `api_key`, if given, must
-    come with every request but `/health` and `/metrics`.
+    come with every request but `/health` and `/metrics`; `sampling` is what holds of `SamplingParams` for requests that
+    don't say otherwise.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__)
     app.add_middleware(Gate, api_key=api_key)
     errors.install(app)
     name = served_name or llm.config.model
     metrics = Metrics(llm.stats)
-    _add_generation(app, llm, name, metrics)
+    _add_generation(app, llm, name, metrics, sampling or {})
     _add_information(app, llm, name, metrics)
     return app
 
 
-def _add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) -> None:
+def _add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sampling: Mapping[str, Any]) -> None:
     names = TokenNames(llm.tokenizer)
 
     def check(model: str | None) -> None:
@@ -74,7 +82,7 @@ def _add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
         """Continue a chat."""
         check(body.model)
         with chat_fields(body.limit_name):
-            params = body.sampling()
+            params = body.sampling(sampling)
             prompt = await chat_prompt(body, llm.tokenizer)
             usage, report = body.include_usage, body.prompt_logprobs is not None
             reply = ChatReply([prompt], params, name, names, include_usage=usage, report_prompt=report)
@@ -84,7 +92,7 @@ def _add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several texts."""
         check(body.model)
-        params = body.sampling()
+        params = body.sampling(sampling)
         prompts = await completion_prompts(body, llm.tokenizer)
         options = {"include_usage": body.include_usage, "report_prompt": body.prompt_logprobs is not None}
         reply = CompletionReply(prompts, params, name, names, only_echo=body.only_echo, **options)

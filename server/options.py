@@ -42,6 +42,13 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: --model)")
     server.add_argument("--api-key", metavar="KEY", help="require this bearer token (default: $JAXSPEC_API_KEY)")
     server.add_argument(
+        "--sampling-defaults",
+        default="model",
+        choices=("model", "openai"),
+        help="how tokens are chosen where a request doesn't say: as the checkpoint's generation_config.json has it, or "
+        "as OpenAI does, at temperature 1 (default: %(default)s)",
+    )
+    server.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),

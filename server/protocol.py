@@ -7,6 +7,7 @@ Invariant: nothing that would change the answer is dropped in silence. A field i
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, model_validator
@@ -202,10 +203,10 @@ class Generation(Body):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _sampling(self, **overrides: Any) -> SamplingParams:
-        """**Raises:** `RequestError` for a value out of range."""
+    def _sampling(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+        """`defaults` where the client says nothing. **Raises:** `RequestError` for a value out of range."""
         given = {name: getattr(self, name) for name in _SHARED if getattr(self, name) is not None}
-        return SamplingParams(**{**given, **overrides})
+        return SamplingParams(**{**defaults, **given, **overrides})
 
 
 _SHARED = tuple(name for name in Generation.model_fields if name not in ("model", "stream", "stream_options"))
@@ -261,13 +262,14 @@ class ChatRequest(Generation):
         """The field that the client wrote `max_tokens` in."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise RequestError(
                 f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}", "top_logprobs"
             )
-        return self._sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(defaults, max_tokens=limit, logprobs=logprobs)
 
 
 class CompletionRequest(Generation):
@@ -294,7 +296,7 @@ class CompletionRequest(Generation):
         """Whether nothing is to follow the prompt, which is how one has it scored."""
         return bool(self.echo) and self.max_tokens == 0
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The engine's settings. It always generates a token, even when it won't be shown (`only_echo`)."""
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:  # the echoed tokens are reported like the generated ones
@@ -302,7 +304,7 @@ class CompletionRequest(Generation):
         if self.only_echo and self.min_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0)", "min_tokens")
         limit = OPENAI_MAX_TOKENS if self.max_tokens is None else self.max_tokens + self.only_echo
-        params = self._sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        params = self._sampling(defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
         if (asked := len(self.prompt) * params.n) > MAX_COMPLETIONS:
             raise RequestError(
                 f"{len(self.prompt)} prompts with n {params.n} ask for {asked} completions, at most {MAX_COMPLETIONS} "

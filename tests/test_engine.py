@@ -633,6 +633,13 @@ def test_as_many_params_as_prompts():
         engine("ngram").generate([[1], [2]], {"temperature": 0})
 
 
+def test_without_params_a_prompt_is_sampled_as_the_checkpoint_says(monkeypatch):
+    llm = engine("ngram")
+    monkeypatch.setattr(llm.engine, "sampling", {"temperature": 0.0})
+    expected = llm.generate([tokens(9)], SamplingParams(temperature=0.0))
+    assert said(llm.generate([tokens(9)])[0]) == said(expected[0])
+
+
 # -- many callers at once ----------------------------------------------------------------------------------------------
 
 

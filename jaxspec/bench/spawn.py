@@ -28,6 +28,7 @@ def running_server(options: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """
     port = _free_port()
     command = [sys.executable, "-m", "server", "--host", "127.0.0.1", "--port", str(port), *_flags(options)]
+    command.append("--sampling-defaults=openai")  # a request is the same over HTTP and without
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=STDERR)  # stdout is for figures
     try:

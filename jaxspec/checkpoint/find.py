@@ -30,7 +30,8 @@ _OTHER_WEIGHTS = ["consolidated*", "*/*"]  # the same weights again, in another 
 class Source:
     """A model found and its config read, but no weights yet.
 
-    `files` gives `tensors()` (name -> `TensorInfo`, from headers), `read()` (the tensors one by one) and `tokenizer()`.
+    `files` gives `tensors()` (name -> `TensorInfo`, from headers), `read()` (the tensors one by one), `tokenizer()` and
+    `generation`, what a generation_config.json says.
     """
 
     name: str

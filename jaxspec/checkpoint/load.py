@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,10 @@ from jaxspec.checkpoint.params import assemble, dummy
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import DTYPES, ModelConfig
 from jaxspec.models import MODELS
+from jaxspec.request import RequestError, SamplingParams
 from jaxspec.tokenizer import Tokenizer
+
+log = logging.getLogger("jaxspec")
 
 MTP = "mtp."  # what the names of a multi-token prediction module's tensors begin with, beside the model's own
 
@@ -32,6 +36,7 @@ class Model:
     - `params`: arrays on the device, in the structure of `family.parameters(config)`.
     - `name`: what the user typed. `path`: the folder or file that it was read from.
     - `tokenizer`: None if the checkpoint has none; token ids can still be generated.
+    - `sampling`: how its generation_config.json would have tokens chosen, under `SamplingParams`' names.
     """
 
     config: ModelConfig
@@ -39,6 +44,7 @@ class Model:
     name: str
     path: str | None
     tokenizer: Tokenizer | None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def family(self) -> ModuleType:
@@ -75,7 +81,20 @@ def load_model(
         params = dummy(declared, dtype, seed)
     else:
         params = read_params(declared, source.files, source.name, dtype, rename=text_name, progress=progress)
-    return Model(config, params, source.name, source.path, source.files.tokenizer())
+    sampling = _sampling(source.files.generation, source.name)
+    return Model(config, params, source.name, source.path, source.files.tokenizer(), sampling)
+
+
+def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
+    """What of a generation_config.json says how to choose tokens; what can't be used is told and left out."""
+    usable = {}
+    for field_name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        if (value := generation.get(field_name)) is not None:
+            try:
+                usable[field_name] = getattr(SamplingParams(**{field_name: value}), field_name)
+            except RequestError as error:
+                log.warning("%s: generation_config.json is ignored where it says: %s", name, error)
+    return usable
 
 
 def text_name(name: str) -> str | None:

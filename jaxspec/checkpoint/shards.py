@@ -41,15 +41,18 @@ class ModelFolder:
         self.files = find_shards(folder) if weights else ()
 
     @functools.cached_property
+    def generation(self) -> dict[str, Any]:
+        """What generation_config.json beside config.json says. **Raises:** `CheckpointError` if it can't be read."""
+        file = self.config_file.parent / "generation_config.json"
+        return read_json(file) if file.is_file() else {}
+
+    @functools.cached_property
     def config(self) -> ModelConfig:
         """What config.json says of a target model, with the end tokens of the generation_config.json beside it added.
 
         **Raises:** `ConfigError` as `ModelConfig.from_hf`, `CheckpointError` for a file that can't be read.
         """
-        generation = self.config_file.parent / "generation_config.json"
-        ends = [self.hf.get("eos_token_id")]
-        if generation.is_file():
-            ends.append(read_json(generation).get("eos_token_id"))
+        ends = [self.hf.get("eos_token_id"), self.generation.get("eos_token_id")]
         flat = [token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None]
         return ModelConfig.from_hf({**self.hf, "eos_token_id": list(dict.fromkeys(flat))})
 

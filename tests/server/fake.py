@@ -33,6 +33,7 @@ class FakeLLM:
     config: EngineConfig = field(default_factory=lambda: EngineConfig(model="fake/model", context_length=CONTEXT))
     model_config: ModelConfig = field(default_factory=lambda: ModelConfig.from_hf(tiny_config(vocab=BYTE_VOCAB)))
     tokenizer: Tokenizer | None = field(default_factory=byte_tokenizer)
+    sampling: dict[str, float] = field(default_factory=dict)
     error: BaseException | None = None
     open: bool = True
     ready: bool = True

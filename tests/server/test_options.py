@@ -4,13 +4,16 @@ import dataclasses
 import socket
 import subprocess
 
+import httpx
 import pytest
 
 from jaxspec.config import ConfigError, EngineConfig, flag
 from jaxspec.flags import ENGINE_HELP, engine_options
 from server import __main__ as command
+from server.app import create_app
 from server.options import UsageError, make_parser, parse
 from tests.server.fake import FakeLLM
+from tests.server.live import serving
 
 
 def test_every_engine_option_has_a_flag_and_a_help_text():
@@ -137,7 +140,7 @@ def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, sourc
     monkeypatch.delenv("JAXSPEC_API_KEY", raising=False)
     if source == "environment":
         monkeypatch.setenv("JAXSPEC_API_KEY", "sesame")
-    monkeypatch.setattr(command, "create_app", lambda llm, name, key: greetings.append(key))
+    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling: greetings.append(key))
     monkeypatch.setattr(command._Server, "run", lambda self, sockets: greetings.append(self._greeting))
     args = parse(["--api-key", "sesame"] if source == "flag" else [])
     with command._bind("127.0.0.1", 0) as listener:
@@ -147,4 +150,27 @@ def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, sourc
     shown = "curl() { printf '%s\\n' \"$@\"; }\n" + greeting.split("\n", 1)[1]
     told = subprocess.run(["sh", "-c", shown], env={"JAXSPEC_API_KEY": "sesame"}, capture_output=True, text=True).stdout
     assert ("Authorization: Bearer sesame" in told.splitlines()) == (source != "none")
-    assert '"max_tokens": 64' in told.splitlines()[-1]
+    assert '"temperature": 0, "max_tokens": 64' in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize("asked", ["model", "openai"])
+def test_whose_sampling_defaults_a_server_has(monkeypatch, asked):
+    """The checkpoint's, or nobody's."""
+    given = []
+    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling: given.append(sampling))
+    monkeypatch.setattr(command._Server, "run", lambda self, sockets: None)
+    llm = FakeLLM(sampling={"temperature": 0.6, "top_k": 20})
+    with command._bind("127.0.0.1", 0) as listener:
+        command._serve(llm, parse(["--sampling-defaults", asked]), listener)
+    (defaults,) = given
+    assert defaults == ({"temperature": 0.6, "top_k": 20} if asked == "model" else {})
+
+
+def test_what_a_request_says_of_sampling_comes_before_the_defaults():
+    llm, ask = FakeLLM(), {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    with serving(create_app(llm, sampling={"temperature": 0.6, "top_k": 20})) as url:
+        for route, field in (("completions", "prompt"), ("chat/completions", "messages")):
+            for said in ({}, {"temperature": 0.2, "top_k": None}, {"temperature": 0, "top_k": 3}):
+                assert httpx.post(f"{url}/v1/{route}", json={field: ask[field], **said}).status_code == 200
+    found = [(params.temperature, params.top_k) for _, params in llm.started]
+    assert found == [(0.6, 20), (0.2, 20), (0.0, 3)] * 2
