@@ -59,7 +59,7 @@ class GgufFile:
         if (parts := self._metadata.get("split.count", 0)) > 1:
             raise CheckpointError(f"{path} is one of {parts} parts; join them with llama-gguf-split --merge")
         self.config = self._read_config()
-        self.generation: dict[str, Any] = {}  # of how to sample, these files say nothing
+        self.generation: dict[str, Any] = {}  # newer files may say how to sample; that is not read
 
     def tensors(self) -> dict[str, TensorInfo]:
         """What the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
