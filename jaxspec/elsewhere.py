@@ -14,6 +14,7 @@ ELSEWHERE = {
     **dict.fromkeys(("mamba_ssm_dtype", "mamba_ssm_cache_dtype"), "state_dtype"),
     "block_size": "page_size",
     "disable_overlap_schedule": "disable_overlap",
+    "generation_config": "sampling_defaults",  # the server's, which isn't an engine's
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_batched_tokens": "chunked_prefill_size",
     "max_num_seqs": "max_running_requests",
@@ -34,7 +35,7 @@ def meant(name: str, known: Sequence[str], spell: Callable[[str], str] = str) ->
     """What an option that isn't among those `known` may have meant, to be added to an error; "" if nobody can tell."""
     if name in SEVERAL_GPUS:
         return "; jaxspec serves on one GPU"
-    if name in ELSEWHERE:
+    if ELSEWHERE.get(name) in known:
         return f"; here it is {spell(ELSEWHERE[name])}"
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {spell(near[0])}?" if near else ""

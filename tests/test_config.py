@@ -307,7 +307,10 @@ def test_an_unknown_option_gets_the_nearest_name():
         EngineConfig.from_options(gpu_memory_utilization=0.9)
     with pytest.raises(ConfigError, match="'tensor_parallel_size'; jaxspec serves on one GPU"):
         EngineConfig.from_options(tensor_parallel_size=2)
-    assert set(ELSEWHERE.values()) <= set(fields := EngineConfig.__dataclass_fields__)
+    with pytest.raises(ConfigError, match="'generation_config'; options: "):
+        EngineConfig.from_options(generation_config="auto")  # the server knows what is meant
+    known = {*(fields := EngineConfig.__dataclass_fields__), "sampling_defaults"}
+    assert set(ELSEWHERE.values()) <= known
     assert not set(fields) & {*ELSEWHERE, *SEVERAL_GPUS}
 
 

@@ -44,6 +44,7 @@ def test_values_have_the_fields_types():
         (["--port", "http"], "0 to 65535, got http"),
         (["Qwen/Qwen3-8B"], "unknown argument Qwen/Qwen3-8B; a model is named by --model"),
         (["--max-model-len", "8"], "unknown argument --max-model-len; here it is --context-length"),
+        (["--generation-config", "vllm"], "unknown argument --generation-config; here it is --sampling-defaults"),
         (["--tp-size=2"], "unknown argument --tp-size; jaxspec serves on one GPU"),
         (["-tp", "2"], "unknown argument -tp; jaxspec serves on one GPU"),
         (["--tool-call-parser", "x"], "unknown argument --tool-call-parser; --help lists the flags"),
