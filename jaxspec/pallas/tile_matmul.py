@@ -239,8 +239,8 @@ def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, f
 def _gate(total, run):
     """silu(gate) * up of one run of columns.
 
-    Nothing is multiplied while it is made, and what takes longest are the instructions for special functions. A root is
-    one of them; a quotient and numbers rounded in between would be more.
+    Of a tile's last unit nothing is multiplied meanwhile, and instructions for special functions and conversions are
+    slow: an exponential and a root are two of them, where a quotient of numbers rounded in between takes three.
     """
     gate, up = (total[:, at : at + HALF] for at in (2 * run * HALF, (2 * run + 1) * HALF))
     return gate * up * jnp.square(lax.rsqrt(1 + jnp.exp(-gate)))
