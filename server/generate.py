@@ -21,7 +21,7 @@ from jaxspec.tokenizer import Tokenizer, TokenizerError
 from server.errors import describe
 from server.metrics import Latencies
 from server.protocol import ChatRequest, CompletionRequest
-from server.stream import DONE, Prompt, Reply, encode, event
+from server.replies import DONE, Prompt, Reply, encode, event
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
 

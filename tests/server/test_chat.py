@@ -6,7 +6,7 @@ import threading
 import pytest
 from openai import AsyncOpenAI
 
-from server.protocol import RESERVED_TEMPLATE_KWARGS
+from server.protocol.chat import RESERVED_TEMPLATE_KWARGS
 from tests.server.fake import TEXT, byte_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]

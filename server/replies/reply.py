@@ -10,11 +10,11 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
-from server.logprobs import Offsets, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from server.logprobs import TokenNames, prompt_logprobs
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 DONE = "data: [DONE]\n\n"
@@ -29,7 +29,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class _Choice:
+class Choice:
     """One completion, gathered for a whole response."""
 
     text: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Reply:
         self._tail = '],"usage":null}' if include_usage else "]}"
         self._tokens = 0
         self._cached = 0
-        self._choices = [_Choice() for _ in range(len(prompts) * params.n)]
+        self._choices = [Choice() for _ in range(len(prompts) * params.n)]
         self._prompt_entries: dict[int, list[TokenLogprobs | None]] = {}
         self._opened: set[int] = set()
         self._held: dict[int, list[Delta]] = {}
@@ -158,99 +158,5 @@ class Reply:
         """A delta as a choice of a chunk."""
         raise NotImplementedError
 
-    def _whole_choice(self, prompt: int, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole_choice(self, prompt: int, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
-
-
-class ChatReply(Reply):
-    PREFIX, OBJECT, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def whole(self) -> dict[str, Any]:
-        return super().whole() | self._report(0)
-
-    def _opening(self, prompt: int, index: int) -> str:
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk(choice, self._report(prompt) if index == 0 else None)
-
-    def _part(self, index: int, delta: Delta) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": chat_logprobs(self.names, delta.logprobs) if delta.logprobs else None,
-            "finish_reason": delta.finish_reason,
-        }
-
-    def _whole_choice(self, prompt: int, index: int, choice: _Choice) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": None if self.params.logprobs is None else chat_logprobs(self.names, choice.logprobs),
-            "finish_reason": choice.last.finish_reason,
-            "stop_reason": choice.last.stop_reason,
-        }
-
-
-class CompletionReply(Reply):
-    """`only_echo`: of what is generated, a token a choice, nothing is shown or counted."""
-
-    PREFIX, OBJECT, CHUNK = "cmpl-", "text_completion", "text_completion"
-
-    def __init__(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *args: Any, only_echo: bool = False, **options: Any
-    ):
-        super().__init__(prompts, params, *args, **options)
-        self._only_echo = only_echo
-        self._offsets = [
-            Offsets(self.names.tokenizer, len(prompt.echo or ""), prompt.ids)
-            for prompt in prompts
-            for _ in range(params.n)
-        ]
-
-    def chunks(self, prompt: int, delta: Delta) -> str:
-        return super().chunks(prompt, self._shown(delta))
-
-    def take(self, prompt: int, delta: Delta) -> None:
-        super().take(prompt, self._shown(delta))
-
-    def _shown(self, delta: Delta) -> Delta:
-        if not self._only_echo:
-            return delta
-        return replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
-
-    def _opening(self, prompt: int, index: int) -> str:
-        echo, report = self.prompts[prompt].echo, self._report(prompt)
-        if echo is None and not report:
-            return ""
-        logprobs = None
-        if echo is not None and self.params.logprobs is not None:
-            logprobs = self._echo_logprobs(prompt)
-        return self._chunk({"index": index, "text": echo or "", "logprobs": logprobs, "finish_reason": None, **report})
-
-    def _part(self, index: int, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
-        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-
-    def _whole_choice(self, prompt: int, index: int, choice: _Choice) -> dict[str, Any]:
-        echo, logprobs = self.prompts[prompt].echo, None
-        if self.params.logprobs is not None:
-            logprobs = self._logprobs(index, choice.logprobs)
-            if echo is not None:
-                before = self._echo_logprobs(prompt)
-                logprobs = {key: before[key] + logprobs[key] for key in logprobs}
-        return {
-            "index": index,
-            "text": (echo or "") + "".join(choice.text),
-            "logprobs": logprobs,
-            "finish_reason": choice.last.finish_reason,
-            "stop_reason": choice.last.stop_reason,
-            **self._report(prompt),
-        }
-
-    def _logprobs(self, index: int, entries: list[TokenLogprobs]) -> dict[str, list]:
-        return completion_logprobs(self.names, [(e.token_id, e) for e in entries], self._offsets[index])
-
-    def _echo_logprobs(self, prompt: int) -> dict[str, list]:
-        given = self.prompts[prompt]
-        entries = zip(given.ids, self._prompt_entries[prompt], strict=True)
-        return completion_logprobs(self.names, entries, Offsets(self.names.tokenizer, echo=given.echo))

@@ -1,0 +1,121 @@
+"""The body of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import PlainValidator, model_validator
+
+from jaxspec.request import MAX_LOGPROBS, RequestError, SamplingParams
+from server.protocol.base import Body, Text, check_text
+from server.protocol.generation import Generation
+
+# What the tokenizer's own method takes: to set one would change how the prompt is made, not what the template sees.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("self", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    }
+)
+
+
+def _content(value: Any) -> str:
+    """A message's text. Parts are joined by a newline, as vLLM does for templates that take a string."""
+    if isinstance(value, str):
+        return check_text(value)
+    if not isinstance(value, list):
+        raise RequestError(f"must be a string or a list of text parts, got {value!r}")
+    texts = []
+    for place, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            given = f"type {kind!r}" if kind else repr(part)
+            raise RequestError(f"part {place} has {given}, which is not supported; this server reads text only")
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"part {place} needs a string as its text, got {part.get('text')!r}")
+        texts.append(check_text(part["text"]))
+    return "\n".join(texts)
+
+
+class Message(Body):
+    """One chat message. A reply of this server can be sent back as it is: its empty extra fields are accepted."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {
+        "refusal": (),
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "tool_calls": ([],),
+        "tool_call_id": (),
+        "reasoning_content": ("",),
+        "reasoning": ("",),
+    }
+    role: Text
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict])]
+    name: Text | None = None
+
+    def as_dict(self) -> dict[str, str]:
+        """What a chat template sees."""
+        return {"role": self.role, "content": self.content} | ({"name": self.name} if self.name is not None else {})
+
+
+class ChatRequest(Generation):
+    """The body of `/v1/chat/completions`."""
+
+    IGNORED = Generation.IGNORED | {"parallel_tool_calls"}  # without tools there is nothing to parallelise
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {
+        **Generation.UNSUPPORTED,
+        **dict.fromkeys(("function_call", "audio", "reasoning_effort", "verbosity", "web_search_options"), ()),
+        **dict.fromkeys(("chat_template", "documents"), ()),
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "echo": (False,),
+        "add_special_tokens": (False,),  # the template writes them
+    }
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _agree(self):
+        if not self.messages:
+            raise RequestError("messages must hold at least one message", "messages")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError(
+                f"max_completion_tokens ({self.max_completion_tokens}) and max_tokens ({self.max_tokens}) mean the "
+                "same and differ; send one",
+                "max_completion_tokens",
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt opens a new message and continue_final_message continues the last one; send one",
+                "continue_final_message",
+            )
+        if bad := sorted(RESERVED_TEMPLATE_KWARGS & set(self.chat_template_kwargs or {})):
+            raise RequestError(f"{bad[0]!r} can't be set here; it is not the template's to see", "chat_template_kwargs")
+        return self
+
+    @property
+    def limit_name(self) -> str:
+        """The field that the client wrote `max_tokens` in."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}", "top_logprobs"
+            )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(defaults, max_tokens=limit, logprobs=logprobs)
