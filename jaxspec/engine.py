@@ -34,7 +34,7 @@ from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Chunk, Sequence
 from jaxspec.sequence import State as SequenceState
-from jaxspec.stats import DecodeLog
+from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally
 from jaxspec.tokenizer import Detokenizer, TokenizerError
 
 log = logging.getLogger("jaxspec")
@@ -114,6 +114,7 @@ class Engine:
         self.finished: Counter = Counter()
         self.drafted = [0] * (self.runner.yields - 1)
         self.accepted = [0] * (self.runner.yields - 1)
+        self.step_tokens = Tally(STEP_TOKENS)
         self._flights: deque[Flight] = deque()
         self._seeds = np.random.default_rng(self.config.seed)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
@@ -197,8 +198,10 @@ class Engine:
             seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens}
+            how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
             detokenizer = Detokenizer(self.tokenizer, params.stop, **how) if self.tokenizer else None
-            choice = Choice(request, index, seq, detokenizer, RequestMetrics(prompt_tokens=len(request.tokens)))
+            metrics = RequestMetrics(prompt_tokens=len(request.tokens), acceptance_histogram=[0] * self.runner.yields)
+            choice = Choice(request, index, seq, detokenizer, metrics)
             seq.owner = choice
             request.choices.append(choice)
             self.scheduler.add(seq)
@@ -233,6 +236,8 @@ class Engine:
             self._fly(self._read_rounds, result, plan.rows, mode)
         ahead = (plan.rows or plan.first) and not self.config.disable_overlap
         self._read(deltas, keep=1 if ahead else 0)
+        if moved := sum(chunk.count for chunk in plan.prefill) + sum(len(delta.token_ids) for delta in deltas):
+            self.step_tokens.observe(moved)
         return deltas
 
     def _fly(self, read: Callable, result: jax.Array, seqs: list[Sequence], mode=GREEDY, chunk=None) -> None:
@@ -243,6 +248,7 @@ class Engine:
         request = choice.request
         self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
         if not seq.preemptions:
+            choice.metrics.queue = time.monotonic() - request.added
             choice.metrics.cached_tokens = seq.cached
             self.totals["cached_tokens"] += seq.cached
 
@@ -297,6 +303,9 @@ class Engine:
     def _count(self, metrics: RequestMetrics, accepted: int, drafted: int) -> None:
         metrics.verify_rounds += 1
         metrics.verified_tokens += accepted
+        if drafted:
+            metrics.drafted_tokens += drafted
+            metrics.acceptance_histogram[accepted - 1] += 1
         self.totals["verify_rounds"] += 1
         self.totals["verified_tokens"] += accepted
         for i in range(drafted):
@@ -321,7 +330,8 @@ class Engine:
         stop_token = tokens[-1] if done and tokens[-1] in request.stop_ids else None
         text, stop, used = "", None, len(tokens)
         if choice.detokenizer is not None:
-            text, stop, used = choice.detokenizer.push(tokens if stop_token is None else tokens[:-1])
+            hidden = stop_token is not None and not request.params.include_stop_str_in_output
+            text, stop, used = choice.detokenizer.push(tokens[:-1] if hidden else tokens)
         if stop is not None:
             tokens, entries = tokens[:used], entries and entries[:used]
         metrics.output_tokens += len(tokens)
@@ -384,6 +394,7 @@ class Engine:
             "avg_spec_accept_length": totals["verified_tokens"] / rounds if rounds else 0.0,
             "drafted_per_position": list(self.drafted),
             "accepted_per_position": list(self.accepted),
+            "step_tokens": self.step_tokens.as_dict(),
             "preemptions_total": scheduler.preemptions,
             "compiles_total": self.runner.compiles["compiles"],
             "compiles_since_start": self.runner.compiles["compiles"] - self._compiles_at_start,

@@ -141,11 +141,13 @@ class Gathered:
 def _output(request: Request, gathered: list[Gathered]) -> RequestOutput:
     metrics = RequestMetrics(prompt_tokens=len(request.tokens))
     each = [g.metrics for g in gathered]
+    metrics.queue = min(m.queue for m in each)
     metrics.ttft = min(m.ttft for m in each)
     metrics.latency = max(m.latency for m in each)
     metrics.cached_tokens = each[0].cached_tokens
-    for name in ("output_tokens", "verify_rounds", "verified_tokens", "preemptions"):
+    for name in ("output_tokens", "verify_rounds", "verified_tokens", "preemptions", "drafted_tokens"):
         setattr(metrics, name, sum(getattr(m, name) for m in each))
+    metrics.acceptance_histogram = [sum(counts) for counts in zip(*(m.acceptance_histogram for m in each), strict=True)]
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt,

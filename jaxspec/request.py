@@ -37,9 +37,11 @@ class SamplingParams:
     - `seed`: the same seed gives the same text, whatever else is in the batch. None draws one, by the engine's `seed`.
     - `max_tokens`: at most this many new tokens; None means up to the context length.
     - `min_tokens`: end tokens and `stop_token_ids` can't be chosen, nor stop strings end the text, before this many.
-    - `stop`: strings that end the text (and are cut from it), up to 64 of up to 256 characters. `stop_token_ids`: token
+    - `stop`: strings that end the text and are cut from it, up to 64 of up to 256 characters. `stop_token_ids`: token
       ids that end it.
     - `ignore_eos`: the model's own end tokens don't end the text.
+    - `skip_special_tokens`: leave special tokens out of the text. `include_stop_str_in_output`: keep the stop string,
+      or the stop token's text, that ended it.
     - `n`: completions of one prompt; completion i has `seed` + i.
     - `logprobs`: how many top log-probabilities to report per token (None: none; the chosen token's own is always among
       those reported). `prompt_logprobs`: the same for the prompt's tokens.
@@ -61,6 +63,8 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -115,7 +119,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)
-        for name in ("ignore_eos", "speculative"):
+        for name in ("ignore_eos", "speculative", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
 
@@ -173,9 +177,11 @@ class Completion:
 class RequestMetrics:
     """Times in seconds, on the host's clock, from the moment the request was prepared.
 
-    Of a `RequestOutput` with several completions: the first one's `ttft`, the last one's `latency`, and sums.
+    Of a `RequestOutput` with several completions: the first one's `queue` and `ttft`, the last one's `latency`, and
+    sums.
     """
 
+    queue: float | None = None  # time to the start of the prefill
     ttft: float | None = None  # time to the first token
     latency: float | None = None  # time to the last
     prompt_tokens: int = 0
@@ -184,6 +190,8 @@ class RequestMetrics:
     verify_rounds: int = 0
     verified_tokens: int = 0  # tokens those rounds yielded, the bonus of each included
     preemptions: int = 0
+    drafted_tokens: int = 0  # draft tokens that those rounds verified
+    acceptance_histogram: list[int] = field(default_factory=list)  # [j]: rounds with a draft that accepted j of it
 
     @property
     def accept_length(self) -> float:

@@ -135,8 +135,8 @@ class Detokenizer:
 
     **Arguments:**
 
-    - `stop`: strings that end the text. `min_tokens`: a stop string counts only if a later token than this many
-      completes it.
+    - `stop`: strings that end the text. `keep_stop`: cut the text after the stop string, not before it.
+    - `min_tokens`: a stop string counts only if a later token than this many completes it.
     - `prompt_ids`: tokens that the text goes on from. If they have any text, a leading space is kept that SentencePiece
       would drop.
     """
@@ -148,11 +148,13 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
+        keep_stop: bool = False,
     ):
         self._bytes = tokenizer._plain_bytes if skip_special_tokens else tokenizer._bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._drop_space = tokenizer._drops_space and not any(map(self._bytes.get, prompt_ids))
         self._stops = tuple(stop)
+        self._keep_stop = keep_stop
         self._prefixes, self._longest, self._ends = _beginnings(self._stops)
         self._min_tokens = min_tokens
         self._seen = 0
@@ -178,8 +180,8 @@ class Detokenizer:
             if not (new := self._characters((token,))):
                 continue
             self._held += new
-            if self._seen > self._min_tokens and (start := self._match(len(new))) is not None:
-                ready, self._held = ready + self._held[:start], ""
+            if self._seen > self._min_tokens and (cut := self._match(len(new))) is not None:
+                ready, self._held = ready + self._held[:cut], ""
                 return self._show(ready), self._hit, used
             safe = len(self._held) - self._waiting()
             ready, self._held = ready + self._held[:safe], self._held[safe:]
@@ -202,7 +204,7 @@ class Detokenizer:
         return text
 
     def _match(self, new: int) -> int | None:
-        """Where in the held text the stop string begins that completes first among its last `new` characters."""
+        """Where to cut the held text for the stop string that completes first among its last `new` characters."""
         before = len(self._held) - new
         found = []
         for stop in self._stops:
@@ -211,8 +213,8 @@ class Detokenizer:
                 found.append((start + len(stop), start, stop))
         if not found:
             return None
-        _, start, self._hit = min(found)
-        return start
+        end, start, self._hit = min(found)
+        return end if self._keep_stop else start
 
     def _waiting(self) -> int:
         """Length of the longest end of the held text that a stop string begins with."""

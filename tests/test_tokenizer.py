@@ -73,11 +73,12 @@ def groups(ids: list[int], rng: random.Random) -> list[list[int]]:
     st.lists(st.sampled_from(["a", "世", "世界", "界!", "stop", "st", "op", "aa", "aab", "😀😀", "lo w"]), max_size=3),
     st.randoms(use_true_random=False),
     st.booleans(),
+    st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_pushes_join_to_the_decoded_text_cut_at_the_first_stop(noise, stops, rng, skip):
+def test_pushes_join_to_the_decoded_text_cut_at_the_first_stop(noise, stops, rng, skip, keep):
     ids = noise[:20] + MERGED.encode(TEXT[rng.randint(0, 9) :]) + noise[20:]
-    detokenizer = Detokenizer(MERGED, tuple(stops), skip)
+    detokenizer = Detokenizer(MERGED, tuple(stops), skip, keep_stop=keep)
     used, hit, out = 0, None, []
     for group in groups(ids, rng):
         text, hit, count = detokenizer.push(group)
@@ -90,7 +91,8 @@ def test_pushes_join_to_the_decoded_text_cut_at_the_first_stop(noise, stops, rng
     out.append(detokenizer.finish())
     whole = MERGED.decode(ids, skip)
     cut = first_stop(whole, tuple(stops))
-    assert "".join(out) == detokenizer.text == (whole if cut is None else whole[:cut])
+    shown = whole if cut is None else whole[: cut + len(hit) * keep]
+    assert "".join(out) == detokenizer.text == shown
     assert (hit is None) == (cut is None)
     if hit:  # exactly the tokens up to the one that completed it
         assert whole.startswith(hit, cut)

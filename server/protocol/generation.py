@@ -48,9 +48,7 @@ class Generation(Body):
         "bad_words": ([],),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
-        "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "include_stop_str_in_output": (False,),
         "no_stop_trim": (False,),
         "truncate_prompt_tokens": (),
         "allowed_token_ids": ([],),
@@ -71,6 +69,8 @@ class Generation(Body):
     stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=str | list[str])] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
