@@ -79,6 +79,8 @@ class Generation(Body):
     ) = None
     prompt_logprobs: int | None = None
     speculative: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self):
@@ -96,4 +98,5 @@ class Generation(Body):
         return SamplingParams(**{**defaults, **given, **overrides})
 
 
-_SHARED = tuple(name for name in Generation.model_fields if name not in ("model", "stream", "stream_options"))
+_OF_THE_REPLY = ("model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids")
+_SHARED = tuple(name for name in Generation.model_fields if name not in _OF_THE_REPLY)

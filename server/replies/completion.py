@@ -22,7 +22,7 @@ class CompletionReply(Reply):
         super().__init__(prompts, params, *args, **options)
         self._only_echo = only_echo
         self._offsets = [
-            Offsets(self.names.tokenizer, len(prompt.echo or ""), prompt.ids)
+            Offsets(self.names.tokenizer, len(prompt.echo or ""), prompt.ids, skip=params.skip_special_tokens)
             for prompt in prompts
             for _ in range(params.n)
         ]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
 from server.logprobs import TokenNames, prompt_logprobs
+from server.replies.speculation import Speculation
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 DONE = "data: [DONE]\n\n"
@@ -33,6 +34,7 @@ class Choice:
     """One completion, gathered for a whole response."""
 
     text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     last: Delta | None = None
 
@@ -45,6 +47,7 @@ class Reply:
     """A response under construction: one prompt or several, `params.n` choices each, in OpenAI's order.
 
     Feed it each delta with the number of its prompt: `chunks` for a stream, `take` and then `whole` otherwise.
+    `return_token_ids` shows the tokens of prompts and choices, as vLLM does.
     """
 
     PREFIX: ClassVar[str]
@@ -60,9 +63,11 @@ class Reply:
         *,
         include_usage: bool = False,
         report_prompt: bool = False,
+        return_token_ids: bool = False,
     ):
         self.prompts, self.params, self.names = prompts, params, names
         self.include_usage, self.report_prompt = include_usage, report_prompt
+        self.return_token_ids = return_token_ids
         self.id = self.PREFIX + secrets.token_hex(16)
         self._base = {"created": int(time.time()), "model": model}
         head = encode({"id": self.id, "object": self.CHUNK, **self._base})
@@ -71,6 +76,9 @@ class Reply:
         self._tokens = 0
         self._cached = 0
         self._choices = [Choice() for _ in range(len(prompts) * params.n)]
+        self._unfinished = len(self._choices)
+        self._last: Delta | None = None  # the delta that ends the last choice
+        self._speculation = Speculation()
         self._prompt_entries: dict[int, list[TokenLogprobs | None]] = {}
         self._opened: set[int] = set()
         self._held: dict[int, list[Delta]] = {}
@@ -79,7 +87,7 @@ class Reply:
         """The events to send for a delta; empty when it has nothing to show yet."""
         self._count(prompt, delta)
         if prompt in self._opened:
-            return self._chunk(self._piece(prompt, delta))
+            return self._chunk(self._piece(prompt, delta), self._figures(delta))
         waiting = self._held.setdefault(prompt, [])
         waiting.append(delta)
         if self.params.prompt_logprobs is not None and prompt not in self._prompt_entries:
@@ -87,7 +95,7 @@ class Reply:
         self._opened.add(prompt)
         n = self.params.n
         events = [self._opening(prompt, prompt * n + i) for i in range(n)]
-        events += [self._chunk(self._piece(prompt, each)) for each in self._held.pop(prompt)]
+        events += [self._chunk(self._piece(prompt, each), self._figures(each)) for each in self._held.pop(prompt)]
         return "".join(events)
 
     def closing(self) -> str:
@@ -95,6 +103,7 @@ class Reply:
         if not self.include_usage:
             return DONE
         last = {"id": self.id, "object": self.CHUNK, **self._base, "choices": [], "usage": self.usage()}
+        last |= self._speculation.fields()
         return event(encode(last)) + DONE
 
     def take(self, prompt: int, delta: Delta) -> None:
@@ -102,6 +111,7 @@ class Reply:
         self._count(prompt, delta)
         choice = self._choices[prompt * self.params.n + delta.index]
         choice.text.append(delta.text)
+        choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs or ()
         if delta.finish_reason is not None:
             choice.last = delta
@@ -110,7 +120,11 @@ class Reply:
         """The response, once every choice has finished."""
         n = self.params.n
         choices = [self._whole_choice(index // n, index, choice) for index, choice in enumerate(self._choices)]
-        return {"id": self.id, "object": self.OBJECT, **self._base, "choices": choices, "usage": self.usage()}
+        if self.return_token_ids:
+            for shown, choice in zip(choices, self._choices, strict=True):
+                shown["token_ids"] = choice.token_ids
+        whole = {"id": self.id, "object": self.OBJECT, **self._base, "choices": choices, "usage": self.usage()}
+        return whole | self._speculation.fields()
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once, however many completions it has."""
@@ -126,8 +140,17 @@ class Reply:
         self._tokens += len(delta.token_ids)
         if delta.prompt_logprobs is not None:
             self._prompt_entries[prompt] = delta.prompt_logprobs
-        if delta.metrics is not None and delta.index == 0:
-            self._cached += delta.metrics.cached_tokens
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            self._last = delta if not self._unfinished else None
+        if delta.metrics is not None:
+            self._speculation.add(delta.metrics)
+            if delta.index == 0:
+                self._cached += delta.metrics.cached_tokens
+
+    def _figures(self, delta: Delta) -> dict[str, Any]:
+        """What speculation did, beside the last choice's end. A stream with a chunk for usage has it there."""
+        return self._speculation.fields() if delta is self._last and not self.include_usage else {}
 
     def _chunk(self, choice: dict[str, Any] | None, beside: dict[str, Any] | None = None) -> str:
         """A chunk of one choice, with further fields `beside` its list of choices."""
@@ -137,18 +160,23 @@ class Reply:
         return event(f"{self._head}{encode(choice)}{tail}")
 
     def _piece(self, prompt: int, delta: Delta) -> dict[str, Any] | None:
-        if not (delta.text or delta.logprobs or delta.finish_reason):
+        if not (delta.text or delta.logprobs or delta.finish_reason or (self.return_token_ids and delta.token_ids)):
             return None
         choice = self._part(prompt * self.params.n + delta.index, delta)
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
+        if self.return_token_ids:
+            choice["token_ids"] = delta.token_ids
         return choice
 
     def _report(self, prompt: int) -> dict[str, Any]:
-        """vLLM's `prompt_logprobs`, if they were asked for: a field of each choice of a completion, and of a chat."""
-        if not self.report_prompt:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(self.names, self._prompt_entries[prompt])}
+        """What vLLM says about a prompt when asked: in each choice of a completion, once in a chat."""
+        report: dict[str, Any] = {}
+        if self.report_prompt:
+            report["prompt_logprobs"] = prompt_logprobs(self.names, self._prompt_entries[prompt])
+        if self.return_token_ids:
+            report["prompt_token_ids"] = self.prompts[prompt].ids
+        return report
 
     def _opening(self, prompt: int, index: int) -> str:
         """The events of a choice before its first token."""

@@ -14,13 +14,14 @@ from server.generate import ClientGone, EventStream, chat_prompt, collect, compl
 from server.logprobs import TokenNames
 from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
+from server.protocol.generation import Generation
 from server.replies import ChatReply, CompletionReply, Reply, encode
 
 GONE = 499  # nginx's status for a client that left; nobody reads it
 
 
 def add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sampling: Mapping[str, Any]) -> None:
-    names = TokenNames(llm.tokenizer)
+    texts, ids = TokenNames(llm.tokenizer), TokenNames(llm.tokenizer, as_ids=True)
 
     def check(model: str | None) -> None:
         if llm.error is not None:
@@ -28,6 +29,15 @@ def add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sam
         if model is not None and model != name:
             message = f"the model {model!r} does not exist; this server serves {name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def options(body: Generation) -> dict[str, Any]:
+        """What a reply shows beside its text."""
+        return {
+            "names": ids if body.return_tokens_as_token_ids else texts,
+            "include_usage": body.include_usage,
+            "report_prompt": body.prompt_logprobs is not None,
+            "return_token_ids": bool(body.return_token_ids),
+        }
 
     async def answer(request: Request, reply: Reply, stream: bool | None) -> Response:
         deltas = run(llm, reply.prompts, reply.params, metrics.latencies)
@@ -51,8 +61,7 @@ def add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sam
         with chat_fields(body.limit_name):
             params = body.sampling(sampling)
             prompt = await chat_prompt(body, llm.tokenizer)
-            usage, report = body.include_usage, body.prompt_logprobs is not None
-            reply = ChatReply([prompt], params, name, names, include_usage=usage, report_prompt=report)
+            reply = ChatReply([prompt], params, name, **options(body))
             return await answer(request, reply, body.stream)
 
     @app.post("/v1/completions")
@@ -61,6 +70,5 @@ def add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sam
         check(body.model)
         params = body.sampling(sampling)
         prompts = await completion_prompts(body, llm.tokenizer)
-        options = {"include_usage": body.include_usage, "report_prompt": body.prompt_logprobs is not None}
-        reply = CompletionReply(prompts, params, name, names, only_echo=body.only_echo, **options)
+        reply = CompletionReply(prompts, params, name, only_echo=body.only_echo, **options(body))
         return await answer(request, reply, body.stream)

@@ -101,7 +101,11 @@ class FakeLLM:
             delta.prompt_logprobs = known
         if place + 1 == len(tokens):
             delta.finish_reason = "stop" if len(tokens) == len(TEXT.encode()) else "length"
-            delta.metrics = RequestMetrics(0.01, 0.05, len(prompt), cached_tokens=2, output_tokens=len(tokens))
+            delta.metrics = metrics = RequestMetrics(0.004, 0.01, 0.05, len(prompt), cached_tokens=2)
+            metrics.output_tokens, metrics.verify_rounds, metrics.verified_tokens = len(tokens), 5, 9
+            metrics.acceptance_histogram = [0, 0, 0]
+            if params.speculative:
+                metrics.drafted_tokens, metrics.acceptance_histogram = 8, [1, 2, 1]
         return delta
 
     def stats(self) -> dict:
