@@ -35,7 +35,7 @@ def create_app(
     app.add_middleware(Gate, api_key=api_key)
     errors.install(app)
     name = served_name or llm.config.model
-    metrics = Metrics(llm.stats)
+    metrics = Metrics(llm.stats, llm.config, name)
     add_generation(app, llm, name, metrics, sampling or {})
     add_information(app, llm, name, metrics)
     return app

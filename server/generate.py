@@ -7,9 +7,9 @@ before it returns, and a closed stream is an aborted request.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,7 +19,7 @@ from jaxspec.llm import LONG_PROMPT
 from jaxspec.request import Delta, RequestError, SamplingParams
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from server.errors import describe
-from server.metrics import Latencies
+from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
 from server.replies import DONE, Prompt, Reply, encode, event
 
@@ -72,22 +72,39 @@ async def _tokenize[T](work: Callable[[], T], size: int, param: str) -> T:
         raise RequestError(str(error), param) from error
 
 
-async def run(llm: AsyncLLM, prompts: list[Prompt], params: SamplingParams, latencies: Latencies) -> Deltas:
+@dataclass(slots=True)
+class Job:
+    """A prompt for the engine, with the request id that the engine is to know it by."""
+
+    ids: list[int]
+    params: SamplingParams
+    id: str
+
+
+def jobs(reply: Reply) -> list[Job]:
+    """A reply's prompts, by the reply's id: what a client sees is what the engine and its log say."""
+    names = [reply.id, *(f"{reply.id}-{i}" for i in range(1, len(reply.prompts)))]
+    return [Job(prompt.ids, reply.params, name) for prompt, name in zip(reply.prompts, names, strict=True)]
+
+
+async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics) -> Deltas:
     """Generate for all prompts at once; yields (number of the prompt, delta) as they come.
 
     **Raises:** `RequestError` before any prompt has started, if one can't be served.
     """
-    if len(prompts) > 1:
-        for prompt in prompts:
-            llm.engine.prepare(prompt.ids, params)
-    streams = [llm.generate(prompt.ids, params) for prompt in prompts]
-    last: dict[tuple[int, int], float] = {}
-    async with aclosing(_merge(streams)) as merged:
-        async for number, delta in merged:
-            now = time.monotonic()
-            latencies.observe(delta, None if (since := last.get((number, delta.index))) is None else now - since)
-            last[number, delta.index] = now
-            yield number, delta
+    if len(jobs) > 1:
+        for job in jobs:
+            llm.engine.prepare(job.ids, job.params)
+    watches = [metrics.watch(job.params) for job in jobs]
+    streams = [llm.generate(job.ids, job.params, job.id) for job in jobs]
+    metrics.load += 1
+    try:
+        async with aclosing(_merge(streams)) as merged:
+            async for number, delta in merged:
+                watches[number].see(delta)
+                yield number, delta
+    finally:
+        metrics.load -= 1
 
 
 async def _merge(streams: list[AsyncGenerator[Delta]]) -> Deltas:

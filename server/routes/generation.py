@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from jaxspec import AsyncLLM, RequestError
 from server.errors import ApiError, chat_fields, describe, engine_died
-from server.generate import ClientGone, EventStream, chat_prompt, collect, completion_prompts, run, unless_gone
+from server.generate import ClientGone, EventStream, chat_prompt, collect, completion_prompts, jobs, run, unless_gone
 from server.logprobs import TokenNames
 from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
@@ -40,7 +40,7 @@ def add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sam
         }
 
     async def answer(request: Request, reply: Reply, stream: bool | None) -> Response:
-        deltas = run(llm, reply.prompts, reply.params, metrics.latencies)
+        deltas = run(llm, jobs(reply), metrics)
         try:
             if stream:
                 first = await unless_gone(request.receive, anext(deltas))
