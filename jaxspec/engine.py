@@ -298,7 +298,10 @@ class Engine:
         if wanted is not None:
             packed = np.concatenate([each[: row[EMITTED]] for each, row in zip(logprobs, rows, strict=False)])
             entries = _logprobs(packed, tokens, wanted)
-        return self._advance(choice, tokens, entries, bool(rows[-1][DONE]))
+        delta = self._advance(choice, tokens, entries, bool(rows[-1][DONE]))
+        if choice.request.params.token_sources:
+            delta.token_sources = [s for row in rows for s in _sources(row)][: len(delta.token_ids)]
+        return delta
 
     def _count(self, metrics: RequestMetrics, accepted: int, drafted: int) -> None:
         metrics.verify_rounds += 1
@@ -412,6 +415,13 @@ def _mode(seqs: list[Sequence]) -> str:
 
 def _open(choice: Choice) -> bool:
     return choice.seq.state is not SequenceState.FINISHED
+
+
+def _sources(row: list[int]) -> list[str]:
+    """How each token that a row of a round emitted came, of `TOKEN_SOURCES`: after the drafts comes the model's own."""
+    drafted, accepted = row[DRAFTED], row[ACCEPTED]
+    own = "plain" if not drafted else "bonus" if accepted > drafted else "corrected"
+    return [*["accepted"] * (accepted - 1), own][: row[EMITTED]]
 
 
 def _logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:

@@ -133,6 +133,8 @@ class Gathered:
         done.token_ids += delta.token_ids
         if delta.logprobs is not None:
             done.logprobs = (done.logprobs or []) + delta.logprobs
+        if delta.token_sources is not None:
+            done.token_sources = (done.token_sources or []) + delta.token_sources
         if delta.finish_reason is not None:
             done.text = "".join(self._text)
             done.finish_reason, done.stop_reason, self.metrics = delta.finish_reason, delta.stop_reason, delta.metrics

@@ -14,6 +14,9 @@ MAX_STOP_IDS = 32  # stop token ids of one request, the model's own end tokens i
 MAX_LOGIT_BIAS = 300  # OpenAI's limit
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each: all are looked for at every token
 MAX_N = 128
+# How a token came: as a draft that the model accepted; as the model's own choice in place of a rejected draft; as its
+# own after all drafts of the round were accepted; as its own where nothing was drafted, like the first after a prompt.
+TOKEN_SOURCES = ("accepted", "corrected", "bonus", "plain")
 TINY = 1e-30  # the device's float32 makes nothing of numbers much smaller, and infinity of what is divided by them
 
 
@@ -49,6 +52,7 @@ class SamplingParams:
     - `repetition_penalty`: divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
     - `logit_bias`: token id -> number added to its logit.
     - `speculative`: False decodes this request without drafts.
+    - `token_sources`: report of each token how it came, one of `TOKEN_SOURCES`.
 
     **Raises:** `RequestError` naming the field, what was given and what is allowed.
     """
@@ -73,6 +77,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     speculative: bool = True
+    token_sources: bool = False
 
     def __post_init__(self):
         self._settle_containers()
@@ -119,7 +124,8 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)
-        for name in ("ignore_eos", "speculative", "skip_special_tokens", "include_stop_str_in_output"):
+        switches = ("ignore_eos", "speculative", "skip_special_tokens", "include_stop_str_in_output", "token_sources")
+        for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
 
@@ -171,6 +177,7 @@ class Completion:
     finish_reason: str | None = None  # "stop" | "length" | "abort"
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     logprobs: list[TokenLogprobs] | None = None
+    token_sources: list[str] | None = None  # of each of `token_ids`, if asked for
 
 
 @dataclass(slots=True)
@@ -236,3 +243,4 @@ class Delta:
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None  # with the finish_reason
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with completion 0's first delta, if asked for
+    token_sources: list[str] | None = None  # of each of `token_ids`, if asked for

@@ -81,6 +81,7 @@ class Generation(Body):
     speculative: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    token_sources: bool | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self):

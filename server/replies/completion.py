@@ -36,7 +36,9 @@ class CompletionReply(Reply):
     def _shown(self, delta: Delta) -> Delta:
         if not self._only_echo:
             return delta
-        return replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
+        return replace(
+            delta, text="", token_ids=[], logprobs=None, token_sources=None, finish_reason="length", stop_reason=None
+        )
 
     def _opening(self, prompt: int, index: int) -> str:
         echo, report = self.prompts[prompt].echo, self._report(prompt)

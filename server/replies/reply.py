@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
+from jaxspec.tokenizer import Detokenizer
 from server.logprobs import TokenNames, prompt_logprobs
 from server.replies.speculation import Speculation
 
@@ -36,6 +37,7 @@ class Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sources: list[tuple[str, str]] = field(default_factory=list)
     last: Delta | None = None
 
 
@@ -82,6 +84,7 @@ class Reply:
         self._prompt_entries: dict[int, list[TokenLogprobs | None]] = {}
         self._opened: set[int] = set()
         self._held: dict[int, list[Delta]] = {}
+        self._texts: dict[int, Detokenizer] = {}
 
     def chunks(self, prompt: int, delta: Delta) -> str:
         """The events to send for a delta; empty when it has nothing to show yet."""
@@ -109,10 +112,12 @@ class Reply:
     def take(self, prompt: int, delta: Delta) -> None:
         """Gather a delta for `whole`."""
         self._count(prompt, delta)
-        choice = self._choices[prompt * self.params.n + delta.index]
+        index = prompt * self.params.n + delta.index
+        choice = self._choices[index]
         choice.text.append(delta.text)
         choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs or ()
+        choice.sources += self._sources(index, delta)
         if delta.finish_reason is not None:
             choice.last = delta
 
@@ -120,9 +125,11 @@ class Reply:
         """The response, once every choice has finished."""
         n = self.params.n
         choices = [self._whole_choice(index // n, index, choice) for index, choice in enumerate(self._choices)]
-        if self.return_token_ids:
-            for shown, choice in zip(choices, self._choices, strict=True):
+        for shown, choice in zip(choices, self._choices, strict=True):
+            if self.return_token_ids:
                 shown["token_ids"] = choice.token_ids
+            if self.params.token_sources:
+                shown["token_sources"] = choice.sources
         whole = {"id": self.id, "object": self.OBJECT, **self._base, "choices": choices, "usage": self.usage()}
         return whole | self._speculation.fields()
 
@@ -160,14 +167,33 @@ class Reply:
         return event(f"{self._head}{encode(choice)}{tail}")
 
     def _piece(self, prompt: int, delta: Delta) -> dict[str, Any] | None:
-        if not (delta.text or delta.logprobs or delta.finish_reason or (self.return_token_ids and delta.token_ids)):
+        shows_tokens = delta.token_sources or (self.return_token_ids and delta.token_ids)
+        if not (delta.text or delta.logprobs or shows_tokens or delta.finish_reason):
             return None
-        choice = self._part(prompt * self.params.n + delta.index, delta)
+        index = prompt * self.params.n + delta.index
+        choice = self._part(index, delta)
+        if delta.token_sources:
+            choice["token_sources"] = self._sources(index, delta)
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         if self.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
+
+    def _sources(self, index: int, delta: Delta) -> list[tuple[str, str]]:
+        """Each token's text, as the model wrote it, and how it came (`jaxspec.request.TOKEN_SOURCES`), if asked for.
+
+        The characters of a token are those that it completes; special tokens, such as the end's, have none.
+        """
+        if not delta.token_sources:
+            return []
+        if self.names.tokenizer is None:
+            return list(zip(map(self.names.text, delta.token_ids), delta.token_sources, strict=True))
+        if index not in self._texts:
+            prompt = self.prompts[index // self.params.n]
+            self._texts[index] = Detokenizer(self.names.tokenizer, prompt_ids=prompt.ids)
+        texts = [self._texts[index].push((token,))[0] for token in delta.token_ids]
+        return list(zip(texts, delta.token_sources, strict=True))
 
     def _report(self, prompt: int) -> dict[str, Any]:
         """What vLLM says about a prompt when asked: in each choice of a completion, once in a chat."""

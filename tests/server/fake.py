@@ -13,7 +13,7 @@ from functools import cache
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.llm import EngineDead
-from jaxspec.request import Delta, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
+from jaxspec.request import TOKEN_SOURCES, Delta, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
 from jaxspec.tokenizer import Tokenizer
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
@@ -97,6 +97,8 @@ class FakeLLM:
         delta = Delta("id", index, shown(place + 1)[len(shown(place)) :], [token])
         if params.logprobs is not None:
             delta.logprobs = [entry(token, params.logprobs)]
+        if params.token_sources:
+            delta.token_sources = [TOKEN_SOURCES[place % len(TOKEN_SOURCES)]]
         if index == 0:
             delta.prompt_logprobs = known
         if place + 1 == len(tokens):
