@@ -30,6 +30,11 @@ def test_drafts_that_are_always_wrong_are_corrected():
     assert report(engine(COUNT_UP), max_tokens=5, **repeating) == ["plain"] + ["corrected"] * 4
 
 
+def test_after_the_last_right_draft_comes_a_correction():
+    counting = {"repetition_penalty": 2.0, "logit_bias": {65: 100.0, 66: 95.0, 67: 90.0}}  # 65 66 67, and 65 again
+    assert report(engine(COUNT_UP), max_tokens=4, **counting) == ["plain", "accepted", "accepted", "corrected"]
+
+
 def test_without_drafts_all_tokens_are_plain():
     assert report(engine(SELF), max_tokens=5, speculative=False) == ["plain"] * 5
 
