@@ -17,6 +17,7 @@ from server.gate import Gate
 from server.metrics import Metrics
 from server.routes.generation import add_generation
 from server.routes.information import add_information
+from server.routes.playground import add_playground
 
 
 def create_app(
@@ -28,8 +29,8 @@ def create_app(
     """The server's application over a running engine, which stays the caller's to close.
 
     **Arguments:** `served_name` is the model's name in the API (None: the engine's `model`); `api_key`, if given, must
-    come with every request but `/health` and `/metrics`; `sampling` is what holds of `SamplingParams` for requests that
-    don't say otherwise.
+    come with every request but those to `gate.OPEN_PATHS`; `sampling` is what holds of `SamplingParams` for requests
+    that don't say otherwise.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__)
     app.add_middleware(Gate, api_key=api_key)
@@ -38,4 +39,5 @@ def create_app(
     metrics = Metrics(llm.stats, llm.config, name)
     add_generation(app, llm, name, metrics, sampling or {})
     add_information(app, llm, name, metrics)
+    add_playground(app, name)
     return app

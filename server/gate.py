@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError
 
-OPEN_PATHS = ("/health", "/metrics")  # probes and scrapers rarely carry a key
+OPEN_PATHS = ("/", "/health", "/metrics")  # browsers, probes and scrapers rarely carry a key
 MAX_BODY_BYTES = 64 * 2**20
 
 
