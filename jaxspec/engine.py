@@ -194,7 +194,7 @@ class Engine:
         params = request.params
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.tokens)
-        for index in range(params.n):
+        for index in range(params.n):  # all of them are made before the scheduler sees one
             seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens}
@@ -204,8 +204,9 @@ class Engine:
             choice = Choice(request, index, seq, detokenizer, metrics)
             seq.owner = choice
             request.choices.append(choice)
-            self.scheduler.add(seq)
         self.requests[request.id] = request
+        for choice in request.choices:
+            self.scheduler.add(choice.seq)
         self.totals["prompt_tokens"] += len(request.tokens) * params.n
 
     def abort(self, request_id: str) -> list[Delta]:
@@ -298,7 +299,13 @@ class Engine:
         if wanted is not None:
             packed = np.concatenate([each[: row[EMITTED]] for each, row in zip(logprobs, rows, strict=False)])
             entries = _logprobs(packed, tokens, wanted)
-        delta = self._advance(choice, tokens, entries, bool(rows[-1][DONE]))
+        try:
+            delta = self._advance(choice, tokens, entries, bool(rows[-1][DONE]))
+        except Exception as error:  # of this text alone, a tokenizer's for example: other requests go on
+            log.error("request %s failed while its text was made; others go on", choice.request.id, exc_info=error)
+            choice.detokenizer = None
+            delta = self._finish(choice, "error")
+            delta.error = error
         if choice.request.params.token_sources:
             delta.token_sources = [s for row in rows for s in _sources(row)][: len(delta.token_ids)]
         return delta
@@ -359,7 +366,7 @@ class Engine:
         metrics.preemptions = choice.seq.preemptions
         self.finished[why] += 1
         if not any(_open(other) for other in request.choices):
-            del self.requests[request.id]
+            self.requests.pop(request.id, None)
         return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics)
 
     def flush_cache(self) -> bool:
@@ -368,6 +375,23 @@ class Engine:
             return False
         self.scheduler.flush()
         return True
+
+    def recover(self) -> None:
+        """Start anew after a step that raised: drop all requests, empty the prefix tree, make the device's state again.
+
+        The program that failed may have consumed the state, and what others wrote since is unknown.
+
+        **Raises:** whatever the device raises if it can't be used any more; `RuntimeError` if pages don't balance.
+        """
+        self._flights.clear()
+        self.scheduler.flush()  # first, so that no sequence publishes pages whose prefill may not have run
+        for request in self.requests.values():
+            for choice in filter(_open, request.choices):
+                self.scheduler.finish(choice.seq)
+                self.finished["error"] += 1
+        self.requests.clear()
+        self.scheduler.audit()
+        self.runner.reset()
 
     def settle(self) -> None:
         """Wait for all that was dispatched: jax aborts a process that ends while a program still runs.

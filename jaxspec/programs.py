@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -77,6 +78,8 @@ class Programs:
             **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds) for mode in MODES},
         }
         self._compiled: dict[tuple[str, int], Any] = {}
+        self.compiling = 0  # calls that wait for their program to be compiled
+        self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
@@ -159,9 +162,14 @@ class Programs:
     def _program(self, kind: str, size: int, state: State) -> Any:
         program = self._compiled.get((kind, size)) or self._kept(kind, size, state)
         if program is None:
-            lowered, kernels = self._lower(kind, size, state)
-            program = self._compile(kind, size, lowered)
-            self._keep(kind, size, state, program, kernels)
+            self.compiling += 1
+            try:
+                lowered, kernels = self._lower(kind, size, state)
+                program = self._compile(kind, size, lowered)
+                self._keep(kind, size, state, program, kernels)
+            finally:
+                self.compiling -= 1
+                self.compiled_at = time.monotonic()
         return program
 
     def _arguments(self, kind: str, size: int, state: State) -> tuple:

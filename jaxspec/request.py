@@ -174,7 +174,7 @@ class Completion:
     index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" | "length" | "abort"
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     logprobs: list[TokenLogprobs] | None = None
     token_sources: list[str] | None = None  # of each of `token_ids`, if asked for
@@ -244,3 +244,4 @@ class Delta:
     metrics: RequestMetrics | None = None  # with the finish_reason
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with completion 0's first delta, if asked for
     token_sources: list[str] | None = None  # of each of `token_ids`, if asked for
+    error: Exception | None = None  # with the finish_reason "error": why this completion failed, and it alone

@@ -107,11 +107,11 @@ class Runner:
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
         self.shapes = _shapes(self.config, drafter, alone=not small_model(self.model))
-        self.plan, layout = self._plan()
+        self.plan, self._layout = self._plan()
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
         )
-        self.state = self._empty_state(layout, self.plan.states.snapshots)
+        self.state = self._empty_state(self._layout, self.plan.states.snapshots)
         if not self.config.skip_warmup:
             self.programs.warm_up(self.state)
             self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
@@ -182,6 +182,13 @@ class Runner:
             snapshots,
             config.state_dtype,
         )
+
+    def reset(self) -> None:
+        """Replace the state by an empty one. What is left of the old is freed first: there is no room for two."""
+        for array in jax.tree.leaves(self.state):
+            if not array.is_deleted():
+                array.delete()
+        self.state = jax.block_until_ready(self._empty_state(self._layout, self.plan.states.snapshots))
 
     @property
     def snapshots(self) -> tuple[int, ...] | None:
