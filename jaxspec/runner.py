@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import tempfile
 import time
 from typing import Any
 
@@ -73,10 +74,22 @@ GPU = Defaults(
 
 
 def enable_compilation_cache() -> None:
-    """Keep compiled programs on disk, so that a second start is quick, unless the user set jax's own option."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    """Keep compiled programs on disk, so that a second start is quick, unless the user set jax's own option.
+
+    A folder that can't be written to costs a warning and the time to compile, no more.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = cache_folder() / "programs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        log.warning("compiled programs can't be kept in %s, so each start compiles them: %s", folder, error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 class Runner:

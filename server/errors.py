@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from jaxspec.llm import EngineDead
+from jaxspec.llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
 from jaxspec.request import RequestError
 
 log = logging.getLogger("jaxspec.server")
@@ -32,9 +32,19 @@ MAX_MESSAGE = 2000  # characters: a message quotes what was sent, which may be m
 class ApiError(Exception):
     """A request that fails with `status`. `kind` is OpenAI's `type`."""
 
-    def __init__(self, status: int, message: str, *, kind: str = INVALID, param: str | None = None, code: Any = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: Any = None,
+        retry_after: int | None = None,  # seconds
+    ):
         super().__init__(message)
         self.status = status
+        self.headers = None if retry_after is None else {"Retry-After": str(retry_after)}
         self.body = error_body(message, kind, param, code)
 
 
@@ -56,6 +66,12 @@ def describe(error: Exception, engine_error: BaseException | None) -> ApiError:
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, EngineDead):
         return engine_died(engine_error) if engine_error else ApiError(503, STOPPING, kind="server_error")
+    if isinstance(error, Overloaded):
+        return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", retry_after=1)
+    if isinstance(error, RequestTimeout):
+        return ApiError(504, str(error), kind="server_error", code="request_timeout")
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), kind="server_error", code="request_failed")
     log.error("a request failed", exc_info=error)
     return ApiError(500, FAILED, kind="server_error")
 
@@ -82,7 +98,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def _api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status)
+        return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(RequestError)
     async def _request_error(_: Request, error: RequestError) -> JSONResponse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -12,7 +13,29 @@ import yaml
 import jaxspec
 from jaxspec.config import flag
 from jaxspec.elsewhere import meant
-from jaxspec.flags import add_engine_flags
+from jaxspec.flags import add_engine_flags, natural, positive
+from server import logs
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return value
+
+
+LIMITS = (
+    ("--max-queued-requests", natural, 4096, "N", "completions that may wait for a slot; further requests get 429"),
+    ("--request-timeout", _seconds, None, "SECONDS", "after which a request ends with an error, 504"),
+    ("--watchdog-timeout", _seconds, 300, "SECONDS", "after which a step counts as stuck: /health is 503, and the "
+     "server ends if it doesn't return within --drain-seconds more"),
+    ("--drain-seconds", _seconds, 5, "SECONDS", "for running requests to finish once the server is told to stop"),
+    ("--idle-timeout", _seconds, 60, "SECONDS", "after which a client that sends or reads nothing more is cut off"),
+    ("--max-connections", positive, 8192, "N", "connections open at once; requests on further ones get 503"),
+)  # fmt: skip
 
 SERVER_DEFAULTS = {"draft": "auto"}  # a server should be fast as it comes; the library defaults to no drafter
 
@@ -54,7 +77,15 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("debug", "info", "warning", "error"),
         help="least severe log lines to show (default: %(default)s)",
     )
+    server.add_argument(
+        "--log-format", default="text", choices=logs.FORMATS, help="of log lines (default: %(default)s)"
+    )
     server.add_argument("--access-log", action="store_true", help="log a line per HTTP request")
+    limits = parser.add_argument_group("limits")
+    for name, kind, default, metavar, text in LIMITS:
+        limits.add_argument(
+            name, type=kind, default=default, metavar=metavar, help=f"{text} (default: {default or 'none'})"
+        )
     add_engine_flags(parser, SERVER_DEFAULTS)
     return parser
 

@@ -390,7 +390,7 @@ def test_one_more_than_the_queue_holds_is_refused(serve):
         refused = [result for result in results if isinstance(result, Overloaded)]
         assert len(refused) == 1 and llm.stats()["refused_total"] == 1
         assert "--max-queued-requests" in str(refused[0])
-        assert len((await gather(llm, tokens(20), params(n=9)))) > 9, "nobody else waits, so they may"
+        assert len(await gather(llm, tokens(20), params(n=9))) > 9, "nobody else waits, so they may"
 
     serve(scenario, max_queued_requests=2)
 

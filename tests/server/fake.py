@@ -37,6 +37,10 @@ class FakeLLM:
     error: BaseException | None = None
     open: bool = True
     ready: bool = True
+    stuck: bool = False
+    endless: bool = False  # the text is told again and again
+    step_seconds: float = 0.0
+    watchdog_timeout: float = 300.0
     started: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     running: int = 0
     aborted: int = 0
@@ -74,6 +78,9 @@ class FakeLLM:
         if "boom" in text:
             raise ZeroDivisionError("a secret of the engine")
         tokens = list(TEXT.encode())[: params.max_tokens]
+        while self.endless:
+            yield Delta("id", 0, 1000 * TEXT, tokens)
+            await asyncio.sleep(0)
         known = None
         if params.prompt_logprobs is not None:
             known = [None, *(entry(token, params.prompt_logprobs) for token in prompt[1:])]
@@ -134,8 +141,12 @@ class FakeLLM:
             "ready": self.ready,
         }
 
-    def close(self) -> None:
+    def close(self, timeout: float = 0) -> bool:
         self.ready = False
+        return not self.stuck
+
+    def give_up(self, error: BaseException) -> None:
+        self.ready, self.error = False, error
 
     async def flush_cache(self) -> bool:
         self.flushed += not self.running

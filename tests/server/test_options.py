@@ -99,7 +99,7 @@ def no_engine(monkeypatch):
 
     monkeypatch.setattr(command, "AsyncLLM", refuse)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(command, "_set_up_logging", lambda _: None)
+    monkeypatch.setattr(command.logs, "set_up", lambda *_: None)
 
 
 def test_port_in_use_is_found_before_the_model_loads(no_engine, capsys):
