@@ -335,6 +335,7 @@ class EngineConfig:
       requests taken in, that many rounds apart at most; it pays where a round is shorter than its dispatch.
     - `disable_overlap`: read each round's result before the next is dispatched. `disable_prefix_cache`: don't share the
       keys and values of common prefixes.
+    - `disable_structured_output`: refuse requests with a grammar, and don't compile their programs.
     - `load_format`: `auto`, or `dummy` for random weights made from the config alone.
     - `revision`: branch, tag or commit of a hub id. `seed`: of dummy weights and of requests that give none.
     - `skip_warmup`: compile on first use instead of at start. `few_programs`: compile for one batch size: ready
@@ -363,6 +364,7 @@ class EngineConfig:
     num_continuous_decode_steps: int | None = None
     disable_overlap: bool = False
     disable_prefix_cache: bool = False
+    disable_structured_output: bool = False
     load_format: str = "auto"
     revision: str | None = None
     ngram_min: int = 2
@@ -406,7 +408,10 @@ class EngineConfig:
         for name in ("model", "draft"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{flag(name)} must be a name or a path, got {getattr(self, name)!r}")
-        for name in ("disable_overlap", "disable_prefix_cache", "skip_warmup", "few_programs"):
+        for name in (
+            *("disable_overlap", "disable_prefix_cache", "disable_structured_output"),
+            *("skip_warmup", "few_programs"),
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{flag(name)} is on or off, got {getattr(self, name)!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from llguidance import LLMatcher
 
 from jaxspec.config import EngineConfig
 from jaxspec.pallas.target import KERNELS
@@ -27,6 +28,7 @@ from jaxspec.request import (
     RequestError,
     RequestMetrics,
     SamplingParams,
+    StructuredOutput,
     TokenLogprobs,
 )
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, SAMPLED, TOKENS
@@ -35,6 +37,8 @@ from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Chunk, Sequence
 from jaxspec.sequence import State as SequenceState
 from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally
+from jaxspec.structured.grammar import Grammars
+from jaxspec.structured.matcher import Matcher, first_masks, round_masks
 from jaxspec.tokenizer import Detokenizer, TokenizerError
 
 log = logging.getLogger("jaxspec")
@@ -49,6 +53,7 @@ class Choice:
     seq: Sequence
     detokenizer: Detokenizer | None
     metrics: RequestMetrics
+    matcher: Matcher | None = None  # where it is in its grammar
     told: bool = False  # a delta has been sent
 
 
@@ -65,6 +70,7 @@ class Request:
     limit: int
     mode: str  # the first of `round.MODES` that serves it
     added: float
+    grammar: LLMatcher | None = None  # compiled, at the start of a text
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -109,6 +115,9 @@ class Engine:
             snapshots=snapshots,
             snapshot_interval=self.config.state_snapshot_interval,
         )
+        self.grammars: Grammars | None = None
+        if shapes.structured and self.tokenizer is not None and self.eos_ids:
+            self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_ids)
         self.requests: dict[str, Request] = {}
         self.totals: Counter = Counter()
         self.finished: Counter = Counter()
@@ -142,7 +151,8 @@ class Engine:
             raise RequestError(
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
             )
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_ids))
+        ends = not params.ignore_eos or params.structured is not None  # a grammar's text ends where the grammar does
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset(self.eos_ids) if ends else frozenset())
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"{len(stop_ids)} token ids would end this request (the model's own included), at most {MAX_STOP_IDS}",
@@ -162,7 +172,22 @@ class Engine:
             limit=limit,
             mode=mode,
             added=time.monotonic(),
+            grammar=None if params.structured is None else self._grammar(params.structured),
         )
+
+    def _grammar(self, wanted: StructuredOutput) -> LLMatcher:
+        if self.grammars is not None:
+            return self.grammars.compile(wanted)
+        name = self.runner.model.name
+        if self.config.disable_structured_output:
+            why = "this engine was started with --disable-structured-output; start it without"
+        elif self.tokenizer is None:
+            why = f"{name} has no tokenizer, which a grammar is compiled for; add tokenizer.json to the model's folder"
+        else:
+            why = (
+                f"{name} names no end token, without which no grammar's text could end; add eos_token_id to its config"
+            )
+        raise RequestError(f"structured output can't be served: {why}", wanted.kind)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -197,11 +222,14 @@ class Engine:
         for index in range(params.n):  # all of them are made before the scheduler sees one
             seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
+            seq.stepwise = request.grammar is not None
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
             detokenizer = Detokenizer(self.tokenizer, params.stop, **how) if self.tokenizer else None
             metrics = RequestMetrics(prompt_tokens=len(request.tokens), acceptance_histogram=[0] * self.runner.yields)
             choice = Choice(request, index, seq, detokenizer, metrics)
+            if request.grammar is not None:
+                choice.matcher = self.grammars.start(request.grammar, avoid_end=params.ignore_eos)
             seq.owner = choice
             request.choices.append(choice)
         self.requests[request.id] = request
@@ -228,21 +256,53 @@ class Engine:
         for seq in plan.admit:
             self._admit(seq)
         if plan.first:
-            mode = _mode(plan.first)
-            result = self.runner.first([seq.slot for seq in plan.first], table, mode)
-            self._fly(self._read_first, result, plan.first, mode)
+            self._first(plan.first, table)
         if plan.rows:
-            mode = _mode(plan.rows)
-            result = self.runner.round([seq.slot for seq in plan.rows], table, mode, plan.rounds)
-            self._fly(self._read_rounds, result, plan.rows, mode)
+            self._round(plan.rows, plan.rounds, table, deltas)
         ahead = (plan.rows or plan.first) and not self.config.disable_overlap
         self._read(deltas, keep=1 if ahead else 0)
         if moved := sum(chunk.count for chunk in plan.prefill) + sum(len(delta.token_ids) for delta in deltas):
             self.step_tokens.observe(moved)
         return deltas
 
+    def _first(self, seqs: list[Sequence], table: np.ndarray) -> None:
+        mode, slots = _mode(seqs), [seq.slot for seq in seqs]
+        if not _constrained(seqs):
+            self._fly(self._read_first, self.runner.first(slots, table, mode), seqs, mode)
+            return
+        masks = first_masks([seq.owner.matcher for seq in seqs], self.runner.width, self.model_config.vocab_size)
+        for seq in seqs:
+            if seq.owner.matcher is not None:
+                seq.owner.matcher.epoch = seq.epoch
+        self._fly(self._read_first, self.runner.masked_first(slots, table, *masks), seqs, LOGPROBS)
+
+    def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
+        """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second."""
+        mode, slots = _mode(seqs), [seq.slot for seq in seqs]
+        if not _constrained(seqs):
+            self._fly(self._read_rounds, self.runner.round(slots, table, mode, rounds), seqs, mode)
+            return
+        opened = self.runner.open_round(slots, table, mode, [self._forced(seq) for seq in seqs])
+        rows = _rows(seqs)
+        self._read(deltas, keep=0)  # while the device runs the forward: matchers are to stand where it starts
+        matchers = [seq.owner.matcher if seq.epoch == epoch else None for seq, epoch in rows]
+        masks = round_masks(matchers, np.asarray(opened.drafts), self.runner.width, self.model_config.vocab_size)
+        result = self.runner.close_round(opened, *masks)
+        self._flights.append(Flight(self._read_rounds, result, rows, mode))
+
+    def _forced(self, seq: Sequence) -> list[int] | None:
+        """The drafts that a grammar forces next, if the device doesn't know them: it does from a slot's first round
+        or token on, and forgets them when the slot is lost."""
+        matcher = seq.owner.matcher
+        if matcher is None:
+            return []
+        if matcher.epoch == seq.epoch:
+            return None
+        matcher.epoch = seq.epoch
+        return matcher.forced_next(self.runner.width - 1)
+
     def _fly(self, read: Callable, result: jax.Array, seqs: list[Sequence], mode=GREEDY, chunk=None) -> None:
-        self._flights.append(Flight(read, result, [(seq, seq.epoch) for seq in seqs], mode, chunk))
+        self._flights.append(Flight(read, result, _rows(seqs), mode, chunk))
 
     def _admit(self, seq: Sequence) -> None:
         choice: Choice = seq.owner
@@ -300,6 +360,8 @@ class Engine:
             packed = np.concatenate([each[: row[EMITTED]] for each, row in zip(logprobs, rows, strict=False)])
             entries = _logprobs(packed, tokens, wanted)
         try:
+            if choice.matcher is not None:
+                self.totals["forced_tokens"] += choice.matcher.advance(tokens)
             delta = self._advance(choice, tokens, entries, bool(rows[-1][DONE]))
         except Exception as error:  # of this text alone, a tokenizer's for example: other requests go on
             log.error("request %s failed while its text was made; others go on", choice.request.id, exc_info=error)
@@ -418,6 +480,7 @@ class Engine:
             "rounds_total": totals["rounds"],
             "verify_rounds_total": rounds,
             "verified_tokens_total": totals["verified_tokens"],
+            "forced_tokens_total": totals["forced_tokens"],
             "avg_spec_accept_length": totals["verified_tokens"] / rounds if rounds else 0.0,
             "drafted_per_position": list(self.drafted),
             "accepted_per_position": list(self.accepted),
@@ -435,6 +498,15 @@ class Engine:
 def _mode(seqs: list[Sequence]) -> str:
     """The least that serves them all."""
     return max((seq.owner.request.mode for seq in seqs), key=MODES.index)
+
+
+def _constrained(seqs: list[Sequence]) -> bool:
+    return any(seq.owner.matcher is not None for seq in seqs)
+
+
+def _rows(seqs: list[Sequence]) -> list[tuple[Sequence, int]]:
+    """Sequences with their epochs now."""
+    return [(seq, seq.epoch) for seq in seqs]
 
 
 def _open(choice: Choice) -> bool:

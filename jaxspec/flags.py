@@ -54,6 +54,7 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
     "running": {
         "num_continuous_decode_steps": ("K", "rounds in one program while none can be taken in; pays for small models"),
         "disable_overlap": (None, "read each round's result before the next is dispatched"),
+        "disable_structured_output": (None, "refuse requests with a grammar: fewer programs to compile"),
         "skip_warmup": (None, "compile on first use instead of at start"),
         "few_programs": (None, "compile for one batch size: ready sooner, slower at low load"),
         "decode_log_interval": ("ROUNDS", "rounds between two decode log lines; 0 turns them off"),

@@ -258,7 +258,7 @@ class AsyncLLM:
         self._reserve(params.n)
         unfinished, stream, timer = params.n, None, None
         try:
-            if isinstance(prompt, str) and len(prompt) > LONG_PROMPT:
+            if params.structured is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
                 request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id)
             else:
                 request = self.engine.prepare(prompt, params, request_id)
@@ -278,6 +278,8 @@ class AsyncLLM:
                     raise delta
                 if isinstance(delta, BaseException):
                     raise EngineDead("the engine has stopped") from delta
+                if isinstance(delta.error, RequestError):
+                    raise delta.error
                 if delta.error is not None:
                     raise RequestFailed(f"request {request.id} failed on {type(delta.error).__name__}") from delta.error
                 unfinished -= delta.finish_reason is not None

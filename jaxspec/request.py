@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 MAX_LOGPROBS = 20  # OpenAI's limit; every sampled row computes this many
 MAX_STOP_IDS = 32  # stop token ids of one request, the model's own end tokens included
@@ -17,6 +19,7 @@ MAX_N = 128
 # How a token came: as a draft that the model accepted; as the model's own choice in place of a rejected draft; as its
 # own after all drafts of the round were accepted; as its own where nothing was drafted, like the first after a prompt.
 TOKEN_SOURCES = ("accepted", "corrected", "bonus", "plain")
+MAX_GRAMMAR, MAX_NESTING = 2**18, 64  # characters of a grammar, levels of a schema
 TINY = 1e-30  # the device's float32 makes nothing of numbers much smaller, and infinity of what is divided by them
 
 
@@ -26,6 +29,103 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
         self.param = param
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """A grammar that generated text must follow. Exactly one of the first four is given.
+
+    **Arguments:**
+
+    - `json`: a JSON schema, as a mapping or as text; True is any JSON object.
+    - `regex`: a regular expression that the whole text matches, in Rust's syntax, without anchors or look-around.
+    - `choice`: the texts to choose from.
+    - `grammar`: a context-free grammar, in Lark's syntax or as GBNF (llama.cpp's EBNF).
+    - `whitespace_pattern`: with `json`, a regular expression of what may stand between its parts; "" is nothing.
+
+    **Attributes:** `kind`, which of the four it is; `text`, that as text.
+
+    **Raises:** `RequestError` naming the field. Whether a grammar compiles is known when its request is prepared.
+    """
+
+    json: InitVar[Mapping[str, Any] | str | bool | None] = None
+    regex: InitVar[str | None] = None
+    choice: InitVar[Sequence[str] | None] = None
+    grammar: InitVar[str | None] = None
+    whitespace_pattern: str | None = None
+    kind: str = field(init=False)
+    text: str = field(init=False, repr=False)
+
+    def __post_init__(self, json, regex, choice, grammar):
+        named = {"json": json, "regex": regex, "choice": choice, "grammar": grammar}
+        given = {name: value for name, value in named.items() if value is not None}
+        if len(given) != 1:
+            which = f"got {' and '.join(given)}" if given else "got none"
+            raise RequestError(f"structured output takes exactly one of {', '.join(named)}; {which}", "structured")
+        ((kind, value),) = given.items()
+        text = _GRAMMARS[kind](value)
+        if len(text) > MAX_GRAMMAR:
+            raise RequestError(f"{kind} has {len(text)} characters, at most {MAX_GRAMMAR}", kind)
+        if self.whitespace_pattern is not None:
+            if kind != "json":
+                raise RequestError(f"whitespace_pattern needs json; {kind} says itself what stands where", kind)
+            if self.whitespace_pattern != "":
+                _pattern("whitespace_pattern", self.whitespace_pattern)
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "text", text)
+
+
+def _schema(value: Any) -> str:
+    if value is True:
+        value = {"type": "object"}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"json is not a JSON text: {error}", "json") from None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"json takes a schema, which is an object, or true for any object; got {value!r}", "json")
+    if _deeper(value, MAX_NESTING):
+        raise RequestError(f"json: the schema is nested deeper than {MAX_NESTING} levels", "json")
+    try:
+        return json.dumps(value, default=dict)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"json: the schema can't be written as JSON: {error}", "json") from None
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether containers are nested more than `most` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, Mapping | list | tuple)
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _pattern(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{name} must be a non-empty string, got {value!r}", name)
+    return value
+
+
+def _choices(value: Any) -> str:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(each, str) and each for each in value):
+        raise RequestError(f"choice takes a list of non-empty strings, got {value!r}", "choice")
+    return json.dumps(list(value))
+
+
+_GRAMMARS = {
+    "json": _schema,
+    "regex": lambda value: _pattern("regex", value),
+    "choice": _choices,
+    "grammar": lambda value: _pattern("grammar", value),
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +153,8 @@ class SamplingParams:
     - `logit_bias`: token id -> number added to its logit.
     - `speculative`: False decodes this request without drafts.
     - `token_sources`: report of each token how it came, one of `TOKEN_SOURCES`.
+    - `structured`: a grammar that the text follows, a `StructuredOutput`. It ends where the grammar does. Everything
+      else means what it means without; with `ignore_eos`, the text doesn't end before it must.
 
     **Raises:** `RequestError` naming the field, what was given and what is allowed.
     """
@@ -78,6 +180,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     speculative: bool = True
     token_sources: bool = False
+    structured: StructuredOutput | None = None
 
     def __post_init__(self):
         self._settle_containers()
@@ -124,6 +227,8 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(f"structured takes a StructuredOutput, got {self.structured!r}", "structured")
         switches = ("ignore_eos", "speculative", "skip_special_tokens", "include_stop_str_in_output", "token_sources")
         for name in switches:
             if not isinstance(getattr(self, name), bool):

@@ -28,6 +28,8 @@ from jaxspec.pallas.target import kernels_here
 from jaxspec.programs import Programs, compile_counter
 from jaxspec.round import State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
+from jaxspec.structured.masks import ALL
+from jaxspec.structured.programs import ON_DEVICE, columns
 
 log = logging.getLogger("jaxspec")
 
@@ -90,6 +92,17 @@ def enable_compilation_cache() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenRound:
+    """A round whose drafts and forward have been dispatched. `drafts` i32[b, w] are on their way to the host: of each
+    request how many, which, and of a tree what each hangs from."""
+
+    packed: jax.Array
+    mode: str
+    drafts: jax.Array
+    handed: tuple
 
 
 class Runner:
@@ -258,10 +271,48 @@ class Runner:
         out.copy_to_host_async()
         return out
 
-    def _pack(self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-        packed = self.programs.padding(fit(len(slots), sizes))
+    def open_round(self, slots: list[int], table: np.ndarray, mode: str, forced: list[list[int] | None]) -> OpenRound:
+        """Dispatch drafts and forward of a round that `close_round` ends, with the masks made meanwhile.
+
+        `forced`: for each slot the drafts that a grammar forces; None where the slot's last round left them.
+        """
+        packed = jax.device_put(self._pack_forced(slots, table, self.shapes.batches, forced))
+        self.state, proposal, drafts = self.programs.draft(self.state, packed, mode)
+        drafts.copy_to_host_async()
+        self.state, logits, features = self.programs.forward(self.state, packed, proposal)
+        return OpenRound(packed, mode, drafts, (proposal, logits, features))
+
+    def close_round(self, opened: OpenRound, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
+        """Dispatch the end of a round; packed output as of `round`. `bits` u32[b, q, w] are the tokens allowed at each
+        row, `forced` i32[b, q, k] the drafts forced after it; b is that of `opened.drafts`."""
+        run = self.programs.conclude
+        self.state, out = run(self.state, opened.packed, opened.mode, *opened.handed, bits, forced)
+        out.copy_to_host_async()
+        return out
+
+    def masked_first(self, slots: list[int], table: np.ndarray, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
+        """As `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
+        packed = self._pack_forced(slots, table, self.shapes.firsts, [None] * len(slots))
+        padding = ((0, len(packed) - len(slots)), (0, 0), (0, 0))
+        bits = np.pad(bits, padding, constant_values=ALL)
+        self.state, out = self.programs.masked_first(self.state, packed, bits, np.pad(forced, padding))
+        out.copy_to_host_async()
+        return out
+
+    def _pack(self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...], columns: int = 1) -> np.ndarray:
+        packed = self.programs.padding(fit(len(slots), sizes), columns)
         packed[: len(slots), 0] = slots
-        packed[: len(slots), 1:] = table[slots]
+        packed[: len(slots), columns:] = table[slots]
+        return packed
+
+    def _pack_forced(
+        self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...], forced: list[list[int] | None]
+    ) -> np.ndarray:
+        """As `structured.programs` takes them."""
+        packed = self._pack(slots, table, sizes, columns(self.width - 1))
+        for row, tokens in zip(packed, forced, strict=False):
+            row[1] = ON_DEVICE if tokens is None else len(tokens)
+            row[2 : 2 + len(tokens or ())] = tokens or ()
         return packed
 
 
@@ -339,4 +390,5 @@ def _shapes(config: EngineConfig, drafter: Drafter, alone: bool = True) -> Shape
         firsts=firsts[-1:] if config.few_programs else firsts,
         batches=batches[-1:] if config.few_programs else batches,
         rounds=rounds,
+        structured=not config.disable_structured_output,
     )

@@ -304,7 +304,7 @@ class Scheduler:
         Where requests wait for a slot, one that ends is replaced after the program instead of after the round.
         """
         rounds = self.rounds
-        if rounds == 1 or self.prefilling or (self.waiting and self._free_slots):
+        if rounds == 1 or self.prefilling or (self.waiting and self._free_slots) or any(seq.stepwise for seq in rows):
             return 1
         if all(seq.limit - len(seq.tokens) - seq.in_flight < rounds for seq in rows):
             return 1  # the last few tokens of the last to end: most of the program would run for nobody

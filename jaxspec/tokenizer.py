@@ -117,6 +117,13 @@ class Tokenizer:
         except Exception as error:  # a template is a program from the checkpoint: it may raise anything
             raise TokenizerError(f"the chat template refused the messages: {error}") from error
 
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json, added tokens included, for libraries that read one."""
+        backend = type(self._fast.backend_tokenizer).from_str(self._fast.backend_tokenizer.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        return backend.to_str()
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes this token adds to the text; for a special token, its name. Empty outside the vocabulary."""
         return self._bytes.get(token_id, b"")

@@ -1,0 +1,82 @@
+"""Grammars of one engine: what a request asks for, compiled for the model's tokens, within limits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from jaxspec.request import RequestError, StructuredOutput
+from jaxspec.structured.matcher import Matcher
+from jaxspec.tokenizer import Tokenizer
+
+KEPT = 64  # compiled grammars: agents send the same schemas again and again
+WHITESPACE = r"[ \t\r\n]{1,64}"  # between a JSON text's parts: without an end, some models write nothing else
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class Grammars:
+    """Compiles grammars over a vocabulary of `vocab` tokens, the model's own, of which some may be padding.
+
+    Thread-safe. The library's own tokenizer is made at the first use, or by `warm_up`; it takes seconds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]):
+        self._tokenizer, self._vocab, self._end_ids = tokenizer, vocab, tuple(end_ids)
+        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._made: LLTokenizer | None = None
+        self._making, self._turn = threading.Lock(), threading.Lock()
+
+    def warm_up(self) -> LLTokenizer:
+        with self._making:
+            if self._made is None:
+                self._made = LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab, eos_token=list(self._end_ids))
+            return self._made
+
+    def compile(self, wanted: StructuredOutput) -> LLMatcher:
+        """A grammar's matcher at the start of a text, to be copied by `start`.
+
+        **Raises:** `RequestError` naming the field, with the library's reason.
+        """
+        with self._turn:
+            if (found := self._compiled.get(wanted)) is not None:
+                self._compiled.move_to_end(wanted)
+                return found
+        matcher = LLMatcher(self.warm_up(), source(wanted), log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise RequestError(f"{wanted.kind}: {_reason(matcher.get_error())}", wanted.kind)
+        with self._turn:
+            self._compiled[wanted] = matcher
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def start(self, compiled: LLMatcher, avoid_end: bool = False) -> Matcher:
+        """A completion's matcher, before its first token."""
+        return Matcher(compiled.deep_copy(), self._end_ids, avoid_end)
+
+
+def source(wanted: StructuredOutput) -> str:
+    """The grammar as the library takes it. **Raises:** `RequestError`."""
+    if wanted.kind == "json":
+        space = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
+        options = {"whitespace_pattern": space} if space else {"whitespace_flexible": False}
+        return LLMatcher.grammar_from_json_schema(wanted.text, overrides=options)
+    if wanted.kind == "regex":
+        return LLMatcher.grammar_from_regex(wanted.text)
+    if wanted.kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(wanted.text))))
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"grammar: {_reason(str(error))}", "grammar") from error
+
+
+def _reason(text: str) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
+    return lines[0][:300] if lines else "the grammar can't be compiled"
