@@ -187,7 +187,7 @@ class Engine:
             why = (
                 f"{name} names no end token, without which no grammar's text could end; add eos_token_id to its config"
             )
-        raise RequestError(f"structured output can't be served: {why}", wanted.kind)
+        raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

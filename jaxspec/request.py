@@ -43,6 +43,8 @@ class StructuredOutput:
     - `grammar`: a context-free grammar, in Lark's syntax or as GBNF (llama.cpp's EBNF).
     - `whitespace_pattern`: with `json`, a regular expression of what may stand between its parts; "" is nothing.
 
+    - `name`: what errors call it, in place of one of the first four.
+
     **Attributes:** `kind`, which of the four it is; `text`, that as text.
 
     **Raises:** `RequestError` naming the field. Whether a grammar compiles is known when its request is prepared.
@@ -53,6 +55,7 @@ class StructuredOutput:
     choice: InitVar[Sequence[str] | None] = None
     grammar: InitVar[str | None] = None
     whitespace_pattern: str | None = None
+    name: str | None = field(default=None, compare=False)
     kind: str = field(init=False)
     text: str = field(init=False, repr=False)
 

@@ -48,7 +48,7 @@ class Grammars:
                 return found
         matcher = LLMatcher(self.warm_up(), source(wanted), log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise RequestError(f"{wanted.kind}: {_reason(matcher.get_error())}", wanted.kind)
+            raise RequestError(f"{wanted.kind}: {_reason(matcher.get_error())}", wanted.name or wanted.kind)
         with self._turn:
             self._compiled[wanted] = matcher
             while len(self._compiled) > KEPT:
@@ -73,7 +73,7 @@ def source(wanted: StructuredOutput) -> str:
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"grammar: {_reason(str(error))}", "grammar") from error
+        raise RequestError(f"grammar: {_reason(str(error))}", wanted.name or "grammar") from error
 
 
 def _reason(text: str) -> str:

@@ -18,7 +18,6 @@ from jaxspec.request import RequestError
 from jaxspec.structured.masks import ALL, allows, only, without
 from jaxspec.structured.programs import words
 
-
 NOWHERE = -1
 
 

@@ -20,9 +20,8 @@ from jaxspec import sampling
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.models import MODELS
-from jaxspec.round import GREEDY, Masks, State, batch_of, of_prompts, propose, run_rows
+from jaxspec.round import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
 from jaxspec.round import conclude as end
-from jaxspec.round import keep_replay
 
 ON_DEVICE = -1  # as a number of forced drafts: what the request's last round left there counts
 

@@ -9,6 +9,7 @@ from pydantic import PlainValidator, model_validator
 
 from jaxspec.request import RequestError, SamplingParams
 from server.protocol.base import Body, check_text
+from server.protocol.structured import StructuredFields
 
 
 def _stop(value: Any) -> list[str]:
@@ -32,18 +33,18 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Generation(Body):
+class Generation(StructuredFields, Body):
     """Fields that both completion routes share. None, everywhere, means the default of `SamplingParams`."""
 
     IGNORED = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier"),
             *("prompt_cache_key", "prompt_cache_retention", "prediction"),
+            "guided_decoding_backend",
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
-        **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
-        **dict.fromkeys(("json_schema", "regex", "ebnf", "logits_processors", "lora_path"), ()),
+        **dict.fromkeys(("logits_processors", "lora_path"), ()),
         "priority": (0,),
         "bad_words": ([],),
         "use_beam_search": (False,),
@@ -52,7 +53,6 @@ class Generation(Body):
         "no_stop_trim": (False,),
         "truncate_prompt_tokens": (),
         "allowed_token_ids": ([],),
-        "response_format": ({"type": "text"},),
     }
 
     model: str | None = None
@@ -96,8 +96,9 @@ class Generation(Body):
     def _sampling(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """`defaults` where the client says nothing. **Raises:** `RequestError` for a value out of range."""
         given = {name: getattr(self, name) for name in _SHARED if getattr(self, name) is not None}
-        return SamplingParams(**{**defaults, **given, **overrides})
+        return SamplingParams(**{**defaults, "structured": self.structured(), **given, **overrides})
 
 
 _OF_THE_REPLY = ("model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids")
-_SHARED = tuple(name for name in Generation.model_fields if name not in _OF_THE_REPLY)
+_OTHERS = {*_OF_THE_REPLY, *StructuredFields.model_fields}
+_SHARED = tuple(name for name in Generation.model_fields if name not in _OTHERS)
