@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from jaxspec.request import RequestError, StructuredOutput
+from jaxspec.structured.limits import Watch, check
 from jaxspec.structured.matcher import Matcher
 from jaxspec.tokenizer import Tokenizer
 
@@ -29,6 +30,7 @@ class Grammars:
         self._tokenizer, self._vocab, self._end_ids = tokenizer, vocab, tuple(end_ids)
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         self._made: LLTokenizer | None = None
+        self._watch = Watch()
         self._making, self._turn = threading.Lock(), threading.Lock()
 
     def warm_up(self) -> LLTokenizer:
@@ -46,7 +48,14 @@ class Grammars:
             if (found := self._compiled.get(wanted)) is not None:
                 self._compiled.move_to_end(wanted)
                 return found
-        matcher = LLMatcher(self.warm_up(), source(wanted), log_level=0, limits=LIMITS)
+        check(wanted)
+        tokens = self.warm_up()
+        try:
+            matcher = self._watch.run(wanted, lambda: LLMatcher(tokens, source(wanted), log_level=0, limits=LIMITS))
+        except RequestError:
+            raise
+        except Exception as error:  # what a text that isn't a grammar sets off in one of the library's readers
+            raise RequestError(f"{wanted.kind}: {_reason(str(error))}", wanted.name or wanted.kind) from error
         if matcher.is_error():
             raise RequestError(f"{wanted.kind}: {_reason(matcher.get_error())}", wanted.name or wanted.kind)
         with self._turn:
@@ -61,7 +70,7 @@ class Grammars:
 
 
 def source(wanted: StructuredOutput) -> str:
-    """The grammar as the library takes it. **Raises:** `RequestError`."""
+    """The grammar as the library takes it. **Raises:** anything, for text that can't be read."""
     if wanted.kind == "json":
         space = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
         options = {"whitespace_pattern": space} if space else {"whitespace_flexible": False}
@@ -70,13 +79,11 @@ def source(wanted: StructuredOutput) -> str:
         return LLMatcher.grammar_from_regex(wanted.text)
     if wanted.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(wanted.text))))
-    try:
-        return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"grammar: {_reason(str(error))}", wanted.name or "grammar") from error
+    return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))  # of text that isn't GBNF, that changes nothing
 
 
 def _reason(text: str) -> str:
-    """The first line that says something."""
+    """The library's message as one line: its first one, and what a regular expression's parser says at the end."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
-    return lines[0][:300] if lines else "the grammar can't be compiled"
+    said = [line[:200] for line in (*lines[:1], *lines[1:]) if line is lines[0] or line.startswith("error:")]
+    return " ".join(said[:2]) or "the grammar can't be compiled"
