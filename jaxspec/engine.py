@@ -223,7 +223,7 @@ class Engine:
             seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
             seq.stepwise = request.grammar is not None
-            how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens}
+            how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
             detokenizer = Detokenizer(self.tokenizer, params.stop, **how) if self.tokenizer else None
             metrics = RequestMetrics(prompt_tokens=len(request.tokens), acceptance_histogram=[0] * self.runner.yields)

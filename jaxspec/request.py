@@ -148,6 +148,7 @@ class SamplingParams:
     - `ignore_eos`: the model's own end tokens don't end the text.
     - `skip_special_tokens`: leave special tokens out of the text. `include_stop_str_in_output`: keep the stop string,
       or the stop token's text, that ended it.
+    - `kept_special_tokens`: special tokens, by their text, that the text shows where it leaves out others.
     - `n`: completions of one prompt; completion i has `seed` + i.
     - `logprobs`: how many top log-probabilities to report per token (None: none; the chosen token's own is always among
       those reported). `prompt_logprobs`: the same for the prompt's tokens.
@@ -174,6 +175,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    kept_special_tokens: Sequence[str] = ()
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -242,6 +244,7 @@ class SamplingParams:
         for name, kinds, what in (
             ("stop", (str, list, tuple), "a string or a list of strings"),
             ("stop_token_ids", (list, tuple), "a list of token ids"),
+            ("kept_special_tokens", (list, tuple), "a list of special tokens"),
             ("logit_bias", (Mapping,), "a mapping from token id to a number"),
         ):
             value = getattr(self, name)
@@ -250,6 +253,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)  # the dataclass is frozen
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "kept_special_tokens", tuple(self.kept_special_tokens or ()))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
 
 

@@ -44,6 +44,8 @@ class Tokenizer:
         self._fast = fast
         self._bytes, specials, self._drops_space = _byte_table(backend)
         self._plain_bytes = {token: raw for token, raw in self._bytes.items() if token not in specials}
+        self._specials = {token: self._bytes[token] for token in specials}
+        self._shown = {(): self._plain_bytes}  # by the special tokens kept
         self.vocab_size: int = max(self._bytes, default=-1) + 1
         self.eos_token_ids: tuple[int, ...] = () if fast.eos_token_id is None else (fast.eos_token_id,)
         template = fast.chat_template
@@ -124,6 +126,13 @@ class Tokenizer:
         backend.no_truncation()
         return backend.to_str()
 
+    def shown_bytes(self, kept: tuple[str, ...]) -> dict[int, bytes]:
+        """The bytes of the tokens that are shown when special tokens are skipped but for those in `kept`."""
+        if kept not in self._shown:
+            added = {token: raw for token, raw in self._specials.items() if raw.decode() in kept}
+            self._shown[kept] = self._plain_bytes | added if added else self._plain_bytes
+        return self._shown[kept]
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes this token adds to the text; for a special token, its name. Empty outside the vocabulary."""
         return self._bytes.get(token_id, b"")
@@ -146,6 +155,7 @@ class Detokenizer:
     - `min_tokens`: a stop string counts only if a later token than this many completes it.
     - `prompt_ids`: tokens that the text goes on from. If they have any text, a leading space is kept that SentencePiece
       would drop.
+    - `kept`: special tokens, by their text, that are shown where others are skipped.
     """
 
     def __init__(
@@ -156,8 +166,9 @@ class Detokenizer:
         min_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
         keep_stop: bool = False,
+        kept: Sequence[str] = (),
     ):
-        self._bytes = tokenizer._plain_bytes if skip_special_tokens else tokenizer._bytes
+        self._bytes = tokenizer.shown_bytes(tuple(kept)) if skip_special_tokens else tokenizer._bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._drop_space = tokenizer._drops_space and not any(map(self._bytes.get, prompt_ids))
         self._stops = tuple(stop)

@@ -76,7 +76,7 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> 
     if sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
-    app = create_app(llm, args.served_model_name, api_key, sampling)
+    app = create_app(llm, args.served_model_name, api_key, sampling, args.reasoning_parser, args.tool_call_parser)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,

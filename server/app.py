@@ -18,6 +18,7 @@ from server.metrics import Metrics
 from server.routes.generation import add_generation
 from server.routes.information import add_information
 from server.routes.playground import add_playground
+from server.speech import Formats
 
 
 def create_app(
@@ -25,19 +26,25 @@ def create_app(
     served_name: str | None = None,
     api_key: str | None = None,
     sampling: Mapping[str, Any] | None = None,
+    reasoning_parser: str = "auto",
+    tool_call_parser: str = "auto",
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
     **Arguments:** `served_name` is the model's name in the API (None: the engine's `model`); `api_key`, if given, must
     come with every request but those to `gate.OPEN_PATHS`; `sampling` is what holds of `SamplingParams` for requests
-    that don't say otherwise.
+    that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
+    the chat template shows, or "none".
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__)
     app.add_middleware(Gate, api_key=api_key)
     errors.install(app)
     name = served_name or llm.config.model
     metrics = Metrics(llm.stats, llm.config, name)
-    add_generation(app, llm, name, metrics, sampling or {})
+    template = llm.tokenizer.chat_template if llm.tokenizer else None
+    formats = Formats.of(llm.model_config.model_type, template, reasoning_parser, tool_call_parser)
+    formats.log(reasoning_parser, tool_call_parser)
+    add_generation(app, llm, name, metrics, sampling or {}, formats)
     add_information(app, llm, name, metrics)
     add_playground(app, name)
     return app

@@ -22,6 +22,7 @@ from server.errors import describe
 from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
 from server.replies import DONE, Prompt, Reply, encode, event
+from server.speech import Formats
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
 
@@ -30,16 +31,20 @@ class ClientGone(Exception):
     """The client closed the connection before the response was complete."""
 
 
-async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None) -> Prompt:
-    """Write the messages with the model's chat template. **Raises:** `RequestError` when the template refuses."""
+async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: Formats) -> Prompt:
+    """Write the messages and tools with the model's chat template.
+
+    **Raises:** `RequestError` when the template refuses, or can't show the tools.
+    """
     if tokenizer is None:
         raise RequestError("this model has no tokenizer and can't chat; send token ids to /v1/completions", "messages")
-    messages = [message.as_dict() for message in body.messages]
+    messages, tools = formats.messages(body)
     opens = body.add_generation_prompt
 
     def write() -> list[int]:
         return tokenizer.apply_chat_template(
             messages,
+            tools=tools,
             add_generation_prompt=not body.continue_final_message if opens is None else opens,
             continue_final_message=bool(body.continue_final_message),
             **(body.chat_template_kwargs or {}),
@@ -47,6 +52,8 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None) -> Prompt:
 
     # Roles are text too, and the template writes some for each message and may look at each of its variables.
     size = sum(8 + len(message["role"]) + len(message["content"]) for message in messages)
+    size += sum(len(str(message.get(key, ""))) for message in messages for key in ("reasoning_content", "tool_calls"))
+    size += len(str(tools or ""))
     return Prompt(await _tokenize(write, size + len(body.chat_template_kwargs or {}), "messages"))
 
 

@@ -15,6 +15,7 @@ from jaxspec.config import flag
 from jaxspec.elsewhere import meant
 from jaxspec.flags import add_engine_flags, natural, positive
 from server import logs
+from server.parsers import PARSERS, REASONING_PARSERS
 
 
 def _seconds(text: str) -> float:
@@ -71,6 +72,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="how tokens are chosen where a request doesn't say: as the checkpoint's generation_config.json has it, or "
         "as OpenAI does, at temperature 1 (default: %(default)s)",
     )
+    for name, table, what in (
+        ("--reasoning-parser", REASONING_PARSERS, "reasoning"),
+        ("--tool-call-parser", PARSERS, "tool calls"),
+    ):
+        server.add_argument(
+            name,
+            default="auto",
+            choices=("auto", "none", *table),
+            metavar="NAME",
+            help=f"format of {what} in replies: {', '.join(table)}; auto reads it from the chat template, none leaves "
+            "it in the text (default: %(default)s)",
+        )
     server.add_argument(
         "--log-level",
         default="info",

@@ -10,6 +10,7 @@ from pydantic import PlainValidator, model_validator
 from jaxspec.request import MAX_LOGPROBS, RequestError, SamplingParams
 from server.protocol.base import Body, Text, check_text
 from server.protocol.generation import Generation
+from server.protocol.tools import Named, check_message, check_tools, read_calls, read_choice, read_tools
 
 # What the tokenizer's own method takes: to set one would change how the prompt is made, not what the template sees.
 RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -47,30 +48,34 @@ class Message(Body):
         "annotations": ([],),
         "audio": (),
         "function_call": (),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "reasoning_content": ("",),
-        "reasoning": ("",),
     }
     role: Text
-    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict])]
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict])] | None = None
     name: Text | None = None
+    tool_calls: Annotated[list[dict], PlainValidator(read_calls, json_schema_input_type=list[dict])] | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # vLLM's newer name for the same
 
-    def as_dict(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _fits_its_role(self):
+        check_message(self)
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
         """What a chat template sees."""
-        return {"role": self.role, "content": self.content} | ({"name": self.name} if self.name is not None else {})
+        more = {"name": self.name, "tool_calls": self.tool_calls or None, "tool_call_id": self.tool_call_id}
+        more["reasoning_content"] = self.reasoning_content or self.reasoning or None
+        return {"role": self.role, "content": self.content or ""} | {k: v for k, v in more.items() if v is not None}
 
 
 class ChatRequest(Generation):
     """The body of `/v1/chat/completions`."""
 
-    IGNORED = Generation.IGNORED | {"parallel_tool_calls"}  # without tools there is nothing to parallelise
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **Generation.UNSUPPORTED,
         **dict.fromkeys(("function_call", "audio", "reasoning_effort", "verbosity", "web_search_options"), ()),
         **dict.fromkeys(("chat_template", "documents"), ()),
-        "tools": ([],),
-        "tool_choice": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
         "echo": (False,),
@@ -84,6 +89,9 @@ class ChatRequest(Generation):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict], PlainValidator(read_tools, json_schema_input_type=list[dict])] | None = None
+    tool_choice: Annotated[str | Named, PlainValidator(read_choice, json_schema_input_type=str | dict)] | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _agree(self):
@@ -95,6 +103,7 @@ class ChatRequest(Generation):
                 "same and differ; send one",
                 "max_completion_tokens",
             )
+        check_tools(self)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:

@@ -16,11 +16,14 @@ from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
 from server.protocol.generation import Generation
 from server.replies import ChatReply, CompletionReply, Reply, encode
+from server.speech import Formats
 
 GONE = 499  # nginx's status for a client that left; nobody reads it
 
 
-def add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sampling: Mapping[str, Any]) -> None:
+def add_generation(
+    app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sampling: Mapping[str, Any], formats: Formats
+) -> None:
     texts, ids = TokenNames(llm.tokenizer), TokenNames(llm.tokenizer, as_ids=True)
 
     def check(model: str | None) -> None:
@@ -60,8 +63,9 @@ def add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sam
         check(body.model)
         with chat_fields(body.limit_name):
             params = body.sampling(sampling)
-            prompt = await chat_prompt(body, llm.tokenizer)
-            reply = ChatReply([prompt], params, name, **options(body))
+            prompt = await chat_prompt(body, llm.tokenizer, formats)
+            speech = formats.speech(body, prompt.ids, llm.tokenizer)
+            reply = ChatReply([prompt], speech.sampling(params), name, speech=speech, **options(body))
             return await answer(request, reply, body.stream)
 
     @app.post("/v1/completions")

@@ -105,10 +105,10 @@ def test_bad_completion(http, fake, fields, param, says, stream):
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
             "messages[0].tool_calls",
-            "not supp",
+            "call 0 must have",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"tool_choice": "auto"}, "tool_choice", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tool 0 must be"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"functions": [{}]}, "functions", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"audio": {}}, "audio", "not supported"),

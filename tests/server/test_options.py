@@ -47,7 +47,7 @@ def test_values_have_the_fields_types():
         (["--generation-config", "vllm"], "unknown argument --generation-config; here it is --sampling-defaults"),
         (["--tp-size=2"], "unknown argument --tp-size; jaxspec serves on one GPU"),
         (["-tp", "2"], "unknown argument -tp; jaxspec serves on one GPU"),
-        (["--tool-call-parser", "x"], "unknown argument --tool-call-parser; --help lists the flags"),
+        (["--tool-call-parser", "x"], "invalid choice: 'x' .*'auto', 'none', 'hermes'"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
     ],
 )
@@ -141,7 +141,7 @@ def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, sourc
     monkeypatch.delenv("JAXSPEC_API_KEY", raising=False)
     if source == "environment":
         monkeypatch.setenv("JAXSPEC_API_KEY", "sesame")
-    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling: greetings.append(key))
+    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling, *_: greetings.append(key))
     monkeypatch.setattr(command._Server, "run", lambda self, sockets: greetings.append(self._greeting))
     args = parse(["--api-key", "sesame"] if source == "flag" else [])
     with command._bind("127.0.0.1", 0) as listener:
@@ -158,7 +158,7 @@ def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, sourc
 def test_whose_sampling_defaults_a_server_has(monkeypatch, asked):
     """The checkpoint's, or nobody's."""
     given = []
-    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling: given.append(sampling))
+    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling, *_: given.append(sampling))
     monkeypatch.setattr(command._Server, "run", lambda self, sockets: None)
     llm = FakeLLM(sampling={"temperature": 0.6, "top_k": 20})
     with command._bind("127.0.0.1", 0) as listener:
