@@ -202,6 +202,17 @@ def test_special_tokens_are_recognised_and_skipped():
     assert BYTES.decode(ids, skip_special_tokens=False) == "a<|im_end|>b"
 
 
+def test_special_tokens_kept_by_name_are_shown_among_those_skipped():
+    for tokenizer, ids, kept, shown in (
+        (BYTES, [257, 97, 258, 98], ["<|im_end|>"], "a<|im_end|>b"),
+        (BYTES, [257, 97, 258, 98], ["<|im_end|>", "a", "<unknown>"], "a<|im_end|>b"),
+        (BYTES, [257, 97, 258, 98], [], "ab"),
+    ):
+        detokenizer = Detokenizer(tokenizer, kept=kept)
+        assert detokenizer.push(ids)[0] + detokenizer.finish() == shown
+    assert BYTES.decode([97, 258]) == "a", "others still skip it"
+
+
 @pytest.mark.parametrize("text", ["a\ud800", 5])
 def test_text_that_is_not_unicode_is_an_error(text):
     with pytest.raises(TokenizerError, match="surrogates"):

@@ -244,6 +244,18 @@ def test_thinking_that_the_prompt_closed_is_content():
         assert chat.create(**ASK).choices[0].message.content == "<think> is a tag"
 
 
+def test_the_text_shows_the_markers_of_its_parsers():
+    """In some vocabularies they are special tokens, which a text leaves out."""
+    with speaking("x", reasoning="qwen3", tokenizer=Template()) as (chat, llm):
+        chat.create(**ASK)
+        chat.create(**ASK, **TOOLS)
+    found = [params.kept_special_tokens for _, params in llm.started]
+    assert found == [("<think>", "</think>"), ("<think>", "</think>", "<tool_call>", "</tool_call>")]
+    with speaking("x", reasoning="harmony", tools="harmony", tokenizer=Template()) as (chat, llm):
+        chat.create(**ASK)
+    assert {"<|channel|>", "<|message|>", "<|end|>"} <= set(llm.started[0][1].kept_special_tokens)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.tokenizer import Detokenizer
 from server.parsers import PARSERS, REASONING_PARSERS, Parser, parse
 from server.parsers.scan import Stops
+from tests.server.fake import byte_tokenizer
 from tests.server.parsers.cases import TOOLS, Case
 from tests.server.parsers.harmony_cases import HARMONY
 from tests.server.parsers.hermes_cases import HERMES
@@ -58,6 +60,15 @@ def test_a_reply_cut_anywhere_says_what_the_whole_says(case):
         cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randint(2, 12)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         assert read(case, pieces) == whole, pieces
+
+
+@TABLE
+@pytest.mark.parametrize("step", [1, 2, 3, 8])
+def test_tokens_in_groups_as_speculation_brings_them(case, step):
+    """Each token is a byte, so that characters, too, are cut."""
+    detokenizer, tokens = Detokenizer(byte_tokenizer()), list(case.text.encode())
+    pieces = [detokenizer.push(tokens[at : at + step])[0] for at in range(0, len(tokens), step)]
+    assert read(case, [*pieces, detokenizer.finish()]) == read(case, [case.text])
 
 
 MARKUP = [
