@@ -82,9 +82,9 @@ class Formats:
         return cls(*(None if name == "none" else name for name in chosen), mentions_tools(template or ""))
 
     def log(self, reasoning: str, tools: str) -> None:
-        """Say at start what was chosen, and by whom."""
+        """Say at start what was chosen, and whether by flag."""
         for kind, name, given in (("reasoning", self.reasoning, reasoning), ("tool call", self.tools, tools)):
-            why = "by the chat template" if given == "auto" else "by flag"
+            why = "the default for this chat template" if given == "auto" else "by flag"
             log.info("%s parser: %s, %s", kind, name or "none", why)
         if self.tools and not self.in_template:
             log.warning("the chat template doesn't mention tools: they are described to the model in a system message")
