@@ -8,16 +8,27 @@ and unlike decoding a sliding window of tokens again and again it has no bad cas
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 import os
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+
+from jaxspec.measure import PIECE, Measure
 
 
 class TokenizerError(ValueError):
     """A tokenizer that can't be read, text it can't encode, or a chat template that refuses the messages."""
+
+
+class TooLong(TokenizerError):
+    """A text with more tokens than are allowed. `least`: a number of tokens that it surely has."""
+
+    def __init__(self, least: int, limit: int):
+        super().__init__(f"the text has at least {least} tokens, at most {limit} are allowed")
+        self.least = least
 
 
 class Tokenizer:
@@ -42,12 +53,14 @@ class Tokenizer:
                 f"{type(fast).__name__} is a slow tokenizer; jaxspec needs a fast one (tokenizer.json)"
             )
         self._fast = fast
+        self._around: tuple[list[int], list[int]] | None = None
         self._bytes, specials, self._drops_space = _byte_table(backend)
         self._plain_bytes = {token: raw for token, raw in self._bytes.items() if token not in specials}
         self._specials = {token: self._bytes[token] for token in specials}
         self._shown = {(): self._plain_bytes}  # by the special tokens kept
         self.vocab_size: int = max(self._bytes, default=-1) + 1
         self.eos_token_ids: tuple[int, ...] = () if fast.eos_token_id is None else (fast.eos_token_id,)
+        self.measure = Measure(backend, self._bytes.values())
         template = fast.chat_template
         self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
 
@@ -81,6 +94,41 @@ class Tokenizer:
         except (TypeError, ValueError) as error:
             raise TokenizerError("can't encode the text: it must be a string without lone surrogates") from error
 
+    def encode_within(
+        self,
+        text: str,
+        limit: int,
+        add_special_tokens: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[int]:
+        """The ids that `encode` gives, unless a long text has more than `limit`. It is encoded piece by piece, with a
+        call of `check` before each: what that raises ends it.
+
+        **Raises:** `TooLong`, as early as that is known; `TokenizerError` as `encode`.
+        """
+        if len(text) <= PIECE:
+            return self.encode(text, add_special_tokens)
+        if (least := self.measure.least_tokens(text)) > limit:
+            raise TooLong(least, limit)
+        check()
+        pieces = self.measure.pieces(text)
+        before, after = self._special_tokens() if add_special_tokens and len(pieces) > 1 else ([], [])
+        ids = list(before)
+        for piece in pieces:
+            check()
+            ids += self.encode(piece, add_special_tokens and len(pieces) == 1)
+            if len(ids) > limit:
+                raise TooLong(len(ids), limit)
+        return ids + after
+
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """What `encode` puts before and after the ids of any text."""
+        if self._around is None:
+            bare, full = self.encode("a", False), self.encode("a", True)
+            start = next(n for n in range(len(full)) if full[n : n + len(bare)] == bare)
+            self._around = full[:start], full[start + len(bare) :]
+        return self._around
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside the vocabulary are skipped; bytes that aren't UTF-8 become U+FFFD."""
         text = self._join(ids, skip_special_tokens).decode("utf-8", "replace")
@@ -99,7 +147,21 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a chat, as the model's own template writes it. `kwargs` are the template's variables.
+        """Token ids of a chat: `encode` of what `write_chat` returns, which takes the same arguments."""
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return self.encode(self.write_chat(messages, tools=tools, **options, **kwargs), add_special_tokens=False)
+
+    def write_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """A chat's text, special tokens included, as the model's own template writes it. `kwargs` are the template's
+        variables. transformers renders templates in Jinja's sandbox.
 
         **Raises:** `TokenizerError` with the template's own complaint when it refuses, or when there is no template.
         """
@@ -109,10 +171,9 @@ class Tokenizer:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            "tokenize": True,
-            "return_dict": False,
+            "tokenize": False,
         }
-        if clash := sorted(options.keys() & kwargs.keys()):
+        if clash := sorted(reserved_template_variables() & kwargs.keys()):
             raise TokenizerError(f"{', '.join(clash)} can't be set as a variable of the chat template")
         try:
             return self._fast.apply_chat_template(messages, **options, **kwargs)
@@ -252,6 +313,20 @@ def _beginnings(stops: tuple[str, ...]) -> tuple[frozenset[str], int, frozenset[
     """The proper beginnings of stop strings, the longest one's length, and the characters that any of them end with."""
     prefixes = frozenset(s[:n] for s in stops for n in range(1, len(s)))
     return prefixes, max(map(len, prefixes), default=0), frozenset(prefix[-1] for prefix in prefixes)
+
+
+@cache
+def reserved_template_variables() -> frozenset[str]:
+    """Names that no variable of a chat template may have: the arguments of transformers' methods, which would change
+    how the prompt is made instead of what the template sees."""
+    transformers = _transformers()
+    methods = (
+        transformers.PreTrainedTokenizerBase.apply_chat_template,
+        transformers.utils.chat_template_utils.render_jinja_template,
+        Tokenizer.write_chat,
+    )
+    named = (p for method in methods for p in inspect.signature(method).parameters.values())
+    return frozenset(p.name for p in named if p.kind is not p.VAR_KEYWORD)
 
 
 def _transformers():
