@@ -23,12 +23,35 @@ MAX_GRAMMAR, MAX_NESTING = 2**18, 64  # characters of a grammar, levels of a sch
 TINY = 1e-30  # the device's float32 makes nothing of numbers much smaller, and infinity of what is divided by them
 
 
-class RequestError(ValueError):
-    """A request that can't be served. `param` names the field at fault, for the error body of the server."""
+# The least and the greatest value of each field. The server's API description says the same.
+NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "top_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 100.0),
+}
+POSITIVE = ("top_p", "repetition_penalty")  # of these 0 is refused, and whatever is less than `TINY`
+INTEGERS = {
+    "top_k": (-1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "n": (1, MAX_N),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code
 
-    def __init__(self, message: str, param: str | None = None):
+
+class RequestError(ValueError):
+    """A request that can't be served. `param` names the field at fault and `code` is OpenAI's, for the error body of
+    the server."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 @dataclass(frozen=True)
@@ -189,27 +212,12 @@ class SamplingParams:
 
     def __post_init__(self):
         self._settle_containers()
-        for name, low, high in (
-            ("temperature", 0.0, 100.0),
-            ("min_p", 0.0, 1.0),
-            ("top_p", 0.0, 1.0),
-            ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0),
-            ("repetition_penalty", 0.0, 100.0),
-        ):
+        for name, (low, high) in NUMBERS.items():
             _number(name, getattr(self, name), low, high)
-        for name in ("top_p", "repetition_penalty"):
+        for name in POSITIVE:
             if (value := getattr(self, name)) < TINY:
                 raise RequestError(f"{name} must be greater than 0, at least {TINY:g}, got {value:g}", name)
-        for name, low, high in (
-            ("top_k", -1, 2**31 - 1),
-            ("min_tokens", 0, 2**31 - 1),
-            ("max_tokens", 1, 2**31 - 1),
-            ("n", 1, MAX_N),
-            ("seed", -(2**63), 2**64 - 1),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
-        ):
+        for name, (low, high) in INTEGERS.items():
             value = getattr(self, name)
             if value is None and name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
                 continue

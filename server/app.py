@@ -13,6 +13,7 @@ from fastapi import FastAPI
 import jaxspec
 from jaxspec import AsyncLLM
 from server import errors
+from server.body import BodyRoute
 from server.gate import Gate
 from server.metrics import Metrics
 from server.routes.generation import add_generation
@@ -37,6 +38,7 @@ def create_app(
     the chat template shows, or "none".
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__)
+    app.router.route_class = BodyRoute
     app.add_middleware(Gate, api_key=api_key)
     errors.install(app)
     name = served_name or llm.config.model

@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
@@ -49,7 +49,9 @@ class Reply:
     """A response under construction: one prompt or several, `params.n` choices each, in OpenAI's order.
 
     Feed it each delta with the number of its prompt: `chunks` for a stream, `take` and then `whole` otherwise.
-    `return_token_ids` shows the tokens of prompts and choices, as vLLM does.
+    `request_id` is part of its id, as vLLM has it. `continuous_usage`: each chunk says the usage so far. `no_tokens`:
+    of what is generated, a token a choice, nothing is shown or counted. `return_token_ids` shows the tokens of prompts
+    and choices, as vLLM does.
     """
 
     PREFIX: ClassVar[str]
@@ -63,14 +65,18 @@ class Reply:
         model: str,
         names: TokenNames,
         *,
+        request_id: str | None = None,
         include_usage: bool = False,
+        continuous_usage: bool = False,
         report_prompt: bool = False,
         return_token_ids: bool = False,
+        no_tokens: bool = False,
     ):
         self.prompts, self.params, self.names = prompts, params, names
         self.include_usage, self.report_prompt = include_usage, report_prompt
         self.return_token_ids = return_token_ids
-        self.id = self.PREFIX + secrets.token_hex(16)
+        self._continuous_usage, self._no_tokens = continuous_usage, no_tokens
+        self.id = self.PREFIX + (request_id or secrets.token_hex(16))
         self._base = {"created": int(time.time()), "model": model}
         head = encode({"id": self.id, "object": self.CHUNK, **self._base})
         self._head = head[:-1] + ',"choices":['
@@ -88,7 +94,7 @@ class Reply:
 
     def chunks(self, prompt: int, delta: Delta) -> str:
         """The events to send for a delta; empty when it has nothing to show yet."""
-        self._count(prompt, delta)
+        delta = self._count(prompt, delta)
         if prompt in self._opened:
             return self._chunk(self._piece(prompt, delta), self._figures(delta))
         waiting = self._held.setdefault(prompt, [])
@@ -111,7 +117,7 @@ class Reply:
 
     def take(self, prompt: int, delta: Delta) -> None:
         """Gather a delta for `whole`."""
-        self._count(prompt, delta)
+        delta = self._count(prompt, delta)
         index = prompt * self.params.n + delta.index
         choice = self._choices[index]
         choice.text.append(delta.text)
@@ -143,7 +149,18 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
 
-    def _count(self, prompt: int, delta: Delta) -> None:
+    def _count(self, prompt: int, delta: Delta) -> Delta:
+        """Note a delta's figures, and return what of it is shown."""
+        if self._no_tokens:
+            delta = replace(
+                delta,
+                text="",
+                token_ids=[],
+                logprobs=None,
+                token_sources=None,
+                finish_reason="length",
+                stop_reason=None,
+            )
         self._tokens += len(delta.token_ids)
         if delta.prompt_logprobs is not None:
             self._prompt_entries[prompt] = delta.prompt_logprobs
@@ -154,6 +171,7 @@ class Reply:
             self._speculation.add(delta.metrics)
             if delta.index == 0:
                 self._cached += delta.metrics.cached_tokens
+        return delta
 
     def _figures(self, delta: Delta) -> dict[str, Any]:
         """What speculation did, beside the last choice's end. A stream with a chunk for usage has it there."""
@@ -163,7 +181,9 @@ class Reply:
         """A chunk of one choice, with further fields `beside` its list of choices."""
         if choice is None:
             return ""
-        tail = f"{self._tail[:-1]},{encode(beside)[1:]}" if beside else self._tail
+        tail = f'],"usage":{encode(self.usage())}}}' if self._continuous_usage else self._tail
+        if beside:
+            tail = f"{tail[:-1]},{encode(beside)[1:]}"
         return event(f"{self._head}{encode(choice)}{tail}")
 
     def _piece(self, prompt: int, delta: Delta) -> dict[str, Any] | None:

@@ -41,6 +41,7 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
             raise ApiError(404, message, param="model", code="model_not_found")
         return card
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict:
         """200 while requests can be served, else 503."""

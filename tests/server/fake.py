@@ -13,7 +13,15 @@ from functools import cache
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.llm import EngineDead
-from jaxspec.request import TOKEN_SOURCES, Delta, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
+from jaxspec.request import (
+    CONTEXT_EXCEEDED,
+    TOKEN_SOURCES,
+    Delta,
+    RequestError,
+    RequestMetrics,
+    SamplingParams,
+    TokenLogprobs,
+)
 from jaxspec.tokenizer import Tokenizer
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
@@ -54,7 +62,9 @@ class FakeLLM:
         if bad := [token for token in prompt if not 0 <= token < BYTE_VOCAB]:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary, 0 to {BYTE_VOCAB - 1}", "prompt")
         if not 0 < len(prompt) < CONTEXT:
-            raise RequestError(f"the prompt has {len(prompt)} tokens, allowed are 1 to {CONTEXT - 1}", "prompt")
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, allowed are 1 to {CONTEXT - 1}", "prompt", CONTEXT_EXCEEDED
+            )
         if params.max_tokens is not None and params.max_tokens > CONTEXT:
             raise RequestError(f"the context is {CONTEXT} tokens; lower max_tokens", "max_tokens")
 

@@ -25,8 +25,9 @@ def test_served_name_replaces_the_models():
 
 def test_health(http, fake):
     assert http.get("/health").json() == {"status": "ok"}
+    assert (http.head("/health").status_code, http.head("/health").content) == (200, b"")
     fake.ready = False
-    assert http.get("/health").status_code == 503
+    assert http.get("/health").status_code == http.head("/health").status_code == 503
 
 
 def test_server_info(http):
