@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 import socket
 import subprocess
@@ -57,6 +58,10 @@ class Browser:
     def cdp(self, command: str, **params: Any) -> Any:
         """A command of the Chrome DevTools protocol."""
         return self._ask("/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def screenshot(self) -> bytes:
+        """The window's content as PNG."""
+        return base64.b64decode(self.cdp("Page.captureScreenshot", format="png")["data"])
 
     def console(self) -> list[str]:
         """What the page has logged since the last call, errors and refused resources among it."""
