@@ -14,8 +14,21 @@ from typing import Any
 from jaxspec.elsewhere import meant
 
 DTYPES = ("float32", "bfloat16", "float16")
+FLOAT32_MAX = 3.4e38
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16")
+
+# The largest sizes that a config.json may name: far above any model's, low enough that nothing made of them in passing
+# (a declaration for each layer and expert, a table of rotary frequencies) takes long.
+LARGEST = {
+    "num_hidden_layers": 4096,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "head_dim": 2**16,
+    "linear_conv_kernel_dim": 2**10,
+    "max_position_embeddings": 2**27,
+    "vocab_size": 2**28,
+}
 
 
 class ConfigError(ValueError):
@@ -111,8 +124,10 @@ class ModelConfig:
 
         hf = _text_model(hf)
         model_type = hf.get("model_type")
-        if model_type not in MODELS:
-            raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}")
+        if not isinstance(model_type, str) or model_type not in MODELS:
+            raise ConfigError(
+                f"model_type {shown(model_type)} is not supported; supported: {', '.join(sorted(MODELS))}"
+            )
         need = lambda key: _positive(hf, key)  # noqa: E731
         heads = need("num_attention_heads")
         kv_heads = _positive(hf, "num_key_value_heads", heads)
@@ -122,7 +137,7 @@ class ModelConfig:
         if head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
         if (act := hf.get("hidden_act", "silu")) != "silu":
-            raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
+            raise ConfigError(f"hidden_act {shown(act)} is not supported; supported: silu")
         hybrid = getattr(MODELS[model_type], "HYBRID", False)
         _refuse_other_attention(hf, model_type, hybrid)
         theta, scaling, fraction = _rope(hf, 0.25 if hybrid else 1.0)
@@ -135,8 +150,10 @@ class ModelConfig:
         only_experts = experts and not experts["dense_layers"]
         eos = hf.get("eos_token_id")
         eos = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
-        if bad := [token for token in eos if isinstance(token, bool) or not isinstance(token, int) or token < 0]:
-            raise ConfigError(f"config.json: eos_token_id must be token ids, got {bad[0]!r}")
+        if bad := [token for token in eos if not _is_token(token)]:
+            raise ConfigError(f"config.json: eos_token_id must be token ids, got {shown(bad[0])}")
+        if (bos := hf.get("bos_token_id")) is not None and not _is_token(bos):
+            raise ConfigError(f"config.json: bos_token_id must be a token id, got {shown(bos)}")
         return cls(
             model_type=model_type,
             vocab_size=need("vocab_size"),
@@ -159,14 +176,33 @@ class ModelConfig:
             mtp_layers=_mtp_layers(hf),
             **experts,
             eos_token_ids=tuple(eos),
-            bos_token_id=hf.get("bos_token_id"),
+            bos_token_id=bos,
             dtype=_dtype(hf),
         )
 
 
+def shown(value: Any) -> str:
+    """A value in an error message, cut short: a file may hold megabytes where a number belongs."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def end_tokens(*ends: Any) -> list[Any]:
+    """Several `eos_token_id`s, each a number, a list or None, as one list without doubles."""
+    flat = [token for end in ends for token in (end if isinstance(end, list | tuple) else [end]) if token is not None]
+    return [token for i, token in enumerate(flat) if token not in flat[:i]]  # not hashed: they may be anything
+
+
+def _is_token(token: Any) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
+
+
 def _refuse_other_attention(hf: Mapping[str, Any], model_type: str, hybrid: bool) -> None:
     """Whatever is neither full attention nor, in a hybrid, linear attention (see `_linear`)."""
-    kinds = set(hf.get("layer_types") or ())
+    kinds = hf.get("layer_types") or ()
+    if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
+        raise ConfigError(f"config.json: layer_types must be a list of names, got {shown(kinds)}")
+    kinds = set(kinds)
     if hf.get("use_sliding_window") or "sliding_attention" in kinds:
         raise ConfigError(
             "use_sliding_window or layer_types: sliding-window attention is not supported; "
@@ -187,14 +223,11 @@ def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     text = hf.get("text_config")
     if isinstance(text, Mapping):
-        eos = [hf.get("eos_token_id"), text.get("eos_token_id")]
-        flat = [
-            token for end in eos for token in (end if isinstance(end, list | tuple) else [end]) if token is not None
-        ]
+        flat = end_tokens(hf.get("eos_token_id"), text.get("eos_token_id"))
         tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         names = ("dtype", "torch_dtype")
         own = {"tie_word_embeddings": tied, "dtype": next((c[n] for c in (text, hf) for n in names if c.get(n)), None)}
-        hf = {**text, **own, "eos_token_id": list(dict.fromkeys(flat))}
+        hf = {**text, **own, "eos_token_id": flat}
     if isinstance(kind := hf.get("model_type"), str):
         hf = {**hf, "model_type": kind.removesuffix("_text")}
     return hf
@@ -209,7 +242,7 @@ def _linear(hf: Mapping[str, Any]) -> LinearAttention:
     known = ("full_attention", "linear_attention")
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise ConfigError(
-            f"config.json: layer_types must name {layers} layers, each {' or '.join(known)}; got {kinds!r}"
+            f"config.json: layer_types must name {layers} layers, each {' or '.join(known)}; got {shown(kinds)}"
         )
     if set(kinds) != set(known):
         raise ConfigError(f"config.json: layer_types has no {set(known).difference(kinds).pop()} layer, and needs both")
@@ -249,7 +282,9 @@ def _experts(hf: Mapping[str, Any], norm_topk_prob: bool | None) -> dict[str, An
     layers, sparse_step = _positive(hf, "num_hidden_layers"), _positive(hf, "decoder_sparse_step", 1)
     named = hf.get("mlp_only_layers") or ()
     if not isinstance(named, list | tuple) or any(i not in range(layers) for i in named):
-        raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, 0 to {layers - 1}, got {named!r}")
+        raise ConfigError(
+            f"config.json: mlp_only_layers must be a list of layers, 0 to {layers - 1}, got {shown(named)}"
+        )
     shared = hf.get("shared_expert_intermediate_size") or 0
     return {
         "num_experts": experts,
@@ -264,22 +299,24 @@ def _experts(hf: Mapping[str, Any], norm_topk_prob: bool | None) -> dict[str, An
 def _positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = hf.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {key} must be a positive integer, got {value!r}")
+    most = LARGEST.get(key, 2**31 - 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        bound = f" of at most {most}" if isinstance(value, int) and value > most else ""
+        raise ConfigError(f"config.json: {key} must be a positive integer{bound}, got {shown(value)}")
     return value
 
 
 def _positive_float(mapping: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = mapping.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= FLOAT32_MAX:
+        raise ConfigError(f"config.json: {key} must be a positive number within float32, got {shown(value)}")
     return float(value)
 
 
 def _dtype(hf: Mapping[str, Any]) -> str:
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ConfigError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise ConfigError(f"config.json: dtype {shown(dtype)} is not supported; supported: {', '.join(DTYPES)}")
     return dtype
 
 
@@ -289,7 +326,7 @@ def _rope(hf: Mapping[str, Any], whole: float) -> tuple[float, RopeScaling | Non
     parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     for part in parts:
         if not isinstance(part, Mapping):
-            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {part!r}")
+            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {shown(part)}")
         if nested := next((key for key, value in part.items() if isinstance(value, Mapping)), None):
             raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
     rope = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
@@ -300,7 +337,7 @@ def _rope(hf: Mapping[str, Any], whole: float) -> tuple[float, RopeScaling | Non
     if kind == "default":
         return theta, None, fraction
     if kind != "llama3":
-        raise ConfigError(f"rope_type {kind!r} is not supported; supported: default, llama3")
+        raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: default, llama3")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if key not in rope]:
         raise ConfigError(f"rope_scaling of type llama3 lacks {', '.join(missing)}")

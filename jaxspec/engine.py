@@ -191,9 +191,9 @@ class Engine:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text, by the model's config and its tokenizer."""
-        extra = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        return tuple(dict.fromkeys((*self.model_config.eos_token_ids, *extra)))
+        """Token ids of the vocabulary that end a text, by the model's config and its tokenizer."""
+        extra, vocab = self.tokenizer.eos_token_ids if self.tokenizer else (), self.model_config.vocab_size
+        return tuple(dict.fromkeys(token for token in (*self.model_config.eos_token_ids, *extra) if token < vocab))
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
