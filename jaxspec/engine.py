@@ -37,7 +37,6 @@ from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Chunk, Sequence
 from jaxspec.sequence import State as SequenceState
 from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally
-from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.matcher import Matcher, first_masks, round_masks
 from jaxspec.tokenizer import Detokenizer, TokenizerError
 
@@ -115,9 +114,7 @@ class Engine:
             snapshots=snapshots,
             snapshot_interval=self.config.state_snapshot_interval,
         )
-        self.grammars: Grammars | None = None
-        if shapes.structured and self.tokenizer is not None and self.eos_ids:
-            self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_ids)
+        self.grammars = self.runner.grammars
         self.requests: dict[str, Request] = {}
         self.totals: Counter = Counter()
         self.finished: Counter = Counter()
@@ -192,8 +189,7 @@ class Engine:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids of the vocabulary that end a text, by the model's config and its tokenizer."""
-        extra, vocab = self.tokenizer.eos_token_ids if self.tokenizer else (), self.model_config.vocab_size
-        return tuple(dict.fromkeys(token for token in (*self.model_config.eos_token_ids, *extra) if token < vocab))
+        return self.runner.model.eos_ids
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):

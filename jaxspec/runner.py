@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -28,6 +29,7 @@ from jaxspec.pallas.target import kernels_here
 from jaxspec.programs import Programs, compile_counter
 from jaxspec.round import State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
+from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.masks import ALL
 from jaxspec.structured.programs import ON_DEVICE, columns
 
@@ -133,6 +135,11 @@ class Runner:
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
         self.shapes = _shapes(self.config, drafter, alone=not small_model(self.model))
+        self.grammars: Grammars | None = None
+        if self.shapes.structured and self.model.tokenizer is not None and self.model.eos_ids:
+            self.grammars = Grammars(self.model.tokenizer, self.model.config.vocab_size, self.model.eos_ids)
+            if not self.config.skip_warmup:  # beside the programs, which XLA compiles meanwhile
+                threading.Thread(target=self.grammars.warm_up, name="jaxspec-vocabulary", daemon=True).start()
         self.plan, self._layout = self._plan()
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()

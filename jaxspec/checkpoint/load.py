@@ -52,6 +52,12 @@ class Model:
         """The module that declares this model's parameters and its forward."""
         return MODELS[self.config.model_type]
 
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids of the vocabulary that end a text, by its config and its tokenizer."""
+        extra, vocab = self.tokenizer.eos_token_ids if self.tokenizer else (), self.config.vocab_size
+        return tuple(dict.fromkeys(token for token in (*self.config.eos_token_ids, *extra) if token < vocab))
+
 
 def load_model(
     path_or_id: str,

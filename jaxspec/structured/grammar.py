@@ -30,14 +30,19 @@ class Grammars:
         self._tokenizer, self._vocab, self._end_ids = tokenizer, vocab, tuple(end_ids)
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         self._made: LLTokenizer | None = None
+        self._unreadable: str | None = None
         self._watch = Watch()
         self._making, self._turn = threading.Lock(), threading.Lock()
 
-    def warm_up(self) -> LLTokenizer:
+    def warm_up(self) -> None:
+        """Read the vocabulary. A tokenizer that the library can't read is reported by `compile`."""
         with self._making:
-            if self._made is None:
-                self._made = LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab, eos_token=list(self._end_ids))
-            return self._made
+            if self._made is None and self._unreadable is None:
+                try:
+                    text = self._tokenizer.to_json()
+                    self._made = LLTokenizer(text, n_vocab=self._vocab, eos_token=list(self._end_ids))
+                except Exception as error:
+                    self._unreadable = _reason(str(error))
 
     def compile(self, wanted: StructuredOutput) -> LLMatcher:
         """A grammar's matcher at the start of a text, to be copied by `start`.
@@ -49,9 +54,12 @@ class Grammars:
                 self._compiled.move_to_end(wanted)
                 return found
         check(wanted)
-        tokens = self.warm_up()
+        self.warm_up()
+        if (made := self._made) is None:
+            why = f"the grammar library can't read this model's tokenizer: {self._unreadable}"
+            raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
         try:
-            matcher = self._watch.run(wanted, lambda: LLMatcher(tokens, source(wanted), log_level=0, limits=LIMITS))
+            matcher = self._watch.run(wanted, lambda: LLMatcher(made, source(wanted), log_level=0, limits=LIMITS))
         except RequestError:
             raise
         except Exception as error:  # what a text that isn't a grammar sets off in one of the library's readers
