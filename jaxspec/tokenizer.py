@@ -38,6 +38,8 @@ class Tokenizer:
 
     - `vocab_size`: one more than the largest token id. A model may have more rows (padding); those decode to nothing.
     - `eos_token_ids`: the tokenizer's own end token, if it has one. The model's config may name more.
+    - `added_tokens`: by their text, the ids of tokens that text is cut at before anything else, such as `<think>`; some
+      are special.
     - `chat_template`: the Jinja source of the default template, or None.
     """
 
@@ -57,6 +59,7 @@ class Tokenizer:
         self._bytes, specials, self._drops_space = _byte_table(backend)
         self._plain_bytes = {token: raw for token, raw in self._bytes.items() if token not in specials}
         self._specials = {token: self._bytes[token] for token in specials}
+        self.added_tokens = {token.content: index for index, token in backend.get_added_tokens_decoder().items()}
         self._shown = {(): self._plain_bytes}  # by the special tokens kept
         self.vocab_size: int = max(self._bytes, default=-1) + 1
         self.eos_token_ids: tuple[int, ...] = () if fast.eos_token_id is None else (fast.eos_token_id,)

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxspec.request import RequestError, SamplingParams
+from jaxspec.request import RequestError, SamplingParams, StructuredOutput
 from jaxspec.tokenizer import Tokenizer
 from server.parsers import CALL, PARSERS, REASONING_PARSERS, Parser, Piece
 from server.parsers.defaults import mentions_tools, reasoning_default, tool_default
 from server.parsers.think import Think
 from server.protocol.chat import ChatRequest
 from server.protocol.tools import Named
+from server.structured import tool_call_grammar
 from server.tool_prompt import write_tools
 
 log = logging.getLogger("jaxspec.server")
@@ -27,8 +28,11 @@ TAIL = 32  # tokens at the end of a prompt in which markers of reasoning are loo
 
 @dataclass(frozen=True)
 class Speech:
-    """How one chat's replies are read. `parallel`: all calls count, not the first alone. `named`: the request named the
-    function to call, which OpenAI's finish_reason doesn't count as the model's wish to call."""
+    """How one chat's replies are read.
+
+    `parallel`: all calls count, not the first alone. `named`: the request named the function to call, which OpenAI's
+    finish_reason doesn't count as the model's wish to call. `grammar`: of the calls that the request demands.
+    """
 
     reasoning: str | None
     tools_format: str | None
@@ -36,6 +40,7 @@ class Speech:
     thinking: str | None = None
     parallel: bool = True
     named: bool = False
+    grammar: StructuredOutput | None = None
 
     def parser(self) -> Parser:
         """A new parser, for one choice."""
@@ -49,7 +54,10 @@ class Speech:
         return "tool_calls" if called and given == "stop" and not self.named else given
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """`params` so that the text has the markers that the parsers look for, which may be special tokens."""
+        """`params` so that the text has the calls that are demanded, and the markers that the parsers look for, which
+        may be special tokens. **Raises:** `RequestError` if the text is constrained already."""
+        if self.grammar is not None and params.structured is not None:
+            raise RequestError("tool_choice demands a call, and the request a text of another form", "tool_choice")
         markers: list[str] = []
         if self.reasoning and issubclass(kind := REASONING_PARSERS[self.reasoning], Think):
             markers += (kind.OPENS, kind.CLOSES)
@@ -57,7 +65,8 @@ class Speech:
             markers += REASONING_PARSERS[self.reasoning].MARKERS
         if self.tools_format:
             markers += PARSERS[self.tools_format].MARKERS
-        return replace(params, kept_special_tokens=tuple(dict.fromkeys(markers))) if markers else params
+        kept = tuple(dict.fromkeys(markers))
+        return replace(params, kept_special_tokens=kept, structured=self.grammar or params.structured)
 
 
 PLAIN = Speech(None, None)  # text as it comes
@@ -119,19 +128,20 @@ class Formats:
         if tokenizer is None:
             return PLAIN
         calls = bool(body.tools) and body.tool_choice != "none"
-        if calls and (body.tool_choice == "required" or isinstance(body.tool_choice, Named)):
-            raise RequestError(
-                "tool_choice can't demand a call yet: that needs constrained decoding, which this server lacks; "
-                "send auto or none",
-                "tool_choice",
-            )
+        named = body.tool_choice.name if isinstance(body.tool_choice, Named) else None
+        parallel, thinking = body.parallel_tool_calls is not False, self._thinking(prompt, tokenizer)
+        grammar = None
+        if named is not None or body.tool_choice == "required":
+            how = {"tokens": tokenizer.added_tokens, "reasoning": self.reasoning, "thinking": thinking}
+            grammar = tool_call_grammar(body.tools, self.tools, named, parallel, **how)
         return Speech(
             self.reasoning,
             self.tools if calls else None,
             body.tools if calls else None,
-            self._thinking(prompt, tokenizer),
-            body.parallel_tool_calls is not False,
-            isinstance(body.tool_choice, Named),
+            thinking,
+            parallel,
+            named is not None,
+            grammar,
         )
 
     def _thinking(self, prompt: Sequence[int], tokenizer: Tokenizer) -> str | None:

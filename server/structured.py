@@ -1,6 +1,7 @@
-"""Grammars of tool calls: text that a parser of `server.parsers` reads as calls whose arguments follow their schemas.
+"""Calls that a request demands, as a grammar of the text in which the model writes them.
 
-For requests that demand a call (`tool_choice` required, or a function by its name).
+Invariant: a text that follows the grammar is read by the format's parser (`server.parsers`) as one call or several of
+the tools given, their arguments valid by the tools' schemas. The model may reason first, where it does so at all.
 """
 
 from __future__ import annotations
@@ -10,120 +11,143 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.request import RequestError, StructuredOutput
-from jaxspec.structured.grammar import WHITESPACE
+from server.parsers import PARSERS, REASONING_PARSERS
+from server.parsers.hermes import Hermes
+from server.parsers.llama3_json import Llama3Json
+from server.parsers.mistral import Mistral
+from server.parsers.qwen3_coder import Qwen3Coder, types
+from server.parsers.think import Think
 
-Tool = Mapping[str, Any]
-
-# Text of a parameter in XML: anything without what the parser ends a value at.
-VALUE = r"(/(.|\n)*/ & ~/(.|\n)*(<\/parameter>|\n<\/function>|\n<parameter=)(.|\n)*/)"
+# JSON as models are shown it, which leaves nothing to choose between its parts
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+TEXT = r"/(?s:.*)/"
 
 
 def tool_call_grammar(
-    tools: Sequence[Tool],
+    tools: Sequence[Mapping[str, Any]],
     format: str,
     named: str | None = None,
     parallel: bool = True,
-    special_ids: Mapping[str, int] | None = None,
+    *,
+    tokens: Mapping[str, int] | None = None,
+    reasoning: str | None = None,
+    thinking: str | None = None,
 ) -> StructuredOutput:
-    """One call or several, in the format of a parser.
+    """The grammar of at least one call.
 
-    **Arguments:**
+    **Arguments:** `format` is a tool format of `PARSERS`. `named`: one call, of that tool. `parallel`: several may
+    follow each other. `tokens`: the tokenizer's added tokens; a marker that is one is written as that token.
+    `reasoning` and `thinking` are those of `server.parsers.Parser`.
 
-    - `tools`: the request's, as OpenAI writes them. `named`: the function that must be called, once; None is any.
-    - `format`: `hermes`, `llama3_json`, `mistral` or `qwen3_coder`. `parallel`: whether a further call may follow.
-    - `special_ids`: the token ids of those markers that are special tokens of the model, which no text spells.
-
-    **Raises:** `RequestError` for another format, for no tools, or a name that none of them has.
+    **Raises:** `RequestError` for a format whose calls can't be demanded.
     """
-    if format not in FORMATS:
-        raise RequestError(
-            f"calls can't be demanded in the format {format!r}; it can be {', '.join(FORMATS)}", "tool_choice"
-        )
-    functions = [tool.get("function", tool) for tool in tools]
-    chosen = [function for function in functions if named in (None, function["name"])]
-    if not chosen:
-        wanted = "any function" if named is None else f"the function {named!r}"
-        raise RequestError(f"tool_choice demands {wanted}, which tools lacks", "tool_choice")
-    marks = {marker: f"<[{token}]>" for marker, token in (special_ids or {}).items()}
-    mark = lambda marker: marks.get(marker, _text(marker))  # noqa: E731
-    calls = [FORMATS[format](function, f"t{i}") for i, function in enumerate(chosen)]
-    opens, between, closes, around = AROUND[format]
-    start = " ".join([*map(mark, opens), "call", *_further(between, parallel and named is None), *map(mark, closes)])
-    body = " ".join([*map(mark, around[0]), "(" + " | ".join(f"t{i}" for i in range(len(chosen))) + ")"])
-    rules = [f"start: {start}", f"call: {body} {' '.join(map(mark, around[1]))}", *(r for call in calls for r in call)]
-    return StructuredOutput(grammar="\n".join(["%llguidance {}", *rules]) + "\n", name="tools")
+    kind = PARSERS[format]
+    if kind not in _CALLS:
+        raise RequestError(f"tool_choice can't demand a call in the format {format}; send auto or none", "tool_choice")
+    lark = _Lark(tokens or {})
+    functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+    start = _CALLS[kind](lark, functions, parallel and named is None)
+    lark.rules["start"] = f"{_thought(lark, reasoning, thinking)} {start}"
+    rules = [f"start: {lark.rules.pop('start')}", *(f"{name}: {body}" for name, body in lark.rules.items())]
+    return StructuredOutput(grammar="\n".join(rules), name="tools")
 
 
-def _further(between: str, parallel: bool) -> list[str]:
-    return [f"({_text(between)} call)*"] if parallel else []
+class _Lark:
+    """Rules in Lark's syntax, and how to write what they are made of."""
+
+    def __init__(self, tokens: Mapping[str, int]):
+        self.tokens = tokens
+        self.rules: dict[str, str] = {}
+
+    def literal(self, *texts: str) -> str:
+        """These texts one after the other, each a token where the tokenizer has one for it."""
+        parts = [f"<[{self.tokens[text]}]>" if text in self.tokens else json.dumps(text) for text in texts]
+        return " ".join(parts)
+
+    def rule(self, body: str, options: str = "") -> str:
+        """A new rule's name."""
+        name = f"r{len(self.rules)}"
+        self.rules[f"{name}{options}"] = body
+        return name
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': SPACING})}")
+
+    def until(self, marker: str) -> str:
+        """Any text up to `marker`, and it."""
+        if marker in self.tokens:
+            return f"{self.rule(TEXT)} {self.literal(marker)}"
+        return self.rule(TEXT, f"[suffix={json.dumps(marker)}]")
+
+    def choice(self, options: Sequence[str]) -> str:
+        return self.rule(" | ".join(options))
 
 
-def _text(text: str) -> str:
-    """A literal of the grammar."""
-    return json.dumps(text)
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments: an object, and an empty one where the tool names no parameters."""
+    schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
+    return {**schema, "type": "object"}
 
 
-def _json(schema: Any) -> str:
-    """A value that follows a schema. Whitespace between its parts has an end."""
-    schema = dict(schema) if isinstance(schema, Mapping) else {}
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+def _object(lark: _Lark, function: Mapping[str, Any], key: str) -> str:
+    opening = f'{{"name": {json.dumps(function["name"])}, "{key}": '
+    return f"{lark.literal(opening)} {lark.json(_arguments(function))} {lark.literal('}')}"
 
 
-def _arguments(function: Tool) -> dict[str, Any]:
-    schema = function.get("parameters") or {}
-    return (
-        {"type": "object", "additionalProperties": False, "properties": {}}
-        if not schema
-        else {"type": "object"} | schema
-    )
+def _sequence(lark: _Lark, call: str, separator: str, parallel: bool) -> str:
+    return f"{call} ({lark.literal(separator)} {call})*" if parallel else call
 
 
-def _object(function: Tool, rule: str, key: str) -> list[str]:
-    opens = f'{{"name": {json.dumps(function["name"])}, "{key}": '
-    return [f"{rule}: {_text(opens)} {_json(_arguments(function))} {_text('}')}"]
+def _hermes(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
+    said = lark.choice([_object(lark, function, "arguments") for function in functions])
+    call = lark.rule(f"{lark.literal('<tool_call>', chr(10))} {said} {lark.literal(chr(10), '</tool_call>')}")
+    return _sequence(lark, call, "\n", parallel)
 
 
-def _xml(function: Tool, rule: str) -> list[str]:
-    """A function's parameters in the order of its schema, those that aren't required left out or not."""
+def _llama(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
+    call = lark.choice([_object(lark, function, "parameters") for function in functions])
+    return _sequence(lark, call, "; ", parallel)
+
+
+def _mistral(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
+    call = lark.choice([_object(lark, function, "arguments") for function in functions])
+    return f"{lark.literal('[TOOL_CALLS]', '[')} {_sequence(lark, call, ', ', parallel)} {lark.literal(']')}"
+
+
+def _coder(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
+    said = lark.choice([_xml(lark, function) for function in functions])
+    call = lark.rule(f"{lark.literal('<tool_call>', chr(10))} {said} {lark.literal(chr(10), '</tool_call>')}")
+    return _sequence(lark, call, "\n", parallel)
+
+
+def _xml(lark: _Lark, function: Mapping[str, Any]) -> str:
+    """A call in XML: parameters in the schema's order, those that aren't required optional."""
     schema = _arguments(function)
-    required, shared = schema.get("required") or [], {k: v for k, v in schema.items() if k in ("$defs", "definitions")}
-    body, rules = [], []
-    for i, (key, value) in enumerate((schema.get("properties") or {}).items()):
-        name = f"{rule}_{i}"
-        body.append(name if key in required else f"{name}?")
-        rules += _parameter(key, value, shared, name)
-    opens, closes = _text(f"<function={function['name']}>\n"), _text("</function>")
-    return [f"{rule}: {opens} {' '.join(body)} {closes}", *rules]
+    parts = [lark.literal(f"<function={function['name']}>\n")]
+    for key, wanted in (schema.get("properties") or {}).items():
+        opening = lark.literal(f"<parameter={key}>\n")
+        if "string" not in types(wanted):
+            definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            value = f"{lark.json({**definitions, **wanted})} {lark.literal(chr(10) + '</parameter>')}"
+        elif isinstance(wanted, Mapping) and wanted.get("enum"):
+            options = [json.dumps(each) for each in wanted["enum"] if isinstance(each, str)]
+            value = f"{lark.choice(options)} {lark.literal(chr(10) + '</parameter>')}"
+        else:
+            value = lark.until("\n</parameter>")
+        parameter = f"{opening} {value} {lark.literal(chr(10))}"
+        parts.append(parameter if key in (schema.get("required") or ()) else f"({parameter})?")
+    return " ".join([*parts, lark.literal("</function>")])
 
 
-def _parameter(key: str, schema: Any, shared: Mapping[str, Any], name: str) -> list[str]:
-    opens, ends = _text(f"<parameter={key}>\n"), "\n</parameter>\n"
-    schema = schema if isinstance(schema, Mapping) else {}
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return [f"{name}: {opens} ({' | '.join(map(_text, choices))}) {_text(ends)}"]
-    if _texts(schema):
-        text = name.upper()
-        return [f"{name}: {opens} {text}", f"{text}: {VALUE} {_text(ends)}"]
-    return [f"{name}: {opens} {_json({**shared, **schema})} {_text(ends)}"]
+def _thought(lark: _Lark, reasoning: str | None, thinking: str | None) -> str:
+    """What may stand before the calls."""
+    kind = REASONING_PARSERS[reasoning] if reasoning else None
+    if kind is None or not issubclass(kind, Think) or thinking == "off":
+        return ""
+    body, space = lark.until(kind.CLOSES), r"/\n{0,2}/"
+    if thinking == "prompt" or kind.FORCED:
+        return f"{body} {space}"
+    return f"({lark.literal(kind.OPENS)} {body} {space})?"
 
 
-def _texts(schema: Mapping[str, Any]) -> bool:
-    """Whether a parameter's value is written as text, not as JSON."""
-    kinds = schema.get("type", "string" if not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "enum"} else None)
-    return kinds == "string"
-
-
-# Of each format: its rules for a function, and the markers before all calls, between two, behind all, around each.
-FORMATS = {
-    "hermes": lambda function, rule: _object(function, rule, "arguments"),
-    "llama3_json": lambda function, rule: _object(function, rule, "parameters"),
-    "mistral": lambda function, rule: _object(function, rule, "arguments"),
-    "qwen3_coder": _xml,
-}
-AROUND = {
-    "hermes": ((), "\n", (), (("<tool_call>", "\n"), ("\n", "</tool_call>"))),
-    "llama3_json": ((), "; ", (), ((), ())),
-    "mistral": (("[TOOL_CALLS]", "["), ", ", ("]",), ((), ())),
-    "qwen3_coder": ((), "\n", (), (("<tool_call>", "\n"), ("\n", "</tool_call>"))),
-}
+_CALLS = {Hermes: _hermes, Qwen3Coder: _coder, Llama3Json: _llama, Mistral: _mistral}
