@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.elsewhere import meant
+from jaxspec.elsewhere import METHODS, meant
 
 DTYPES = ("float32", "bfloat16", "float16")
 FLOAT32_MAX = 3.4e38
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16")
+
+ALIASES = {
+    "dtype": {"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
+    "kv_cache_dtype": {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "bf16": "bfloat16"},
+}
 
 # The largest sizes that a config.json may name: far above any model's, low enough that nothing made of them in passing
 # (a declaration for each layer and expert, a table of rotary frequencies) takes long.
@@ -412,6 +417,7 @@ class EngineConfig:
     decode_log_interval: int = 40
 
     def __post_init__(self):
+        self._take_aliases()
         for name, allowed in (
             ("dtype", (None, *DTYPES)),
             ("kv_cache_dtype", ("auto", *KV_DTYPES)),
@@ -459,6 +465,17 @@ class EngineConfig:
         if self.ngram_min > self.ngram_max:
             raise ConfigError(f"--ngram-min ({self.ngram_min}) must not exceed --ngram-max ({self.ngram_max})")
         self._check_drafts()
+
+    def _take_aliases(self) -> None:
+        """Values under vLLM's and SGLang's names, as ours; methods of drafting in any case."""
+        for name, aliases in ALIASES.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value in aliases:
+                object.__setattr__(self, name, aliases[value])  # the dataclass is frozen
+        if isinstance(self.draft, str):
+            method, colon, source = self.draft.partition(":")
+            method = method.lower() if method.lower() in ("none", "auto") else METHODS.get(method.lower(), method)
+            object.__setattr__(self, "draft", method + colon + source)
 
     def _check_drafts(self) -> None:
         """That drafts, steps and top-k fit together. A chain's steps are its drafts; drafters read the latter alone."""

@@ -22,7 +22,7 @@ from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.draft import Drafter
-from jaxspec.drafters import LoadedDrafter, load_drafter
+from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.target import kernels_here
@@ -122,6 +122,8 @@ class Runner:
             log.info("the plain path serves attention and matmuls, not the Hopper kernels: %s", reason)
         self.compiles = compile_counter()
         compiled, started = self.compiles["compiles"], time.monotonic()
+        if model is None and draft is None:
+            check_drafter(options)
         self.model = model or load_model(
             options.model,
             options.dtype,
