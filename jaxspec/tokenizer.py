@@ -87,6 +87,13 @@ class Tokenizer:
         )
         return cls(fast)
 
+    def save(self, folder: str | Path) -> None:
+        """Write the files that `from_folder` reads, and transformers from version 4 on."""
+        self._fast.save_pretrained(str(folder))
+        config = Path(folder) / "tokenizer_config.json"
+        named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # in both versions
+        config.write_text(json.dumps(named, indent=2) + "\n")
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised.
 

@@ -69,6 +69,7 @@ class Stage:
         self.root, self.context, self.arguments = root, context, arguments
         self.env = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root", "LANG": "C.UTF-8"}
         self.env |= {name: os.environ[name] for name in os.environ if name.startswith(("PIP_", "SSL_", "REQUESTS_"))}
+        self.env["LD_LIBRARY_PATH"] = "/usr/local/lib"  # where the image's own Python finds its library unasked
         self.folder, self.user = "/", "root"
         for name in EMPTY:
             (root / name).mkdir(parents=True)

@@ -332,3 +332,12 @@ def test_demo_tokenizer_equals_transformers():
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     assert tokenizer.decode(chat, False).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
     assert chat[:4] == [1, 9690, 198, 2683]
+
+
+def test_a_saved_tokenizer_reads_as_the_same(tmp_path):
+    tokenizer = Tokenizer.from_folder(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True))
+    tokenizer.save(tmp_path)
+    again, messages = Tokenizer.from_folder(tmp_path), [{"role": "user", "content": "hé"}]
+    assert again.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
+    assert again.eos_token_ids == tokenizer.eos_token_ids
+    assert '"PreTrainedTokenizerFast"' in (tmp_path / "tokenizer_config.json").read_text(), "what transformers 4 knows"
