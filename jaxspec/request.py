@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -68,7 +69,7 @@ class StructuredOutput:
 
     - `name`: what errors call it, in place of one of the first four.
 
-    **Attributes:** `kind`, which of the four it is; `text`, that as text.
+    **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`.
 
     **Raises:** `RequestError` naming the field. Whether a grammar compiles is known when its request is prepared.
     """
@@ -81,6 +82,7 @@ class StructuredOutput:
     name: str | None = field(default=None, compare=False)
     kind: str = field(init=False)
     text: str = field(init=False, repr=False)
+    prefix: tuple[str, str] | None = field(default=None, init=False)
 
     def __post_init__(self, json, regex, choice, grammar):
         named = {"json": json, "regex": regex, "choice": choice, "grammar": grammar}
@@ -99,6 +101,13 @@ class StructuredOutput:
                 _pattern("whitespace_pattern", self.whitespace_pattern)
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "text", text)
+
+    def after(self, opens: str, closes: str) -> StructuredOutput:
+        """The same behind free text, such as reasoning, that stands between two markers and may be left out. With ""
+        as the opening marker the text begins inside of it, and the closing one must come."""
+        behind = copy.copy(self)
+        object.__setattr__(behind, "prefix", (opens, closes))
+        return behind
 
 
 def _schema(value: Any) -> str:

@@ -65,8 +65,26 @@ class Speech:
             markers += REASONING_PARSERS[self.reasoning].MARKERS
         if self.tools_format:
             markers += PARSERS[self.tools_format].MARKERS
-        kept = tuple(dict.fromkeys(markers))
-        return replace(params, kept_special_tokens=kept, structured=self.grammar or params.structured)
+        if self.grammar and params.structured:
+            raise RequestError(
+                f"tool_choice demands a call, and {params.structured.name} says what else the text must be; send one",
+                "tool_choice",
+            )
+        structured = self.grammar or (params.structured and self._behind_reasoning(params.structured))
+        return replace(params, kept_special_tokens=tuple(dict.fromkeys(markers)), structured=structured)
+
+    def _behind_reasoning(self, grammar: StructuredOutput) -> StructuredOutput:
+        """A grammar is of what the model answers: it may reason before."""
+        kind = REASONING_PARSERS[self.reasoning] if self.reasoning else None
+        if kind is None or self.thinking == "off":
+            return grammar
+        if not issubclass(kind, Think):
+            raise RequestError(
+                f"structured output can't be served where replies are in the format {self.reasoning}",
+                grammar.name or grammar.kind,
+            )
+        begun = self.thinking == "prompt" or kind.FORCED
+        return grammar.after("" if begun else kind.OPENS, kind.CLOSES)
 
 
 PLAIN = Speech(None, None)  # text as it comes

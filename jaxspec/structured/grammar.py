@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -59,7 +59,7 @@ class Grammars:
             why = f"the grammar library can't read this model's tokenizer: {self._unreadable}"
             raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
         try:
-            matcher = self._watch.run(wanted, lambda: LLMatcher(made, source(wanted), log_level=0, limits=LIMITS))
+            matcher = self._watch.run(wanted, lambda: LLMatcher(made, self._source(wanted), log_level=0, limits=LIMITS))
         except RequestError:
             raise
         except Exception as error:  # what a text that isn't a grammar sets off in one of the library's readers
@@ -71,6 +71,10 @@ class Grammars:
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         return matcher
+
+    def _source(self, wanted: StructuredOutput) -> str:
+        base = source(wanted)
+        return base if wanted.prefix is None else behind(base, *wanted.prefix, self._tokenizer.added_tokens)
 
     def start(self, compiled: LLMatcher, avoid_end: bool = False) -> Matcher:
         """A completion's matcher, before its first token."""
@@ -88,6 +92,17 @@ def source(wanted: StructuredOutput) -> str:
     if wanted.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(wanted.text))))
     return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))  # of text that isn't GBNF, that changes nothing
+
+
+def behind(base: str, opens: str, closes: str, tokens: Mapping[str, int]) -> str:
+    """A grammar behind free text between markers: see `StructuredOutput.after`. A marker that is one of the added
+    `tokens` is written as that token, since special ones aren't text."""
+    mark = lambda marker: f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)  # noqa: E731
+    ends = f"inner: ANY {mark(closes)}" if closes in tokens else f"inner[suffix={mark(closes)}]: ANY"
+    start = f"start: block? @body\nblock: {mark(opens)} inner SPACE" if opens else "start: inner SPACE @body"
+    around = f"%llguidance {{}}\n{start}\n{ends}\nANY: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]{{0,8}}/\n"
+    (body,) = json.loads(base)["grammars"] if base.startswith('{"grammars"') else [{"lark_grammar": base}]
+    return json.dumps({"grammars": [{"lark_grammar": around}, {**body, "name": "body"}]})
 
 
 def _reason(text: str) -> str:
