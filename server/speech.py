@@ -65,11 +65,6 @@ class Speech:
             markers += REASONING_PARSERS[self.reasoning].MARKERS
         if self.tools_format:
             markers += PARSERS[self.tools_format].MARKERS
-        if self.grammar and params.structured:
-            raise RequestError(
-                f"tool_choice demands a call, and {params.structured.name} says what else the text must be; send one",
-                "tool_choice",
-            )
         structured = self.grammar or (params.structured and self._behind_reasoning(params.structured))
         return replace(params, kept_special_tokens=tuple(dict.fromkeys(markers)), structured=structured)
 

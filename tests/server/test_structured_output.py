@@ -131,7 +131,7 @@ def test_grammars_that_do_not_compile_are_named(real, engine_url, fields, param,
     assert httpx.get(f"{engine_url}/health").status_code == 200
 
 
-# -- demands and reasoning -----------------------------------------------------------------------------------------------
+# -- demands and reasoning ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
@@ -151,7 +151,7 @@ def test_a_demanded_call_is_made(real, choice, stream):
 
 def test_a_demanded_call_and_a_format_are_too_much(real):
     tools = [{"type": "function", "function": {"name": "now"}}]
-    with pytest.raises(openai.BadRequestError, match="send one"):
+    with pytest.raises(openai.BadRequestError, match="another form"):
         real.chat.completions.create(**CHAT, tools=tools, tool_choice="required", response_format=NAMED)
 
 
