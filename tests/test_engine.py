@@ -454,6 +454,13 @@ MEANINGS = [
 ]
 
 
+def test_special_tokens_kept_by_name_are_in_the_text():
+    kept = params(kept_special_tokens=["<|im_start|>"], logit_bias={257: 100.0}, max_tokens=3)
+    skipped = dataclasses.replace(kept, kept_special_tokens=())
+    found = [out.text for out in engine("none").generate([tokens(9)] * 2, [kept, skipped])]
+    assert found == ["<|im_start|>" * 3, ""]
+
+
 @functools.cache
 def expected_meanings():
     settings = [params(**{"logprobs": 4, "max_tokens": 36, **meaning}) for meaning in MEANINGS]

@@ -216,9 +216,9 @@ class Scanner:
         if not found or found.end() - self.at > limit:
             return None
         try:
-            said = json.loads(found.group(), strict=False)
+            said = json.loads(found.group())
             said.encode()
-        except ValueError:  # an unknown escape, or half of a surrogate pair
+        except ValueError:  # an unknown escape, a control character, or half of a surrogate pair
             return None
         self.at = found.end()
         return said

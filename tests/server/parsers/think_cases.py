@@ -15,6 +15,7 @@ THINK = [
     Case("several lines", "vllm qwen3", "qwen3", "<think>a\nb</think>c\nd", "a\nb", "c\nd"),
     Case("thinking off", "vllm qwen3", "qwen3", "Just an answer.", None, "Just an answer.", thinking="off"),
     Case("thinking off, call", "vllm qwen3", "qwen3", "Look.\n\n" + BASH, None, "Look.\n\n" + BASH, thinking="off"),
+    Case("thinking off, marker", "vllm qwen3", "qwen3", "<think>a</think>b", None, "<think>a</think>b", thinking="off"),
     Case("no reasoning", "sglang qwen3", "qwen3", "Just an answer.", None, "Just an answer."),
     Case("call ends open reasoning", "vllm qwen3", "qwen3", "Look.\n\n" + BASH, "Look.\n\n", BASH, thinking="prompt"),
     Case("call ends reasoning with marker", "vllm qwen3", "qwen3", "<think>Look.\n\n" + BASH, "Look.\n\n", BASH),
