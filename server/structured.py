@@ -21,6 +21,8 @@ from server.parsers.think import Think
 # JSON as models are shown it, which leaves nothing to choose between its parts
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT = r"/(?s:.*)/"
+# A parameter's text in XML: anything that its parser doesn't take for the end.
+VALUE = r"(/(?s:.*)/ & ~/(?s:.*)(<\/parameter>|\n<\/function>|\n<parameter=)(?s:.*)/)"
 
 
 def tool_call_grammar(
@@ -68,6 +70,12 @@ class _Lark:
         """A new rule's name."""
         name = f"r{len(self.rules)}"
         self.rules[f"{name}{options}"] = body
+        return name
+
+    def terminal(self, body: str) -> str:
+        """A new terminal's name: what a regular expression could say."""
+        name = f"T{len(self.rules)}"
+        self.rules[name] = body
         return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
@@ -129,14 +137,20 @@ def _xml(lark: _Lark, function: Mapping[str, Any]) -> str:
         if "string" not in types(wanted):
             definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             value = f"{lark.json({**definitions, **wanted})} {lark.literal(chr(10) + '</parameter>')}"
-        elif isinstance(wanted, Mapping) and wanted.get("enum"):
-            options = [json.dumps(each) for each in wanted["enum"] if isinstance(each, str)]
+        elif options := _texts(wanted):
             value = f"{lark.choice(options)} {lark.literal(chr(10) + '</parameter>')}"
         else:
-            value = lark.until("\n</parameter>")
+            value = lark.terminal(f"{VALUE} {lark.literal(chr(10) + '</parameter>')}")
         parameter = f"{opening} {value} {lark.literal(chr(10))}"
         parts.append(parameter if key in (schema.get("required") or ()) else f"({parameter})?")
     return " ".join([*parts, lark.literal("</function>")])
+
+
+def _texts(schema: Any) -> list[str]:
+    """The texts that a parameter's schema lists, each as a literal."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    listed = [schema["const"]] if "const" in schema else schema.get("enum") or ()
+    return [json.dumps(each) for each in listed if isinstance(each, str)]
 
 
 def _thought(lark: _Lark, reasoning: str | None, thinking: str | None) -> str:

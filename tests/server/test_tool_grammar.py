@@ -80,11 +80,12 @@ def test_text_that_calls_nothing_is_no_text_of_the_grammar(format):
 
 def test_strings_of_any_text_end_at_their_marker():
     wanted = tool_call_grammar([tool("say", text={"type": "string"})], "qwen3_coder")
-    text = (
-        "<tool_call>\n<function=say>\n<parameter=text>\n<b>\nx</parameter> y\n</parameter>\n</function>\n</tool_call>"
-    )
+    text = "<tool_call>\n<function=say>\n<parameter=text>\n<b>\n</x> y\n\n</parameter>\n</function>\n</tool_call>"
     assert accepts(wanted, text)
+    assert json.loads(parse("qwen3_coder", [text])["tool_calls"][0]["arguments"]) == {"text": "<b>\n</x> y\n"}
     assert not accepts(wanted, text.replace("\n</parameter>", ""))
+    for end in ("</parameter>", "\n</function>", "\n<parameter="):
+        assert not accepts(wanted, text.replace("</x>", end)), "the parser would end the value there"
 
 
 @pytest.mark.parametrize(
