@@ -145,7 +145,7 @@ class Formats:
         parallel, thinking = body.parallel_tool_calls is not False, self._thinking(prompt, tokenizer)
         grammar = None
         if named is not None or body.tool_choice == "required":
-            how = {"tokens": tokenizer.added_tokens, "reasoning": self.reasoning, "thinking": thinking}
+            how = {"special_ids": tokenizer.added_tokens, "reasoning": self.reasoning, "thinking": thinking}
             grammar = tool_call_grammar(body.tools, self.tools, named, parallel, **how)
         return Speech(
             self.reasoning,

@@ -30,15 +30,15 @@ def tool_call_grammar(
     format: str,
     named: str | None = None,
     parallel: bool = True,
+    special_ids: Mapping[str, int] | None = None,
     *,
-    tokens: Mapping[str, int] | None = None,
     reasoning: str | None = None,
     thinking: str | None = None,
 ) -> StructuredOutput:
     """The grammar of at least one call.
 
     **Arguments:** `format` is a tool format of `PARSERS`. `named`: one call, of that tool. `parallel`: several may
-    follow each other. `tokens`: the tokenizer's added tokens; a marker that is one is written as that token.
+    follow each other. `special_ids`: token ids of texts that no other tokens spell (`Tokenizer.added_tokens`).
     `reasoning` and `thinking` are those of `server.parsers.Parser`.
 
     **Raises:** `RequestError` for a format whose calls can't be demanded.
@@ -46,8 +46,11 @@ def tool_call_grammar(
     kind = PARSERS[format]
     if kind not in _CALLS:
         raise RequestError(f"tool_choice can't demand a call in the format {format}; send auto or none", "tool_choice")
-    lark = _Lark(tokens or {})
+    lark = _Lark(special_ids or {})
     functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+    if not functions:
+        wanted = "a function" if named is None else f"the function {named!r}"
+        raise RequestError(f"tool_choice demands {wanted}, which tools lacks", "tool_choice")
     start = _CALLS[kind](lark, functions, parallel and named is None)
     lark.rules["start"] = f"{_thought(lark, reasoning, thinking)} {start}"
     rules = [f"start: {lark.rules.pop('start')}", *(f"{name}: {body}" for name, body in lark.rules.items())]

@@ -110,7 +110,7 @@ def test_a_marker_that_is_a_token_is_that_token():
     tokenizer = byte_tokenizer()
     tokens = tokenizer.added_tokens
     assert tokens["<|im_start|>"] == 257
-    made = matcher(tool_call_grammar(TOOLS, "hermes", tokens={"<tool_call>": 257, "</tool_call>": 256}))
+    made = matcher(tool_call_grammar(TOOLS, "hermes", special_ids={"<tool_call>": 257, "</tool_call>": 256}))
     body = list(b'\n{"name": "stop", "arguments": {}}\n')
     assert made.try_consume_tokens([257, *body, 256]) == len(body) + 2 and made.is_accepting()
 
@@ -118,6 +118,8 @@ def test_a_marker_that_is_a_token_is_that_token():
 def test_what_cannot_be_demanded_is_refused():
     with pytest.raises(RequestError, match="harmony"):
         tool_call_grammar(TOOLS, "harmony")
+    with pytest.raises(RequestError, match="'absent'"):
+        tool_call_grammar(TOOLS, "hermes", "absent")
     huge = [tool("f", x={"type": "string", "description": "x" * 2**18})]
     with pytest.raises(RequestError, match="at most"):
         tool_call_grammar(huge, "hermes")
