@@ -293,6 +293,14 @@ class AsyncLLM:
                 del self._streams[request.id]  # the id is free only behind the abort, which would end its next owner
             self._release(params.n)
 
+    def abort(self, request_id: str | None = None) -> None:
+        """End a request, or all: each of its completions gets a last delta with the finish reason "abort".
+
+        An id that no request has is ignored. **Raises:** `EngineDead`.
+        """
+        ids = list(self._streams) if request_id is None else [request_id]
+        self._call(lambda: self._deliver([delta for each in ids for delta in self.engine.abort(each)]))
+
     async def flush_cache(self) -> bool:
         """Empty the prefix tree. False, and nothing done, while requests run.
 

@@ -204,6 +204,22 @@ class Tokenizer:
             self._shown[kept] = self._plain_bytes | added if added else self._plain_bytes
         return self._shown[kept]
 
+    def pieces(self, ids: list[int]) -> list[str]:
+        """The vocabulary's own spelling of tokens, such as "Ġthe". Empty for an id outside it."""
+        return [piece or "" for piece in self._fast.convert_ids_to_tokens(ids)]
+
+    def settings(self) -> dict[str, Any]:
+        """What tokenizer_config.json says: its class, chat template, special tokens, and plain settings."""
+        fast = self._fast
+        plain = {key: value for key, value in fast.init_kwargs.items() if isinstance(value, str | int | float | bool)}
+        hidden = ("name_or_path", "vocab_file", "tokenizer_file", "merges_file", "chat_template")
+        return {
+            "tokenizer_class": type(fast).__name__,
+            **{key: value for key, value in plain.items() if key not in hidden},
+            **fast.special_tokens_map,
+            "chat_template": self.chat_template,
+        }
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes this token adds to the text; for a special token, its name. Empty outside the vocabulary."""
         return self._bytes.get(token_id, b"")

@@ -17,8 +17,12 @@ from server.body import BodyRoute
 from server.gate import Gate
 from server.metrics import Metrics
 from server.routes.generation import add_generation
+from server.routes.health import add_health
 from server.routes.information import add_information
 from server.routes.playground import add_playground
+from server.routes.serving import Serving
+from server.routes.sglang import add_sglang
+from server.routes.tokens import add_tokens
 from server.speech import Formats
 
 
@@ -46,7 +50,11 @@ def create_app(
     template = llm.tokenizer.chat_template if llm.tokenizer else None
     formats = Formats.of(llm.model_config.model_type, template, reasoning_parser, tool_call_parser)
     formats.log(reasoning_parser, tool_call_parser)
-    add_generation(app, llm, name, metrics, sampling or {}, formats)
+    serving = Serving(llm, name, metrics, sampling or {}, formats)
+    add_generation(app, serving)
+    add_sglang(app, serving)
+    add_tokens(app, serving)
+    add_health(app, llm, metrics)
     add_information(app, llm, name, metrics)
     add_playground(app, name)
     return app

@@ -22,7 +22,8 @@ from server.refusals import Refusals
 
 log = logging.getLogger("jaxspec.server")
 
-OPEN_PATHS = ("/", "/health", "/metrics")  # browsers, probes and scrapers rarely carry a key
+# Browsers, probes and scrapers rarely carry a key.
+OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/health_generate", "/metrics")
 MAX_BODY_BYTES = 64 * 2**20
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # of a client; any other is replaced
 

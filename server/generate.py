@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi.responses import Response
@@ -17,12 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from jaxspec import AsyncLLM
 from jaxspec.llm import LONG_PROMPT
-from jaxspec.request import CONTEXT_EXCEEDED, Delta, RequestError, SamplingParams
+from jaxspec.request import CONTEXT_EXCEEDED, Delta, RequestError
 from jaxspec.tokenizer import Tokenizer, TokenizerError, TooLong
 from server.errors import describe
 from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
-from server.replies import DONE, Prompt, Reply, encode, event
+from server.replies import Answer, Job, Prompt
 from server.speech import Formats
 from server.workers import Workers
 
@@ -120,21 +119,6 @@ async def _tokenize[T](work: Callable[[Check], T], size: int, param: str, contex
         raise RequestError(str(error), param) from error
 
 
-@dataclass(slots=True)
-class Job:
-    """A prompt for the engine, with the request id that the engine is to know it by."""
-
-    ids: list[int]
-    params: SamplingParams
-    id: str
-
-
-def jobs(reply: Reply) -> list[Job]:
-    """A reply's prompts, by the reply's id: what a client sees is what the engine and its log say."""
-    names = [reply.id, *(f"{reply.id}-{i}" for i in range(1, len(reply.prompts)))]
-    return [Job(prompt.ids, reply.params, name) for prompt, name in zip(reply.prompts, names, strict=True)]
-
-
 async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics) -> Deltas:
     """Generate for all prompts at once; yields (number of the prompt, delta) as they come.
 
@@ -212,7 +196,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def collect(deltas: Deltas, reply: Reply) -> dict:
+async def collect(deltas: Deltas, reply: Answer) -> Any:
     """Run a request to its end and return the whole response."""
     async with aclosing(deltas):
         async for number, delta in deltas:
@@ -223,12 +207,12 @@ async def collect(deltas: Deltas, reply: Reply) -> dict:
 class EventStream(Response):
     """A reply as server-sent events, starting with a delta already taken: its errors had their own status code.
 
-    An error later on is sent as an event with OpenAI's error body, then `[DONE]`.
+    An error later on is sent as an event, as the reply words it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, llm: AsyncLLM, reply: Reply, first: tuple[int, Delta], deltas: Deltas):
+    def __init__(self, llm: AsyncLLM, reply: Answer, first: tuple[int, Delta], deltas: Deltas):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.llm, self.reply, self.first, self.deltas = llm, reply, first, deltas
@@ -253,6 +237,6 @@ class EventStream(Response):
                 if text := self.reply.chunks(number, delta):
                     yield text
         except Exception as error:
-            yield event(encode(describe(error, self.llm.error).body)) + DONE
+            yield self.reply.failed(describe(error, self.llm.error).body)
             return
         yield self.reply.closing()

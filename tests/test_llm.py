@@ -182,6 +182,22 @@ def test_closing_the_iterator_aborts(serve):
     serve(scenario)
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_an_aborted_request_ends_with_what_it_has(serve, everything):
+    async def scenario(llm):
+        first, second = (llm.generate(tokens(20), params(max_tokens=150, n=2), name) for name in ("a", "b"))
+        begun = [await anext(first), await anext(second)]
+        llm.abort("nobody")
+        llm.abort(None if everything else "a")
+        aborted = [begun[0]] + [delta async for delta in first]
+        kept = [begun[1]] + [delta async for delta in second]
+        ends = [[d.finish_reason for d in deltas if d.finish_reason] for deltas in (aborted, kept)]
+        assert ends == [["abort"] * 2, ["abort" if everything else "length"] * 2]
+        assert all(d.metrics is not None for d in aborted if d.finish_reason)
+
+    serve(scenario)
+
+
 def test_an_id_that_is_used_again_gets_nothing_of_its_last_request(serve, monkeypatch):
     """Closed while the engine is in a step, whose tokens come after the id has another owner."""
     core, closing, closed = engine("ngram").engine, threading.Event(), threading.Event()

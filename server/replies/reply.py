@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
 from jaxspec.tokenizer import Detokenizer
@@ -43,6 +43,27 @@ class Choice:
 
 def event(data: str) -> str:
     return f"data: {data}\n\n"
+
+
+@dataclass(slots=True)
+class Job:
+    """A prompt for the engine, with the request id that the engine is to know it by."""
+
+    ids: list[int]
+    params: SamplingParams
+    id: str
+
+
+class Answer(Protocol):
+    """What takes the deltas of its `jobs` and says them to a client: `chunks`, then `closing` or `failed`, for a stream
+    of events; `take`, then `whole`, otherwise."""
+
+    def jobs(self) -> list[Job]: ...
+    def chunks(self, prompt: int, delta: Delta) -> str: ...
+    def closing(self) -> str: ...
+    def failed(self, body: dict[str, Any]) -> str: ...
+    def take(self, prompt: int, delta: Delta) -> None: ...
+    def whole(self) -> Any: ...
 
 
 class Reply:
@@ -92,6 +113,11 @@ class Reply:
         self._held: dict[int, list[Delta]] = {}
         self._texts: dict[int, Detokenizer] = {}
 
+    def jobs(self) -> list[Job]:
+        """The prompts by the response's id, so that the log calls a request what its client does, and some digits:
+        clients may send an `X-Request-Id` again while it is in use, and the engine takes an id once."""
+        return [Job(prompt.ids, self.params, f"{self.id}-{secrets.token_hex(4)}") for prompt in self.prompts]
+
     def chunks(self, prompt: int, delta: Delta) -> str:
         """The events to send for a delta; empty when it has nothing to show yet."""
         delta = self._count(prompt, delta)
@@ -114,6 +140,10 @@ class Reply:
         last = {"id": self.id, "object": self.CHUNK, **self._base, "choices": [], "usage": self.usage()}
         last |= self._speculation.fields()
         return event(encode(last)) + DONE
+
+    def failed(self, body: dict[str, Any]) -> str:
+        """The last events of a stream that failed, with an error's `body`."""
+        return event(encode(body)) + DONE
 
     def take(self, prompt: int, delta: Delta) -> None:
         """Gather a delta for `whole`."""
@@ -164,6 +194,8 @@ class Reply:
         self._tokens += len(delta.token_ids)
         if delta.prompt_logprobs is not None:
             self._prompt_entries[prompt] = delta.prompt_logprobs
+        elif delta.finish_reason == "abort":  # perhaps before anything was known of the prompt
+            self._prompt_entries.setdefault(prompt, [None] * len(self.prompts[prompt].ids))
         if delta.finish_reason is not None:
             self._unfinished -= 1
             self._last = delta if not self._unfinished else None

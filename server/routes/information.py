@@ -1,4 +1,4 @@
-"""The routes that tell of the server: its model, its health, its figures."""
+"""The routes that tell of the server: its model, its options, its figures."""
 
 from __future__ import annotations
 
@@ -41,21 +41,33 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
             raise ApiError(404, message, param="model", code="model_not_found")
         return card
 
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> dict:
-        """200 while requests can be served, else 503."""
-        if llm.error is not None:
-            raise engine_died(llm.error)
-        if not llm.stats()["ready"]:
-            raise ApiError(503, "the engine is not ready", kind="server_error")
-        return {"status": "ok"}
+    @app.get("/version")
+    async def version() -> dict:
+        """jaxspec's version."""
+        return {"version": jaxspec.__version__}
+
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> dict:
+        """What SGLang says of its model."""
+        return {
+            "model_path": llm.config.model,
+            "tokenizer_path": llm.config.model,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": llm.model_config.model_type,
+        }
 
     @app.get("/server_info")
+    @app.get("/get_server_info")
     async def server_info() -> dict:
         """What is served, how, and how it has gone since the start."""
         stats = llm.stats()
         return {
+            "version": jaxspec.__version__,
             "model": llm.config.model,
             "draft": llm.config.draft,
             "served_model_name": name,
@@ -70,6 +82,7 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
             "engine": dataclasses.asdict(llm.config),
             "model_config": dataclasses.asdict(llm.model_config),
             "stats": stats,
+            "internal_states": [{"avg_spec_accept_length": stats["avg_spec_accept_length"]}],  # where SGLang has it
         }
 
     @app.get("/metrics")

@@ -53,6 +53,8 @@ class FakeLLM:
     running: int = 0
     aborted: int = 0
     flushed: int = 0
+    aborts: set[str | None] = field(default_factory=set)
+    names: list[str | None] = field(default_factory=list)
 
     @property
     def engine(self) -> FakeLLM:
@@ -73,11 +75,16 @@ class FakeLLM:
         if self.error is not None:
             raise EngineDead("the engine has stopped") from self.error
         self.started.append((prompt, params))
+        self.names.append(request_id)
         self.running += 1
         done = False
         try:
             async for delta in self._deltas(prompt, params):
                 yield delta
+                if self.aborts & {None, request_id}:
+                    latency = RequestMetrics(latency=0.05, prompt_tokens=len(prompt))
+                    yield Delta("id", delta.index, finish_reason="abort", metrics=latency)
+                    break
             done = True
         finally:
             self.running -= 1
@@ -150,6 +157,10 @@ class FakeLLM:
             "requests_total": {"stop": 3, "abort": 1},
             "ready": self.ready,
         }
+
+    def abort(self, request_id: str | None = None) -> None:
+        self.aborts.add(request_id)
+        self.open |= request_id is None or request_id in self.names
 
     def close(self, timeout: float = 0) -> bool:
         self.ready = False

@@ -1,4 +1,4 @@
-"""The routes that tell about the server: models, health, server_info, flush_cache."""
+"""The routes that tell about the server: models, server_info, flush_cache."""
 
 import httpx
 
@@ -21,13 +21,6 @@ def test_served_name_replaces_the_models():
         assert httpx.post(f"{url}/v1/completions", json={"model": "fake/model", "prompt": "a"}).status_code == 404
         info = httpx.get(f"{url}/server_info").json()
         assert (info["served_model_name"], info["model"]) == ("mine", "fake/model")
-
-
-def test_health(http, fake):
-    assert http.get("/health").json() == {"status": "ok"}
-    assert (http.head("/health").status_code, http.head("/health").content) == (200, b"")
-    fake.ready = False
-    assert http.get("/health").status_code == http.head("/health").status_code == 503
 
 
 def test_server_info(http):

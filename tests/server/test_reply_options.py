@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxspec.request import RequestMetrics
+from jaxspec.request import Delta, RequestMetrics
 from server.logprobs import Offsets
 from server.replies.speculation import Speculation
 from tests.server.fake import TEXT, byte_tokenizer
@@ -109,3 +109,16 @@ def test_offsets_count_the_special_tokens_that_are_shown():
     shown, hidden = Offsets(names, skip=False), Offsets(names)
     assert [shown.take(token) for token in (special, 65)] == [0, len(names.token_text(special))]
     assert [hidden.take(token) for token in (special, 65)] == [0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_a_request_aborted_before_its_prompt_is_known_is_answered(http, fake, fields, stream):
+    async def aborted(prompt, params):
+        metrics = RequestMetrics(latency=0.1, prompt_tokens=len(prompt))
+        yield Delta("id", 0, finish_reason="abort", metrics=metrics)
+
+    fake._deltas = aborted
+    reply = http.post("/v1/completions", json={"prompt": "hi", "stream": stream} | fields)
+    del fake._deltas
+    assert reply.status_code == 200 and '"finish_reason":"abort"' in reply.text
