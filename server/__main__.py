@@ -27,6 +27,7 @@ from jaxspec.tokenizer import TokenizerError
 from server import logs
 from server.app import create_app
 from server.connections import Connection, allow_open_files
+from server.cors import cors_options
 from server.options import UsageError, parse
 
 log = logging.getLogger("jaxspec.server")
@@ -76,7 +77,8 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> 
     if sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
-    app = create_app(llm, args.served_model_name, api_key, sampling, args.reasoning_parser, args.tool_call_parser)
+    parsers = args.reasoning_parser, args.tool_call_parser
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args))
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,

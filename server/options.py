@@ -15,6 +15,7 @@ from jaxspec.config import flag
 from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
 from jaxspec.flags import add_engine_flags, natural, positive
 from server import logs
+from server.cors import add_cors_flags
 from server.parsers import PARSERS, REASONING_PARSERS
 from server.translate import PROGRAM, pairs, translate, without_launcher
 
@@ -100,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--log-format", default="text", choices=logs.FORMATS, help="of log lines (default: %(default)s)"
     )
     server.add_argument("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
+    add_cors_flags(server)
     limits = parser.add_argument_group("limits")
     for name, kind, default, metavar, text in LIMITS:
         shown = "none" if default is None else default

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Annotated
+
+from pydantic import FailFast, Field, model_validator
 
 from jaxspec.request import RequestError
-from server.protocol.base import Body, Text
-from server.protocol.chat import ChatRequest, Message
+from server.protocol.base import Body, Integer, Text, at_most
+from server.protocol.chat import MAX_MESSAGES, ChatRequest, Message
+
+MAX_TOKENS = 2**20  # that are decoded at once
 
 
 class TokenizeRequest(ChatRequest):
@@ -14,7 +18,9 @@ class TokenizeRequest(ChatRequest):
     here as it is; those that don't bear on its prompt do nothing."""
 
     prompt: Text | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[
+        list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES, "messages")
+    ] = None  # a chat's field, not required
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -34,4 +40,4 @@ class DetokenizeRequest(Body):
     """Token ids, to be decoded with their special tokens."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[Integer], FailFast(), at_most(MAX_TOKENS, "token ids")]

@@ -7,7 +7,7 @@ the last of a completion is what the whole response says of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxspec.request import Delta, TokenLogprobs
@@ -28,14 +28,22 @@ class Output:
 
 class GenerateReply:
     """**Arguments:** `starts`: for each job, from which prompt token on log-probabilities are shown, -1 for none.
+    `no_tokens`: for each, whether what is generated isn't shown.
     `several`: the response is a list, and the events of a stream carry an `index`. `name_tokens`: log-probabilities
     come with their tokens' texts.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], starts: Sequence[int], names: TokenNames, *, several: bool, name_tokens: bool
+        self,
+        jobs: Sequence[Job],
+        starts: Sequence[int],
+        no_tokens: Sequence[bool],
+        names: TokenNames,
+        *,
+        several: bool,
+        name_tokens: bool,
     ):
-        self._jobs, self._starts, self._names = list(jobs), starts, names
+        self._jobs, self._starts, self._no_tokens, self._names = list(jobs), starts, no_tokens, names
         self._several, self._name_tokens = several, name_tokens
         self._n = jobs[0].params.n
         self._outputs = [Output() for _ in range(len(jobs) * self._n)]
@@ -46,6 +54,8 @@ class GenerateReply:
 
     def take(self, prompt: int, delta: Delta) -> None:
         output = self._outputs[prompt * self._n + delta.index]
+        if self._no_tokens[prompt] and delta.finish_reason != "abort":
+            delta = replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length")
         output.text += delta.text
         output.token_ids += delta.token_ids
         output.logprobs += delta.logprobs or ()

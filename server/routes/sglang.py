@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from jaxspec import RequestError
-from server.generate import completion_prompts
 from server.protocol import CompletionRequest
 from server.protocol.sglang import NAMES, AbortRequest, GenerateRequest
 from server.replies import Job
@@ -26,12 +25,15 @@ def add_sglang(app: FastAPI, serving: Serving) -> None:
         serving.check()
         with _their_fields("input_ids" if body.text is None else "text"):
             params = body.sampling(serving.sampling)
-            prompts = await completion_prompts(CompletionRequest(prompt=body.prompts), serving.llm.tokenizer)
-            work = zip(prompts, params, body.ids(), strict=True)
-            jobs = [Job(prompt.ids, each, name) for prompt, each, name in work]
-            options = {"several": body.several, "name_tokens": bool(body.return_text_in_logprobs)}
-            reply = GenerateReply(jobs, body.starts(), serving.texts, **options)
-            return await serving.answer(request, reply, body.stream)
+
+            async def make() -> GenerateReply:
+                prompts = await serving.prompts(CompletionRequest(prompt=body.prompts))
+                work = zip(prompts, params, body.ids(), strict=True)
+                jobs = [Job(prompt.ids, each, name) for prompt, each, name in work]
+                options = {"several": body.several, "name_tokens": bool(body.return_text_in_logprobs)}
+                return GenerateReply(jobs, body.starts(), body.no_tokens(), serving.texts, **options)
+
+            return await serving.answer(request, make(), body.stream)
 
     @app.post("/abort_request")
     async def abort_request(body: AbortRequest) -> JSONResponse:
@@ -54,4 +56,4 @@ def _their_fields(prompt: str) -> Iterator[None]:
             param = {"request_id": "rid", "prompt": prompt}[error.param]
         else:
             param = error.param and f"sampling_params.{NAMES.get(error.param, error.param)}"
-        raise RequestError(message, param) from error
+        raise RequestError(message, param, error.code) from error

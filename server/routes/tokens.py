@@ -11,7 +11,6 @@ from jaxspec import RequestError
 from jaxspec.llm import LONG_PROMPT
 from jaxspec.tokenizer import Tokenizer
 from server.errors import ApiError
-from server.generate import chat_prompt, completion_prompts
 from server.protocol import CompletionRequest
 from server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from server.routes.serving import Serving
@@ -31,10 +30,10 @@ def add_tokens(app: FastAPI, serving: Serving) -> None:
         serving.check(body.model)
         known = needed()
         if body.messages is not None:
-            prompt = await chat_prompt(body, known)
+            prompt = await serving.chat_prompt(body)
         else:
             text = CompletionRequest(prompt=body.prompt, add_special_tokens=body.add_special_tokens)
-            (prompt,) = await completion_prompts(text, known)
+            (prompt,) = await serving.prompts(text)
         return {
             "count": len(prompt.ids),
             "max_model_len": serving.llm.config.context_length,

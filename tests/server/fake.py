@@ -46,6 +46,7 @@ class FakeLLM:
     open: bool = True
     ready: bool = True
     stuck: bool = False
+    text: str = TEXT
     endless: bool = False  # the text is told again and again
     step_seconds: float = 0.0
     watchdog_timeout: float = 300.0
@@ -94,7 +95,7 @@ class FakeLLM:
         text = bytes(prompt).decode() if max(prompt) < 256 else ""
         if "boom" in text:
             raise ZeroDivisionError("a secret of the engine")
-        tokens = list(TEXT.encode())[: params.max_tokens]
+        tokens = list(self.text.encode())[: params.max_tokens]
         while self.endless:
             yield Delta("id", 0, 1000 * TEXT, tokens)
             await asyncio.sleep(0)
@@ -126,7 +127,7 @@ class FakeLLM:
         if index == 0:
             delta.prompt_logprobs = known
         if place + 1 == len(tokens):
-            delta.finish_reason = "stop" if len(tokens) == len(TEXT.encode()) else "length"
+            delta.finish_reason = "stop" if len(tokens) == len(self.text.encode()) else "length"
             delta.metrics = metrics = RequestMetrics(0.004, 0.01, 0.05, len(prompt), cached_tokens=2)
             metrics.output_tokens, metrics.verify_rounds, metrics.verified_tokens = len(tokens), 5, 9
             metrics.acceptance_histogram = [0, 0, 0]

@@ -113,12 +113,11 @@ def test_offsets_count_the_special_tokens_that_are_shown():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
-def test_a_request_aborted_before_its_prompt_is_known_is_answered(http, fake, fields, stream):
+def test_a_request_aborted_before_its_prompt_is_known_is_answered(http, fake, fields, stream, monkeypatch):
     async def aborted(prompt, params):
         metrics = RequestMetrics(latency=0.1, prompt_tokens=len(prompt))
         yield Delta("id", 0, finish_reason="abort", metrics=metrics)
 
-    fake._deltas = aborted
+    monkeypatch.setattr(fake, "_deltas", aborted, raising=False)
     reply = http.post("/v1/completions", json={"prompt": "hi", "stream": stream} | fields)
-    del fake._deltas
     assert reply.status_code == 200 and '"finish_reason":"abort"' in reply.text

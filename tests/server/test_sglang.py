@@ -100,6 +100,22 @@ def test_log_probabilities_are_triples(http, fake):
     assert "output_top_logprobs" not in meta and fake.started[-1][1].prompt_logprobs is None
 
 
+def test_a_prompt_is_scored_without_a_token(http):
+    fields = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
+    out = ask(http, input_ids=[65, 66], **fields)
+    assert (out["text"], out["output_ids"], out["meta_info"]["completion_tokens"]) == ("", [], 0)
+    assert out["meta_info"]["input_token_logprobs"] == [[None, 65, None], [-1.5, 66, None]]
+    assert out["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+
+
+@pytest.mark.parametrize("grammar", [{"json_schema": '{"type": "object"}'}, {"regex": "a+"}, {"ebnf": 'root ::= "a"'}])
+def test_grammars_reach_the_engine(http, fake, grammar):
+    ask(http, text="hi", sampling_params=grammar)
+    ((name, value),) = grammar.items()
+    structured = fake.started[-1][1].structured
+    assert (structured.kind, structured.text) == ({"json_schema": "json", "ebnf": "grammar"}.get(name, name), value)
+
+
 def test_settings_are_sglangs(http, fake):
     given = {
         "temperature": 0.5,
@@ -135,7 +151,7 @@ def test_settings_are_sglangs(http, fake):
     [
         ({}, "text", "neither was given"),
         ({"text": "a", "input_ids": [1]}, "text", "both was given"),
-        ({"text": []}, "text", "at least one"),
+        ({"text": []}, "text", "not empty"),
         ({"input_ids": []}, "input_ids", "none of them empty"),
         ({"input_ids": [999]}, "input_ids", "outside the vocabulary"),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "max_new_tokens"),
@@ -146,6 +162,9 @@ def test_settings_are_sglangs(http, fake):
         ({"text": ["a", "b"], "rid": ["x"]}, "rid", "1 entries for 2 prompts"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params", "the same"),
         ({"text": ["a"] * 100, "sampling_params": {"n": 100}}, "text", "at most 2048"),
+        ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf", "send one"),
+        ({"text": "a", "rid": 5}, "rid", "must be a string or a list"),
+        ({"text": [1]}, "text", "list of strings"),
         ({"text": "a", "image_data": ["x"]}, "image_data", "not supported"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "sampling_params.logprobs", "0 to 20"),
     ],
