@@ -46,7 +46,7 @@ class FakeLLM:
     open: bool = True
     ready: bool = True
     stuck: bool = False
-    text: str = TEXT
+    text: str | None = None  # what it says; None: `TEXT`
     endless: bool = False  # the text is told again and again
     step_seconds: float = 0.0
     watchdog_timeout: float = 300.0
@@ -56,6 +56,10 @@ class FakeLLM:
     flushed: int = 0
     aborts: set[str | None] = field(default_factory=set)
     names: list[str | None] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        return TEXT if self.text is None else self.text
 
     @property
     def engine(self) -> FakeLLM:
@@ -95,7 +99,7 @@ class FakeLLM:
         text = bytes(prompt).decode() if max(prompt) < 256 else ""
         if "boom" in text:
             raise ZeroDivisionError("a secret of the engine")
-        tokens = list(self.text.encode())[: params.max_tokens]
+        tokens = list(self.said.encode())[: params.max_tokens]
         while self.endless:
             yield Delta("id", 0, 1000 * TEXT, tokens)
             await asyncio.sleep(0)
@@ -127,7 +131,7 @@ class FakeLLM:
         if index == 0:
             delta.prompt_logprobs = known
         if place + 1 == len(tokens):
-            delta.finish_reason = "stop" if len(tokens) == len(self.text.encode()) else "length"
+            delta.finish_reason = "stop" if len(tokens) == len(self.said.encode()) else "length"
             delta.metrics = metrics = RequestMetrics(0.004, 0.01, 0.05, len(prompt), cached_tokens=2)
             metrics.output_tokens, metrics.verify_rounds, metrics.verified_tokens = len(tokens), 5, 9
             metrics.acceptance_histogram = [0, 0, 0]
