@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 import jaxspec
 from jaxspec import AsyncLLM
-from server import errors
+from server import errors, openapi
 from server.body import BodyRoute
 from server.cors import allow_origins
 from server.gate import Gate
@@ -44,7 +44,7 @@ def create_app(
     that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin.
     """
-    app = FastAPI(title="jaxspec", version=jaxspec.__version__)
+    app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     app.add_middleware(Gate, api_key=api_key)
     if cors is not None:
@@ -63,4 +63,5 @@ def create_app(
     add_health(app, llm, metrics)
     add_information(app, llm, name, metrics)
     add_playground(app, name)
+    openapi.describe(app)
     return app

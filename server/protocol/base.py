@@ -53,7 +53,7 @@ def _bounds() -> dict[str, dict[str, float]]:
 BOUNDS = _bounds()
 
 
-def _describe(schema: dict[str, Any]) -> None:
+def describe_ranges(schema: dict[str, Any]) -> None:
     """Add the ranges to a model's JSON schema: `SamplingParams` checks them, so pydantic doesn't know."""
     for name, field in schema.get("properties", {}).items():
         for branch in field.get("anyOf", [field]):
@@ -68,7 +68,7 @@ Integer = Annotated[int, BeforeValidator(whole)]
 class Body(BaseModel):
     """A JSON object whose unknown fields are refused with the nearest known name. A field that is null isn't there."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra=_describe)
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra=describe_ranges)
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     # Fields that other servers know and that would change the answer, with the values of each that ask for nothing.
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {}

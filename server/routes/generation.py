@@ -8,8 +8,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from server.errors import chat_fields
+from server.openapi import stream_of
 from server.protocol import ChatRequest, CompletionRequest
 from server.protocol.generation import Generation
+from server.protocol.response_models import ChatCompletion, ChatCompletionChunk, Completion
 from server.replies import ChatReply, CompletionReply
 from server.routes.serving import Serving
 
@@ -27,7 +29,7 @@ def add_generation(app: FastAPI, serving: Serving) -> None:
             "no_tokens": body.no_tokens,
         }
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=stream_of(ChatCompletion, ChatCompletionChunk))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Continue a chat."""
         serving.check(body.model)
@@ -42,7 +44,7 @@ def add_generation(app: FastAPI, serving: Serving) -> None:
 
             return await serving.answer(request, make(), body.stream)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=stream_of(Completion, Completion))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several texts."""
         serving.check(body.model)

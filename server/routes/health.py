@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from jaxspec import AsyncLLM, SamplingParams
 from server.errors import ApiError, describe, engine_died
 from server.metrics import Metrics
+from server.protocol.response_models import Health
 
 PROBE_SECONDS = 20.0  # SGLang's
 LOOK_SECONDS = 0.1  # how often a probe looks whether others' tokens come
@@ -64,17 +65,17 @@ def add_health(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
     @app.get("/ready")
     @app.get("/ping")
     @app.post("/ping")
-    async def health() -> dict:
+    async def health() -> Health:
         """200 while requests can be served, else 503."""
         check_ready(llm)
-        return {"status": "ok"}
+        return Health(status="ok")
 
     @app.get("/health_generate")
-    async def health_generate() -> dict:
+    async def health_generate() -> Health:
         """200 once the engine has generated a token, 503 if it doesn't in time."""
         check_ready(llm)
         await probe()
-        return {"status": "ok"}
+        return Health(status="ok")
 
     @app.get("/load")
     async def load() -> dict:

@@ -9,12 +9,13 @@ from importlib import metadata
 
 import jax
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 
 import jaxspec
 from jaxspec import AsyncLLM
 from server.errors import ApiError, engine_died
 from server.metrics import Metrics
+from server.protocol.response_models import Flushed, ModelCard, ModelList
 
 
 def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) -> None:
@@ -28,18 +29,20 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
         "max_model_len": llm.config.context_length,
     }
 
+    running = {409: {"description": "Requests are running"}}
+
     @app.get("/v1/models")
-    async def models() -> dict:
+    async def models() -> ModelList:
         """The one model served."""
-        return {"object": "list", "data": [card]}
+        return ModelList(object="list", data=[card])
 
     @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> dict:
+    async def model(model: str) -> ModelCard:
         """A model by its name."""
         if model != name:
             message = f"the model {model!r} does not exist; this server serves {name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return card
+        return ModelCard(**card)
 
     @app.get("/version")
     async def version() -> dict:
@@ -85,17 +88,17 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
             "internal_states": [{"avg_spec_accept_length": stats["avg_spec_accept_length"]}],  # where SGLang has it
         }
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Prometheus' text format."""
         return Response(metrics.text(), media_type=metrics.content_type)
 
-    @app.get("/flush_cache")
-    @app.post("/flush_cache")
-    async def flush_cache() -> JSONResponse:
+    @app.get("/flush_cache", responses=running, operation_id="flush_cache_by_get")
+    @app.post("/flush_cache", responses=running)
+    async def flush_cache() -> Flushed:
         """Empty the prefix tree; 409 while requests run."""
         if llm.error is not None:
             raise engine_died(llm.error)
         if not await llm.flush_cache():
             raise ApiError(409, "requests are running; the cache can be flushed only when none is")
-        return JSONResponse({"flushed": True})
+        return Flushed(flushed=True)
