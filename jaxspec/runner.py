@@ -17,7 +17,15 @@ import jax
 import numpy as np
 
 from jaxspec.batch import Shapes, fit, ladder, pack_admission, pack_blocks
-from jaxspec.cache import MemoryPlan, PageLayout, StateSlots, claim_device, kv_bytes_per_token, plan_memory
+from jaxspec.cache import (
+    MemoryPlan,
+    PageLayout,
+    StateSlots,
+    claim_device,
+    kv_bytes_per_token,
+    plan_memory,
+    resident_memory,
+)
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
@@ -150,6 +158,7 @@ class Runner:
         if not self.config.skip_warmup:
             self.programs.warm_up(self.state)
             self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
+        self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
         log.info("%s", self.plan)
         if self.snapshots == () and not self.config.disable_prefix_cache:
             log.info(
