@@ -59,7 +59,7 @@ def weather_arguments(arguments: dict) -> str:
 def command(name: str, *args: str, timeout: float = 900, **env: str) -> str:
     """What a program of this environment writes. **Raises:** `AssertionError` with the end of that, if it fails."""
     path = Path(sys.executable).parent / name
-    known = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "NO_COLOR": "1"} | env
+    known = os.environ | {"TOKENIZERS_PARALLELISM": "false", "NO_COLOR": "1"} | env
     done = subprocess.run(
         [str(path), *args], env=known, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
     )

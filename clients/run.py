@@ -79,23 +79,31 @@ def outcomes(client: str, url: str, model: str, tokenizer: str) -> Iterator[tupl
 
 def environment(client: str) -> str:
     """The Python of a client's environment, which is made if it isn't there or its requirements have changed."""
-    wanted = HERE / "requirements" / f"{client}.txt"
+    wanted = requirements(client)
     folder = VENVS / client
     python, ready = folder / "bin" / "python", folder / ".ready"
-    key = hashlib.sha256(wanted.read_bytes()).hexdigest()
+    key = hashlib.sha256(b"".join(file.read_bytes() for file in wanted)).hexdigest()
     if not ready.exists() or ready.read_text() != key:
         print(f"installing {client}", file=sys.stderr, flush=True)
         shell = {"check": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], **shell)
-        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "-r", str(wanted)]
-        subprocess.run(pip, timeout=INSTALL_SECONDS, **shell)
+        for file in wanted:
+            options = ["--no-deps"] if file.stem.endswith("-alone") else []
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *options]
+            subprocess.run([*pip, "-r", str(file)], timeout=INSTALL_SECONDS, **shell)
         ready.write_text(key)
     return str(python)
 
 
+def requirements(client: str) -> list[Path]:
+    """The files to install, in order. What `CLIENT-alone.txt` names is installed without its dependencies."""
+    names = (f"{client}-alone.txt", f"{client}.txt")
+    return [HERE / "requirements" / name for name in names if (HERE / "requirements" / name).exists()]
+
+
 def installed(python: str, client: str) -> str:
     """The client's version: that of the first package in its requirements."""
-    lines = (HERE / "requirements" / f"{client}.txt").read_text().splitlines()
+    lines = requirements(client)[0].read_text().splitlines()
     package = next(line for line in lines if line and line[0] not in "#-").partition("==")[0].partition("[")[0]
     ask = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run([python, "-c", ask], capture_output=True, text=True).stdout.strip()

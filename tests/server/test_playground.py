@@ -258,3 +258,21 @@ def test_a_server_with_a_key_is_told_it(_window):
         idle(_window)
         assert shown(_window, "#log .text")[-1] == TEXT
     _window.console()  # the browser notes each 401
+
+
+def test_reasoning_stands_apart_and_markers_colour_nothing(window):
+    """The tokens have the markers that the answer lacks."""
+    parts = window.run("""
+        const host = document.createElement("div"), reply = new Reply(host);
+        const chunk = (delta, sources) => reply.take({choices: [{delta, token_sources: sources, finish_reason: null}]});
+        chunk({}, [["<think>", "plain"]]);
+        chunk({reasoning_content: "hm, so"}, [["hm", "accepted"], [", so", "corrected"]]);
+        chunk({content: "Paris"}, [["</think>", "accepted"], ["\\n\\n", "accepted"], ["Par", "bonus"], ["is.", "plain"]]);
+        chunk({content: "."}, []);
+        return [".thinking .text", ":scope > .text"].map((part) =>
+            Array.from(host.querySelectorAll(`${part} .t`), (t) => [t.textContent, t.classList[1]]));
+    """)
+    assert parts == [
+        [["hm", "accepted"], [", so", "corrected"]],
+        [["Par", "bonus"], ["is", "plain"], [".", "plain"]],
+    ]
