@@ -267,7 +267,7 @@ def test_reasoning_stands_apart_and_markers_colour_nothing(window):
         const chunk = (delta, sources) => reply.take({choices: [{delta, token_sources: sources, finish_reason: null}]});
         chunk({}, [["<think>", "plain"]]);
         chunk({reasoning_content: "hm, so"}, [["hm", "accepted"], [", so", "corrected"]]);
-        chunk({content: "Paris"}, [["</think>", "accepted"], ["\\n\\n", "accepted"], ["Par", "bonus"], ["is.", "plain"]]);
+        chunk({content: "Paris"}, [["</think>\\n\\n", "accepted"], ["Par", "bonus"], ["is.", "plain"]]);
         chunk({content: "."}, []);
         return [".thinking .text", ":scope > .text"].map((part) =>
             Array.from(host.querySelectorAll(`${part} .t`), (t) => [t.textContent, t.classList[1]]));
