@@ -68,7 +68,8 @@ class Browser:
         return [entry["message"] for entry in self._ask("/se/log", {"type": "browser"})]
 
     def close(self) -> None:
-        self._http.delete("")
+        ended = self._http.delete(str(self._http.base_url).rstrip("/"))
+        assert ended.status_code == 200, "the browser would outlive the test"
         self._http.close()
 
     def _ask(self, path: str, body: dict[str, Any]) -> Any:
