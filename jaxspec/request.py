@@ -96,7 +96,9 @@ class StructuredOutput:
             raise RequestError(f"{kind} has {len(text)} characters, at most {MAX_GRAMMAR}", kind)
         if self.whitespace_pattern is not None:
             if kind != "json":
-                raise RequestError(f"whitespace_pattern needs json; {kind} says itself what stands where", kind)
+                raise RequestError(
+                    f"whitespace_pattern needs json; {kind} says itself what stands where", "whitespace_pattern"
+                )
             if self.whitespace_pattern != "":
                 _pattern("whitespace_pattern", self.whitespace_pattern)
         object.__setattr__(self, "kind", kind)

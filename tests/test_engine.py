@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import jaxspec
-from jaxspec import LLM, RequestError, SamplingParams
+from jaxspec import LLM, RequestError, SamplingParams, StructuredOutput
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.programs import Programs
 from jaxspec.round import MODES
@@ -230,6 +230,8 @@ def test_nothing_compiles_after_warm_up():
         llm.generate(prompts[:count], params())
         llm.generate(prompts[:count], params(temperature=1.0))
         llm.generate(prompts[:count], params(logprobs=1))
+        for settings in ({}, {"temperature": 1.0}, {"logprobs": 1}):
+            llm.generate(prompts[:count], params(structured=StructuredOutput(choice=["this", "that"]), **settings))
         llm.engine.flush_cache()
     set_rounds(llm, 1)
     stats = llm.engine.stats()
