@@ -6,6 +6,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -17,6 +18,11 @@ from jaxspec.tokenizer import Tokenizer
 
 KEPT = 64  # compiled grammars: agents send the same schemas again and again
 WHITESPACE = r"[ \t\r\n]{1,64}"  # between a JSON text's parts: without an end, some models write nothing else
+FORMATS = frozenset(  # of all drafts
+    "color date date-time duration email hostname host-name idn-email idn-hostname ip-address ipv4 ipv6 iri "
+    "iri-reference json-pointer phone regex relative-json-pointer style time uri uri-reference uri-template "
+    "utc-millisec uuid".split()
+)
 LIMITS = LLParserLimits(verbose_errors=False)
 
 
@@ -86,12 +92,27 @@ def source(wanted: StructuredOutput) -> str:
     if wanted.kind == "json":
         space = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
         options = {"whitespace_pattern": space} if space else {"whitespace_flexible": False}
-        return LLMatcher.grammar_from_json_schema(wanted.text, overrides=options)
+        schema = json.loads(wanted.text)
+        _drop_unknown_formats(schema)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if wanted.kind == "regex":
         return LLMatcher.grammar_from_regex(wanted.text)
     if wanted.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(wanted.text))))
     return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))  # of text that isn't GBNF, that changes nothing
+
+
+def _drop_unknown_formats(schema: dict[str, Any]) -> None:
+    """Formats that no draft defines say nothing, by JSON Schema itself; the library would refuse them."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            if isinstance(value.get("format"), str) and value["format"] not in FORMATS:
+                del value["format"]
+            waiting += [inner for key, inner in value.items() if key not in ("const", "enum", "default", "examples")]
 
 
 def behind(base: str, opens: str, closes: str, tokens: Mapping[str, int]) -> str:
