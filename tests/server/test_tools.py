@@ -192,9 +192,9 @@ class Template:
     def __init__(self, tail: str = ""):
         self.tail, self.given = tail, {}
 
-    def apply_chat_template(self, messages, **given):
+    def write_chat(self, messages, **given):
         self.given = {"messages": messages, **given}
-        return list(f"x{self.tail}".encode())
+        return f"x{self.tail}"
 
     def __getattr__(self, name):
         return getattr(byte_tokenizer(), name)

@@ -42,6 +42,7 @@ TYPES = tool(
     o={"type": "object"},
     a={"type": "array"},
     maybe={"anyOf": [{"type": "string"}, {"type": "null"}]},
+    either={"type": ["string", "integer"]},
     number_or_null={"type": ["number", "null"]},
 )
 NEXT_STEP = tool("next_step", decision=STRING, content=STRING)
