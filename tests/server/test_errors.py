@@ -82,7 +82,7 @@ def error(reply, status=400):
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage", "unknown field 'usage'"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
-        ({"guided_json": {}}, "guided_json", "not supported"),
+        ({"guided_json": {}, "regex": "a"}, "regex", "send one"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
