@@ -21,7 +21,7 @@ MAX_DEPTH = 100  # arrays and objects within one another
 MAX_ITEMS = 50_000  # keys, strings, arrays, objects, fractions, true, false and null
 MAX_VALUES = 2**20  # these and integers: the token ids of a batch of prompts
 MAX_STRING = 4 * 2**20  # bytes
-MAX_KEY = 1024  # bytes
+MAX_KEY = 2**16  # bytes
 MAX_DIGITS = 4000  # of one number; Python converts no integer of more than 4300
 
 _SPACE = re.compile(rb"[ \t\n\r]{0,4096}")

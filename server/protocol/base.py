@@ -26,6 +26,15 @@ def check_text(text: str) -> str:
     return text
 
 
+def text_size(value: Any) -> int:
+    """Characters of all strings in a JSON value, keys included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + text_size(each) for key, each in value.items())
+    return sum(map(text_size, value)) if isinstance(value, list) else 0
+
+
 def whole(value: Any) -> Any:
     """An integer where JSON has a number without a fraction: 5.0 is 5, as JSON Schema has it."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
-from pydantic import FailFast, Field, PlainValidator, model_validator
+from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from jaxspec.request import MAX_LOGPROBS, RequestError, SamplingParams
 from jaxspec.tokenizer import reserved_template_variables
-from server.protocol.base import Body, Integer, Text, at_most, check_text, shown
+from server.protocol.base import Body, Integer, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.generation import Generation
-from server.protocol.tools import Named, check_message, check_tools, read_calls, read_choice, read_tools
+from server.protocol.tools import (
+    Calls,
+    Choice,
+    Named,
+    Tools,
+    check_message,
+    check_tools,
+    read_calls,
+    read_choice,
+    read_tools,
+)
 
 MAX_MESSAGES = 5000
 MAX_PARTS = 1000  # of one message
 MAX_TEMPLATE_VARIABLES = 100
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
 
 def _content(value: Any) -> str:
@@ -38,9 +56,23 @@ def _content(value: Any) -> str:
     return "\n".join(texts)
 
 
+def _describe_message(schema: dict[str, Any]) -> None:
+    """Add to the JSON schema what `check_message` asks of a role."""
+    describe_ranges(schema)
+    content = {"anyOf": [{"type": "string"}, {"type": "array"}]}
+    asks = {"role": {"not": {"enum": ["assistant", "tool"]}}, "content": content, "tool_calls": {"type": "null"}}
+    answers = {"role": {"const": "tool"}, "content": content, "tool_calls": {"type": "null"}}
+    schema["anyOf"] = [
+        {"properties": {"role": {"const": "assistant"}}},
+        {"properties": asks, "required": ["content"]},
+        {"properties": {**answers, "tool_call_id": {"type": "string"}}, "required": ["content", "tool_call_id"]},
+    ]
+
+
 class Message(Body):
     """One chat message. A reply of this server can be sent back as it is: its empty extra fields are accepted."""
 
+    model_config = ConfigDict(json_schema_extra=_describe_message)
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         "refusal": (),
         "annotations": ([],),
@@ -48,9 +80,9 @@ class Message(Body):
         "function_call": (),
     }
     role: Text
-    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict])] | None = None
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | Parts)] | None = None
     name: Text | None = None
-    tool_calls: Annotated[list[dict], PlainValidator(read_calls, json_schema_input_type=list[dict])] | None = None
+    tool_calls: Annotated[list[dict], PlainValidator(read_calls, json_schema_input_type=Calls)] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # vLLM's newer name for the same
@@ -89,8 +121,8 @@ class ChatRequest(Generation):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[dict], PlainValidator(read_tools, json_schema_input_type=list[dict])] | None = None
-    tool_choice: Annotated[str | Named, PlainValidator(read_choice, json_schema_input_type=str | dict)] | None = None
+    tools: Annotated[list[dict], PlainValidator(read_tools, json_schema_input_type=Tools)] | None = None
+    tool_choice: Annotated[str | Named, PlainValidator(read_choice, json_schema_input_type=Choice)] | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")

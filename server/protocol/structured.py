@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from jaxspec.request import RequestError, StructuredOutput
 
@@ -26,19 +26,30 @@ NAMES = {
 KEYWORDS = ("json", "regex", "choice", "grammar")
 FORMATS = ("text", "json_object", "json_schema")
 
+# What the API's description says of these fields; `StructuredOutput` checks them.
+FORMAT_SCHEMA = {
+    "required": ["type"],
+    "properties": {"type": {"enum": [*FORMATS]}, "json_schema": {"type": "object", "required": ["name"]}},
+    "if": {"properties": {"type": {"const": "json_schema"}}},
+    "then": {"required": ["json_schema"]},
+}
+Regex = Annotated[str, Field(json_schema_extra={"format": "regex", "minLength": 1})]
+Choice = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+Choices = Annotated[list[Choice], Field(json_schema_extra={"minItems": 1})]
+
 
 class StructuredFields(BaseModel):
     """The fields of a body that constrain its text, to inherit from."""
 
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any], Field(json_schema_extra=FORMAT_SCHEMA)] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
+    regex: Regex | None = None
     ebnf: str | None = None
 
     def structured(self) -> StructuredOutput | None:

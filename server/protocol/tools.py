@@ -10,10 +10,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
+
+from pydantic import Field
 
 from jaxspec.request import RequestError
-from server.protocol.base import check_text
+from server.json_reader import parse
+from server.protocol.base import check_text, text_size
 
 if TYPE_CHECKING:
     from server.protocol.chat import ChatRequest, Message
@@ -21,6 +24,47 @@ if TYPE_CHECKING:
 MAX_TOOLS = 128  # OpenAI's limit; also of the calls in one message
 MAX_TOOLS_LENGTH = 2**19  # characters of JSON
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+
+# What the API's description says of these fields; the functions below check them.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
+class _Function(TypedDict):
+    name: Name
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+class _Tool(TypedDict):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Chosen(TypedDict):
+    name: Name
+
+
+class _Choice(TypedDict):
+    type: Literal["function"]
+    function: _Chosen
+
+
+class _Called(TypedDict):
+    name: str
+    arguments: Annotated[str, Field(description="A JSON object", examples=["{}"])]
+
+
+class _Call(TypedDict):
+    id: NotRequired[str]
+    type: Literal["function"]
+    function: _Called
+
+
+Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS)]
+Choice = Literal["auto", "none", "required"] | _Choice
+Calls = Annotated[list[_Call], Field(max_length=MAX_TOOLS)]
+
 NAMED = {"type": "function", "function": {"name": "NAME"}}
 
 
@@ -35,10 +79,9 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     """`tools`, each a function. **Raises:** `RequestError` for the first that isn't one, by its place."""
     _check_list(value, "tools")
     tools = [_function(tool, f"tool {place}") for place, tool in enumerate(value)]
-    try:
-        written = json.dumps(tools, ensure_ascii=False)
-    except RecursionError:
-        raise RequestError("is nested too deeply") from None
+    if (size := text_size(tools)) > MAX_TOOLS_LENGTH:
+        raise RequestError(f"has {size} characters of text, at most {MAX_TOOLS_LENGTH} are allowed")
+    written = json.dumps(tools, ensure_ascii=False)
     if len(written) > MAX_TOOLS_LENGTH:
         raise RequestError(f"has {len(written)} characters as JSON, at most {MAX_TOOLS_LENGTH} are allowed")
     check_text(written)
@@ -90,8 +133,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} must have an id, the type function, and a function with a name and arguments")
     given = function.get("arguments")
     try:
-        arguments = {} if given in (None, "") else json.loads(given) if isinstance(given, str) else None
-    except (ValueError, RecursionError):
+        arguments = {} if given in (None, "") else parse(given.encode()) if isinstance(given, str) else None
+    except ValueError:  # not JSON, or not UTF-8
         arguments = None
     if not isinstance(arguments, Mapping):
         raise RequestError(f"{where} needs a JSON object, as a string, as its arguments, got {_short(given)}")
