@@ -28,6 +28,7 @@ log = logging.getLogger("jaxspec")
 LONG_PROMPT = 20_000  # characters; tokenising more than this would hold up the event loop
 MAX_UNREAD = 4096  # deltas that wait for one caller; a request whose caller reads slower than that is aborted
 CLOSE_SECONDS = 10.0  # that `close` waits for the step that runs
+EXIT_SECONDS = 120.0  # that it waits at the end of a program that didn't call it
 
 
 class EngineDead(RuntimeError):
@@ -245,7 +246,8 @@ class AsyncLLM:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # before jax ends, which aborts a process where a program still runs
+        # Before jax ends, which aborts a process where a program still runs.
+        atexit.register(self.close, EXIT_SECONDS)
 
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
