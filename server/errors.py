@@ -102,6 +102,11 @@ def install(app: FastAPI) -> None:
     async def _api_error(_: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.body, error.status, error.headers)
 
+    @app.exception_handler(EngineDead)
+    async def _engine_dead(_: Request, error: EngineDead) -> JSONResponse:
+        described = describe(error, None)
+        return JSONResponse(described.body, described.status)
+
     @app.exception_handler(RequestError)
     async def _request_error(_: Request, error: RequestError) -> JSONResponse:
         return JSONResponse(error_body(str(error), INVALID, error.param, error.code), 400)

@@ -8,10 +8,11 @@ import httpx
 import pytest
 import uvicorn
 
+from jaxspec import EngineDead
 from server import __main__ as command
 from server.app import create_app
 from tests.server.fake import FakeLLM
-from tests.server.live import wait_for
+from tests.server.live import serving, wait_for
 
 
 @contextmanager
@@ -131,3 +132,13 @@ def test_exit_status(monkeypatch, ended, failed, status):
     monkeypatch.setattr(command.logs, "set_up", lambda *_: None)
     monkeypatch.setattr(command._Server, "run", stopped)
     assert command.main(["--port", "0"]) == status
+
+
+def test_whoever_waits_for_another_answer_is_told_too(monkeypatch):
+    async def dead(self):
+        raise EngineDead("the engine has stopped")
+
+    monkeypatch.setattr(FakeLLM, "flush_cache", dead)
+    with serving(create_app(FakeLLM())) as url:
+        reply = httpx.post(f"{url}/flush_cache")
+    assert reply.status_code == 503 and "shutting down" in reply.json()["error"]["message"]
