@@ -18,6 +18,8 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,16 +67,19 @@ def outcomes(client: str, url: str, model: str, tokenizer: str) -> Iterator[tupl
         return
     version = installed(python, client)
     command = [python, str(HERE / f"use_{client}.py"), url, model, tokenizer]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_SECONDS)
-    except subprocess.TimeoutExpired:
-        yield version, "all", False, f"not done after {CLIENT_SECONDS} s"
-        return
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
-    for line in lines:
-        yield version, line["check"], line["ok"], line["said"].replace("|", "\\|")
-    if done.returncode or not lines:
-        yield version, "all", False, f"exit status {done.returncode}: {' '.join(done.stderr.split())[-400:]}"
+    with tempfile.TemporaryFile("w+") as complaints:
+        script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True)
+        limit = threading.Timer(CLIENT_SECONDS, script.kill)
+        limit.start()
+        for line in script.stdout:
+            if line.startswith('{"check"'):
+                told = json.loads(line)
+                yield version, told["check"], told["ok"], told["said"].replace("|", "\\|")
+        limit.cancel()
+        if status := script.wait():
+            complaints.seek(0)
+            said = " ".join(complaints.read().split())[-400:]
+            yield version, "all", False, f"exit status {status} (it has {CLIENT_SECONDS} s): {said}"
 
 
 def environment(client: str) -> str:
