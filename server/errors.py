@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from jaxspec.llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
 from jaxspec.request import RequestError
@@ -125,11 +126,19 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             message = f"no such route: {where}; routes: {', '.join(_routes(app))}"
         elif error.status_code == 405:
-            message = f"{where} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}"
+            allowed = ", ".join(sorted(_methods(app, request)))
+            message = f"{where} is not allowed; use {allowed}"
+            return JSONResponse(error_body(message, INVALID), 405, headers={"Allow": allowed})
         else:
             message = str(error.detail)
         kind = INVALID if error.status_code < 500 else "server_error"
         return JSONResponse(error_body(message, kind), error.status_code, headers=error.headers)
+
+
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """The methods of all routes at a request's path; Starlette names those of the first alone."""
+    routes = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
+    return set().union(*(route.methods or () for route in routes if isinstance(route, Route)))
 
 
 def _routes(app: FastAPI) -> list[str]:

@@ -224,6 +224,8 @@ def test_unknown_route_and_method(http):
     assert "/v1/chat/completions" in error(http.post("/v1/chat"), 404)["message"]
     reply = http.get(TEXT)
     assert "use POST" in error(reply, 405)["message"] and reply.headers["allow"] == "POST"
+    both = http.put("/flush_cache")
+    assert "use GET, POST" in error(both, 405)["message"] and both.headers["allow"] == "GET, POST"
 
 
 def test_template_complaint_is_passed_on(http, fake):
