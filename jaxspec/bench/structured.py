@@ -5,7 +5,7 @@ twice, without grammars and with one for every request, an endless JSON array of
 time in making a round's masks, from the drafts' arrival to their dispatch, which the forward hides where it takes
 longer. `forced` is the share of tokens that the grammar left no choice about.
 
-Before that, masks alone: one request at a time walks through a text drawn from each grammar, and each row is timed with
+After that, masks alone: one request at a time walks through a text drawn from each grammar, and each row is timed with
 all that a round does for it: forced text, the mask, the step to the next row and back.
 """
 
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, result: Result) -> None:
-    """Measure masks, then every concurrency without grammars and with them.
+    """Measure every concurrency without grammars and with them, then masks.
 
     **Raises:** `BenchError` for a model that serves no structured output; as `engines.start`.
     """
@@ -102,8 +102,6 @@ def run(args: argparse.Namespace, result: Result) -> None:
         raise BenchError(
             f"{args.model} serves no structured output: give --tokenizer, and no --disable-structured-output"
         )
-    for name, grammar in GRAMMARS.items():
-        result.add(mask_row(engine.grammars, name, grammar, engine.model_config.vocab_size, args.rows))
     rng = np.random.default_rng(args.seed or 0)
     for count in tqdm(args.concurrency, desc="structured", unit="load", disable=None):
         plain = None
@@ -117,6 +115,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
             both = row["ms_per_round"] and plain["ms_per_round"]
             row["overhead"] = row["ms_per_round"] / plain["ms_per_round"] - 1 if structured and both else None
             result.add({"concurrency": count, "constrained": float(structured is not None)} | row)
+    for name, grammar in GRAMMARS.items():
+        result.add(mask_row(engine.grammars, name, grammar, engine.model_config.vocab_size, args.rows))
 
 
 class StructuredLoad(Load):
