@@ -19,33 +19,11 @@ from jaxspec.tokenizer import Tokenizer
 KEPT = 64  # compiled grammars: agents send the same schemas again and again
 WHITESPACE = r"[ \t\r\n]{1,64}"  # between a JSON text's parts: without an end, some models write nothing else
 FORMATS = frozenset(  # of all drafts
-    [
-        "color",
-        "date",
-        "date-time",
-        "duration",
-        "email",
-        "hostname",
-        "host-name",
-        "idn-email",
-        "idn-hostname",
-        "ip-address",
-        "ipv4",
-        "ipv6",
-        "iri",
-        "iri-reference",
-        "json-pointer",
-        "phone",
-        "regex",
-        "relative-json-pointer",
-        "style",
-        "time",
-        "uri",
-        "uri-reference",
-        "uri-template",
-        "utc-millisec",
-        "uuid",
-    ]
+    {
+        *("color", "date", "date-time", "duration", "email", "hostname", "host-name", "idn-email", "idn-hostname"),
+        *("ip-address", "ipv4", "ipv6", "iri", "iri-reference", "json-pointer", "phone", "regex"),
+        *("relative-json-pointer", "style", "time", "uri", "uri-reference", "uri-template", "utc-millisec", "uuid"),
+    }
 )
 LIMITS = LLParserLimits(verbose_errors=False)
 
