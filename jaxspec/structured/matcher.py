@@ -7,12 +7,11 @@ matcher stands where its tokens end.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 
 from jaxspec.request import RequestError
 from jaxspec.structured.masks import ALL, allows, only, without
@@ -58,21 +57,26 @@ class Matcher:
         self._matcher.try_consume_tokens([self._last])
         return forced[1:] if forced[:1] == [self._last] else []
 
-    def fill(self, drafts: Sequence[int], parents: Sequence[int], bits: np.ndarray, forced: np.ndarray) -> None:
+    def rows(
+        self, drafts: Sequence[int], parents: Sequence[int], bits: np.ndarray, forced: np.ndarray
+    ) -> Iterator[tuple[LLMatcher, int]]:
         """Write the masks of a round's rows, u32[q, w], and the drafts forced after each, i32[q, k].
 
         Draft i hangs from row `parents[i]`; row 0 is the newest token, row i + 1 draft i. Rows that a forbidden draft
-        leads to keep what they have: nothing can reach them. **Raises:** `GrammarFailed`.
+        leads to keep what they have: nothing can reach them. Yields the library's matcher and a row whenever that row's
+        mask is to be computed, and goes on once it has been. **Raises:** `GrammarFailed`.
         """
         self._musts, self._leads = set(), {}
         children: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
         for i, parent in enumerate(parents):
             children[parent].append(i + 1)
-        self._visit(0, drafts, children, bits, forced)
+        yield from self._visit(0, drafts, children, bits, forced)
         if self._matcher.is_error():
             self._fail()
 
-    def _visit(self, row: int, drafts: Sequence[int], children: list[list[int]], bits: np.ndarray, forced: np.ndarray):
+    def _visit(
+        self, row: int, drafts: Sequence[int], children: list[list[int]], bits: np.ndarray, forced: np.ndarray
+    ) -> Iterator[tuple[LLMatcher, int]]:
         matcher, mask = self._matcher, bits[row]
         if matcher.is_stopped():
             only(mask, self._ends)
@@ -85,14 +89,14 @@ class Matcher:
             forced[row, 0] = len(must) - 1
             forced[row, 1 : len(must)] = must[1:]
         else:
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            yield matcher, row
             if self._avoid_end and (others := without(mask, self._ends)).any():
                 mask[:] = others
         for child in children[row]:
             token = drafts[child - 1]
             if token not in self._ends and allows(mask, token) and matcher.try_consume_tokens([token]):
                 self._leads.setdefault((row, token), child)
-                self._visit(child, drafts, children, bits, forced)
+                yield from self._visit(child, drafts, children, bits, forced)
                 matcher.rollback(1)
 
     def _forced(self, most: int) -> list[int]:
@@ -112,7 +116,7 @@ class Matcher:
         raise GrammarFailed(f"the text can't follow its grammar any further: {reason}", "structured")
 
 
-_threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxspec-masks")
+_executor = cache(LLExecutor)  # its threads hold no lock of Python's
 
 
 def round_masks(
@@ -120,7 +124,8 @@ def round_masks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The masks of a round: u32[b, q, w], and the forced drafts i32[b, q, k].
 
-    A matcher that fails allows everything: its next `advance` says that it did.
+    The matchers go along their drafts in step: a row of each is computed at a time, all in parallel. A matcher that
+    fails allows everything: its next `advance` says that it did.
 
     `drafts` i32[b, ...] are as `structured.programs.draft` tells them; b is at least the number of matchers, of which
     those that are None, and padding, may say anything. `width` is q, which is k too.
@@ -128,18 +133,25 @@ def round_masks(
     bits = np.full((len(drafts), width, words(vocab)), ALL, np.uint32)
     forced = np.zeros((len(drafts), width, width), np.int32)
     chain = list(range(width - 1))
-
-    def one(i: int) -> None:
-        count, *told = drafts[i].tolist()
-        tokens, parents = told[: width - 1], told[width - 1 :] or chain
-        try:
-            matchers[i].fill(tokens[:count], parents[:count], bits[i], forced[i])
-        except GrammarFailed:
-            bits[i], forced[i] = ALL, 0
-
-    wanted = [i for i, matcher in enumerate(matchers) if matcher is not None]
-    for _ in _threads.map(one, wanted) if len(wanted) > 1 else map(one, wanted):
-        pass
+    walks = {}
+    for i, matcher in enumerate(matchers):
+        if matcher is not None:
+            count, *told = drafts[i].tolist()
+            tokens, parents = told[: width - 1], told[width - 1 :] or chain
+            walks[i] = matcher.rows(tokens[:count], parents[:count], bits[i], forced[i])
+    while walks:
+        wanted = []
+        for i in list(walks):
+            try:
+                matcher, row = next(walks[i])
+                wanted.append((matcher, i * width + row))
+            except StopIteration:
+                del walks[i]
+            except GrammarFailed:
+                del walks[i]
+                bits[i], forced[i] = ALL, 0
+        if wanted:
+            _executor().unsafe_compute_mask_ptr(wanted, bits.ctypes.data, bits[0, 0].nbytes, bits.size // bits.shape[2])
     return bits, forced
 
 
