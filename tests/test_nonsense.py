@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from jaxspec import CheckpointError, ConfigError, ModelConfig
 from jaxspec.checkpoint import load
-from jaxspec.engine import Engine
 from jaxspec.models import MODELS
 from jaxspec.request import RequestError
 from jaxspec.tokenizer import TokenizerError
@@ -122,8 +121,8 @@ def test_what_is_said_of_nonsense(key, value, says):
 def test_end_tokens_outside_the_vocabulary_end_nothing():
     """Which a config may name that was made for a larger one."""
     config = ModelConfig.from_hf(tiny_config(vocab=64, eos=[3, 64, 2**31 - 1]))
-    engine = SimpleNamespace(model_config=config, tokenizer=SimpleNamespace(eos_token_ids=(5, 3, 99)))
-    assert Engine.eos_ids.fget(engine) == (3, 5)
+    tokenizer = SimpleNamespace(eos_token_ids=(5, 3, 99))
+    assert load.Model(config, None, "m", None, tokenizer).eos_ids == (3, 5)
 
 
 # the JSON files of a folder
