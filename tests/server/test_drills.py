@@ -292,7 +292,7 @@ def test_told_to_stop_under_load_a_server_finishes_what_it_can():
         server.send_signal(signal.SIGTERM)
         assert server.wait(20) == 0
         thread.join()
-        assert time.monotonic() - began < 4 + 5 + 2
+        assert time.monotonic() - began < 4 + 5 + 5
         assert "Traceback" not in "".join(lines)
     long, streamed, quick, also_quick = replies[0]
     assert long.status_code == 503 and "shutting down" in failure(long)["message"]
@@ -322,7 +322,7 @@ def test_a_server_with_a_stuck_step_can_be_stopped():
         wait_for(lambda: httpx.get(f"{url}/server_info").json()["stats"]["step_seconds"] > 0.5)
         server.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        assert server.wait(20) == 1 and time.monotonic() - began < 1 + 5 + 2
+        assert server.wait(20) == 1 and time.monotonic() - began < 1 + 5 + 5
         thread.join()
     assert replies[0][0].status_code == 503
 
