@@ -35,7 +35,22 @@ jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; a limit also makes writers take a lock
 
-LONGEST = ("engine", "eagle", "eagle_trees", "hybrid", "dflash", "distribution", "lossless", "hybrid_models", "models")
+LONGEST = (
+    "few_rows",
+    "write_heads",
+    "engine",
+    "loop",
+    "prompt_attention",
+    "verify",
+    "eagle",
+    "eagle_trees",
+    "hybrid",
+    "dflash",
+    "distribution",
+    "lossless",
+    "hybrid_models",
+    "models",
+)
 
 
 def pytest_collection_modifyitems(items):
