@@ -9,7 +9,7 @@ from pathlib import Path
 
 from checks import check, command, main
 
-PROMPTS = 6
+PROMPTS = 4
 
 
 def bench(backend, url, model, tokenizer, *flags):
@@ -40,6 +40,5 @@ def add(backend, *flags):
 for backend in ("sgl-jax", "sglang", "sglang-native", "sglang-oai", "vllm", "lmdeploy"):
     add(backend)
 add("sgl-jax", "--disable-stream")
-add("sgl-jax", "--return-logprob")
 add("vllm", "--disable-stream")
 main()

@@ -124,7 +124,7 @@ class GenerateRequest(Body):
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
-        **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data", "token_ids_logprob"), ([],)),
+        **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data"), ([],)),
         **dict.fromkeys(("session_params", "lora_path", "lora_id", "custom_logit_processor", "extra_key"), ()),
         **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background", "return_entropy"), (False,)),
         **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"), ()),
@@ -142,6 +142,7 @@ class GenerateRequest(Body):
     logprob_start_len: Annotated[Any, _one_or_each(int, "an integer")] | None = None
     top_logprobs_num: Annotated[Any, _one_or_each(int, "an integer")] | None = None
     return_text_in_logprobs: bool | None = None
+    token_ids_logprob: Any = None  # bench_serving sends some always, and without return_logprob they ask for nothing
 
     @model_validator(mode="after")
     def _agree(self):
@@ -159,6 +160,8 @@ class GenerateRequest(Body):
             raise RequestError("n must be the same for all prompts of a request", "sampling_params")
         if (asked := len(self.prompts) * (settings[0].n or 1)) > MAX_COMPLETIONS:
             raise RequestError(f"{asked} completions are asked for, at most {MAX_COMPLETIONS} in one request", "text")
+        if self.token_ids_logprob and any(self._each("return_logprob")):
+            raise RequestError("is not supported by this server with return_logprob", "token_ids_logprob")
         return self
 
     @property

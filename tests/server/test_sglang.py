@@ -146,6 +146,17 @@ def test_settings_are_sglangs(http, fake):
     assert (params.seed, params.logit_bias, params.logprobs) == (3, {65: 1.0}, None)
 
 
+def test_what_bench_serving_always_sends_is_taken(http):
+    """It names tokens, and asks for no log-probabilities."""
+    asked = {
+        "return_logprob": False,
+        "logprob_start_len": 1,
+        "top_logprobs_num": 3,
+        "token_ids_logprob": [9370, 105180],
+    }
+    assert ask(http, text="hi", lora_path=None, stream=False, **asked)["text"]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
@@ -166,6 +177,7 @@ def test_settings_are_sglangs(http, fake):
         ({"text": "a", "rid": 5}, "rid", "must be a string or a list"),
         ({"text": [1]}, "text", "list of strings"),
         ({"text": "a", "image_data": ["x"]}, "image_data", "not supported"),
+        ({"text": "a", "return_logprob": True, "token_ids_logprob": [1]}, "token_ids_logprob", "not supported"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "sampling_params.logprobs", "0 to 20"),
     ],
 )
