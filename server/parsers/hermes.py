@@ -29,10 +29,11 @@ class Hermes(ToolScanner):
         self.mark()
         while (yield from self.literal(OPENS)):
             yield from self.space()
+        markers = self.since_mark()
         if (yield from self.literal("[")):
             yield from self.space()
         if not (yield from self.json_call()):
-            self.refuse(OPENS)
+            self.refuse(markers)
             return False
         return (yield from self._further())
 

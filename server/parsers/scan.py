@@ -107,6 +107,10 @@ class Scanner:
         """Keep the text from here on."""
         self._mark = self.at
 
+    def since_mark(self) -> str:
+        """What was read since the mark."""
+        return self.buffer[self._mark : self.at]
+
     def back(self) -> None:
         """Go back to the mark, and forget it."""
         self.at = self._mark

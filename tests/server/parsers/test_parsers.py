@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -186,6 +187,17 @@ def test_arguments_stream_as_they_come():
     coder = Parser(None, "qwen3_coder", TOOLS)
     coder.push("<tool_call>\n<function=search>\n<parameter=query>\nlong")
     assert [p.text for p in coder.push(" words\n")] == [" words"], "a newline waits, it may be the marker's"
+
+
+@pytest.mark.parametrize("format", ["hermes", "qwen3_coder", "llama3_json", "mistral", "harmony", "qwen3"])
+def test_nothing_that_a_model_repeats_takes_long(format):
+    """Text that begins a call again and again is read once, not from each beginning to the end."""
+    repeated = [part for part in MARKUP if len(part) > 1]
+    repeated += ['{"arguments": {', '{"name": ', "<tool_call>[{", "<function=f><parameter=a", "[TOOL_CALLS][", " to="]
+    for part in repeated:
+        text, started = part * (20_000 // len(part)), time.process_time()
+        parse(format, [text])
+        assert time.process_time() - started < 1, part
 
 
 def test_ids_are_unique_and_mistral_gets_its_own_kind():
