@@ -14,7 +14,6 @@ from server.protocol.completion import MAX_COMPLETIONS
 from server.protocol.generation import Biases, Stop, TokenId, _logit_bias, _stop
 from server.protocol.structured import naming
 
-MAX_NEW_TOKENS = 128  # SGLang's, when a request gives none
 # SGLang's names of `SamplingParams`' fields, where they differ.
 NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # and the keyword of each in StructuredOutput
@@ -75,7 +74,7 @@ class Sampling(Body):
         for ours, theirs in (*NAMES.items(), ("include_stop_str_in_output", "no_stop_trim")):
             if theirs in given:
                 given[ours] = given.pop(theirs)
-        return SamplingParams(**{"max_tokens": MAX_NEW_TOKENS, **defaults, **given, **reports})
+        return SamplingParams(**{**defaults, **given, **reports})
 
 
 def _listed(value: Any) -> Any:

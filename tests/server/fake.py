@@ -136,7 +136,7 @@ class FakeLLM:
             metrics.output_tokens, metrics.verify_rounds, metrics.verified_tokens = len(tokens), 5, 9
             metrics.acceptance_histogram = [0, 0, 0]
             if params.speculative:
-                metrics.drafted_tokens, metrics.acceptance_histogram = 8, [1, 2, 1]
+                metrics.drafted_tokens, metrics.acceptance_histogram = 8, [1, 1, 2]
         return delta
 
     def stats(self) -> dict:

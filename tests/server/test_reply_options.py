@@ -24,14 +24,14 @@ def events(http, path, body):
 @both
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream_options": {"include_usage": True}}])
 def test_speculation_is_told_once_at_the_end(http, path, fields):
-    """vLLM's shape. The fake engine says of each completion: 4 drafts of 8 tokens, of which 0, 1, 1 and 2 accepted."""
+    """vLLM's shape. The fake engine says of each completion: 4 drafts of 8 tokens, of which 0, 1, 2 and 2 accepted."""
     n = fields.get("n", 1)
     expected = {
-        "mean_acceptance_length": 2.0,
-        "draft_acceptance_rate": 0.5,
-        "acceptance_histogram": [n, 2 * n, n],
+        "mean_acceptance_length": 2.25,
+        "draft_acceptance_rate": 0.625,
+        "acceptance_histogram": [n, n, 2 * n],
         "num_spec_steps": 4 * n,
-        "num_accepted_draft_tokens": 4 * n,
+        "num_accepted_draft_tokens": 5 * n,
         "num_draft_tokens": 8 * n,
         "num_spec_tokens": 2,
     }

@@ -36,8 +36,8 @@ def test_one_prompt(http, fake):
     assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "stop", "matched": TOKENS[-1]}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, len(TOKENS), 2)
     assert meta["e2e_latency"] == 0.05
-    assert (meta["spec_verify_ct"], meta["spec_accept_length"], meta["spec_accept_rate"]) == (5, 9 / 5, 0.5)
-    assert (meta["spec_accept_token_num"], meta["spec_draft_token_num"]) == (4, 8)
+    assert (meta["spec_verify_ct"], meta["spec_accept_length"], meta["spec_accept_rate"]) == (5, 9 / 5, 0.625)
+    assert (meta["spec_accept_token_num"], meta["spec_draft_token_num"]) == (5, 8)
     assert "output_token_logprobs" not in meta
 
 
