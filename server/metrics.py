@@ -120,6 +120,7 @@ COUNTERS = (
     ("generation_tokens_total", "jaxspec_generation_tokens", "Tokens generated"),
     ("verify_rounds_total", "jaxspec_verify_rounds", "Verify rounds, counted per completion"),
     ("verified_tokens_total", "jaxspec_verified_tokens", "Tokens that verify rounds yielded, bonus included"),
+    ("forced_tokens_total", "jaxspec_forced_tokens", "Tokens generated that a grammar left no choice about"),
     ("preemptions_total", "jaxspec_preemptions", "Completions set back to the queue for want of pages"),
     ("compiles_total", "jaxspec_compiles", "Programs compiled; moves after start only with --skip-warmup"),
 )

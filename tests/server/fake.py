@@ -156,6 +156,7 @@ class FakeLLM:
             "drafted_per_position": [4, 3],
             "accepted_per_position": [3, 1],
             "step_tokens": {"bounds": [1, 8], "counts": [0, 2, 1], "sum": 25},
+            "forced_tokens_total": 0,
             "preemptions_total": 0,
             "compiles_total": 6,
             "dispatches": {"round": 4},
