@@ -183,7 +183,7 @@ class Programs:
 
     def _call(self, kind: str, state: State, packed: np.ndarray | Array, *handed: Any) -> tuple:
         self.dispatches[kind] += 1
-        return self._program(kind, len(packed), state)(*self._params, state, packed, *handed)
+        return self._program(kind, len(packed), state)(*self._weights(kind), state, packed, *handed)
 
     def _program(self, kind: str, size: int, state: State) -> Any:
         program = self._compiled.get((kind, size)) or self._kept(kind, size, state)
@@ -198,13 +198,18 @@ class Programs:
                 self.compiled_at = time.monotonic()
         return program
 
+    def _weights(self, kind: str) -> tuple:
+        """The target's and the drafter's. To hand over hundreds of arrays takes a while, so not to what reads none."""
+        target, draft = self._params
+        return (None, draft) if kind.partition("_")[0] in ("draft", "conclude") else (target, draft)
+
     def _arguments(self, kind: str, size: int, state: State) -> tuple:
         if kind == "admit":
             return state, np.zeros(size, np.int32)
         columns = packing.block_columns(self.shapes.block) if kind in ("prefill", "score") else 1
         if kind.partition("_")[0] in ("draft", "forward", "conclude", "masked"):
             columns = structured.columns(self._drafts)
-        return *self._params, state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)
+        return *self._weights(kind), state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)
 
     def _handed(self, kind: str, size: int, state: State) -> tuple:
         """What a program is given beside the packed array, by shape: what the programs before it leave, and masks."""
