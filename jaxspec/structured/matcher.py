@@ -36,7 +36,7 @@ class Matcher:
         self.epoch: int | None = None
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """The text goes on with these, the outputs of the round that `fill` was last called for. How many of them the
+        """The text goes on with these, the outputs of the round that `rows` was last called for. How many of them the
         grammar forced. **Raises:** `GrammarFailed`."""
         row, forced = 0, 0
         for token in tokens:
