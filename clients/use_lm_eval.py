@@ -52,6 +52,7 @@ def completions_scored_with_the_servers_tokenizer(url, model, tokenizer):
 @check
 def completions_generated(url, model, tokenizer):
     name, value = evaluate("capitals_text", model, url, tokenizer_backend="huggingface", tokenizer=tokenizer)
+    assert value >= 0.75, value
     return f"{name} {value:.2f} of 4"
 
 
