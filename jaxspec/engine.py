@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from llguidance import LLMatcher
 
 from jaxspec.config import EngineConfig
 from jaxspec.pallas.target import KERNELS
@@ -28,7 +27,6 @@ from jaxspec.request import (
     RequestError,
     RequestMetrics,
     SamplingParams,
-    StructuredOutput,
     TokenLogprobs,
 )
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, SAMPLED, TOKENS
@@ -69,7 +67,7 @@ class Request:
     limit: int
     mode: str  # the first of `round.MODES` that serves it
     added: float
-    grammar: LLMatcher | None = None  # compiled, at the start of a text
+    matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -169,13 +167,14 @@ class Engine:
             limit=limit,
             mode=mode,
             added=time.monotonic(),
-            grammar=None if params.structured is None else self._grammar(params.structured),
+            matchers=None if params.structured is None else self._matchers(params),
         )
 
-    def _grammar(self, wanted: StructuredOutput) -> LLMatcher:
+    def _matchers(self, params: SamplingParams) -> list[Matcher]:
+        wanted, name = params.structured, self.runner.model.name
         if self.grammars is not None:
-            return self.grammars.compile(wanted)
-        name = self.runner.model.name
+            grammar = self.grammars.compile(wanted)
+            return [self.grammars.start(grammar, avoid_end=params.ignore_eos) for _ in range(params.n)]
         if self.config.disable_structured_output:
             why = "this engine was started with --disable-structured-output; start it without"
         elif self.tokenizer is None:
@@ -218,14 +217,14 @@ class Engine:
         for index in range(params.n):  # all of them are made before the scheduler sees one
             seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
-            seq.stepwise = request.grammar is not None
+            seq.stepwise = request.matchers is not None
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
             detokenizer = Detokenizer(self.tokenizer, params.stop, **how) if self.tokenizer else None
             metrics = RequestMetrics(prompt_tokens=len(request.tokens), acceptance_histogram=[0] * self.runner.yields)
             choice = Choice(request, index, seq, detokenizer, metrics)
-            if request.grammar is not None:
-                choice.matcher = self.grammars.start(request.grammar, avoid_end=params.ignore_eos)
+            if request.matchers is not None:
+                choice.matcher = request.matchers[index]
             seq.owner = choice
             request.choices.append(choice)
         self.requests[request.id] = request
@@ -420,6 +419,8 @@ class Engine:
         self.scheduler.finish(choice.seq)
         if choice.detokenizer is not None:
             text += choice.detokenizer.finish()
+        if choice.matcher is not None:
+            choice.matcher.close()
         metrics.latency = time.monotonic() - request.added
         metrics.preemptions = choice.seq.preemptions
         self.finished[why] += 1

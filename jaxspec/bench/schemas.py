@@ -117,8 +117,9 @@ def walk(llm: LLM, chosen: list[Case], result: Result) -> list[Case]:
         compiled.append(case)
         for data, valid in case.instances:
             tokens = tokenizer.encode(json.dumps(data, ensure_ascii=False), add_special_tokens=False)
-            matcher = grammar.deep_copy()
+            matcher = grammar.take()
             accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+            grammar.give_back(matcher)
             counts[f"{'valid' if valid else 'invalid'}_{'accepted' if accepted else 'rejected'}"] += 1
     facts = {"schemas": len(chosen), "compiled": len(compiled), "slowest_compile_s": slowest, **counts}
     result.fact(**facts, refused=dict(refused.most_common()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -16,6 +17,9 @@ from llguidance import LLExecutor, LLMatcher
 from jaxspec.request import RequestError
 from jaxspec.structured.masks import ALL, allows, only, without
 from jaxspec.structured.programs import words
+
+if TYPE_CHECKING:
+    from jaxspec.structured.grammar import Grammar
 
 NOWHERE = -1
 
@@ -28,12 +32,17 @@ class Matcher:
     """One completion's. `end_ids` end a text, the first of them by preference; `avoid_end`: where anything else may
     come, they may not. `epoch` is that of the sequence's slot in which the device knows its forced drafts."""
 
-    def __init__(self, matcher: LLMatcher, end_ids: Sequence[int], avoid_end: bool = False):
-        self._matcher, self._ends, self._avoid_end = matcher, tuple(end_ids), avoid_end
+    def __init__(self, grammar: Grammar, end_ids: Sequence[int], avoid_end: bool = False):
+        self._grammar, self._matcher = grammar, grammar.take()
+        self._ends, self._avoid_end = tuple(end_ids), avoid_end
         self._last: int | None = None
         self._musts: set[int] = set()  # rows of the last round where one token alone was allowed
         self._leads: dict[tuple[int, int], int] = {}  # from one of its rows, by a token, to another
         self.epoch: int | None = None
+
+    def close(self) -> None:
+        """The completion has ended: its grammar may have the library's matcher for another."""
+        self._grammar.give_back(self._matcher)
 
     def advance(self, tokens: Sequence[int]) -> int:
         """The text goes on with these, the outputs of the round that `rows` was last called for. How many of them the
@@ -150,7 +159,10 @@ def round_masks(
             except GrammarFailed:
                 del walks[i]
                 bits[i], forced[i] = ALL, 0
-        if wanted:
+        if len(wanted) == 1:
+            ((matcher, row),) = wanted
+            matcher.unsafe_compute_mask_ptr(bits.reshape(-1, bits.shape[2])[row].ctypes.data, bits[0, 0].nbytes)
+        elif wanted:
             _executor().unsafe_compute_mask_ptr(wanted, bits.ctypes.data, bits[0, 0].nbytes, bits.size // bits.shape[2])
     return bits, forced
 

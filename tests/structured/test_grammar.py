@@ -20,7 +20,7 @@ def grammars():
 
 
 def accepts(grammars, structured, text):
-    matcher = grammars.compile(structured).deep_copy()
+    matcher = grammars.compile(structured).take()
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
 
 
@@ -141,9 +141,23 @@ def test_the_last_grammars_are_kept(grammars, monkeypatch):
     assert grammars.compile(one) is not kept
 
 
+def test_a_matcher_that_is_given_back_starts_anew_and_a_failed_one_is_not_kept(grammars):
+    grammar = grammars.compile(StructuredOutput(regex="[ab]+"))
+    used = grammar.take()
+    other = grammar.take()
+    assert other is not used
+    assert used.try_consume_tokens(list(b"ab")) == 2
+    grammar.give_back(used)
+    assert grammar.take() is used and used.try_consume_tokens(list(b"ba")) == 2
+    other.consume_token(ord("c"))
+    assert other.is_error()
+    grammar.give_back(other)
+    assert grammar.take() is not other
+
+
 def test_padding_of_the_vocabulary_is_never_allowed():
     grammars = Grammars(byte_tokenizer(), BYTE_VOCAB + 70, [258])
-    bits = grammars.compile(StructuredOutput(regex="(.|\n)*")).deep_copy().compute_bitmask()
+    bits = grammars.compile(StructuredOutput(regex="(.|\n)*")).take().compute_bitmask()
     allowed = [t for t in range(len(bits) * 8) if bits[t >> 3] >> (t & 7) & 1]
     assert max(allowed) == 258 and len(bits) == -(-(BYTE_VOCAB + 70) // 32) * 4
 
