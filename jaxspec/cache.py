@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.pallas import kv_write
+from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.paged_attention import paged_attention
-from jaxspec.pallas.target import chosen
 
 log = logging.getLogger("jaxspec")
 
@@ -114,7 +114,7 @@ class Rows:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
         page, slot = self._slots(kv, k.shape[-3])
         fits = kv_write.supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
-        if layer.ndim == 0 and chosen("kv_write", fits):
+        if layer.ndim == 0 and chosen(fits):
             return kv_write.kv_write(kv, layer, page, slot, k, v)
         new = jnp.stack([k, v], axis=-3)
         largest = min(float(jnp.finfo(dtype).max) for dtype in (kv.dtype, new.dtype))

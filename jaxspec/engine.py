@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import EngineConfig
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 from jaxspec.request import (
     MAX_LOGPROBS,
     MAX_STOP_IDS,

@@ -25,7 +25,7 @@ from jaxspec.batch import Shapes
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter
 from jaxspec.executables import Executables
-from jaxspec.pallas.target import KERNELS, counting
+from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute

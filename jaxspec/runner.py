@@ -23,7 +23,7 @@ from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.executables import Executables
 from jaxspec.mixers import state_bytes
-from jaxspec.pallas.target import kernels_here
+from jaxspec.pallas.hopper import kernels_here
 from jaxspec.programs import Programs, compile_counter
 from jaxspec.round import State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence

@@ -12,9 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.config import LinearAttention
 from jaxspec.models import causal_conv
-from jaxspec.pallas import conv_chunk, target
+from jaxspec.pallas import conv_chunk, hopper
 from jaxspec.pallas.conv_chunk import BLOCK, supported
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 
 MIX = LinearAttention((0,), key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 6
@@ -52,7 +52,7 @@ def test_matches_the_plain_form(monkeypatch):
 
 
 def test_a_prompt_takes_the_kernel_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     before = KERNELS["conv_chunk"]
     traced = jax.jit(lambda *given: causal_conv.chunk(*given, MIX)).trace(*operands(9))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1

@@ -12,9 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.config import LinearAttention
 from jaxspec.models import causal_conv
-from jaxspec.pallas import target
+from jaxspec.pallas import hopper
 from jaxspec.pallas.conv_step import conv_step, supported
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 
 MIX = LinearAttention((0,), key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 5
@@ -47,7 +47,7 @@ def test_matches_the_plain_form(rows, replay):
 
 
 def test_a_round_takes_the_kernel_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     before = KERNELS["conv_step"]
     traced = jax.jit(lambda *given: causal_conv.step(*given, MIX)).trace(*operands(4, (0, 3)))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1

@@ -26,7 +26,7 @@ from jaxspec.draft import DraftBatch
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.models import qwen3
 from jaxspec.models.layers import Attention, Param, rms_norm, rope, rope_frequencies
-from jaxspec.pallas import target
+from jaxspec.pallas import hopper
 from jaxspec.programs import Programs
 from tests import test_distribution as sampled
 from tests import test_lossless as lossless
@@ -314,11 +314,11 @@ def test_full_layers_take_the_kernel_and_sliding_ones_do_not(sliding, monkeypatc
     args = loaded.params, loaded.drafter.init_state(PageLayout(9, PAGE, "bfloat16"), 2), batch
     compiled = jax.jit(loaded.drafter.propose).lower(*args).compile().as_text()
     assert "conditional" not in compiled
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
-    monkeypatch.setattr(target, "KERNELS", target.Counter())
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "KERNELS", hopper.Counter())
     again = jax.jit(lambda *args: loaded.drafter.propose(*args))  # a trace of its own, in which the choice is made anew
     lowered = again.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert target.KERNELS["decode_attention"] == lowered.count("@mosaic_gpu") == (sliding < 2)
+    assert hopper.KERNELS["decode_attention"] == lowered.count("@mosaic_gpu") == (sliding < 2)
     assert lowered.count("stablehlo.case") == (sliding == 1)
 
 

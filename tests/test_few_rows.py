@@ -22,10 +22,10 @@ from jaxspec.models import MODELS, llama, moe, qwen3_next
 from jaxspec.models import few_rows as layers
 from jaxspec.models.layers import centred_rms_norm, rms_norm, rope
 from jaxspec.pallas import few_rows as op
-from jaxspec.pallas import project, target
+from jaxspec.pallas import hopper, project
 from jaxspec.pallas.few_rows import top
 from jaxspec.pallas.few_rows.share import share_out
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 from tests.test_weight_stream import assert_close
 from tests.tiny import tiny_config
 
@@ -312,9 +312,9 @@ def assert_same_forward(got, expected, rows: Rows, tolerance: float):
 def take_few_rows(monkeypatch):
     """The kernels serve from here on, interpreted."""
 
-    def chosen(operation, reason, *_):
-        assert operation != "few_rows" or reason is None, reason
-        return operation == "few_rows"
+    def chosen(reason, *_):
+        assert reason is None, reason
+        return True
 
     for module in (llama, layers, qwen3_next, eagle, dflash, mtp):
         monkeypatch.setattr(module, "chosen", chosen)
@@ -466,7 +466,7 @@ def test_drafts_are_those_of_plain_layers(monkeypatch, method):
 
 
 def test_a_round_takes_them_where_there_are_kernels(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     config, params = small_model()
     rows, layout = Rows(jnp.zeros(8, int), jnp.ones(8, int), jnp.zeros((8, 1), int)), PageLayout(2, 64, "bfloat16")
     cache, mixer = Cache(layout.kv(config)), RoundRows(rows, jnp.arange(8), jnp.zeros(8, int))
@@ -474,9 +474,9 @@ def test_a_round_takes_them_where_there_are_kernels(monkeypatch):
     def run(cache):
         return llama.forward(params, config, jnp.zeros((8, 1), int), rows.marked_positions(1), mixer, cache)
 
-    before = KERNELS["few_rows"]
+    before = KERNELS["few_rows_heads"]
     text = jax.jit(run).trace(cache).lower(lowering_platforms=("cuda",)).as_text()
-    assert KERNELS["few_rows"] == before + 1
+    assert KERNELS["few_rows_heads"] == before + 1
     assert text.count("custom_call @mosaic_gpu") == 5  # attention's and four, however many layers
 
 

@@ -25,8 +25,8 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.models import few_rows, qwen3
 from jaxspec.models.layers import Param, linear, rms_norm, rope, rope_frequencies, scale
 from jaxspec.pallas.few_rows import keys_values
+from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.pallas.paged_attention import paged_attention, span_attention
-from jaxspec.pallas.target import chosen, tell
 
 NO_WINDOW = 2**30  # further than any two positions are apart
 
@@ -178,7 +178,7 @@ class DFlash(Drafter):
         """Write the keys and values that all layers here have of the target's features at these rows."""
         c, (b, t, _) = self.config, features[0].shape
         context = few_rows.product(features, params["fc"])
-        if chosen("few_rows", few_rows.supported(params["layers"][0], c, (b, t), rows, state)):
+        if chosen(few_rows.supported(params["layers"][0], c, (b, t), rows, state)):
             turns, place = few_rows.rotations(c, rows.marked_positions(t)), rows.written(state, few_rows.filled(b, t))
             of = few_rows.flat(context), params["hidden_norm"], params["context"], *turns
             return keys_values(*of, state, place.reshape(-1), params["context_norm"], eps=c.rms_norm_eps)

@@ -26,8 +26,8 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
 from jaxspec.models import MODELS, few_rows, llama
 from jaxspec.models.layers import rms_norm
+from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.project import project, real_rows
-from jaxspec.pallas.target import chosen
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Eagle3(Chain):
         normed = rms_norm(hidden, layer["hidden_norm"], config.rms_norm_eps)
         residual = normed if self.norm_before_residual else hidden
         fits = few_rows.supported(layer, config, tokens.shape, rows, kv, beside=embedded.shape[-1])
-        if not chosen("few_rows", fits):
+        if not chosen(fits):
             embedded = rms_norm(embedded, layer["attn_norm"], config.rms_norm_eps)
             return self._attend(layer, kv, jnp.concatenate([embedded, normed], axis=-1), residual, rows)
         (b, t), flat = tokens.shape, few_rows.flat

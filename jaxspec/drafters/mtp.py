@@ -22,7 +22,7 @@ from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters.eagle import Chain
 from jaxspec.models import few_rows, qwen3_next
 from jaxspec.models.layers import centred_rms_norm, centred_scale, linear
-from jaxspec.pallas.target import chosen
+from jaxspec.pallas.hopper import chosen
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -63,7 +63,7 @@ class Mtp(Chain):
 
     def _layer(self, params, kv, tokens, hidden, rows):
         eps, positions = self.config.rms_norm_eps, rows.marked_positions(tokens.shape[1])
-        few = chosen("few_rows", qwen3_next.few_supported([params["layer"]], tokens.shape))
+        few = chosen(qwen3_next.few_supported([params["layer"]], tokens.shape))
         embedded = centred_rms_norm(params["embed"][tokens], params["embed_norm"], eps)
         hidden = centred_rms_norm(hidden, params["hidden_norm"], eps)
         x = few_rows.product([*map(few_rows.fill, (embedded, hidden))] if few else [embedded, hidden], params["fc"])

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config import LinearAttention
 from jaxspec.pallas import conv_chunk as chunk_kernel
 from jaxspec.pallas import conv_step as step_kernel
-from jaxspec.pallas.target import chosen, tell
+from jaxspec.pallas.hopper import chosen, tell
 
 L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
 
@@ -55,7 +55,7 @@ def step(
     fits = step_kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
     if fits is not None:
         tell("conv_step", fits)
-    if chosen("conv_step", fits):
+    if chosen(fits):
         return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
     out, windows = conv_step(windows, layer, slots, replay, x[..., :channels], weight.T)
     return split_heads(out, mix), windows
@@ -103,7 +103,7 @@ def chunk(
     (b, t, _), (taps, channels) = x.shape, weight.shape
     fits = chunk_kernel.supported(b, t, taps, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
     inputs = x[..., :channels]
-    if chosen("conv_chunk", fits):
+    if chosen(fits):
         blocks = slots, source, keep
         before = _before(windows, layer, *blocks, count, inputs, taps - 1)
         targets = _targets(slots, keep, windows.shape[1]).reshape(2, b).T

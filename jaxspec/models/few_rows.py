@@ -17,8 +17,8 @@ from jaxspec.config import ModelConfig
 from jaxspec.models import moe
 from jaxspec.models.layers import Mixer, centred_rms_norm, cos_sin, rms_norm, rope_frequencies
 from jaxspec.pallas import few_rows
+from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.project import run
-from jaxspec.pallas.target import chosen
 from jaxspec.pallas.weight_stream import HALF
 
 Turns = tuple[Float[Array, "r half"], Float[Array, "r half"]]
@@ -147,7 +147,7 @@ def product(rows: Sequence[Float[Array, "b t _"]], weight: Float[Array, "k n"]) 
     """The product of rows side by side, by the kernel where it serves."""
     b, t, _ = rows[0].shape
     fits = few_rows.product_supported(b * filled(b, t), [x.shape[2] for x in rows], weight.shape, weight.dtype)
-    if chosen("few_rows", fits):
+    if chosen(fits):
         return unflat(few_rows.product([flat(x) for x in rows], weight), b, t)
     return jnp.concatenate(rows, axis=-1) @ weight
 
@@ -159,7 +159,7 @@ def top_tokens(
     if x is None or "head" in head:  # what is tied to the embeddings has a token's weights side by side
         return None
     b, t, _ = x.shape
-    if not chosen("few_rows", few_rows.top_supported(b * filled(b, t), head["embed"].shape, head["embed"].dtype)):
+    if not chosen(few_rows.top_supported(b * filled(b, t), head["embed"].shape, head["embed"].dtype)):
         return None
     return few_rows.top_tokens(flat(x), norm, head["embed"], eps=eps).reshape(b, -1)[:, :t]
 

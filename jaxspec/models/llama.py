@@ -36,9 +36,9 @@ from jaxspec.models.layers import (
     scale,
 )
 from jaxspec.pallas import weight_stream, write_heads
+from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.project import gate, project, real_rows, run
 from jaxspec.pallas.prompt_attention import UNIT
-from jaxspec.pallas.target import chosen
 
 QK_NORM = False
 
@@ -115,9 +115,9 @@ def forward(
     """
     x = params["embed"][tokens]
     prompt = tokens.shape[1] >= UNIT  # its blocks haven't been measured with few rows' kernels
-    if not prompt and chosen("few_rows", few_rows.supported(params["layers"][0], config, tokens.shape, mixer, cache)):
+    if not prompt and chosen(few_rows.supported(params["layers"][0], config, tokens.shape, mixer, cache)):
         layers = few_rows.layers
-    elif chosen("weight_stream", _streamable(params, config, tokens.size), weight_stream.BLOCKS):
+    elif chosen(_streamable(params, config, tokens.size), weight_stream.BLOCKS):
         layers = _streamed_layers
     else:
         layers = partial(_plain_layers, wanted=wanted)
@@ -191,7 +191,7 @@ def mix(layer, config, i, qkv, positions, mixer, cache):
     norms = [layer["q_norm"], layer["k_norm"]] if config.qk_norm else []
     if config.attention_bias:
         qkv = qkv + layer["qkv_bias"]  # of layers that no parts are made of
-    if chosen("write_heads", _writable(config, layer["qkv"].dtype, norms, mixer, cache)):
+    if chosen(_writable(config, layer["qkv"].dtype, norms, mixer, cache)):
         cos, sin = (x.reshape(b * t, -1) for x in cos_sin(positions, frequencies))
 
         def write(kv, place):

@@ -40,8 +40,8 @@ from jaxspec.models.layers import (
 )
 from jaxspec.models.llama import unembed
 from jaxspec.pallas.few_rows import add_product, normed, normed_supported, product_supported
+from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.project import project, real_rows
-from jaxspec.pallas.target import chosen
 
 QK_NORM = True
 HYBRID = True
@@ -147,7 +147,7 @@ def forward(
 ) -> Hidden:
     """As `llama.forward`; `mixer` owns the linear layers' states too."""
     x, t, outputs, counts = params["embed"][tokens], tokens.shape[1], [], {True: 0, False: 0}
-    few = chosen("few_rows", few_supported(params["layers"], tokens.shape))
+    few = chosen(few_supported(params["layers"], tokens.shape))
     x = few_rows.fill(x) if few else x
 
     # One trace and one lowering for all layers of a kind: the index is data.

@@ -1,7 +1,7 @@
-"""What the kernels are built for, and how often each was built into a program.
+"""What the kernels are built for, Hopper (H100, H200), and how often each was built into a program.
 
-The kernels are written for Hopper (H100, H200). On any other device the plain jax.numpy path of the same operation
-serves; `kernels_here` says so in words, and the runner logs them.
+This is the one place for the hardware's numbers. On any other device the plain jax.numpy form of the same operation
+serves; `kernels_here` says why, and the runner logs it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ import jax
 
 log = logging.getLogger("jaxspec")
 
-KERNELS: Counter = Counter()  # by operation: how many times a program's trace chose its kernel
+MULTIPROCESSORS = 132  # of an H100 or H200; smaller Hopper cards have 114
+SHARED_BYTES = 227 * 1024  # of shared memory, the most that a block can have
+WARPS = 4  # of a warpgroup
+THREADS = 128  # of a warpgroup
+WGMMA_ROWS = 64  # the M of a warpgroup's matmul
+SWIZZLED = 64  # bfloat16 numbers in 128 bytes, the widest swizzle
+BULK_COPY = 256  # numbers along one axis that a bulk copy can bring
+
+KERNELS: Counter = Counter()  # by a kernel's own name: how many times a trace has called it
 _traced: contextvars.ContextVar[Counter | None] = contextvars.ContextVar("traced", default=None)
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter]:
-    """Counts the choices of this thread's traces apart as well, so that they can be kept with a program."""
+    """Count the kernels of this thread's traces apart as well, so that they can be kept with a program."""
     token = _traced.set(Counter())
     try:
         yield _traced.get()
@@ -42,19 +50,26 @@ def kernels_here() -> str | None:
     return None
 
 
-def chosen(operation: str, reason: str | None, processors: int = 1) -> bool:
-    """Whether to use the kernel of `operation`, given `reason` why its shapes can't (None: they can). Counts it.
-
-    `processors` is how many multiprocessors it needs: smaller Hopper cards have 114 instead of 132.
-    """
-    if reason is not None or kernels_here() is not None:
-        return False
-    if (getattr(jax.devices()[0], "core_count", None) or processors) < processors:
-        return False
+def count(kernel: str) -> None:
+    """Note that a program's trace calls a kernel."""
     for counter in (KERNELS, _traced.get()):
         if counter is not None:
-            counter[operation] += 1
-    return True
+            counter[kernel] += 1
+
+
+def multiprocessors() -> int:
+    """How many of this process's default device can run the kernels: 0 if it is no Hopper GPU."""
+    if kernels_here() is not None:
+        return 0
+    return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+
+
+def chosen(reason: str | None, processors: int = 1) -> bool:
+    """Whether a kernel runs, given `reason` why it can't take these shapes (None: it can).
+
+    `processors` is how many multiprocessors it needs.
+    """
+    return reason is None and multiprocessors() >= processors
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import tile_matmul
-from jaxspec.pallas.target import chosen
+from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.weight_stream import HALF
 
 
@@ -31,7 +31,7 @@ def project(
     """
     flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
     rows = flat(x)
-    if chosen("tile_matmul", tile_matmul.supported(len(rows), weight.dtype, *weight.shape)):
+    if chosen(tile_matmul.supported(len(rows), weight.dtype, *weight.shape)):
         before = None if residual is None else flat(residual)
         return tile_matmul.matmul(rows, weight, real, before, gated=gated).reshape(*x.shape[:-1], -1)
     return reference(x, weight, residual, gated)

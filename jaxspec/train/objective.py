@@ -14,7 +14,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter
 from jaxspec.models import MODELS
 from jaxspec.models.layers import Hidden
-from jaxspec.pallas.target import kernels_here
+from jaxspec.pallas.hopper import kernels_here
 from jaxspec.pallas.weight_stream import MAX_ROWS
 from jaxspec.train.attention import packed_attention
 from jaxspec.train.data import TrainError

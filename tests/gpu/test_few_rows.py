@@ -14,8 +14,8 @@ from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.models import llama
-from jaxspec.pallas import target
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import KERNELS
 from tests import test_few_rows as cpu
 from tests.tiny import tiny_config
 
@@ -101,10 +101,10 @@ def test_wide_layers(sizes, kernel):
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_layers_are_those_of_the_model(monkeypatch, tree):
     config, params = cpu.small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=3)
-    before = KERNELS["few_rows"]
+    before = KERNELS["few_rows_heads"]
     got = cpu.forward(config, params, cpu.rounds(tree))
-    assert KERNELS["few_rows"] == before + 1
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    assert KERNELS["few_rows_heads"] == before + 1
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     cpu.assert_same_forward(got, cpu.forward(config, params, cpu.rounds(tree)), cpu.rounds(tree), 2e-2)
 
@@ -112,10 +112,10 @@ def test_layers_are_those_of_the_model(monkeypatch, tree):
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_drafts_are_those_of_plain_layers(monkeypatch, method):
     drafter, params = cpu.small_drafter(method)
-    before = KERNELS["few_rows"]
+    before = KERNELS["few_rows_heads"]
     got, few = cpu.drafted(drafter, params)
-    assert KERNELS["few_rows"] > before
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    assert KERNELS["few_rows_heads"] > before
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     cpu.assert_same_drafts(got, few, *cpu.drafted(drafter, params))
 
@@ -143,7 +143,7 @@ def test_a_forward_of_smollm2(monkeypatch, figures, batch, t):
         return jax.lax.scan(step, (tokens, kv), length=8)[0]
 
     results, times = [], {}
-    choose = target.chosen
+    choose = hopper.chosen
     for name in ("few rows", "plain"):
         results.append(jax.jit(forward)(params, tokens, start_pages))
         run = jax.jit(many, donate_argnums=2)

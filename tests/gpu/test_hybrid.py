@@ -12,8 +12,8 @@ from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models import MODELS
-from jaxspec.pallas import target
-from jaxspec.pallas.target import counting
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import counting
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -34,12 +34,12 @@ EXPERTS = {
     "shared_expert_intermediate_size": 128,
 }
 PROMPTS = {
-    *("router", "experts", "expert_rows", "kv_write", "tile_matmul"),
+    *("top_experts", "expert_stream", "take_rows", "weighted_rows", "kv_write", "tile_matmul"),
     *("conv_chunk", "delta_chunk", "prompt_attention"),
 }
-ROUNDS = {"router", "expert_plan", "experts", "conv_step", "delta_step", "decode_attention"}
+ROUNDS = {"top_experts", "expert_plan", "expert_stream", "conv_step", "delta_step", "decode_attention"}
 WHOLE_TILES = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}  # of columns, as few rows want them
-FEW_ROWS = {"few_rows", "conv_step", "delta_step", "decode_attention"}
+FEW_ROWS = {"few_rows_normed", "few_rows_add", "conv_step", "delta_step", "decode_attention"}
 ROWS, BLOCKS = 4, 4  # of a request
 
 
@@ -83,7 +83,7 @@ def test_prompts_and_rounds_are_as_exact_as_the_plain_path(monkeypatch, family, 
     params = dummy(MODELS[config.model_type].parameters(config), "bfloat16", seed=0)
     ours = serve(config, params, requests)
     assert [chosen for _, chosen in ours] == [prompts, rounds]
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     plain, exact = serve(config, params, requests), serve(config, wide, requests)

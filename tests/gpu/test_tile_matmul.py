@@ -13,8 +13,8 @@ from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.models import qwen3
-from jaxspec.pallas import target
-from jaxspec.pallas.target import counting
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tile_matmul import Tiling, matmul
 from tests.test_tile_matmul import check, inputs
 from tests.tiny import tiny_config
@@ -69,7 +69,7 @@ def test_a_model_prefills_through_it(monkeypatch):
     with counting() as chosen:
         ours = run(kv)
     assert chosen["tile_matmul"] == 4  # of a layer: layers share a trace
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     plain = run(kv)
     real = np.arange(64) < np.asarray(rows.count)[:, None]

@@ -10,8 +10,8 @@ from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.models import qwen3
-from jaxspec.pallas import target
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.weight_stream import stream
 from tests.test_weight_stream import (
     EPS,
@@ -55,7 +55,7 @@ def test_a_model_decodes_through_it(monkeypatch):
     before = KERNELS["weight_stream"]
     streamed = run(kv)
     assert KERNELS["weight_stream"] == before + 1
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     plain = run(kv)
     assert KERNELS["weight_stream"] == before + 1

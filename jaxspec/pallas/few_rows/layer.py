@@ -75,7 +75,7 @@ def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool 
     return Scaled((wide * scale).astype(x.dtype), jnp.pad(squares, ((0, more), (0, 0))))
 
 
-@lower_once("eps", "splits")
+@lower_once("few_rows_gated", "eps", "splits")
 def gated(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
@@ -120,7 +120,7 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, weight_g, *refs, out_s, **scrat
     multiply(share, fetch, refs[:ahead], finish, factor, **scratch)
 
 
-@lower_once("eps", "splits")
+@lower_once("few_rows_heads", "eps", "splits")
 def heads(
     rows: Sequence[Float[Array, "r d"]],
     scales: Sequence[Float[Array, " d"] | Float[Array, "t r"]],
@@ -150,7 +150,7 @@ def heads(
     return _heads(queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, eps, splits, interpret)
 
 
-@lower_once("eps")
+@lower_once("few_rows_keys_values", "eps")
 def keys_values(
     rows: Float[Array, "r d"],
     scale: Float[Array, " d"],
@@ -250,7 +250,7 @@ def _half_row(row_g, at, half):
     return plgpu.load(part, layout=by_row(half // 16).reduce(0), optimized=False).astype(_f32)
 
 
-@lower_once("centred", "splits")
+@lower_once("few_rows_add", "centred", "splits")
 def add_product(
     x: Float[Array, "r d"],
     rows: Float[Array, "r k"],
@@ -270,7 +270,7 @@ def add_product(
     return (out, Scaled(*scaled)) if scaled else out
 
 
-@lower_once("splits")
+@lower_once("few_rows_product", "splits")
 def product(
     rows: Sequence[Float[Array, "r k"]],
     weight: Float[Array, "n d"],
@@ -334,7 +334,7 @@ def _write_scaled(share, x, scale, rows_g, squares_g):
             squares_g[tile + at] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA_TRANSPOSED.reduce(0))
 
 
-@lower_once("eps", "dtypes", "centred", "keep", "splits")
+@lower_once("few_rows_normed", "eps", "dtypes", "centred", "keep", "splits")
 def normed(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
