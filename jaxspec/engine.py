@@ -389,6 +389,7 @@ class Engine:
             "compiles_since_start": self.runner.compiles["compiles"] - self._compiles_at_start,
             "dispatches": dict(self.runner.programs.dispatches),
             "kernels": dict(KERNELS),
+            "paths": self.runner.paths,
             "requests_total": dict(self.finished),
             "memory_plan": dataclasses.asdict(self.runner.plan),
         }

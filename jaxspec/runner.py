@@ -19,6 +19,8 @@ from jaxspec.cache import MemoryPlan, PageLayout, StateSlots, claim_device, kv_b
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.decoder.forward import describe, path_table
+from jaxspec.decoder.spec import Mixture
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.executables import Executables
@@ -108,6 +110,9 @@ class Runner:
         self.yields = drafter.longest + 1  # most tokens that come of it
         self.shapes = _shapes(self.config, drafter, alone=not small_model(self.model))
         self.plan, layout = self._plan()
+        decoder, layers = self.model.config.decoder, self.model.params["layers"]
+        self.paths = path_table(decoder, layers, self.shapes.batches, self.width, layout.dtype)
+        log.info("%s", describe(self.paths))
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
         )
@@ -247,7 +252,8 @@ class Runner:
 
 def _widest(config: ModelConfig) -> int:
     """Numbers per token that a layer's MLP holds at once: a dense one's activations, or each chosen expert's rows."""
-    return max(4 * config.mlp_size, config.experts_per_token * (2 * config.hidden_size + config.expert_size))
+    rows = lambda m: m.per_token * (2 * config.hidden_size + m.width) if isinstance(m, Mixture) else 4 * m.width  # noqa: E731
+    return max(rows(layer.feed) for layer in config.decoder.layers)
 
 
 def _bytes(tree: Any, beside: Any = None) -> int:
@@ -274,7 +280,7 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
             "the next, so drafts must be a chain. Drop --topk"
         )
     chunk = options.chunked_prefill_size or (
-        defaults.mixture_prefill_size if model.config.num_experts else defaults.chunked_prefill_size
+        defaults.mixture_prefill_size if model.config.decoder.mixture else defaults.chunked_prefill_size
     )
     small = small_model(model)
     return dataclasses.replace(

@@ -170,11 +170,8 @@ class Graph:
             return self.outputs(inner.jaxpr, inner.consts, operands)
         if len(operands) == len(eqn.outvars) == 1:
             one, given, made = operands[0], eqn.invars[0].aval, eqn.outvars[0].aval
-            if name in ("reshape", "squeeze", "broadcast_in_dim", "reduce_sum") and given.size == made.size:
-                root, shape = self.shapes.get(one, (one, given.shape))
-                out = root if shape == made.shape else digest("reshape", root, made.shape)
-                self.shapes.setdefault(out, (root, shape))
-                return [out]
+            if name in ("reshape", "squeeze", "broadcast_in_dim", "reduce_sum", "slice") and given.size == made.size:
+                return [self.reshape(one, given.shape, made.shape)]
             if name == "convert_element_type":
                 if given.dtype == made.dtype:
                     return [one]
@@ -186,6 +183,14 @@ class Graph:
                 return [out]
         params = [(key, self.parameter(value)) for key, value in sorted(eqn.params.items())]
         return [digest(name, params, operands, k) for k in range(len(eqn.outvars))]
+
+    def reshape(self, value: str, before: tuple[int, ...], after: tuple[int, ...]) -> str:
+        root, shape = self.shapes.get(value, (value, before))
+        out = root if shape == after else digest("reshape", root, after)
+        self.shapes.setdefault(out, (root, shape))
+        if value in self.narrow:
+            self.narrow[out] = self.reshape(self.narrow[value][0], before, after), self.narrow[value][1]
+        return out
 
     def parameter(self, value) -> str:
         if isinstance(value, tuple | list):

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.config import LinearAttention
-from jaxspec.models import causal_conv
-from jaxspec.pallas import conv_chunk, hopper
+from jaxspec.decoder.spec import DeltaRule
+from jaxspec.pallas import causal_conv, conv_chunk, hopper
 from jaxspec.pallas.conv_chunk import BLOCK, supported
 from jaxspec.pallas.hopper import KERNELS
 
-MIX = LinearAttention((0,), key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
+MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 6
 
 

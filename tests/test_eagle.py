@@ -176,7 +176,7 @@ def test_a_drafter_of_another_width_than_its_target(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf))
     save_file(tensors, tmp_path / "model.safetensors")
     loaded = load(tmp_path)
-    assert loaded.params["fc_bias"].shape == (d,) and loaded.drafter.config.attention_bias
+    assert loaded.params["fc_bias"].shape == (d,) and loaded.drafter.config.decoder.attention.bias
     assert jaxspec.propose(target(), loaded, [1, 2], 3).logits.shape == (3, v)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,16 @@ from jaxspec.batch import empty_slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
+from jaxspec.decoder import forward as forward_module
+from jaxspec.decoder import layer as equations
+from jaxspec.decoder.few_rows import FEW_ROWS
+from jaxspec.decoder.functions import centred_rms_norm, rms_norm, rope
+from jaxspec.decoder.fused_norms import FUSED_NORMS
+from jaxspec.decoder.path import Call
 from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters import dflash, eagle, mtp
-from jaxspec.mixers import Cache, RoundRows, WholeTexts, empty_cache
-from jaxspec.models import MODELS, llama, moe, qwen3_next
-from jaxspec.models import few_rows as layers
-from jaxspec.models.layers import centred_rms_norm, rms_norm, rope
+from jaxspec.mixers import Cache, RoundRows, empty_cache
+from jaxspec.models import MODELS, llama
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas import hopper, project
 from jaxspec.pallas.few_rows import top
@@ -281,7 +286,7 @@ def small_model(family="llama", **overrides):
     """Config and parameters of a small model with heads of 64."""
     given = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
     config = ModelConfig.from_hf(tiny_config(family, **(given | overrides)))
-    return config, dummy(llama.parameters(config), "bfloat16", seed=0)
+    return config, dummy(llama.tensors(config.decoder), "bfloat16", seed=0)
 
 
 def rounds(tree: bool) -> Rows:
@@ -298,7 +303,7 @@ def forward(config, params, rows: Rows):
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, PAGE, "bfloat16").kv(config).shape)
     tokens = jnp.arange(9).reshape(3, 3) if len(rows.count) == 3 else jnp.arange(8).reshape(2, 4)
     positions = rows.marked_positions(tokens.shape[1])
-    return llama.forward(params, config, tokens, positions, rows, kv.astype("bfloat16"), (0, 2))
+    return forward_module.forward(config.decoder, params, tokens, positions, rows, kv.astype("bfloat16"), (0, 2))
 
 
 def assert_same_forward(got, expected, rows: Rows, tolerance: float):
@@ -316,15 +321,14 @@ def take_few_rows(monkeypatch):
         assert reason is None, reason
         return True
 
-    for module in (llama, layers, qwen3_next, eagle, dflash, mtp):
-        monkeypatch.setattr(module, "chosen", chosen)
+    monkeypatch.setattr(forward_module, "hopper", SimpleNamespace(chosen=chosen, multiprocessors=lambda: 132))
+    few = [dataclasses.replace(path, processors=0) for path in (FEW_ROWS, FUSED_NORMS)]
+    monkeypatch.setattr(forward_module, "PATHS", few)
+    monkeypatch.setattr(forward_module, "FEW_ROWS", few[0])
     whole = dict(heads={}, keys_values={}, gated={}, normed={}, top_tokens={})
     options = whole | dict(add_product={"splits": 1}, product={"splits": 1})
     for name, given in options.items():
         monkeypatch.setattr(op, name, partial(getattr(op, name), **given, **INTERPRET))
-    monkeypatch.setattr(dflash, "keys_values", op.keys_values)
-    for name in ("normed", "add_product"):
-        monkeypatch.setattr(qwen3_next, name, getattr(op, name))
 
 
 @pytest.mark.parametrize("family,tree", [("llama", False), ("llama", True), ("qwen3", False)])
@@ -355,7 +359,7 @@ def small_hybrid(family: str, hidden_size: int = 64):
     if family == "qwen3_5_moe":
         given |= dict(num_experts=64, num_experts_per_tok=4)
     config = ModelConfig.from_hf(tiny_config(family, **given))
-    return config, dummy(MODELS[family].parameters(config), "bfloat16", seed=0)
+    return config, dummy(MODELS[family].tensors(config.decoder), "bfloat16", seed=0)
 
 
 def hybrid_round(config, params, t: int, requests: int):
@@ -369,7 +373,7 @@ def hybrid_round(config, params, t: int, requests: int):
     def run(cache, tokens, start, replay):
         rows = Rows(jnp.where(first, start, 0), jnp.where(first, t, 0), table)
         mixer, tokens = RoundRows(rows, slots, jnp.where(first, replay, 0)), jnp.where(first[:, None], tokens, 0)
-        return MODELS[config.model_type].forward(params, config, tokens, rows.marked_positions(t), mixer, cache, (1,))
+        return forward_module.forward(config.decoder, params, tokens, rows.marked_positions(t), mixer, cache, (1,))
 
     for i in range(2):
         hidden = jax.block_until_ready(run(cache, 7 + 5 * i + np.arange(t), 3 + i, i))  # before more is queued behind
@@ -391,8 +395,8 @@ def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, fam
         return read.at[:, t:].set(jnp.nan), cache
 
     monkeypatch.setattr(RoundRows, "recur", anything)
-    mixed = moe.experts_mlp
-    monkeypatch.setattr(moe, "experts_mlp", lambda rows, *rest: counted.append(len(rows)) or mixed(rows, *rest))
+    mixed = equations.experts_mlp
+    monkeypatch.setattr(equations, "experts_mlp", lambda rows, *rest: counted.append(len(rows)) or mixed(rows, *rest))
     alone, among = (hybrid_round(config, params, t, requests) for requests in (1, 8 // t))
     assert set(counted) == ({t, 8 // t * t} if family == "qwen3_5_moe" else set())
     for got, padded, expected in zip(alone, among, plain, strict=True):
@@ -413,10 +417,10 @@ def small_drafter(method: str):
     """An EAGLE-3 or a DFlash drafter with heads of 64, or an MTP module, and its parameters."""
     if method == "mtp":
         target, _ = small_hybrid("qwen3_5")
-        config = replace(target, num_layers=1, linear=None)
+        config = mtp.module_config(target)
         own = dummy(mtp.parameters(config), "bfloat16", seed=0)
         embed = normal(jax.random.key(6), config.vocab_size, config.hidden_size)
-        return mtp.Mtp(config, "qwen3_5", "bfloat16", (2,), 3), own | {"embed": embed, "head": {"embed": embed}}
+        return mtp.Mtp(config, "bfloat16", (2,), 3), own | {"embed": embed, "head": {"embed": embed}}
     config, params = small_model("qwen3" if method == "dflash" else "llama", num_key_value_heads=2)
     d, fc = config.hidden_size, 0.05 * normal(jax.random.key(5), 3 * config.hidden_size, config.hidden_size)
     head = {"embed": normal(jax.random.key(6), config.vocab_size, d)}
@@ -429,7 +433,7 @@ def small_drafter(method: str):
     layer = params["layers"][0] | {"hidden_norm": 1 + 0.1 * normal(jax.random.key(7), d)}
     layer["qkv"] = jnp.concatenate([layer["qkv"], layer["qkv"][::-1]])
     own = {"fc": fc, "layer": layer, "norm": params["norm"], "head": head, **head}
-    return eagle.Eagle3(config, "llama", "bfloat16"), own
+    return eagle.Eagle3(config, "bfloat16"), own
 
 
 def drafted(drafter, params):
@@ -472,7 +476,9 @@ def test_a_round_takes_them_where_there_are_kernels(monkeypatch):
     cache, mixer = Cache(layout.kv(config)), RoundRows(rows, jnp.arange(8), jnp.zeros(8, int))
 
     def run(cache):
-        return llama.forward(params, config, jnp.zeros((8, 1), int), rows.marked_positions(1), mixer, cache)
+        return forward_module.forward(
+            config.decoder, params, jnp.zeros((8, 1), int), rows.marked_positions(1), mixer, cache
+        )
 
     before = KERNELS["few_rows_heads"]
     text = jax.jit(run).trace(cache).lower(lowering_platforms=("cuda",)).as_text()
@@ -497,12 +503,12 @@ def test_what_cannot_run_is_named():
 
 def test_models_that_keep_the_plain_layers():
     config, params = small_model()
-    rows = rounds(False)
-    kv = PageLayout(5, PAGE, "bfloat16").kv(config)
-    assert layers.supported(params["layers"][0], config, (3, 3), rows, kv) is None
-    assert "no pages" in layers.supported(params["layers"][0], config, (3, 3), WholeTexts(), None)
-    assert "float32" in layers.supported(params["layers"][0], config, (3, 3), rows, kv.astype("float32"))
-    biased, with_biases = small_model(attention_bias=True)
-    assert "biases" in layers.supported(with_biases["layers"][0], biased, (3, 3), rows, kv)
-    narrow, other = small_model(intermediate_size=80)
-    assert "80 wide" in layers.supported(other["layers"][0], narrow, (3, 3), rows, kv)
+    refuses = lambda config, params, call: FEW_ROWS.refuses(config.decoder, params["layers"], call)  # noqa: E731
+    call = Call(3, 3, "bfloat16", processors=132)
+    assert refuses(config, params, call) is None
+    assert "no pages" in refuses(config, params, dataclasses.replace(call, pages=None))
+    assert "float32" in refuses(config, params, dataclasses.replace(call, pages="float32"))
+    assert "0 Hopper multiprocessors" in refuses(config, params, dataclasses.replace(call, processors=0))
+    assert "64 rows of a request" in refuses(config, params, dataclasses.replace(call, rows=64))
+    assert "Attention.bias=True" in refuses(*small_model(attention_bias=True), call)
+    assert "80 wide" in refuses(*small_model(intermediate_size=80), call)

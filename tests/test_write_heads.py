@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -13,9 +14,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
+from jaxspec.decoder import forward as paths
+from jaxspec.decoder import layer as equations
+from jaxspec.decoder.functions import cos_sin, rms_norm, rope
+from jaxspec.decoder.layer import attention
+from jaxspec.decoder.streamed import WEIGHT_STREAM
 from jaxspec.mixers import Cache, PromptBlocks, WholeTexts
 from jaxspec.models import llama
-from jaxspec.models.layers import cos_sin, rms_norm, rope
 from jaxspec.pallas import hopper, weight_stream
 from jaxspec.pallas import write_heads as op
 from jaxspec.pallas.hopper import KERNELS, counting
@@ -88,11 +93,11 @@ def test_sums_parts(heads, kv_heads, normed):
 def model(family: str, **overrides):
     given = dict(head_dim=WIDTH, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
     config = ModelConfig.from_hf(tiny_config(family, **(given | overrides)))
-    return config, dummy(llama.parameters(config), "bfloat16", seed=0)["layers"][0]
+    return config, dummy(llama.tensors(config.decoder), "bfloat16", seed=0)["layers"][0]
 
 
 def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **overrides):
-    """`llama.mix` of a prompt's blocks, each of a request of its own, and its operands.
+    """`layer.attention` of a prompt's blocks, each of a request of its own, and its operands.
 
     All but the first begin in the middle of a page, and the last has a row of padding.
     """
@@ -106,7 +111,7 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
     qkv = normal(jax.random.key(1), 1, blocks, t, n * config.head_dim)
 
     def mix(layer, qkv, kv):
-        return llama.mix(layer, config, jnp.int32(1), qkv, rows.marked_positions(t), mixer, Cache(kv))
+        return attention(config.decoder.layers[0], layer, jnp.int32(1), qkv, rows.marked_positions(t), mixer, Cache(kv))
 
     return mix, (layer, qkv, kv)
 
@@ -114,10 +119,10 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
 def check_mix(monkeypatch, family: str, **sizes):
     """With the kernel and without, of real rows."""
     took = []
-    monkeypatch.setattr(llama, "chosen", lambda *_: False)
+    monkeypatch.setattr(equations, "chosen", lambda *_: False)
     mix, given = mixed(family, **sizes)
     want, want_cache = jax.jit(mix)(*given)
-    monkeypatch.setattr(llama, "chosen", lambda reason: reason is None and not took.append("write_heads"))
+    monkeypatch.setattr(equations, "chosen", lambda reason: reason is None and not took.append("write_heads"))
     got, cache = jax.jit(lambda *given: mix(*given))(*given)
     assert took == ["write_heads"]
     np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
@@ -158,18 +163,18 @@ def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     """Parts of a product and all, where heads are 128 wide; numbers are those of the plain layers."""
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, head_dim=width)
     config = ModelConfig.from_hf(tiny_config(family, **sizes, num_attention_heads=4, num_key_value_heads=4))
-    params = dummy(llama.parameters(config), "bfloat16", seed=0)
+    params = dummy(llama.tensors(config.decoder), "bfloat16", seed=0)
     b = 16
     rows = Rows(jnp.arange(b, dtype=jnp.int32), jnp.ones(b, jnp.int32), 1 + jnp.arange(b, dtype=jnp.int32)[:, None])
     kv = 0.5 * normal(jax.random.key(1), *PageLayout(b + 1, 16, "bfloat16").kv(config).shape)
     tokens = jnp.arange(b)[:, None]
-    run = jax.jit(lambda kv: llama.forward(params, config, tokens, rows.positions(1), rows, kv))
+    run = jax.jit(lambda kv: paths.forward(config.decoder, params, tokens, rows.positions(1), rows, kv))
     plain = run(kv)
     monkeypatch.setattr(weight_stream, "BLOCKS", 3)
     monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
     monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
-    monkeypatch.setattr(llama, "chosen", lambda reason, *_: reason is None)
-    monkeypatch.setattr(llama.few_rows, "supported", lambda *_: "left out here")
+    monkeypatch.setattr(equations, "chosen", lambda reason, *_: reason is None)
+    monkeypatch.setattr(paths, "PATHS", (dataclasses.replace(WEIGHT_STREAM, processors=0),))
     jax.clear_caches()
     with counting() as took:
         streamed = run(kv)
@@ -185,7 +190,10 @@ def test_texts_without_pages_stay_as_they_are(monkeypatch):
     shape = jax.ShapeDtypeStruct((1, 9, 64, 16 * WIDTH), jnp.bfloat16)
     positions = jnp.broadcast_to(jnp.arange(64), (9, 64))
     before = KERNELS["write_heads"]
-    jax.eval_shape(lambda qkv: llama.mix(layer, config, jnp.int32(0), qkv, positions, WholeTexts(), None)[0], shape)
+    jax.eval_shape(
+        lambda qkv: attention(config.decoder.layers[0], layer, jnp.int32(0), qkv, positions, WholeTexts(), None)[0],
+        shape,
+    )
     assert KERNELS["write_heads"] == before
 
 

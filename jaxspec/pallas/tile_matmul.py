@@ -27,7 +27,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.hopper import MULTIPROCESSORS, SWIZZLED, WGMMA_ROWS
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.weight_stream import HALF, MAX_ROWS, ROOM
+from jaxspec.pallas.weight_stream import MAX_ROWS, ROOM
+from jaxspec.weights import HALF
 
 UNIT = WGMMA_ROWS
 COPIED = 8  # rows of an array that copies take: a multiple of these

@@ -32,9 +32,9 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, SWIZZLED
 from jaxspec.pallas.once import lower_once
+from jaxspec.weights import HALF
 
 STAGES = ("matmul", "norm", "gated", "matmul", "norm", "matmul")
-HALF = 32  # columns of gate, then of up, in a `gated` weight
 TILE = SWIZZLED  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
 MIN_ROWS, MAX_ROWS = 16, 128  # where it pays: with fewer rows, handing over costs more than XLA's launches do
 BLOCKS = MULTIPROCESSORS  # all must be resident, since they wait for one another

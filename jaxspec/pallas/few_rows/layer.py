@@ -55,7 +55,7 @@ from jaxspec.pallas.few_rows.block import (
 )
 from jaxspec.pallas.few_rows.share import BLOCKS, MAX_GROUPS, TILE, share_out, tiles_of, tiles_of_squares, with_splits
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.weight_stream import HALF
+from jaxspec.weights import HALF
 
 _i32, _f32 = jnp.int32, jnp.float32
 

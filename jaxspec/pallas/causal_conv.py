@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import LinearAttention
+from jaxspec.decoder.spec import DeltaRule
 from jaxspec.pallas import conv_chunk as chunk_kernel
 from jaxspec.pallas import conv_step as step_kernel
 from jaxspec.pallas.hopper import chosen, tell
@@ -27,7 +27,7 @@ def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, wid
     return jnp.zeros((num_layers, num_slots, width - 1 + rows, channels), dtype)
 
 
-def split_heads(x: Float[Array, "b t c"], mix: LinearAttention) -> tuple[Array, Array, Array]:
+def split_heads(x: Float[Array, "b t c"], mix: DeltaRule) -> tuple[Array, Array, Array]:
     """Queries and keys [b, t, m, k], of length one and queries scaled by k**-0.5, and values [b, t, n, v]."""
 
     def unit(part: Array) -> Array:
@@ -47,7 +47,7 @@ def step(
     replay: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: LinearAttention,
+    mix: DeltaRule,
 ) -> tuple[tuple[Array, Array, Array], Windows]:
     """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that."""
     t, (taps, channels) = x.shape[1], weight.shape
@@ -97,7 +97,7 @@ def chunk(
     count: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: LinearAttention,
+    mix: DeltaRule,
 ) -> tuple[tuple[Array, Array, Array], Windows]:
     """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it."""
     (b, t, _), (taps, channels) = x.shape, weight.shape

@@ -1,0 +1,158 @@
+"""What families read out of a config.json, checked: keys as transformers names them. Each raises `ConfigError`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.config import ConfigError, positive, positive_float
+from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, RopeScaling
+
+Config = Mapping[str, Any]
+
+
+def decoder(hf: Config, layers: list[Layer], norm: Norm) -> Decoder:
+    """The decoder around these layers."""
+    return Decoder(
+        vocab_size=positive(hf, "vocab_size"),
+        width=positive(hf, "hidden_size"),
+        layers=tuple(layers),
+        norm=norm,
+        tied=bool(hf.get("tie_word_embeddings", False)),
+    )
+
+
+def norm(hf: Config, centred: bool = False) -> Norm:
+    return Norm(positive_float(hf, "rms_norm_eps", 1e-6), centred)
+
+
+def attention(
+    hf: Config, qk_norm: Norm | None = None, gated: bool = False, bias: bool = False, rotated: float = 1.0
+) -> Attention:
+    """Grouped attention. `rotated`: the share of each head's columns that rotate, where the config doesn't say."""
+    heads = positive(hf, "num_attention_heads")
+    kv_heads = positive(hf, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    head_dim = positive(hf, "head_dim", positive(hf, "hidden_size") // heads)
+    if head_dim % 2:
+        raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+    if (act := hf.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
+    return Attention(heads, kv_heads, head_dim, rope(hf, head_dim, rotated), qk_norm, gated, bias)
+
+
+def full_attention_only(hf: Config) -> None:
+    """Refuse whatever isn't attention to all tokens in every layer."""
+    no_windows(hf)
+    if other := set(hf.get("layer_types") or ()) - {"full_attention"}:
+        raise ConfigError(
+            f"layer_types: {min(other)!r} is not supported for model_type {hf['model_type']!r}; "
+            "supported: full_attention"
+        )
+
+
+def no_windows(hf: Config) -> None:
+    if hf.get("use_sliding_window") or "sliding_attention" in set(hf.get("layer_types") or ()):
+        raise ConfigError(
+            "use_sliding_window or layer_types: sliding-window attention is not supported; "
+            "every layer attends to the whole context"
+        )
+
+
+def linear_layers(hf: Config) -> list[bool]:
+    """Which layers are of linear attention, as Qwen3-Next and Qwen3.5 say: by `layer_types`, or all but each n-th."""
+    count, kinds = positive(hf, "num_hidden_layers"), hf.get("layer_types")
+    if kinds is None:
+        interval = positive(hf, "full_attention_interval", 4)
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
+    known = ("full_attention", "linear_attention")
+    if not isinstance(kinds, list | tuple) or len(kinds) != count or any(kind not in known for kind in kinds):
+        raise ConfigError(
+            f"config.json: layer_types must name {count} layers, each {' or '.join(known)}; got {kinds!r}"
+        )
+    if set(kinds) != set(known):
+        raise ConfigError(f"config.json: layer_types has no {set(known).difference(kinds).pop()} layer, and needs both")
+    return [kind == "linear_attention" for kind in kinds]
+
+
+def delta_rule(hf: Config) -> DeltaRule:
+    keys, values = positive(hf, "linear_num_key_heads"), positive(hf, "linear_num_value_heads")
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys})")
+    return DeltaRule(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=positive(hf, "linear_key_head_dim"),
+        value_dim=positive(hf, "linear_value_head_dim"),
+        taps=positive(hf, "linear_conv_kernel_dim"),
+    )
+
+
+def mlps(hf: Config) -> list[Mlp | Mixture]:
+    """A dense MLP in every layer."""
+    mlp = Mlp(positive(hf, "intermediate_size"), bool(hf.get("mlp_bias", False)))
+    return [mlp] * positive(hf, "num_hidden_layers")
+
+
+def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
+    """Each layer's experts, or its MLP if it has none. `renormalised`: what the family does where the config is silent.
+
+    Keys as in transformers' Qwen3-MoE and Qwen3-Next: layer i has experts if it isn't in `mlp_only_layers` and i + 1 is
+    a multiple of `decoder_sparse_step`. Version 5 of transformers saves `num_experts` as `num_local_experts`.
+    """
+    key = "num_experts" if "num_experts" in hf else "num_local_experts"
+    experts, chosen = positive(hf, key), positive(hf, "num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok ({chosen}) must not exceed {key} ({experts})")
+    layers, sparse_step = positive(hf, "num_hidden_layers"), positive(hf, "decoder_sparse_step", 1)
+    named = hf.get("mlp_only_layers") or ()
+    if not isinstance(named, list | tuple) or any(i not in range(layers) for i in named):
+        raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, 0 to {layers - 1}, got {named!r}")
+    shared = hf.get("shared_expert_intermediate_size") or 0
+    mixture = Mixture(
+        experts=experts,
+        per_token=chosen,
+        width=positive(hf, "moe_intermediate_size"),
+        renormalised=bool(hf.get("norm_topk_prob", renormalised)),
+        shared=positive(hf, "shared_expert_intermediate_size") if shared else 0,
+    )
+    dense = [i in named or bool((i + 1) % sparse_step) for i in range(layers)]
+    mlp = Mlp(positive(hf, "intermediate_size"), bool(hf.get("mlp_bias", False))) if any(dense) else None
+    return [mlp if each else mixture for each in dense]
+
+
+def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
+    """Base, scaling and rotated columns from transformers 5's `rope_parameters` and the older
+    `rope_theta`/`rope_scaling`, which wins as it does there."""
+    parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {part!r}")
+        if nested := next((key for key, value in part.items() if isinstance(value, Mapping)), None):
+            raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
+    settings = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
+    named = (part.get(key) for part in reversed(parts) for key in ("rope_type", "type"))
+    kind = next(filter(None, named), "default")
+    theta = positive_float(settings if "rope_theta" in settings else hf, "rope_theta", 10_000.0)
+    share = "partial_rotary_factor"
+    fraction = positive_float(settings if share in settings else hf, share, rotated)
+    if (columns := int(head_dim * fraction)) % 2 or not 0 < columns <= head_dim:
+        raise ConfigError(
+            f"{share} {fraction:g} of head_dim {head_dim} is {columns}, not an even number from 2 to {head_dim}"
+        )
+    return Rope(theta, _rope_scaling(settings, kind), None if columns == head_dim else columns)
+
+
+def _rope_scaling(settings: Config, kind: str) -> RopeScaling | None:
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ConfigError(f"rope_type {kind!r} is not supported; supported: default, llama3")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if missing := [key for key in keys if key not in settings]:
+        raise ConfigError(f"rope_scaling of type llama3 lacks {', '.join(missing)}")
+    factor, low, high, original = (positive_float(settings, key) for key in keys)
+    if low >= high:
+        raise ConfigError(f"rope_scaling: low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
+    return RopeScaling(factor, low, high, int(original))
