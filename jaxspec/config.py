@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.decoder.spec import Attention, Decoder, DeltaRule
+from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, LinearScaling, Yarn
 from jaxspec.elsewhere import meant
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -111,7 +111,7 @@ class ModelConfig:
         return cls(
             model_type=model_type,
             decoder=decoder,
-            max_position=positive(hf, "max_position_embeddings", 2048),
+            max_position=_longest(decoder, positive(hf, "max_position_embeddings", 2048)),
             mtp_layers=_mtp_layers(hf),
             eos_token_ids=tuple(eos),
             bos_token_id=hf.get("bos_token_id"),
@@ -137,6 +137,16 @@ def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(kind := hf.get("model_type"), str):
         hf = {**hf, "model_type": kind.removesuffix("_text")}
     return hf
+
+
+def _longest(decoder: Decoder, positions: int) -> int:
+    """The most positions, of a config whose rope scaling a user may have added without raising `positions`."""
+    match decoder.attention.rope.scaling:
+        case Yarn(factor, original):
+            return max(positions, int(factor * original))
+        case LinearScaling(factor):
+            return int(factor * positions)
+    return positions
 
 
 def _mtp_layers(hf: Mapping[str, Any]) -> int:

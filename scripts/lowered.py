@@ -39,7 +39,7 @@ from jaxspec.checkpoint import Model, load
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.pallas import hopper, once
-from jaxspec.round import GREEDY
+from jaxspec.round import GREEDY, MODES
 
 QWEN3_8B = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
@@ -235,7 +235,7 @@ def abstract_drafter(draft: str, model: Model, options: EngineConfig) -> LoadedD
     return dataclasses.replace(kept[0], params=params)
 
 
-def programs(name: str, layers: int, everything: bool, only: str | None):
+def programs(name: str, layers: int, modes: list[str], everything: bool, only: str | None):
     """Each program's name with what lowers it."""
     hf, drafts = CASES[name]
     for draft, (draft_hf, sizes) in drafts.items():
@@ -260,13 +260,15 @@ def programs(name: str, layers: int, everything: bool, only: str | None):
         for kind, size in ladder:
             _, _, mode = kind.partition("_")
             largest = max(n for k, n in ladder if k == kind)
-            if not everything and mode not in ("", GREEDY) and size != largest:
+            if mode not in ("", *modes) or (not everything and mode not in ("", GREEDY) and size != largest):
                 continue
             arguments = made.programs._arguments(kind, size, made.state)
             yield f"{name} {draft} {kind} {size}", made.programs._jits[kind], arguments
 
 
-def run(out: Path, models: list[str], layers: int, everything: bool, alone: bool, only: str | None) -> None:
+def run(
+    out: Path, models: list[str], layers: int, modes: list[str], everything: bool, alone: bool, only: str | None
+) -> None:
     """Lower and write hashes, by program, to `out`."""
     runner._defaults = lambda: runner.GPU
     hopper.kernels_here = lambda: None
@@ -281,12 +283,12 @@ def run(out: Path, models: list[str], layers: int, everything: bool, alone: bool
     once._Lowered.function = lambda self, jitted, tree, shapes: kernels.call(jitted, tree, shapes)
     started = time.monotonic()
     for name in models:
-        for program, jitted, arguments in programs(name, layers, everything, only):
+        for program, jitted, arguments in programs(name, layers, modes, everything, only):
             traced = jitted.trace(*arguments)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             hashes[f"text {program}"], hashes[f"graph {program}"] = hashed(text), Graph().program(traced.jaxpr)
+            out.write_text(json.dumps({"layers": layers, "hashes": hashes}, indent=1, sort_keys=True))
         print(f"{name}: {time.monotonic() - started:.0f} s, {len(hashes)} hashes", flush=True)
-        out.write_text(json.dumps({"layers": layers, "hashes": hashes}, indent=1, sort_keys=True))
 
 
 def compare(before: Path, after: Path) -> int:
@@ -313,12 +315,13 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(CASES), help="of " + ", ".join(CASES))
     parser.add_argument("--draft", help="this draft alone")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers that models are cut to")
+    parser.add_argument("--modes", default=",".join(MODES), help="of rounds (default: %(default)s)")
     parser.add_argument("--all", action="store_true", help="every batch size in every mode")
     parser.add_argument("--kernels", action="store_true", help="lower each kernel by itself too")
     args = parser.parse_args()
     if args.compare:
         return compare(*args.out)
-    run(args.out[0], args.models.split(","), args.layers, args.all, args.kernels, args.draft)
+    run(args.out[0], args.models.split(","), args.layers, args.modes.split(","), args.all, args.kernels, args.draft)
     return 0
 
 

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig, flag
-from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, RopeScaling
+from jaxspec.decoder.spec import (
+    Attention,
+    Decoder,
+    DeltaRule,
+    Layer,
+    LinearScaling,
+    Mixture,
+    Mlp,
+    Norm,
+    Rope,
+    RopeScaling,
+    Yarn,
+)
 from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS
 from tests.tiny import tiny_config
 
@@ -190,6 +204,33 @@ def test_rope_scaling_counts_beside_rope_parameters():
     assert config.decoder.attention.rope == Rope(500000.0, RopeScaling(8.0, 1.0, 4.0, 8192))
 
 
+def test_scaling_that_a_model_page_tells_users_to_add():
+    """As Qwen's: the config's positions stay as they are, and the context grows by the factor."""
+    read = lambda **scaling: ModelConfig.from_hf({**QWEN3_8B, "rope_scaling": scaling})  # noqa: E731
+    config = read(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    yarn = Yarn(4.0, 32768, attention_factor=0.1 * math.log(4) + 1)
+    assert config.decoder.attention.rope == Rope(1e6, yarn) and config.max_position == 131072
+    given = read(rope_type="yarn", factor=2.0, original_max_position_embeddings=1024, attention_factor=1.5, beta_slow=2)
+    assert given.decoder.attention.rope.scaling == Yarn(2.0, 1024, attention_factor=1.5, beta_slow=2.0)
+    assert given.max_position == 40960
+    config = read(type="linear", factor=2.0)
+    assert (config.decoder.attention.rope.scaling, config.max_position) == (LinearScaling(2.0), 81920)
+    with pytest.raises(ConfigError, match="factor must be a positive number"):
+        read(rope_type="linear")
+
+
+def test_qwen2_has_biases_on_queries_keys_and_values():
+    attention = ModelConfig.from_hf(tiny_config("qwen2")).decoder.attention
+    assert (attention.bias, attention.out_bias) == (True, False)
+
+
+def test_mistral_is_served_where_its_window_holds_the_context():
+    assert ModelConfig.from_hf(tiny_config("mistral", sliding_window=None)).decoder.attention.bias is False
+    assert ModelConfig.from_hf(tiny_config("mistral", sliding_window=1024)).max_position == 1024
+    with pytest.raises(ConfigError, match=r"sliding_window 512 with max_position_embeddings 1024: .* lower"):
+        ModelConfig.from_hf(tiny_config("mistral", sliding_window=512))
+
+
 def test_older_name_of_the_rope_kind():
     scaling = {key: value for key, value in LLAMA_31_8B["rope_scaling"].items() if key != "rope_type"}
     config = ModelConfig.from_hf({**LLAMA_31_8B, "rope_scaling": {**scaling, "type": "llama3"}})
@@ -203,8 +244,8 @@ def test_a_torch_prefix_on_the_dtype_is_dropped():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(model_type="gpt2"), ["'gpt2'", "llama, qwen3"]),
-        (dict(model_type=None), ["None", "llama, qwen3"]),
+        (dict(model_type="gpt2"), ["'gpt2'", "llama, mistral, qwen2"]),
+        (dict(model_type=None), ["None", "llama, mistral, qwen2"]),
         (dict(hidden_size=0), ["hidden_size", "positive integer", "0"]),
         (dict(num_hidden_layers="36"), ["num_hidden_layers", "'36'"]),
         (dict(vocab_size=True), ["vocab_size", "True"]),
@@ -212,11 +253,14 @@ def test_a_torch_prefix_on_the_dtype_is_dropped():
         (dict(head_dim=127), ["head_dim", "even", "127"]),
         (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
         (dict(use_sliding_window=True), ["use_sliding_window"]),
-        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), ["'yarn'", "default, llama3"]),
-        (dict(rope_scaling=dict(type="linear", factor=2.0)), ["'linear'"]),
+        (dict(rope_scaling=dict(rope_type="longrope", factor=4.0)), ["'longrope'", "default, linear, llama3"]),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ["'dynamic'"]),
         (  # as a model's page tells users to add, beside what transformers 5 saved
-            dict(rope_parameters=dict(rope_type="default", rope_theta=1e6), rope_scaling=dict(type="yarn", factor=4.0)),
-            ["'yarn'"],
+            dict(
+                rope_parameters=dict(rope_type="default", rope_theta=1e6),
+                rope_scaling=dict(type="longrope", factor=4.0),
+            ),
+            ["'longrope'"],
         ),
         (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), ["rope_parameters", "full_attention"]),
         (

@@ -20,11 +20,13 @@ from jaxspec.decoder.spec import (
     Decoder,
     DeltaRule,
     Layer,
+    LinearScaling,
     Mixture,
     Mlp,
     Norm,
     Rope,
     RopeScaling,
+    Yarn,
     beyond,
 )
 from jaxspec.decoder.streamed import WEIGHT_STREAM
@@ -37,6 +39,8 @@ SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
 PLAINEST = {
     Norm: NORM,
     RopeScaling: SCALING,
+    LinearScaling: LinearScaling(4.0),
+    Yarn: Yarn(4.0, 4096, 1.1),
     Rope: Rope(1e4),
     Attention: Attention(8, 4, 128, Rope(1e4)),
     DeltaRule: DeltaRule(2, 4, 128, 128, 4),
@@ -67,6 +71,16 @@ FIELDS = {
         "qk_norm": (NORM, ALL),
         "gated": (True, {EVERY, FUSED}),
         "bias": (True, {EVERY, HEADS}),
+        "out_bias": (True, {EVERY, HEADS}),
+    },
+    LinearScaling: {"factor": (2.0, ALL)},
+    Yarn: {
+        "factor": (2.0, ALL),
+        "original_max_position": (8192, ALL),
+        "attention_factor": (1.2, ALL),
+        "beta_fast": (16.0, ALL),
+        "beta_slow": (2.0, ALL),
+        "truncate": (False, ALL),
     },
     DeltaRule: {
         "key_heads": (4, {EVERY, FUSED}),
@@ -146,8 +160,8 @@ def described(family: str, **overrides):
 
 
 @pytest.mark.parametrize("requests,rows,path", [
-    (1, 1, FEW_ROWS), (8, 1, FEW_ROWS), (2, 4, FEW_ROWS), (16, 1, WEIGHT_STREAM), (32, 4, WEIGHT_STREAM),
-    (64, 4, PLAIN), (1, 64, WEIGHT_STREAM),
+    (1, 1, FEW_ROWS), (8, 1, FEW_ROWS), (2, 4, FEW_ROWS), (9, 1, WEIGHT_STREAM), (3, 5, WEIGHT_STREAM),
+    (16, 1, WEIGHT_STREAM), (32, 4, WEIGHT_STREAM), (64, 4, PLAIN), (1, 64, WEIGHT_STREAM),
 ])  # fmt: skip
 def test_rounds_of_a_dense_model_take_the_fastest_path_that_fits(requests, rows, path):
     chosen, refused = choose(*described("qwen3"), Call(requests, rows, "bfloat16", processors=132))

@@ -23,7 +23,7 @@ from jaxspec.batch import Shapes, empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.config import ModelConfig
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.decoder.functions import rms_norm, rope, rope_frequencies
+from jaxspec.decoder.functions import rms_norm, rope
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.draft import DraftBatch
 from jaxspec.drafters.dflash import DFlash
@@ -198,7 +198,7 @@ def drafts_everywhere(loaded, text, features):
     n, m, h = drafter.num_draft_tokens, c.num_kv_heads, c.head_dim
     eps = c.decoder.norm.eps
     context = rms_norm(jnp.concatenate(list(features), -1) @ params["fc"], params["hidden_norm"], eps)
-    position, frequencies = jnp.arange(t), rope_frequencies(c.decoder.attention)
+    position = jnp.arange(t)
     block = jnp.full((t, n + 1), drafter.mask_token).at[:, 0].set(text)
     positions = position[:, None] + jnp.arange(n + 1)
 
@@ -206,7 +206,7 @@ def drafts_everywhere(loaded, text, features):
         weights = jnp.stack([p["qkv"] for p in params["layers"]])[layer][:, c.num_heads * h :]
         norm = jnp.stack([p["k_norm"] for p in params["layers"]])[layer]
         k_context, v_context = jnp.split((context @ weights).reshape(1, t, 2 * m, h), 2, axis=2)
-        k_context = rope(rms_norm(k_context, norm, eps), position[None], frequencies)
+        k_context = rope(rms_norm(k_context, norm, eps), position[None], c.decoder.attention)
         each = lambda x: jnp.broadcast_to(x, (t, t, m, h))  # noqa: E731
         keys, values = jnp.concatenate([each(k_context), k], 1), jnp.concatenate([each(v_context), v], 1)
         at = jnp.concatenate([jnp.broadcast_to(position, (t, t)), positions], 1)

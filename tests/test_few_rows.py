@@ -19,9 +19,10 @@ from jaxspec.config import ModelConfig
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.few_rows import FEW_ROWS
-from jaxspec.decoder.functions import centred_rms_norm, rms_norm, rope
+from jaxspec.decoder.functions import centred_rms_norm, cos_sin, rms_norm, rope
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.path import Call
+from jaxspec.decoder.spec import Attention, Rope
 from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters import dflash, eagle, mtp
 from jaxspec.mixers import Cache, RoundRows, empty_cache
@@ -45,14 +46,18 @@ def normal(key, *shape):
     return jax.random.normal(key, shape).astype(jnp.bfloat16)
 
 
+def rotating(width: int) -> Attention:
+    """The description that rope tables are made from."""
+    return Attention(1, 1, width, Rope(1e4))
+
+
 def operands(
     rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int = 128, width: int = 64
 ) -> dict[str, jax.Array]:
     """Of all operations; rows stand in scattered slots of pages, but for the third, which is padding."""
     keys = iter(jax.random.split(jax.random.key(rows), 10))
-    frequencies = 1e4 ** (-jnp.arange(width // 2) / (width // 2))
     position = jax.random.randint(next(keys), (rows,), 0, 500)
-    angle = position[:, None] * frequencies
+    cos, sin = cos_sin(position, rotating(width))
     return dict(
         x=normal(next(keys), rows, d),
         scale=(1 + 0.1 * normal(next(keys), d)),
@@ -60,10 +65,9 @@ def operands(
         gate_up=normal(next(keys), d, 2 * f) * d**-0.5,
         hidden=normal(next(keys), rows, f),
         down=normal(next(keys), f, d) * f**-0.5,
-        cos=jnp.cos(angle),
-        sin=jnp.sin(angle),
+        cos=cos,
+        sin=sin,
         position=position,
-        frequencies=frequencies,
         kv=normal(next(keys), LAYERS, 2 + rows // PAGE, 2, kv_heads, PAGE, width),
         place=(PAGE + jax.random.permutation(next(keys), rows)).at[2].set(-1).astype(jnp.int32),
         norms=1 + 0.1 * normal(next(keys), LAYERS, width),
@@ -91,7 +95,7 @@ def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = Fal
     if normed:
         turned = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
         turned = jnp.concatenate([rms_norm(*each, EPS) for each in zip(turned, given["norms"], strict=True)], axis=2)
-    turned = rope(turned, given["position"][:, None], given["frequencies"])[:, 0]
+    turned = rope(turned, given["position"][:, None], rotating(width))[:, 0]
     assert_close(q, turned[:, :-kv_heads].reshape(rows, -1))
     new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
     assert_written(given, kv, [1], new[:, None])
@@ -104,7 +108,7 @@ def check_keys_values(given: dict[str, jax.Array], **options):
     kv = op.keys_values(*of[0], weight, *of[1], norm, eps=EPS, **options)
     both = (rms_norm(given["x"], given["scale"], EPS) @ weight).reshape(-1, LAYERS, 2, kv_heads, 64)
     k = rms_norm(both[:, :, 0], norm[:, None], EPS)
-    k = rope(k, given["position"][:, None], given["frequencies"])
+    k = rope(k, given["position"][:, None], rotating(64))
     assert_written(given, kv, range(LAYERS), jnp.stack([k, both[:, :, 1]], axis=2))
 
 

@@ -19,6 +19,8 @@ import jaxspec
 from jaxspec.config import ModelConfig
 from jaxspec.decoder.forward import forward as decoder_forward
 from jaxspec.decoder.forward import unembed
+from jaxspec.decoder.functions import rope_frequencies
+from jaxspec.decoder.spec import LinearScaling, Yarn
 from jaxspec.mixers import WholeTexts
 from jaxspec.models import MODELS
 from jaxspec.weights import Param
@@ -154,8 +156,10 @@ def test_goldens_cover_what_a_config_can_say():
     for family in PLAIN:
         mine = [c for c in configs if c.model_type == family]
         assert {c.decoder.tied for c in mine} == {True, False}
-        assert any(c.head_dim * c.num_heads != c.hidden_size for c in mine)
-        assert any(c.decoder.attention.bias for c in mine)
+        if family != "qwen2":  # whose configs have no head_dim
+            assert any(c.head_dim * c.num_heads != c.hidden_size for c in mine)
+        if family != "mistral":  # which has none
+            assert any(c.decoder.attention.bias for c in mine)
         assert any(1 < c.num_kv_heads < c.num_heads for c in mine)
     assert any(getattr(c.decoder.layers[0].feed, "bias", False) for c in configs)
 
@@ -172,6 +176,23 @@ def test_bfloat16_stays_bfloat16_but_logits_are_float32(variant):
     assert error.std() < 0.05 * expected["logits_64"].std()
 
 
+@pytest.mark.parametrize("variant,scaling", [("qwen2-yarn", Yarn), ("mistral-tied-linear", LinearScaling)])
+def test_golden_rope_scaling_is_in_play(variant, scaling):
+    """Without it the logits are far off. YaRN's keeps a frequency, divides one, and has one on the ramp between."""
+    model, expected = golden(variant)
+    attention = model.config.decoder.attention
+    assert isinstance(attention.rope.scaling, scaling)
+    bare = dataclasses.replace(attention, rope=dataclasses.replace(attention.rope, scaling=None))
+    ratio = np.asarray(rope_frequencies(bare) / rope_frequencies(attention))
+    if scaling is Yarn:
+        assert ratio[0] == 1 and np.isclose(ratio[-1], 4) and ((ratio > 1.01) & (ratio < 3.99)).any()
+        assert attention.rope.scaling.attention_factor > 1.1
+    layers = tuple(dataclasses.replace(layer, mixing=bare) for layer in model.config.decoder.layers)
+    plain = dataclasses.replace(model.config, decoder=dataclasses.replace(model.config.decoder, layers=layers))
+    logits = unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last)
+    assert abs(logits[0] - expected["logits_150"]).max() > 0.3
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", PLAIN)
@@ -183,9 +204,10 @@ def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     names = [name for param in declared for name in param.sources]
     assert len(set(names)) == len(names)
     assert ("lm_head.weight" in names) == (not tied)
-    assert ("model.layers.1.self_attn.o_proj.bias" in names) == bias
+    assert ("model.layers.1.self_attn.o_proj.bias" in names) == (bias and family != "qwen2")
+    assert ("model.layers.1.self_attn.q_proj.bias" in names) == (bias or family == "qwen2")
     assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and "moe" not in family)
-    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family != "llama")
+    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family in ("qwen3", "qwen3_moe"))
     for param in declared:
         assert len(param.splits) == len(param.sources)
         assert sum(param.splits) == (param.shape[0] * param.shape[1] if param.stacked else param.shape[-1])

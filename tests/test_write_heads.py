@@ -18,6 +18,7 @@ from jaxspec.decoder import forward as paths
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import cos_sin, rms_norm, rope
 from jaxspec.decoder.layer import attention
+from jaxspec.decoder.spec import Attention, Rope
 from jaxspec.decoder.streamed import WEIGHT_STREAM
 from jaxspec.mixers import Cache, PromptBlocks, WholeTexts
 from jaxspec.models import llama
@@ -42,7 +43,7 @@ def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 1
     kv = normal(keys[1], LAYERS, pages, 2, kv_heads, page_size, WIDTH)
     norms = list(1 + 0.2 * normal(keys[2], 2, WIDTH)) if normed else []
     position = jax.random.randint(keys[3], (rows,), 0, 100_000)
-    frequencies = 1e6 ** (-jnp.arange(WIDTH // 2, dtype=jnp.float32) / (WIDTH // 2))
+    rotating = Attention(heads, kv_heads, WIDTH, Rope(1e6))
     place = (page_size + jax.random.permutation(keys[4], rows)).at[::5].set(-1).astype(jnp.int32)
 
     @jax.jit
@@ -51,14 +52,14 @@ def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 1
         turned = list(jnp.split(qkv[None, :, : heads + kv_heads], [heads], axis=2))
         for i, norm in enumerate(norms):
             turned[i] = rms_norm(turned[i], norm, EPS)
-        q, k = (rope(x, position[None], frequencies)[0] for x in turned)
+        q, k = (rope(x, position[None], rotating)[0] for x in turned)
         page = jnp.where(place < 0, pages, place // page_size)
         new = jnp.stack([k, qkv[:, heads + kv_heads :]], axis=1)
         return q, kv.at[1, page, :, :, place % page_size].set(new, mode="drop")
 
     @jax.jit
     def kernel(qkv, kv, position, place, norms):
-        turns = cos_sin(position, frequencies)
+        turns = cos_sin(position, rotating)
         return op.write_heads(qkv.reshape(parts, rows, -1), *turns, kv, jnp.int32(1), place, norms, eps=EPS, **options)
 
     given = qkv, kv, position, place, norms

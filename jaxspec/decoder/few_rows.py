@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.functions import cos_sin, rope_frequencies
+from jaxspec.decoder.functions import cos_sin
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixture_rows import Given, add, mixture
 from jaxspec.decoder.padding import flat, padded, unflat, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack
-from jaxspec.decoder.spec import Attention, Decoder, Layer, Mixture, Mlp, Norm, Rope, RopeScaling
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows
 from jaxspec.pallas.prompt_attention import UNIT
 from jaxspec.weights import HALF, run_length
@@ -35,13 +35,18 @@ IMPLEMENTS = {
     Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling"}),
-    RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
+    **ROPE_SCALINGS,
 }
 
 
 def fits(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
+    return sizes_fit(decoder, layers, call)
+
+
+def sizes_fit(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
+    """Why the kernels can't take these layers' sizes and dtypes, or None if they can."""
     if call.pages is None:
         return "no pages to write to"
     if call.inputs == ():
@@ -136,7 +141,7 @@ def run_flat(
 
 def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:
     """Cosine and sine of each flat row's angles."""
-    return cos_sin(flat(positions[..., None])[:, 0], rope_frequencies(attention))
+    return cos_sin(flat(positions[..., None])[:, 0], attention)
 
 
 FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, run, run_one)

@@ -14,8 +14,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.few_rows import FEW_ROWS, rope_table
-from jaxspec.decoder.functions import normed, rope, rope_frequencies, row_of
+from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
+from jaxspec.decoder.functions import normed, rope, row_of
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.padding import flat, padded, unflat
@@ -159,7 +159,7 @@ def write_keys_values(
     """
     (b, t, _), a, norm = context.shape, decoder.attention, decoder.layers[0].norm
     call = Call(b, t, _dtype(rows.pages(cache)), hopper.multiprocessors())
-    if FEW_ROWS.refuses(decoder, params["layers"], call) is None:
+    if hopper.chosen(beyond(decoder, FEW_ROWS.implements) or sizes_fit(decoder, params["layers"], call)):
         table = rope_table(a, rows.marked_positions(t))
         place = rows.written(cache, padded(b, t)).reshape(-1)
         of = flat(context), params["hidden_norm"], params["context"], *table
@@ -170,7 +170,7 @@ def write_keys_values(
     kv = kv.reshape(b, t, len(decoder.layers), 2, a.kv_heads, a.head_dim)
     k, v = jnp.moveaxis(kv, (3, 2), (0, 1))  # each [l, b, t, m, h]
     k = normed(k, params["context_norm"][:, None, None, None], norm)
-    k = rope(k, rows.positions(t), rope_frequencies(a))
+    k = rope(k, rows.positions(t), a)
     return rows.write(cache, jnp.arange(len(decoder.layers))[:, None, None], k, v)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.decoder.spec import Attention, Norm, Rope, RopeScaling
+from jaxspec.decoder.spec import Attention, LinearScaling, Norm, RopeScaling, Yarn
 
 
 def normed(x: Float[Array, "*b d"], weight: Float[Array, " d"], norm: Norm) -> Float[Array, "*b d"]:
@@ -36,10 +36,18 @@ def centred_rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: f
 
 def rope_frequencies(attention: Attention) -> Float[Array, " half"]:
     """Inverse frequencies of the rotary embedding, scaled for long contexts where the description says so."""
-    rope: Rope = attention.rope
+    rope = attention.rope
     half = (attention.head_dim if rope.columns is None else rope.columns) // 2
     frequency = rope.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return frequency if rope.scaling is None else _llama3(frequency, rope.scaling)
+    match rope.scaling:
+        case None:
+            return frequency
+        case LinearScaling(factor):
+            return frequency / factor
+        case RopeScaling():
+            return _llama3(frequency, rope.scaling)
+        case Yarn():
+            return _yarn(frequency, rope.theta, rope.scaling)
 
 
 def _llama3(frequency: Array, scaling: RopeScaling) -> Array:
@@ -50,23 +58,40 @@ def _llama3(frequency: Array, scaling: RopeScaling) -> Array:
     return frequency * (smooth + (1 - smooth) / scaling.factor)
 
 
+def _yarn(frequency: Array, theta: float, scaling: Yarn) -> Array:
+    """Divide slow frequencies by `factor`, keep fast ones; the ramp is linear in the number of the pair."""
+    half = len(frequency)
+
+    def pair(turns: float) -> float:
+        """The pair that turns so often within the original context."""
+        return half * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    divided = jnp.clip((jnp.arange(half) - low) / (high - low or 0.001), 0.0, 1.0)
+    return frequency * (1 - divided) + frequency / scaling.factor * divided
+
+
 def cos_sin(
-    positions: Int[Array, "*b"], frequencies: Float[Array, " half"]
+    positions: Int[Array, "*b"], attention: Attention
 ) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
     """The rope table: cosine and sine of the angles by which each position rotates, float32."""
-    angle = positions[..., None].astype(jnp.float32) * frequencies
+    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(attention)
+    scaling = attention.rope.scaling
+    if isinstance(scaling, Yarn):
+        return jnp.cos(angle) * scaling.attention_factor, jnp.sin(angle) * scaling.attention_factor
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rope(
-    x: Float[Array, "b t n h"], positions: Int[Array, "b t"], frequencies: Float[Array, " half"]
-) -> Float[Array, "b t n h"]:
+def rope(x: Float[Array, "b t n h"], positions: Int[Array, "b t"], attention: Attention) -> Float[Array, "b t n h"]:
     """Rotary embedding, first half against second half (the "neox" pairing), computed in float32.
 
-    Where there are fewer frequencies than pairs, the first 2 * half columns rotate and the others stay.
+    Where fewer columns than a head has rotate, they are the first, and the others stay.
     """
-    half = len(frequencies)
-    cos, sin = cos_sin(positions[..., None], frequencies)
+    cos, sin = cos_sin(positions[..., None], attention)
+    half = cos.shape[-1]
     first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 

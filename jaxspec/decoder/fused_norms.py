@@ -22,7 +22,7 @@ from jaxspec.decoder.layer import feed, mix, projections
 from jaxspec.decoder.mixture_rows import mixture
 from jaxspec.decoder.padding import flat, pad, padded, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack
-from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, RopeScaling
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows
 
 IMPLEMENTS = {
@@ -34,7 +34,7 @@ IMPLEMENTS = {
     Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
     Norm: frozenset({"eps", "centred"}),
     Rope: frozenset({"theta", "scaling", "columns"}),
-    RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
+    **ROPE_SCALINGS,
 }
 
 

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, rope_frequencies, row_of
+from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, row_of
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.spec import Attention, DeltaRule, Layer, Mixture, Norm, Rope, RopeScaling, beyond
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Norm, Rope, beyond
 from jaxspec.pallas import write_heads
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.hopper import chosen
@@ -31,10 +31,10 @@ Weights = dict[str, Array]
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias"}),
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling"}),
-    RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
+    **ROPE_SCALINGS,
 }
 
 
@@ -116,8 +116,7 @@ def attention(
         q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
     if a.qk_norm:
         q, k = normed(q, weights["q_norm"], a.qk_norm), normed(k, weights["k_norm"], a.qk_norm)
-    frequencies = rope_frequencies(a)
-    out, cache = mixer.attend(cache, i, rope(q, positions, frequencies), rope(k, positions, frequencies), v)
+    out, cache = mixer.attend(cache, i, rope(q, positions, a), rope(k, positions, a), v)
     if a.gated:
         out = out * jax.nn.sigmoid(gates)
     return out.reshape(b, t, n * h), cache
@@ -139,7 +138,7 @@ def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any) -> st
 def _written_attention(layer, weights, i, qkv, positions, mixer, cache):
     """The same, with one kernel from the projection's parts to queries, and keys and values in their pages."""
     a, (b, t) = layer.mixing, positions.shape
-    cos, sin = (x.reshape(b * t, -1) for x in cos_sin(positions, rope_frequencies(a)))
+    cos, sin = (x.reshape(b * t, -1) for x in cos_sin(positions, a))
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
     def write(kv, place):

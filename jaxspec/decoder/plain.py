@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import run_layer
 from jaxspec.decoder.path import Path, Stack
-from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, RopeScaling
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias"}),
     DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
     Mlp: frozenset({"width", "bias"}),
     Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
     Norm: frozenset({"eps", "centred"}),
     Rope: frozenset({"theta", "scaling", "columns"}),
-    RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
+    **ROPE_SCALINGS,
 }
 
 

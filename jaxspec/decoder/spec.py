@@ -34,11 +34,35 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor` (rope_type "linear")."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (https://arxiv.org/abs/2309.00071, rope_type "yarn"): slow frequencies are divided by `factor`.
+
+    Pairs that turn more than `beta_fast` times within the original context stay, those that turn fewer than `beta_slow`
+    times are divided, and a ramp lies between, its ends rounded to whole pairs if `truncate`. Cosines and sines are
+    multiplied by `attention_factor`.
+    """
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary positions of base `theta`. `columns`: of each head, the first that rotate; None: all."""
 
     theta: float
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | LinearScaling | Yarn | None = None
     columns: int | None = None
 
 
@@ -47,7 +71,7 @@ class Attention:
     """Attention to all tokens so far, grouped heads.
 
     `qk_norm`: of each query and key head. `gated`: each query head's columns are followed by its gate's, whose sigmoid
-    multiplies what the head mixes. `bias`: of q, k, v and the output projection.
+    multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection.
     """
 
     heads: int
@@ -57,6 +81,7 @@ class Attention:
     qk_norm: Norm | None = None
     gated: bool = False
     bias: bool = False
+    out_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +164,14 @@ class Decoder:
     def count(self, kind: type) -> int:
         """How many layers mix tokens by an `Attention`, or by a `DeltaRule`."""
         return sum(isinstance(layer.mixing, kind) for layer in self.layers)
+
+
+# Rope tables are made outside of kernels: who implements one scaling implements all.
+ROPE_SCALINGS: Table = {
+    RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
+    LinearScaling: frozenset({"factor"}),
+    Yarn: frozenset({"factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow", "truncate"}),
+}
 
 
 def beyond(description: Any, implements: Table) -> str | None:

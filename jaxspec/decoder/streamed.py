@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import attention, finish
 from jaxspec.decoder.path import Call, Path, Stack
-from jaxspec.decoder.spec import Attention, Decoder, Layer, Mlp, Norm, Rope, RopeScaling
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
 from jaxspec.pallas import weight_stream
 
 IMPLEMENTS = {
@@ -22,7 +22,7 @@ IMPLEMENTS = {
     Mlp: frozenset({"width"}),
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling", "columns"}),
-    RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
+    **ROPE_SCALINGS,
 }
 
 

@@ -53,6 +53,7 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     }
     if a.bias:
         tree["qkv_bias"] = bias({f"{prefix}{name}.bias": width for name, width in widths.items()})
+    if a.out_bias:
         tree["out_bias"] = bias({prefix + "o_proj.bias": d})
     if a.qk_norm:
         tree["q_norm"] = norm_scale(a.head_dim, prefix + "q_norm.weight", a.qk_norm.centred)

@@ -13,5 +13,6 @@ def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
     reading.full_attention_only(hf)
     norm = reading.norm(hf)
-    attention = reading.attention(hf, bias=bool(hf.get("attention_bias", False)))
+    bias = bool(hf.get("attention_bias", False))
+    attention = reading.attention(hf, bias=bias, out_bias=bias)
     return reading.decoder(hf, [Layer(attention, mlp, norm) for mlp in reading.mlps(hf)], norm)

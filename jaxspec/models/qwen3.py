@@ -13,5 +13,6 @@ def read(hf: reading.Config, feeds: list[Mlp | Mixture] | None = None) -> Decode
     """`feeds`: what layers have for an MLP. **Raises:** `ConfigError` naming the key."""
     reading.full_attention_only(hf)
     norm = reading.norm(hf)
-    attention = reading.attention(hf, qk_norm=norm, bias=bool(hf.get("attention_bias", False)))
+    bias = bool(hf.get("attention_bias", False))
+    attention = reading.attention(hf, qk_norm=norm, bias=bias, out_bias=bias)
     return reading.decoder(hf, [Layer(attention, feed, norm) for feed in feeds or reading.mlps(hf)], norm)

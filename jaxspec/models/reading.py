@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.config import ConfigError, positive, positive_float
-from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, RopeScaling
+from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm
+from jaxspec.models.rope import rope
 
 Config = Mapping[str, Any]
 
@@ -26,10 +27,11 @@ def norm(hf: Config, centred: bool = False) -> Norm:
     return Norm(positive_float(hf, "rms_norm_eps", 1e-6), centred)
 
 
-def attention(
-    hf: Config, qk_norm: Norm | None = None, gated: bool = False, bias: bool = False, rotated: float = 1.0
-) -> Attention:
-    """Grouped attention. `rotated`: the share of each head's columns that rotate, where the config doesn't say."""
+def attention(hf: Config, rotated: float = 1.0, **more: Any) -> Attention:
+    """Grouped attention, with `more` of the description's fields.
+
+    `rotated`: the share of each head's columns that rotate, where the config doesn't say.
+    """
     heads = positive(hf, "num_attention_heads")
     kv_heads = positive(hf, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -39,7 +41,7 @@ def attention(
         raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
     if (act := hf.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
-    return Attention(heads, kv_heads, head_dim, rope(hf, head_dim, rotated), qk_norm, gated, bias)
+    return Attention(heads, kv_heads, head_dim, rope(hf, head_dim, rotated), **more)
 
 
 def full_attention_only(hf: Config) -> None:
@@ -120,39 +122,3 @@ def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
     dense = [i in named or bool((i + 1) % sparse_step) for i in range(layers)]
     mlp = Mlp(positive(hf, "intermediate_size"), bool(hf.get("mlp_bias", False))) if any(dense) else None
     return [mlp if each else mixture for each in dense]
-
-
-def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
-    """Base, scaling and rotated columns from transformers 5's `rope_parameters` and the older
-    `rope_theta`/`rope_scaling`, which wins as it does there."""
-    parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
-    for part in parts:
-        if not isinstance(part, Mapping):
-            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {part!r}")
-        if nested := next((key for key, value in part.items() if isinstance(value, Mapping)), None):
-            raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
-    settings = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
-    named = (part.get(key) for part in reversed(parts) for key in ("rope_type", "type"))
-    kind = next(filter(None, named), "default")
-    theta = positive_float(settings if "rope_theta" in settings else hf, "rope_theta", 10_000.0)
-    share = "partial_rotary_factor"
-    fraction = positive_float(settings if share in settings else hf, share, rotated)
-    if (columns := int(head_dim * fraction)) % 2 or not 0 < columns <= head_dim:
-        raise ConfigError(
-            f"{share} {fraction:g} of head_dim {head_dim} is {columns}, not an even number from 2 to {head_dim}"
-        )
-    return Rope(theta, _rope_scaling(settings, kind), None if columns == head_dim else columns)
-
-
-def _rope_scaling(settings: Config, kind: str) -> RopeScaling | None:
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ConfigError(f"rope_type {kind!r} is not supported; supported: default, llama3")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [key for key in keys if key not in settings]:
-        raise ConfigError(f"rope_scaling of type llama3 lacks {', '.join(missing)}")
-    factor, low, high, original = (positive_float(settings, key) for key in keys)
-    if low >= high:
-        raise ConfigError(f"rope_scaling: low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
-    return RopeScaling(factor, low, high, int(original))

@@ -36,7 +36,7 @@ from jaxspec.weights import HALF
 
 STAGES = ("matmul", "norm", "gated", "matmul", "norm", "matmul")
 TILE = SWIZZLED  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
-MIN_ROWS, MAX_ROWS = 16, 128  # where it pays: with fewer rows, handing over costs more than XLA's launches do
+MIN_ROWS, MAX_ROWS = 9, 128  # up to 8 handing over costs more than XLA's launches do; 9 to 15 are padded to 16
 BLOCKS = MULTIPROCESSORS  # all must be resident, since they wait for one another
 ROOM = SHARED_BYTES - 1024  # for tiles and rings; the rest is for barriers
 _i32 = jnp.int32
