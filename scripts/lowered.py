@@ -168,6 +168,10 @@ class Graph:
         name, inner = eqn.primitive.name, eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if name in self.INLINED:
             return self.outputs(inner.jaxpr, inner.consts, operands)
+        if name in ("scan", "cond", "while"):
+            return self.control(name, eqn.params, operands, len(eqn.outvars))
+        if name == "pad" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
+            return operands[:1]
         if len(operands) == len(eqn.outvars) == 1:
             one, given, made = operands[0], eqn.invars[0].aval, eqn.outvars[0].aval
             if name in ("reshape", "squeeze", "broadcast_in_dim", "reduce_sum", "slice") and given.size == made.size:
@@ -183,6 +187,23 @@ class Graph:
                 return [out]
         params = [(key, self.parameter(value)) for key, value in sorted(eqn.params.items())]
         return [digest(name, params, operands, k) for k in range(len(eqn.outvars))]
+
+    def control(self, name: str, params: dict, operands: list[str], results: int) -> list[str]:
+        """Of a loop or a branch: what its bodies close over are values like all others, in whatever order."""
+        own = lambda closed, given: self.outputs(closed.jaxpr, closed.consts, given)  # noqa: E731
+        if name == "cond":
+            bodies, start = [own(branch, operands[1:]) for branch in params["branches"]], operands[:1]
+        else:
+            counts = [params["num_consts"]] if name == "scan" else [params["cond_nconsts"], params["body_nconsts"]]
+            start = operands[sum(counts) :]
+            carried = [digest("carried", k) for k in range(len(start))]
+            parts = ["jaxpr"] if name == "scan" else ["cond_jaxpr", "body_jaxpr"]
+            bodies = []
+            for part, count in zip(parts, counts, strict=True):
+                bodies.append(own(params[part], [*operands[:count], *carried]))
+                operands = operands[count:]
+        told = [(key, params[key]) for key in ("length", "reverse", "num_carry") if key in params]
+        return [digest(name, told, bodies, start, k) for k in range(results)]
 
     def reshape(self, value: str, before: tuple[int, ...], after: tuple[int, ...]) -> str:
         root, shape = self.shapes.get(value, (value, before))

@@ -19,7 +19,7 @@ MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 6
 
 
-def operands(b: int, mix: LinearAttention = MIX, seed: int = 0):
+def operands(b: int, mix: DeltaRule = MIX, seed: int = 0):
     """Of `causal_conv.chunk`: blocks that go on from slots of any kind, with columns of x that aren't its own."""
     rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), 3)
     normal = lambda key, *shape: jax.random.normal(key, shape).astype(jnp.bfloat16)  # noqa: E731
@@ -31,7 +31,7 @@ def operands(b: int, mix: LinearAttention = MIX, seed: int = 0):
     return windows, jnp.int32(1), *(jnp.asarray(each, jnp.int32) for each in (slots, source, keep, count)), x, weight
 
 
-def check(monkeypatch, b: int, mix: LinearAttention = MIX, **options):
+def check(monkeypatch, b: int, mix: DeltaRule = MIX, **options):
     """With the kernel in place of what `causal_conv.chunk` would do here; only real rows mean anything."""
     given = operands(b, mix)
     expected, expected_windows = jax.jit(lambda *given: causal_conv.chunk(*given, mix))(*given)

@@ -19,7 +19,7 @@ MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 5
 
 
-def operands(rows: int, replay: tuple[int, ...], mix: LinearAttention = MIX):
+def operands(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX):
     """Of `causal_conv.step`, with windows for rounds of `rows` rows and columns of x that aren't the convolution's."""
     keys = jax.random.split(jax.random.key(rows), 3)
     b, normal = len(replay), lambda key, *shape: jax.random.normal(key, shape).astype(jnp.bfloat16)
@@ -29,7 +29,7 @@ def operands(rows: int, replay: tuple[int, ...], mix: LinearAttention = MIX):
     return windows, jnp.int32(1), slots, jnp.array(replay, jnp.int32), x, weight
 
 
-def check(rows: int, replay: tuple[int, ...], mix: LinearAttention = MIX, **options):
+def check(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX, **options):
     windows, layer, slots, at, x, weight = given = operands(rows, replay, mix)
     got, window = conv_step(*given, key_heads=mix.key_heads, eps=causal_conv.L2_EPS, **options)
     out, expected_window = causal_conv.conv_step(windows, layer, slots, at, x[..., : mix.channels], weight.T)

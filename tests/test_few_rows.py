@@ -217,7 +217,7 @@ def test_gated(rows):
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gated_with_more_weights_than_shared_memory_holds(scaled):
-    share = replace(share_out(8, [2048], 256, normed=not scaled), splits=1)
+    share = dataclasses.replace(share_out(8, [2048], 256, normed=not scaled), splits=1)
     assert share.slots < share.chunks
     check_gated(operands(8, d=2048), scaled, splits=1, **INTERPRET)
 

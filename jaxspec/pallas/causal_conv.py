@@ -8,14 +8,18 @@ is told how many were accepted. Nothing is undone.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.decoder.spec import DeltaRule
 from jaxspec.pallas import conv_chunk as chunk_kernel
 from jaxspec.pallas import conv_step as step_kernel
 from jaxspec.pallas.hopper import chosen, tell
+
+if TYPE_CHECKING:
+    from jaxspec.decoder.spec import DeltaRule
 
 L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
 

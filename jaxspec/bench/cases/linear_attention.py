@@ -71,9 +71,7 @@ def prompt_convolution(count: int, length: int, m: int, n: int, h: int, layers: 
     )
 
 
-def _convolved(
-    shape: tuple[int, ...], mix: LinearAttention, layers: int, slots: int, rows: int, dtype: str, key: jax.Array
-):
+def _convolved(shape: tuple[int, ...], mix: DeltaRule, layers: int, slots: int, rows: int, dtype: str, key: jax.Array):
     """Inputs of this shape and a weight, the same for all layers, and windows of zeros for rounds of `rows` rows."""
     x, weight = (
         jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
