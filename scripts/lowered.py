@@ -194,7 +194,10 @@ class Graph:
         if name == "cond":
             bodies, start = [own(branch, operands[1:]) for branch in params["branches"]], operands[:1]
         else:
-            counts = [params["num_consts"]] if name == "scan" else [params["cond_nconsts"], params["body_nconsts"]]
+            if name == "scan":
+                counts = [len(list(params["ft_in"].unpack()[0]))]
+            else:
+                counts = [params["cond_nconsts"], params["body_nconsts"]]
             start = operands[sum(counts) :]
             carried = [digest("carried", k) for k in range(len(start))]
             parts = ["jaxpr"] if name == "scan" else ["cond_jaxpr", "body_jaxpr"]
@@ -202,7 +205,7 @@ class Graph:
             for part, count in zip(parts, counts, strict=True):
                 bodies.append(own(params[part], [*operands[:count], *carried]))
                 operands = operands[count:]
-        told = [(key, params[key]) for key in ("length", "reverse", "num_carry") if key in params]
+        told = [(key, params[key]) for key in ("length", "reverse") if key in params]
         return [digest(name, told, bodies, start, k) for k in range(results)]
 
     def reshape(self, value: str, before: tuple[int, ...], after: tuple[int, ...]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, positive
 from jaxspec.decoder.spec import Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
@@ -25,12 +25,41 @@ def read(hf: reading.Config, feeds: list[Mlp | Mixture] | None = None) -> Decode
         raise ConfigError(f"attention_bias true is not supported for model_type {hf['model_type']!r}")
     if hf.get("attn_output_gate", True) is not True:
         raise ConfigError("config.json: attn_output_gate false is not supported; attention is gated in these models")
-    norm, linear = reading.norm(hf, centred=True), reading.linear_layers(hf)
+    norm, linear = reading.norm(hf, centred=True), linear_layers(hf)
     attention = reading.attention(hf, qk_norm=norm, gated=True, rotated=0.25)
-    rule = reading.delta_rule(hf)
+    rule = delta_rule(hf)
     feeds = feeds or reading.mixtures(hf, renormalised=True)
     layers = [Layer(rule if each else attention, feed, norm) for each, feed in zip(linear, feeds, strict=True)]
     return reading.decoder(hf, layers, norm)
+
+
+def linear_layers(hf: reading.Config) -> list[bool]:
+    """Which layers are of linear attention: by `layer_types`, or all but each n-th."""
+    count, kinds = positive(hf, "num_hidden_layers"), hf.get("layer_types")
+    if kinds is None:
+        interval = positive(hf, "full_attention_interval", 4)
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
+    known = ("full_attention", "linear_attention")
+    if not isinstance(kinds, list | tuple) or len(kinds) != count or any(kind not in known for kind in kinds):
+        raise ConfigError(
+            f"config.json: layer_types must name {count} layers, each {' or '.join(known)}; got {kinds!r}"
+        )
+    if set(kinds) != set(known):
+        raise ConfigError(f"config.json: layer_types has no {set(known).difference(kinds).pop()} layer, and needs both")
+    return [kind == "linear_attention" for kind in kinds]
+
+
+def delta_rule(hf: reading.Config) -> DeltaRule:
+    keys, values = positive(hf, "linear_num_key_heads"), positive(hf, "linear_num_value_heads")
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys})")
+    return DeltaRule(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=positive(hf, "linear_key_head_dim"),
+        value_dim=positive(hf, "linear_value_head_dim"),
+        taps=positive(hf, "linear_conv_kernel_dim"),
+    )
 
 
 def grouped_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:

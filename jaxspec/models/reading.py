@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.config import ConfigError, positive, positive_float
-from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm
+from jaxspec.decoder.spec import Attention, Decoder, Layer, Mixture, Mlp, Norm
 from jaxspec.models.rope import rope
 
 Config = Mapping[str, Any]
@@ -60,35 +60,6 @@ def no_windows(hf: Config) -> None:
             "use_sliding_window or layer_types: sliding-window attention is not supported; "
             "every layer attends to the whole context"
         )
-
-
-def linear_layers(hf: Config) -> list[bool]:
-    """Which layers are of linear attention, as Qwen3-Next and Qwen3.5 say: by `layer_types`, or all but each n-th."""
-    count, kinds = positive(hf, "num_hidden_layers"), hf.get("layer_types")
-    if kinds is None:
-        interval = positive(hf, "full_attention_interval", 4)
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
-    known = ("full_attention", "linear_attention")
-    if not isinstance(kinds, list | tuple) or len(kinds) != count or any(kind not in known for kind in kinds):
-        raise ConfigError(
-            f"config.json: layer_types must name {count} layers, each {' or '.join(known)}; got {kinds!r}"
-        )
-    if set(kinds) != set(known):
-        raise ConfigError(f"config.json: layer_types has no {set(known).difference(kinds).pop()} layer, and needs both")
-    return [kind == "linear_attention" for kind in kinds]
-
-
-def delta_rule(hf: Config) -> DeltaRule:
-    keys, values = positive(hf, "linear_num_key_heads"), positive(hf, "linear_num_value_heads")
-    if values % keys:
-        raise ConfigError(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys})")
-    return DeltaRule(
-        key_heads=keys,
-        value_heads=values,
-        key_dim=positive(hf, "linear_key_head_dim"),
-        value_dim=positive(hf, "linear_value_head_dim"),
-        taps=positive(hf, "linear_conv_kernel_dim"),
-    )
 
 
 def mlps(hf: Config) -> list[Mlp | Mixture]:
