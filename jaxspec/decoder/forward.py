@@ -102,9 +102,9 @@ def forward(
     x, layers = params["embed"][tokens], params["layers"]
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
     outputs, cache = path.run(decoder, layers, x, positions, mixer, cache, wanted)
-    if wanted is not None and outputs[-1].shape[1] > 1:  # of paths that compute whole layers
-        outputs[-1] = row_of(outputs[-1], wanted)
     last = normed(outputs[-1], params["norm"], decoder.norm)
+    if wanted is not None and last.shape[1] > 1:  # of paths that compute whole layers
+        last, outputs[-1] = row_of(last, wanted), row_of(outputs[-1], wanted)
     return Hidden(last, tuple([*outputs, last][i] for i in capture), cache, outputs[-1])
 
 
