@@ -28,6 +28,7 @@ from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import rope_frequencies
+from jaxspec.decoder.spec import Norm
 from jaxspec.mixers import WholeTexts
 from jaxspec.models import MODELS
 from tests.tiny import BYTE_VOCAB, random_tensors, tiny_checkpoint, tiny_config
@@ -336,7 +337,10 @@ def test_gguf_equals_safetensors(tmp_path, family, options):
     write_gguf(tmp_path / "m.gguf", hf, load_file(source / "model.safetensors"))
     model, expected = load(tmp_path / "m.gguf"), load(source)
     assert_same(model.params, expected.params)
-    differ = {"eos_token_ids": (5, 6), "rms_norm_eps": pytest.approx(1e-6)}
+    decoder, norm = model.config.decoder, model.config.decoder.norm
+    assert norm.eps == pytest.approx(1e-6)  # stored as float32
+    assert repr(decoder).replace(repr(norm), repr(Norm(1e-6))) == repr(expected.config.decoder)
+    differ = {"eos_token_ids": (5, 6), "decoder": decoder}
     assert {**vars(expected.config), **differ} == vars(model.config)
     assert_same(load(tmp_path).params, expected.params)  # a folder with this one file
     assert model.tokenizer is None
@@ -365,7 +369,7 @@ def test_gguf_rope_factors_become_llama3_scaling(tmp_path):
     tensors, divisors = random_tensors(hf, 0), rope_divisors(5e5, 64)
     write_gguf(tmp_path / "m.gguf", hf, tensors, rope_freqs=divisors)
     expected, found = ModelConfig.from_hf(hf), resolve(str(tmp_path / "m.gguf")).config
-    assert found.rope_scaling == expected.rope_scaling
+    assert found.decoder.attention.rope == expected.decoder.attention.rope
     np.testing.assert_allclose(*(rope_frequencies(each.decoder.attention) for each in (found, expected)))
     write_gguf(tmp_path / "odd.gguf", hf, tensors, rope_freqs=divisors[::-1].copy())
     with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight scales .* isn't Llama 3's"):
