@@ -1,6 +1,6 @@
 # The two commands a person needs are `make serve` and `make test`. Each first brings .venv in line with the lock.
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu exhaustive soak lint lock clean
+.PHONY: help serve test test-gpu exhaustive soak clients lint lock clean
 
 # CUDA=12 installs jax for NVIDIA GPUs, CUDA=none for CPUs; by default the machine decides.
 CUDA ?= $(if $(shell nvidia-smi -L 2>/dev/null),12,none)
@@ -37,6 +37,9 @@ exhaustive: $(READY)  ## run the tests that take every combination of what `make
 soak: $(READY)  ## run the ten-minute load test
 	@$(PYTEST) -m soak $(ARGS)
 
+clients: $(READY)  ## run people's own clients against a live demo server; some: make clients ARGS="openai litellm"
+	@$(PY) clients/run.py $(ARGS)
+
 lint: $(READY)  ## check style and formatting
 	@$(PY) -m ruff check --quiet && $(PY) -m ruff format --check --quiet || \
 		{ echo 'make lint: to fix, run: $(PY) -m ruff check --fix && $(PY) -m ruff format' >&2; exit 1; }
@@ -46,7 +49,7 @@ lock:  ## choose the newest versions anew and write the lock files (needs uv: pi
 	@$(LOCKED) --extra cuda12 --constraint requirements.lock --output-file requirements-cuda12.lock
 
 clean:  ## remove the environment and every cache
-	@rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	@rm -rf .venv .venv-clients .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml $(LOCK) scripts/setup.sh

@@ -12,6 +12,7 @@ from jaxspec.request import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    StructuredOutput,
     TokenLogprobs,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "TokenLogprobs",
     "hidden_states",
     "load_drafter",

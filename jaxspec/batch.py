@@ -205,3 +205,4 @@ class Shapes:
     firsts: tuple[int, ...]  # requests that get their first token at once
     batches: tuple[int, ...]  # requests in a round
     rounds: int = 1  # rounds in a program that runs several; 1: there is none
+    structured: bool = False  # programs for requests whose text a grammar constrains

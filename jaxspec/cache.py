@@ -190,6 +190,15 @@ def claim_device() -> None:
         )
 
 
+def resident_memory() -> int:
+    """Bytes of the host's memory that this process holds now; 0 where the system doesn't say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def device_memory() -> tuple[int, int] | None:
     """The device's memory and what XLA may use of it, in bytes; None where the device doesn't say (a CPU)."""
     usable = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -231,6 +240,7 @@ class MemoryPlan:
     tokens: int
     page_size: int
     states: StateSlots = StateSlots()
+    host_bytes: int = 0  # resident in this process once it is ready; on a CPU, all of the above is part of it
 
     @property
     def num_pages(self) -> int:
@@ -259,6 +269,10 @@ class MemoryPlan:
             )
         if self.device_bytes is not None:
             rows.append(("left", self.device_bytes - self.total, f"of {_gib(self.device_bytes)}"))
+        if self.host_bytes:
+            planned = self.total - self.workspace_bytes if self.device_bytes is None else 0
+            note = f"; {_gib(self.host_bytes)} resident in all" if planned else ""
+            rows.append(("host", self.host_bytes - planned, f"Python, jax, the tokenizer and compiled programs{note}"))
         return "memory plan\n" + "\n".join(f"  {n:<14} {_gib(b):>10}  {note}".rstrip() for n, b, note in rows)
 
 

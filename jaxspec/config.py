@@ -12,11 +12,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, LinearScaling, Yarn
-from jaxspec.elsewhere import meant
+from jaxspec.elsewhere import METHODS, meant
 
 DTYPES = ("float32", "bfloat16", "float16")
+FLOAT32_MAX = 3.4e38
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16")
+
+ALIASES = {
+    "dtype": {"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
+    "kv_cache_dtype": {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "bf16": "bfloat16"},
+}
+
+# The largest sizes that a config.json may name: far above any model's, low enough that nothing made of them in passing
+# (a declaration for each layer and expert, a table of rotary frequencies) takes long.
+LARGEST = {
+    "num_hidden_layers": 4096,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "head_dim": 2**16,
+    "linear_conv_kernel_dim": 2**10,
+    "max_position_embeddings": 2**27,
+    "vocab_size": 2**28,
+}
 
 
 # By model_type, what reads a config.json into a decoder. Each family of `jaxspec.models` enters itself.
@@ -101,22 +119,42 @@ class ModelConfig:
         """
         hf = _text_model(hf)
         model_type = hf.get("model_type")
-        if model_type not in FAMILIES:
-            raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise ConfigError(
+                f"model_type {shown(model_type)} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            )
         decoder = FAMILIES[model_type](hf)
         eos = hf.get("eos_token_id")
         eos = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
-        if bad := [token for token in eos if isinstance(token, bool) or not isinstance(token, int) or token < 0]:
-            raise ConfigError(f"config.json: eos_token_id must be token ids, got {bad[0]!r}")
+        if bad := [token for token in eos if not _is_token(token)]:
+            raise ConfigError(f"config.json: eos_token_id must be token ids, got {shown(bad[0])}")
+        if (bos := hf.get("bos_token_id")) is not None and not _is_token(bos):
+            raise ConfigError(f"config.json: bos_token_id must be a token id, got {shown(bos)}")
         return cls(
             model_type=model_type,
             decoder=decoder,
             max_position=_longest(decoder, positive(hf, "max_position_embeddings", 2048)),
             mtp_layers=_mtp_layers(hf),
             eos_token_ids=tuple(eos),
-            bos_token_id=hf.get("bos_token_id"),
+            bos_token_id=bos,
             dtype=_dtype(hf),
         )
+
+
+def shown(value: Any) -> str:
+    """A value in an error message, cut short: a file may hold megabytes where a number belongs."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def end_tokens(*ends: Any) -> list[Any]:
+    """Several `eos_token_id`s, each a number, a list or None, as one list without doubles."""
+    flat = [token for end in ends for token in (end if isinstance(end, list | tuple) else [end]) if token is not None]
+    return [token for i, token in enumerate(flat) if token not in flat[:i]]  # not hashed: they may be anything
+
+
+def _is_token(token: Any) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
 
 
 def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -126,14 +164,11 @@ def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     text = hf.get("text_config")
     if isinstance(text, Mapping):
-        eos = [hf.get("eos_token_id"), text.get("eos_token_id")]
-        flat = [
-            token for end in eos for token in (end if isinstance(end, list | tuple) else [end]) if token is not None
-        ]
+        flat = end_tokens(hf.get("eos_token_id"), text.get("eos_token_id"))
         tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         names = ("dtype", "torch_dtype")
         own = {"tie_word_embeddings": tied, "dtype": next((c[n] for c in (text, hf) for n in names if c.get(n)), None)}
-        hf = {**text, **own, "eos_token_id": list(dict.fromkeys(flat))}
+        hf = {**text, **own, "eos_token_id": flat}
     if isinstance(kind := hf.get("model_type"), str):
         hf = {**hf, "model_type": kind.removesuffix("_text")}
     return hf
@@ -159,23 +194,25 @@ def positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int
     """A size of config.json. **Raises:** `ConfigError` naming the key."""
     value = hf.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {key} must be a positive integer, got {value!r}")
+    most = LARGEST.get(key, 2**31 - 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        bound = f" of at most {most}" if isinstance(value, int) and value > most else ""
+        raise ConfigError(f"config.json: {key} must be a positive integer{bound}, got {shown(value)}")
     return value
 
 
 def positive_float(mapping: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """A number of config.json. **Raises:** `ConfigError` naming the key."""
     value = mapping.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= FLOAT32_MAX:
+        raise ConfigError(f"config.json: {key} must be a positive number within float32, got {shown(value)}")
     return float(value)
 
 
 def _dtype(hf: Mapping[str, Any]) -> str:
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ConfigError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise ConfigError(f"config.json: dtype {shown(dtype)} is not supported; supported: {', '.join(DTYPES)}")
     return dtype
 
 
@@ -204,6 +241,7 @@ class EngineConfig:
       requests taken in, that many rounds apart at most; it pays where a round is shorter than its dispatch.
     - `disable_overlap`: read each round's result before the next is dispatched. `disable_prefix_cache`: don't share the
       keys and values of common prefixes.
+    - `disable_structured_output`: refuse requests with a grammar, and don't compile their programs.
     - `load_format`: `auto`, or `dummy` for random weights made from the config alone.
     - `revision`: branch, tag or commit of a hub id. `seed`: of dummy weights and of requests that give none.
     - `skip_warmup`: compile on first use instead of at start. `few_programs`: compile for one batch size: ready
@@ -232,6 +270,7 @@ class EngineConfig:
     num_continuous_decode_steps: int | None = None
     disable_overlap: bool = False
     disable_prefix_cache: bool = False
+    disable_structured_output: bool = False
     load_format: str = "auto"
     revision: str | None = None
     ngram_min: int = 2
@@ -242,6 +281,7 @@ class EngineConfig:
     decode_log_interval: int = 40
 
     def __post_init__(self):
+        self._take_aliases()
         for name, allowed in (
             ("dtype", (None, *DTYPES)),
             ("kv_cache_dtype", ("auto", *KV_DTYPES)),
@@ -275,7 +315,10 @@ class EngineConfig:
         for name in ("model", "draft"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{flag(name)} must be a name or a path, got {getattr(self, name)!r}")
-        for name in ("disable_overlap", "disable_prefix_cache", "skip_warmup", "few_programs"):
+        for name in (
+            *("disable_overlap", "disable_prefix_cache", "disable_structured_output"),
+            *("skip_warmup", "few_programs"),
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{flag(name)} is on or off, got {getattr(self, name)!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
@@ -286,6 +329,17 @@ class EngineConfig:
         if self.ngram_min > self.ngram_max:
             raise ConfigError(f"--ngram-min ({self.ngram_min}) must not exceed --ngram-max ({self.ngram_max})")
         self._check_drafts()
+
+    def _take_aliases(self) -> None:
+        """Values under vLLM's and SGLang's names, as ours; methods of drafting in any case."""
+        for name, aliases in ALIASES.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value in aliases:
+                object.__setattr__(self, name, aliases[value])  # the dataclass is frozen
+        if isinstance(self.draft, str):
+            method, colon, source = self.draft.partition(":")
+            method = method.lower() if method.lower() in ("none", "auto") else METHODS.get(method.lower(), method)
+            object.__setattr__(self, "draft", method + colon + source)
 
     def _check_drafts(self) -> None:
         """That drafts, steps and top-k fit together. A chain's steps are its drafts; drafters read the latter alone."""

@@ -167,6 +167,13 @@ class Drafter:
         """Take note of a verification. `batch` is the one `propose` saw; for a prompt's last token nobody was asked."""
         return state
 
+    def commit_others(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:
+        """As `commit`, where the drafts that were verified may not be those that `propose` made: a grammar forced them.
+
+        To be overridden by a drafter whose `propose` leaves something of its own drafts that `commit` relies on.
+        """
+        return self.commit(params, state, batch, verified)
+
     def prefill(self, params: Any, state: Any, batch: PrefillBatch, features: tuple[Array, ...]) -> Any:
         """Take note of prompt tokens, whose target features are given as in `Verified`, for every row.
 

@@ -1,4 +1,8 @@
-"""What vLLM and SGLang call options whose names here are others, so that who types those is told ours."""
+"""What vLLM and SGLang call options whose names here are others, so that who types those is told ours.
+
+Names are spelt with underscores and without leading dashes. Nothing here is accepted as an option: `meant` explains one
+in an error message, and `server.translate` rewrites a whole command line.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ ELSEWHERE = {
     **dict.fromkeys(("speculative_num_draft_tokens", "num_speculative_tokens"), "num_draft_tokens"),
     **dict.fromkeys(("disable_radix_cache", "no_enable_prefix_caching"), "disable_prefix_cache"),
     **dict.fromkeys(("mamba_ssm_dtype", "mamba_ssm_cache_dtype"), "state_dtype"),
+    **dict.fromkeys(("disable_overlap_schedule", "no_async_scheduling"), "disable_overlap"),
     "block_size": "page_size",
-    "disable_overlap_schedule": "disable_overlap",
     "generation_config": "sampling_defaults",  # the server's, which isn't an engine's
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_batched_tokens": "chunked_prefill_size",
@@ -21,21 +25,88 @@ ELSEWHERE = {
     "model_path": "model",
     "random_seed": "seed",
     "speculative_eagle_topk": "topk",
+    "speculative_ngram_max_match_window_size": "ngram_max",
+    "speculative_ngram_min_match_window_size": "ngram_min",
     "speculative_num_steps": "num_steps",
 }
 SEVERAL_GPUS = frozenset(
     {
         *("tp", "tp_size", "tensor_parallel_size", "pp", "pp_size", "pipeline_parallel_size"),
         *("dp", "dp_size", "data_parallel_size", "ep", "ep_size", "expert_parallel_size", "enable_expert_parallel"),
+        *("nnodes", "speculative_draft_tensor_parallel_size"),
     }
 )
+
+# Options of no use here, and why. Those in SWITCHES, like them, take no value.
+NEEDLESS = {
+    **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"), "it is always on"),
+    **dict.fromkeys(("enable_metrics", "enable_cache_report", "enable_mixed_chunk"), "it is always on"),
+    **dict.fromkeys(("enforce_eager", "disable_cuda_graph", "compilation_config", "cuda_graph_max_bs", "cuda_graph_bs"),
+                    "every step is one compiled program"),
+    **dict.fromkeys(("attention_backend", "sampling_backend", "speculative_attention_mode", "device"),
+                    "it is chosen from model and machine"),
+    **dict.fromkeys(("disable_log_requests", "no_enable_log_requests", "disable_log_stats", "log_level_http",
+                     "uvicorn_log_level"),
+                    "requests are logged with --access-log alone"),
+    **dict.fromkeys(("trust_remote_code", "no_trust_remote_code"), "a checkpoint's code is never run"),
+    **dict.fromkeys(("distributed_executor_backend", "node_rank", "dist_init_addr"), "one process serves on one GPU"),
+    **dict.fromkeys(("max_prefill_tokens", "schedule_policy", "schedule_conservativeness", "scheduling_policy"),
+                    "requests are taken in first come, first served"),
+    "enable_auto_tool_choice": "it is always on where tools are supported",
+}  # fmt: skip
+UNSUPPORTED = {
+    **dict.fromkeys(("quantization", "torchao_config", "quantization_param_path"),
+                    "quantized weights are not supported; name an unquantized checkpoint or a GGUF file"),
+    **dict.fromkeys(("enable_lora", "lora_modules", "lora_paths", "max_loras", "max_lora_rank", "max_loras_per_batch"),
+                    "LoRA adapters are not supported; merge the adapter into its model"),
+    **dict.fromkeys(("cpu_offload_gb", "swap_space", "kv_offloading_size", "enable_hierarchical_cache"),
+                    "offloading to host memory is not supported"),
+    **dict.fromkeys(("tokenizer", "tokenizer_path", "tokenizer_mode"),
+                    "the tokenizer is the one in the model's folder"),
+    **dict.fromkeys(("chat_template", "chat_template_content_format"),
+                    "the chat template is the one in the model's folder"),
+    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "enable_multimodal"),
+                    "only a model's text part is served"),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "TLS is not supported; put a proxy before the server"),
+    **dict.fromkeys(("task", "runner", "is_embedding"), "only text generation is supported"),
+    **dict.fromkeys(("disaggregation_mode", "kv_transfer_config"), "prefill and decoding run in one process"),
+    **dict.fromkeys(("hf_overrides", "rope_scaling", "json_model_override_args"),
+                    "the model's config is taken as it is; change its config.json"),
+}  # fmt: skip
+SWITCHES = frozenset(
+    {
+        *("disable_radix_cache", "no_enable_prefix_caching", "disable_overlap_schedule", "no_async_scheduling"),
+        *("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "enable_metrics"),
+        *("enable_cache_report", "enable_mixed_chunk", "enforce_eager", "disable_cuda_graph", "disable_log_requests"),
+        *("no_enable_log_requests", "disable_log_stats", "trust_remote_code", "no_trust_remote_code", "enable_lora"),
+        *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
+        *("enable_hierarchical_cache",),
+    }
+)
+
+# --draft by what the others call the method. SGLang's EAGLE without a drafter's path means the model's own MTP module.
+METHODS = {
+    **{method: method for method in ("ngram", "standalone", "eagle", "eagle3", "mtp", "dflash")},
+    **dict.fromkeys(("nextn", "deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "mimo_mtp"), "mtp"),
+    **dict.fromkeys(("draft_model", "draft"), "standalone"),
+    **dict.fromkeys(("[ngram]", "lookahead", "prompt_lookup"), "ngram"),
+}
 
 
 def meant(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
     """What an option that isn't among those `known` may have meant, to be added to an error; "" if nobody can tell."""
     if name in SEVERAL_GPUS:
         return "; jaxspec serves on one GPU"
+    for table in (UNSUPPORTED, NEEDLESS):
+        if name in table:
+            return f"; {table[name]}"
     if ELSEWHERE.get(name) in known:
         return f"; here it is {spell(ELSEWHERE[name])}"
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {spell(near[0])}?" if near else ""
+    return f"; did you mean {spell(near[0])}?" if near and not _opposite(name, near[0]) else ""
+
+
+def _opposite(name: str, other: str) -> bool:
+    """Whether one turns on what the other turns off."""
+    negations = lambda text: sum(word in ("disable", "no", "skip") for word in text.split("_"))  # noqa: E731
+    return (negations(name) - negations(other)) % 2 == 1

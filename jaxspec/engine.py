@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from llguidance import LLMatcher
 
 from jaxspec.config import EngineConfig
 from jaxspec.pallas.hopper import KERNELS
@@ -27,6 +28,7 @@ from jaxspec.request import (
     RequestError,
     RequestMetrics,
     SamplingParams,
+    StructuredOutput,
     TokenLogprobs,
 )
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, SAMPLED, TOKENS
@@ -34,7 +36,8 @@ from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Chunk, Sequence
 from jaxspec.sequence import State as SequenceState
-from jaxspec.stats import DecodeLog
+from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally
+from jaxspec.structured.matcher import Matcher, first_masks, round_masks
 from jaxspec.tokenizer import Detokenizer, TokenizerError
 
 log = logging.getLogger("jaxspec")
@@ -49,6 +52,7 @@ class Choice:
     seq: Sequence
     detokenizer: Detokenizer | None
     metrics: RequestMetrics
+    matcher: Matcher | None = None  # where it is in its grammar
     told: bool = False  # a delta has been sent
 
 
@@ -65,6 +69,7 @@ class Request:
     limit: int
     mode: str  # the first of `round.MODES` that serves it
     added: float
+    grammar: LLMatcher | None = None  # compiled, at the start of a text
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -109,11 +114,13 @@ class Engine:
             snapshots=snapshots,
             snapshot_interval=self.config.state_snapshot_interval,
         )
+        self.grammars = self.runner.grammars
         self.requests: dict[str, Request] = {}
         self.totals: Counter = Counter()
         self.finished: Counter = Counter()
         self.drafted = [0] * (self.runner.yields - 1)
         self.accepted = [0] * (self.runner.yields - 1)
+        self.step_tokens = Tally(STEP_TOKENS)
         self._flights: deque[Flight] = deque()
         self._seeds = np.random.default_rng(self.config.seed)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
@@ -141,7 +148,8 @@ class Engine:
             raise RequestError(
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
             )
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_ids))
+        ends = not params.ignore_eos or params.structured is not None  # a grammar's text ends where the grammar does
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset(self.eos_ids) if ends else frozenset())
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"{len(stop_ids)} token ids would end this request (the model's own included), at most {MAX_STOP_IDS}",
@@ -161,13 +169,27 @@ class Engine:
             limit=limit,
             mode=mode,
             added=time.monotonic(),
+            grammar=None if params.structured is None else self._grammar(params.structured),
         )
+
+    def _grammar(self, wanted: StructuredOutput) -> LLMatcher:
+        if self.grammars is not None:
+            return self.grammars.compile(wanted)
+        name = self.runner.model.name
+        if self.config.disable_structured_output:
+            why = "this engine was started with --disable-structured-output; start it without"
+        elif self.tokenizer is None:
+            why = f"{name} has no tokenizer, which a grammar is compiled for; add tokenizer.json to the model's folder"
+        else:
+            why = (
+                f"{name} names no end token, without which no grammar's text could end; add eos_token_id to its config"
+            )
+        raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text, by the model's config and its tokenizer."""
-        extra = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        return tuple(dict.fromkeys((*self.model_config.eos_token_ids, *extra)))
+        """Token ids of the vocabulary that end a text, by the model's config and its tokenizer."""
+        return self.runner.model.eos_ids
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -193,16 +215,22 @@ class Engine:
         params = request.params
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.tokens)
-        for index in range(params.n):
+        for index in range(params.n):  # all of them are made before the scheduler sees one
             seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
-            how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens}
+            seq.stepwise = request.grammar is not None
+            how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
+            how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
             detokenizer = Detokenizer(self.tokenizer, params.stop, **how) if self.tokenizer else None
-            choice = Choice(request, index, seq, detokenizer, RequestMetrics(prompt_tokens=len(request.tokens)))
+            metrics = RequestMetrics(prompt_tokens=len(request.tokens), acceptance_histogram=[0] * self.runner.yields)
+            choice = Choice(request, index, seq, detokenizer, metrics)
+            if request.grammar is not None:
+                choice.matcher = self.grammars.start(request.grammar, avoid_end=params.ignore_eos)
             seq.owner = choice
             request.choices.append(choice)
-            self.scheduler.add(seq)
         self.requests[request.id] = request
+        for choice in request.choices:
+            self.scheduler.add(choice.seq)
         self.totals["prompt_tokens"] += len(request.tokens) * params.n
 
     def abort(self, request_id: str) -> list[Delta]:
@@ -224,25 +252,60 @@ class Engine:
         for seq in plan.admit:
             self._admit(seq)
         if plan.first:
-            mode = _mode(plan.first)
-            result = self.runner.first([seq.slot for seq in plan.first], table, mode)
-            self._fly(self._read_first, result, plan.first, mode)
+            self._first(plan.first, table)
         if plan.rows:
-            mode = _mode(plan.rows)
-            result = self.runner.round([seq.slot for seq in plan.rows], table, mode, plan.rounds)
-            self._fly(self._read_rounds, result, plan.rows, mode)
+            self._round(plan.rows, plan.rounds, table, deltas)
         ahead = (plan.rows or plan.first) and not self.config.disable_overlap
         self._read(deltas, keep=1 if ahead else 0)
+        if moved := sum(chunk.count for chunk in plan.prefill) + sum(len(delta.token_ids) for delta in deltas):
+            self.step_tokens.observe(moved)
         return deltas
 
+    def _first(self, seqs: list[Sequence], table: np.ndarray) -> None:
+        mode, slots = _mode(seqs), [seq.slot for seq in seqs]
+        if not _constrained(seqs):
+            self._fly(self._read_first, self.runner.first(slots, table, mode), seqs, mode)
+            return
+        masks = first_masks([seq.owner.matcher for seq in seqs], self.runner.width, self.model_config.vocab_size)
+        for seq in seqs:
+            if seq.owner.matcher is not None:
+                seq.owner.matcher.epoch = seq.epoch
+        self._fly(self._read_first, self.runner.masked_first(slots, table, *masks), seqs, LOGPROBS)
+
+    def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
+        """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second."""
+        mode, slots = _mode(seqs), [seq.slot for seq in seqs]
+        if not _constrained(seqs):
+            self._fly(self._read_rounds, self.runner.round(slots, table, mode, rounds), seqs, mode)
+            return
+        opened = self.runner.open_round(slots, table, mode, [self._forced(seq) for seq in seqs])
+        rows = _rows(seqs)
+        self._read(deltas, keep=0)  # while the device runs the forward: matchers are to stand where it starts
+        matchers = [seq.owner.matcher if seq.epoch == epoch else None for seq, epoch in rows]
+        masks = round_masks(matchers, np.asarray(opened.drafts), self.runner.width, self.model_config.vocab_size)
+        result = self.runner.close_round(opened, *masks)
+        self._flights.append(Flight(self._read_rounds, result, rows, mode))
+
+    def _forced(self, seq: Sequence) -> list[int] | None:
+        """The drafts that a grammar forces next, if the device doesn't know them: it does from a slot's first round
+        or token on, and forgets them when the slot is lost."""
+        matcher = seq.owner.matcher
+        if matcher is None:
+            return []
+        if matcher.epoch == seq.epoch:
+            return None
+        matcher.epoch = seq.epoch
+        return matcher.forced_next(self.runner.width - 1)
+
     def _fly(self, read: Callable, result: jax.Array, seqs: list[Sequence], mode=GREEDY, chunk=None) -> None:
-        self._flights.append(Flight(read, result, [(seq, seq.epoch) for seq in seqs], mode, chunk))
+        self._flights.append(Flight(read, result, _rows(seqs), mode, chunk))
 
     def _admit(self, seq: Sequence) -> None:
         choice: Choice = seq.owner
         request = choice.request
         self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
         if not seq.preemptions:
+            choice.metrics.queue = time.monotonic() - request.added
             choice.metrics.cached_tokens = seq.cached
             self.totals["cached_tokens"] += seq.cached
 
@@ -292,11 +355,25 @@ class Engine:
         if wanted is not None:
             packed = np.concatenate([each[: row[EMITTED]] for each, row in zip(logprobs, rows, strict=False)])
             entries = _logprobs(packed, tokens, wanted)
-        return self._advance(choice, tokens, entries, bool(rows[-1][DONE]))
+        try:
+            if choice.matcher is not None:
+                self.totals["forced_tokens"] += choice.matcher.advance(tokens)
+            delta = self._advance(choice, tokens, entries, bool(rows[-1][DONE]))
+        except Exception as error:  # of this text alone, a tokenizer's for example: other requests go on
+            log.error("request %s failed while its text was made; others go on", choice.request.id, exc_info=error)
+            choice.detokenizer = None
+            delta = self._finish(choice, "error")
+            delta.error = error
+        if choice.request.params.token_sources:
+            delta.token_sources = [s for row in rows for s in _sources(row)][: len(delta.token_ids)]
+        return delta
 
     def _count(self, metrics: RequestMetrics, accepted: int, drafted: int) -> None:
         metrics.verify_rounds += 1
         metrics.verified_tokens += accepted
+        if drafted:
+            metrics.drafted_tokens += drafted
+            metrics.acceptance_histogram[accepted - 1] += 1
         self.totals["verify_rounds"] += 1
         self.totals["verified_tokens"] += accepted
         for i in range(drafted):
@@ -321,7 +398,8 @@ class Engine:
         stop_token = tokens[-1] if done and tokens[-1] in request.stop_ids else None
         text, stop, used = "", None, len(tokens)
         if choice.detokenizer is not None:
-            text, stop, used = choice.detokenizer.push(tokens if stop_token is None else tokens[:-1])
+            hidden = stop_token is not None and not request.params.include_stop_str_in_output
+            text, stop, used = choice.detokenizer.push(tokens[:-1] if hidden else tokens)
         if stop is not None:
             tokens, entries = tokens[:used], entries and entries[:used]
         metrics.output_tokens += len(tokens)
@@ -346,7 +424,7 @@ class Engine:
         metrics.preemptions = choice.seq.preemptions
         self.finished[why] += 1
         if not any(_open(other) for other in request.choices):
-            del self.requests[request.id]
+            self.requests.pop(request.id, None)
         return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics)
 
     def flush_cache(self) -> bool:
@@ -355,6 +433,23 @@ class Engine:
             return False
         self.scheduler.flush()
         return True
+
+    def recover(self) -> None:
+        """Start anew after a step that raised: drop all requests, empty the prefix tree, make the device's state again.
+
+        The program that failed may have consumed the state, and what others wrote since is unknown.
+
+        **Raises:** whatever the device raises if it can't be used any more; `RuntimeError` if pages don't balance.
+        """
+        self._flights.clear()
+        self.scheduler.flush()  # first, so that no sequence publishes pages whose prefill may not have run
+        for request in self.requests.values():
+            for choice in filter(_open, request.choices):
+                self.scheduler.finish(choice.seq)
+                self.finished["error"] += 1
+        self.requests.clear()
+        self.scheduler.audit()
+        self.runner.reset()
 
     def settle(self) -> None:
         """Wait for all that was dispatched: jax aborts a process that ends while a program still runs.
@@ -381,9 +476,11 @@ class Engine:
             "rounds_total": totals["rounds"],
             "verify_rounds_total": rounds,
             "verified_tokens_total": totals["verified_tokens"],
+            "forced_tokens_total": totals["forced_tokens"],
             "avg_spec_accept_length": totals["verified_tokens"] / rounds if rounds else 0.0,
             "drafted_per_position": list(self.drafted),
             "accepted_per_position": list(self.accepted),
+            "step_tokens": self.step_tokens.as_dict(),
             "preemptions_total": scheduler.preemptions,
             "compiles_total": self.runner.compiles["compiles"],
             "compiles_since_start": self.runner.compiles["compiles"] - self._compiles_at_start,
@@ -400,8 +497,24 @@ def _mode(seqs: list[Sequence]) -> str:
     return max((seq.owner.request.mode for seq in seqs), key=MODES.index)
 
 
+def _constrained(seqs: list[Sequence]) -> bool:
+    return any(seq.owner.matcher is not None for seq in seqs)
+
+
+def _rows(seqs: list[Sequence]) -> list[tuple[Sequence, int]]:
+    """Sequences with their epochs now."""
+    return [(seq, seq.epoch) for seq in seqs]
+
+
 def _open(choice: Choice) -> bool:
     return choice.seq.state is not SequenceState.FINISHED
+
+
+def _sources(row: list[int]) -> list[str]:
+    """How each token that a row of a round emitted came, of `TOKEN_SOURCES`: after the drafts comes the model's own."""
+    drafted, accepted = row[DRAFTED], row[ACCEPTED]
+    own = "plain" if not drafted else "bonus" if accepted > drafted else "corrected"
+    return [*["accepted"] * (accepted - 1), own][: row[EMITTED]]
 
 
 def _logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:

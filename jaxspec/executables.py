@@ -33,6 +33,7 @@ class Executables:
         flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))}
         self._told = *told, sorted(flags.items()), jax.config.jax_default_matmul_precision, _source()
         self._folder = folder
+        self._warned = False
 
     def load(self, key: Any, arguments: Any) -> tuple[jax.stages.Compiled, Any] | None:
         """The program that was saved under `key` for arguments of these shapes, with its notes; or None."""
@@ -40,7 +41,7 @@ class Executables:
         try:
             program, notes = pickle.loads(path.read_bytes())
             return serialize_executable.deserialize_and_load(*program), notes
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:
             log.warning("%s can't be used, so the program is compiled anew: %s", path, error)
@@ -60,7 +61,11 @@ class Executables:
             finally:
                 loose.unlink(missing_ok=True)  # of a disk that is full, say
         except Exception as error:
-            log.info("the program %s isn't kept on disk: %s", key, error)
+            level = logging.DEBUG if self._warned else logging.WARNING  # a full disk would say so for each of dozens
+            self._warned = True
+            log.log(
+                level, "compiled programs can't be kept in %s, so each start compiles them: %s", self._folder, error
+            )
 
     def _path(self, key: Any, arguments: Any) -> Path:
         leaves, tree = jax.tree.flatten(arguments)

@@ -14,12 +14,15 @@ from typing import Any
 
 from jaxspec.config import EngineConfig, flag
 
+# what most people set, which --help shows first
+COMMON = ("model", "draft", "dtype", "context_length", "max_running_requests", "mem_fraction_static")
+
 # group -> field -> (metavar, help); None as metavar: on or off
 ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
     "model": {
         "model": ("M", "hub id, folder, .gguf file, or smollm2-135m-instruct, the demo"),
         "revision": ("REV", "branch, tag or commit of a hub id"),
-        "dtype": ("TYPE", "of weights and activations: float32, bfloat16 or float16"),
+        "dtype": ("TYPE", "of weights and activations: auto, float32, bfloat16 or float16"),
         "load_format": ("FORMAT", "auto, or dummy for random weights made from the config alone"),
         "context_length": ("TOKENS", "most tokens of prompt and output together"),
         "seed": ("N", "of dummy weights, and of requests that give none"),
@@ -40,7 +43,7 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
         "max_running_requests": ("N", "request slots, so also the largest decode batch"),
         "mem_fraction_static": ("SHARE", "share of device memory for weights, caches and states together"),
         "max_total_tokens": ("TOKENS", "tokens in the page pool; overrides what --mem-fraction-static gives"),
-        "kv_cache_dtype": ("TYPE", "of keys and values; auto is --dtype's"),
+        "kv_cache_dtype": ("TYPE", "of keys and values; auto is --dtype's, fp8 holds twice as many tokens"),
         "page_size": ("TOKENS", "tokens per KV page"),
         "chunked_prefill_size": ("TOKENS", "most prompt tokens in one program"),
         "state_dtype": ("TYPE", "of linear attention's states: float32 or bfloat16"),
@@ -54,6 +57,7 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
     "running": {
         "num_continuous_decode_steps": ("K", "rounds in one program while none can be taken in; pays for small models"),
         "disable_overlap": (None, "read each round's result before the next is dispatched"),
+        "disable_structured_output": (None, "refuse requests with a grammar: fewer programs to compile"),
         "skip_warmup": (None, "compile on first use instead of at start"),
         "few_programs": (None, "compile for one batch size: ready sooner, slower at low load"),
         "decode_log_interval": ("ROUNDS", "rounds between two decode log lines; 0 turns them off"),
@@ -61,16 +65,24 @@ ENGINE_HELP: dict[str, dict[str, tuple[str | None, str]]] = {
 }
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:
-    """Give `parser` a flag per field of `EngineConfig`; `defaults` take the place of the dataclass's own."""
+def add_engine_flags(
+    parser: argparse.ArgumentParser,
+    defaults: Mapping[str, Any] | None = None,
+    common: argparse._ArgumentGroup | None = None,
+) -> None:
+    """Give `parser` a flag per field of `EngineConfig`; `defaults` take the place of the dataclass's own.
+
+    Those in `COMMON` go to the group `common`, if there is one.
+    """
     hints = typing.get_type_hints(EngineConfig)
     settled = {field.name: field.default for field in dataclasses.fields(EngineConfig)} | dict(defaults or {})
     for title, entries in ENGINE_HELP.items():
-        group = parser.add_argument_group(title)
+        titled = parser.add_argument_group(title)
         for name, (metavar, text) in entries.items():
+            group = common if common is not None and name in COMMON else titled
             default = settled[name]
             if metavar is None:
-                group.add_argument(flag(name), action="store_true", default=default, help=text)
+                group.add_argument(flag(name), action="store_true", default=default, help=f"{text} (default: off)")
                 continue
             shown = "chosen from model and machine" if default is None else default
             shown = "none" if name in ("revision", "seed") else shown

@@ -1,29 +1,50 @@
-"""The engine for callers: `LLM` generates for a list of prompts, `AsyncLLM` streams to many callers at once."""
+"""The engine for callers: `LLM` generates for a list of prompts, `AsyncLLM` streams to many callers at once.
+
+Invariant: whoever waits for the engine hears from it. A request ends with its last delta or with one of the errors
+below, also when its step fails, takes too long, or never returns.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import logging
+import math
 import queue
 import secrets
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.config import EngineConfig
+from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.engine import Engine, Request
 from jaxspec.request import Completion, Delta, RequestError, RequestMetrics, RequestOutput, SamplingParams
 
 log = logging.getLogger("jaxspec")
 
 LONG_PROMPT = 20_000  # characters; tokenising more than this would hold up the event loop
+MAX_UNREAD = 4096  # deltas that wait for one caller; a request whose caller reads slower than that is aborted
+CLOSE_SECONDS = 10.0  # that `close` waits for the step that runs
+EXIT_SECONDS = 120.0  # that it waits at the end of a program that didn't call it
 
 
 class EngineDead(RuntimeError):
     """The engine loop has stopped; the cause is chained."""
+
+
+class RequestFailed(RuntimeError):
+    """A request that had begun and can't be finished, while the engine serves on. A cause of its own is chained."""
+
+
+class RequestTimeout(RequestFailed):
+    """A request that took longer than `request_timeout` allows."""
+
+
+class Overloaded(RuntimeError):
+    """As many requests wait as `max_queued_requests` allows; nothing of this one was kept, so send it again later."""
 
 
 class LLM:
@@ -76,7 +97,9 @@ class LLM:
                 for request in requests:
                     self.engine.add(request)
                 while self.engine.busy:
-                    for delta in self.engine.step():
+                    for delta in self._step():
+                        if delta.error is not None:
+                            raise delta.error
                         gathered[delta.request_id][delta.index].take(delta)
                     interrupts.deliver()
             finally:  # an interrupt in mid-flight leaves the engine clean
@@ -85,6 +108,14 @@ class LLM:
                     self.engine.flush_cache()
                 self.engine.settle()
         return [_output(request, gathered[request.id]) for request in requests]
+
+    def _step(self) -> list[Delta]:
+        """One step of the engine. One that fails leaves it as if no request had ever been."""
+        try:
+            return self.engine.step()
+        except Exception:
+            self.engine.recover()
+            raise
 
 
 class _Interrupts:
@@ -133,6 +164,8 @@ class Gathered:
         done.token_ids += delta.token_ids
         if delta.logprobs is not None:
             done.logprobs = (done.logprobs or []) + delta.logprobs
+        if delta.token_sources is not None:
+            done.token_sources = (done.token_sources or []) + delta.token_sources
         if delta.finish_reason is not None:
             done.text = "".join(self._text)
             done.finish_reason, done.stop_reason, self.metrics = delta.finish_reason, delta.stop_reason, delta.metrics
@@ -141,11 +174,13 @@ class Gathered:
 def _output(request: Request, gathered: list[Gathered]) -> RequestOutput:
     metrics = RequestMetrics(prompt_tokens=len(request.tokens))
     each = [g.metrics for g in gathered]
+    metrics.queue = min(m.queue for m in each)
     metrics.ttft = min(m.ttft for m in each)
     metrics.latency = max(m.latency for m in each)
     metrics.cached_tokens = each[0].cached_tokens
-    for name in ("output_tokens", "verify_rounds", "verified_tokens", "preemptions"):
+    for name in ("output_tokens", "verify_rounds", "verified_tokens", "preemptions", "drafted_tokens"):
         setattr(metrics, name, sum(getattr(m, name) for m in each))
+    metrics.acceptance_histogram = [sum(counts) for counts in zip(*(m.acceptance_histogram for m in each), strict=True)]
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt,
@@ -159,60 +194,114 @@ def _output(request: Request, gathered: list[Gathered]) -> RequestOutput:
 @dataclass(eq=False, slots=True)
 class _Stream:
     """Where somebody waits for the engine. `begun`: it has taken the request; what came before was of another, whom
-    the same id belonged to."""
+    the same id belonged to. `sent` is counted by the engine's thread, `taken` by the caller's."""
 
     loop: asyncio.AbstractEventLoop
     arrived: asyncio.Queue
     begun: bool = False
+    sent: int = 0
+    taken: int = 0
 
 
 class AsyncLLM:
-    """Generate for many callers on an event loop; the engine runs in a thread of its own. Arguments as `LLM`'s.
+    """Generate for many callers on an event loop; the engine runs in a thread of its own. Arguments as `LLM`'s, and:
+
+    - `max_queued_requests`: completions that may wait for a slot; None bounds nothing. The next is refused.
+    - `request_timeout`: seconds that a request may take in all; None bounds nothing.
+    - `watchdog_timeout`: seconds after which a step counts as stuck, compiling excluded: see `stuck`.
+
+    A step that fails takes its requests with it and no others: the engine drops them, makes its state anew and serves
+    on. It ends for good if that fails, or the next step does before any request has finished.
 
     **Attributes:** `config`, the options with what was left to the machine filled in; `model_config`; `tokenizer`, or
-    None; `error`, what the engine loop failed with, or None.
+    None; `error`, what the engine loop ended with, or None.
     """
 
-    def __init__(self, model: str = "smollm2-135m-instruct", draft: str = "none", **engine_options: Any):
+    def __init__(
+        self,
+        model: str = "smollm2-135m-instruct",
+        draft: str = "none",
+        *,
+        max_queued_requests: int | None = None,
+        request_timeout: float | None = None,
+        watchdog_timeout: float = 300.0,
+        **engine_options: Any,
+    ):
+        if max_queued_requests is not None and max_queued_requests < 0:
+            raise ConfigError(f"--max-queued-requests must be at least 0, got {max_queued_requests}")
         self.engine = Engine(EngineConfig.from_options(model=model, draft=draft, **engine_options))
         self.config = self.engine.config
         self.model_config = self.engine.model_config
         self.tokenizer = self.engine.tokenizer
         self.error: BaseException | None = None
+        self.request_timeout, self.watchdog_timeout = request_timeout, watchdog_timeout
+        queued = math.inf if max_queued_requests is None else max_queued_requests
+        self._places = self.config.max_running_requests + queued  # completions taken in, or waiting to be
+        self._held = self._refused = self._failures = 0
+        self._counting = threading.Lock()  # of the line above, which several event loops change
+        self._shaken = False  # a step has failed, and no request has finished since
+        self._step_began: float | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # before jax ends, which aborts a process where a program still runs
+        # Before jax ends, which aborts a process where a program still runs.
+        atexit.register(self.close, EXIT_SECONDS)
 
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
     ) -> AsyncIterator[Delta]:
         """Stream one request's deltas, all completions interleaved. Closing the iterator aborts the request.
 
-        **Raises:** `RequestError` at the first iteration for a request that can't be served; `EngineDead`.
+        **Raises:** `Overloaded`, or `RequestError` for a request that can't be served, at the first iteration;
+        `RequestFailed` or its `RequestTimeout` at a later one; `EngineDead`.
         """
-        if isinstance(prompt, str) and len(prompt) > LONG_PROMPT:
-            request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id)
-        else:
-            request = self.engine.prepare(prompt, params, request_id)
-        if request.id in self._streams:
-            raise RequestError(f"request id {request.id!r} is in use", "request_id")
-        stream = self._streams[request.id] = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        unfinished = params.n
+        self._reserve(params.n)
+        unfinished, stream, timer = params.n, None, None
         try:
+            if params.structured is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
+                request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id)
+            else:
+                request = self.engine.prepare(prompt, params, request_id)
+            loop = asyncio.get_running_loop()
+            mine = _Stream(loop, asyncio.Queue())
+            if self._streams.setdefault(request.id, mine) is not mine:
+                raise RequestError(f"request id {request.id!r} is in use", "request_id")
+            stream = mine
             self._call(lambda: self._begin(request, stream))
+            if (limit := self.request_timeout) is not None:
+                late = RequestTimeout(f"the request took longer than {limit:g} seconds, which the server allows")
+                timer = loop.call_later(limit, stream.arrived.put_nowait, late)
             while unfinished:
                 delta = await stream.arrived.get()
+                stream.taken += 1
+                if isinstance(delta, RequestFailed):
+                    raise delta
                 if isinstance(delta, BaseException):
                     raise EngineDead("the engine has stopped") from delta
+                if isinstance(delta.error, RequestError):
+                    raise delta.error
+                if delta.error is not None:
+                    raise RequestFailed(f"request {request.id} failed on {type(delta.error).__name__}") from delta.error
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
-            self._streams.pop(request.id, None)
-            if unfinished and self.error is None and not self._closed:
-                self._call(lambda: self.engine.abort(request.id))
+            if timer is not None:
+                timer.cancel()
+            if stream is not None:
+                if unfinished and self.error is None and not self._closed:
+                    self._calls.put(lambda: self.engine.abort(request.id))
+                del self._streams[request.id]  # the id is free only behind the abort, which would end its next owner
+            self._release(params.n)
+
+    def abort(self, request_id: str | None = None) -> None:
+        """End a request, or all: each of its completions gets a last delta with the finish reason "abort".
+
+        An id that no request has is ignored. **Raises:** `EngineDead`.
+        """
+        ids = list(self._streams) if request_id is None else [request_id]
+        self._call(lambda: self._deliver([delta for each in ids for delta in self.engine.abort(each)]))
 
     async def flush_cache(self) -> bool:
         """Empty the prefix tree. False, and nothing done, while requests run.
@@ -232,18 +321,59 @@ class AsyncLLM:
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, and whether requests can be served now."""
-        return self.engine.stats() | {"ready": self.error is None and not self._closed}
+        return self.engine.stats() | {
+            "ready": self.error is None and not self._closed and not self.stuck,
+            "step_seconds": self.step_seconds,
+            "refused_total": self._refused,
+            "engine_failures_total": self._failures,
+        }
 
-    def close(self) -> None:
+    @property
+    def step_seconds(self) -> float:
+        """How long the step that runs has run, compiling excluded; 0 while there is none."""
+        began, programs = self._step_began, self.engine.runner.programs
+        return 0.0 if began is None or programs.compiling else time.monotonic() - max(began, programs.compiled_at)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the step that runs has run for longer than `watchdog_timeout`."""
+        return self.step_seconds > self.watchdog_timeout
+
+    def give_up(self, error: BaseException) -> None:
+        """Wait no longer for an engine that doesn't come back: unfinished requests end with `EngineDead`."""
+        self.error = error
+        self._fail(error)
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> bool:
         """Stop the engine thread and wait for its end. Unfinished requests end with `EngineDead`.
 
-        A program that ends without it has it called then.
+        False: its step still runs after `timeout` seconds. A program that ends without it has it called then.
         """
         atexit.unregister(self.close)
         if not self._closed:
             self._closed = True
             self._calls.put(None)
-        self._thread.join()
+        self._thread.join(timeout)
+        if ended := not self._thread.is_alive():
+            return ended
+        log.critical("the engine hasn't ended its step within %g seconds; its thread is left behind", timeout)
+        self._fail(EngineDead("the engine was closed"))
+        return ended
+
+    def _reserve(self, n: int) -> None:
+        """Count `n` completions as taken in. **Raises:** `Overloaded`, unless they would be the only ones."""
+        with self._counting:
+            if self._held and self._held + n > self._places:
+                self._refused += 1
+                raise Overloaded(
+                    f"{self._held} completions run or wait, and the server takes in {self._places} at once "
+                    "(--max-running-requests and --max-queued-requests); send the request again later"
+                )
+            self._held += n
+
+    def _release(self, n: int) -> None:
+        with self._counting:
+            self._held -= n
 
     def _call(self, function: Callable[[], None]) -> None:
         """Have the engine thread run `function` before its next step."""
@@ -252,19 +382,52 @@ class AsyncLLM:
         self._calls.put(function)
 
     def _begin(self, request: Request, stream: _Stream) -> None:
-        self.engine.add(request)
-        stream.begun = True
+        try:
+            self.engine.add(request)
+        except Exception as error:
+            log.error("request %s can't be taken in; others go on", request.id, exc_info=error)
+            failed = RequestFailed(f"the engine couldn't take in request {request.id}: {error}")
+            _wake(stream.loop, [(stream.arrived, failed)])
+        else:
+            stream.begun = True
 
     def _run(self) -> None:
         try:
-            while self._take_calls():
-                self._deliver(self.engine.step())
+            while self.error is None:
+                try:
+                    if not self._take_calls():
+                        break
+                    self._step_began = time.monotonic()
+                    self._deliver(self.engine.step())
+                except Exception as error:
+                    self._recover(error)
+                finally:
+                    self._step_began = None
             self._fail(EngineDead("the engine was closed"))
             self.engine.settle()
         except BaseException as error:
             log.critical("the engine loop failed; no request can be served any more", exc_info=error)
             self.error = error
             self._fail(error)
+
+    def _recover(self, error: Exception) -> None:
+        """End the requests of a step that raised `error`, and make the engine anew. **Raises:** `error` if it can't."""
+        self._failures += 1
+        if self._shaken:
+            raise error
+        self._shaken = True
+        log.error("a step failed: its requests end with an error, and the engine starts anew", exc_info=error)
+        try:
+            self.engine.recover()
+        except Exception as second:
+            log.error("the engine can't be made anew", exc_info=second)
+            raise error from second
+        for stream in list(self._streams.values()):
+            if stream.begun:
+                stream.begun = False
+                lost = RequestFailed(f"the engine failed on {type(error).__name__} during this request; send it again")
+                lost.__cause__ = error
+                _wake(stream.loop, [(stream.arrived, lost)])
 
     def _take_calls(self) -> bool:
         """Run what callers asked for, waiting for something to do. False: close."""
@@ -281,7 +444,13 @@ class AsyncLLM:
         """Hand a step's deltas over with one wake-up per event loop."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Any]]] = {}
         for delta in deltas:
+            self._shaken &= delta.finish_reason in (None, "error", "abort")
             if (stream := self._streams.get(delta.request_id)) and stream.begun:
+                stream.sent += 1
+                if stream.sent - stream.taken > MAX_UNREAD and delta.finish_reason is None:
+                    self.engine.abort(delta.request_id)
+                    stream.begun = False
+                    delta = RequestFailed(f"{MAX_UNREAD} deltas wait to be read, so the request was aborted")
                 batches.setdefault(stream.loop, []).append((stream.arrived, delta))
         for loop, batch in batches.items():
             _wake(loop, batch)

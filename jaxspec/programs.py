@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -23,10 +24,11 @@ from tqdm import tqdm
 from jaxspec import batch as packing
 from jaxspec.batch import Shapes
 from jaxspec.config import ModelConfig
-from jaxspec.draft import Drafter
+from jaxspec.draft import Drafter, Proposal
 from jaxspec.executables import Executables
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
+from jaxspec.structured import programs as structured
 
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
@@ -67,6 +69,7 @@ class Programs:
         self._store = store
         self.dispatches: Counter = Counter()
         self._params = params, draft_params
+        self._vocab, self._drafts = config.vocab_size, drafter.num_draft_tokens
         jit = lambda f, *static: jax.jit(partial(f, config, drafter, *static), donate_argnums=2)  # noqa: E731
         self._jits = {
             "admit": jax.jit(admit, donate_argnums=0),
@@ -75,8 +78,14 @@ class Programs:
             **{f"first_{mode}": jit(first, mode) for mode in MODES},
             **{f"round_{mode}": jit(decode_round, mode) for mode in MODES},
             **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds) for mode in MODES},
+            **{f"draft_{mode}": jit(structured.draft, mode) for mode in (GREEDY, SAMPLED)},
+            "forward": jit(structured.forward),
+            **{f"conclude_{mode}": jit(structured.conclude, mode) for mode in MODES},
+            "masked_first": jit(structured.first, LOGPROBS),
         }
         self._compiled: dict[tuple[str, int], Any] = {}
+        self.compiling = 0  # calls that wait for their program to be compiled
+        self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
@@ -97,6 +106,21 @@ class Programs:
     def rounds(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
         """`Shapes.rounds` rounds in one program; results have a leading axis for them."""
         return self._call(f"rounds_{mode}", state, packed)
+
+    def draft(self, state: State, packed: Array, mode: str) -> tuple[State, Proposal, Array]:
+        """The drafts of a round that grammars constrain, and the same for the host: see `structured.programs`."""
+        return self._call(f"draft_{_drafting(mode)}", state, packed)
+
+    def forward(self, state: State, packed: Array, proposal: Proposal) -> tuple[State, Array, tuple[Array, ...]]:
+        return self._call("forward", state, packed, proposal.replace(probs=None))
+
+    def conclude(self, state: State, packed: Array, mode: str, *handed: Any) -> tuple[State, Array]:
+        """`handed`: the proposal, what `forward` returned, masks and forced drafts."""
+        return self._call(f"conclude_{mode}", state, packed, *handed)
+
+    def masked_first(self, state: State, packed: np.ndarray, bits: np.ndarray, forced: np.ndarray):
+        """As `first` in mode logprobs, among the tokens that `bits` allow."""
+        return self._call("masked_first", state, packed, bits, forced)
 
     def warm_up(self, state: State) -> None:
         """Compile every program of the ladder, several at a time. What one raises ends it all."""
@@ -139,36 +163,68 @@ class Programs:
         of_mode = {mode: [(f"{kind}_{mode}", n) for kind, ns in of_rounds for n in reversed(ns)] for mode in MODES}
         prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
         admit = "admit", packing.admission_size(shapes.capacity)
-        return [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit]
+        masked = []
+        if shapes.structured:
+            kinds = "forward", *(f"conclude_{mode}" for mode in MODES), f"draft_{SAMPLED}", f"draft_{GREEDY}"
+            masked = [(kind, n) for kind in kinds for n in reversed(shapes.batches)]
+            masked += [("masked_first", n) for n in shapes.firsts]
+        return [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit, *masked]
 
     @property
     def workspace_bytes(self) -> int:
         """What the most demanding of the compiled programs needs beside its operands and results."""
         return max((p.memory_analysis().temp_size_in_bytes for p in self._compiled.values()), default=0)
 
-    def padding(self, rows: int) -> np.ndarray:
+    def padding(self, rows: int, columns: int = 1) -> np.ndarray:
         """A packed batch of padding rows of a round: the dummy slot, the dummy page."""
-        packed = np.zeros((rows, 1 + self.shapes.pages_per_seq), np.int32)
+        packed = np.zeros((rows, columns + self.shapes.pages_per_seq), np.int32)
         packed[:, 0] = self.shapes.num_slots
         return packed
 
-    def _call(self, kind: str, state: State, packed: np.ndarray) -> tuple[State, Array | None]:
+    def _call(self, kind: str, state: State, packed: np.ndarray | Array, *handed: Any) -> tuple:
         self.dispatches[kind] += 1
-        return self._program(kind, len(packed), state)(*self._params, state, packed)
+        return self._program(kind, len(packed), state)(*self._weights(kind), state, packed, *handed)
 
     def _program(self, kind: str, size: int, state: State) -> Any:
         program = self._compiled.get((kind, size)) or self._kept(kind, size, state)
         if program is None:
-            lowered, kernels = self._lower(kind, size, state)
-            program = self._compile(kind, size, lowered)
-            self._keep(kind, size, state, program, kernels)
+            self.compiling += 1
+            try:
+                lowered, kernels = self._lower(kind, size, state)
+                program = self._compile(kind, size, lowered)
+                self._keep(kind, size, state, program, kernels)
+            finally:
+                self.compiling -= 1
+                self.compiled_at = time.monotonic()
         return program
+
+    def _weights(self, kind: str) -> tuple:
+        """The target's and the drafter's. To hand over hundreds of arrays takes a while, so not to what reads none."""
+        target, draft = self._params
+        return (None, draft) if kind.partition("_")[0] in ("draft", "conclude") else (target, draft)
 
     def _arguments(self, kind: str, size: int, state: State) -> tuple:
         if kind == "admit":
             return state, np.zeros(size, np.int32)
         columns = packing.block_columns(self.shapes.block) if kind in ("prefill", "score") else 1
-        return *self._params, state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)
+        if kind.partition("_")[0] in ("draft", "forward", "conclude", "masked"):
+            columns = structured.columns(self._drafts)
+        return *self._weights(kind), state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)
+
+    def _handed(self, kind: str, size: int, state: State) -> tuple:
+        """What a program is given beside the packed array, by shape: what the programs before it leave, and masks."""
+        kind, _, mode = kind.partition("_")
+        shape_of = lambda kind, *handed: self._jits[kind].eval_shape(*self._arguments(kind, size, state), *handed)  # noqa: E731
+        rows = 1 if kind == "masked" else 1 + self._drafts
+        bits = np.zeros((size, rows, structured.words(self._vocab)), np.uint32)
+        masks = bits, np.zeros((size, rows, 1 + self._drafts), np.int32)
+        if kind == "masked":
+            return masks
+        if kind not in ("forward", "conclude"):
+            return ()
+        _, proposal, _ = shape_of(f"draft_{_drafting(mode or GREEDY)}")
+        shown = proposal.replace(probs=None)
+        return (shown,) if kind == "forward" else (proposal, *shape_of("forward", shown)[1:], *masks)
 
     def _kept(self, kind: str, size: int, state: State) -> Any:
         if self._store is None or (kept := self._store.load((kind, size), self._arguments(kind, size, state))) is None:
@@ -182,7 +238,8 @@ class Programs:
     def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
         """A program before XLA sees it, and the kernels that it chose."""
         with counting() as kernels:
-            return self._jits[kind].lower(*self._arguments(kind, size, state)), kernels
+            arguments = *self._arguments(kind, size, state), *self._handed(kind, size, state)
+            return self._jits[kind].lower(*arguments), kernels
 
     def _compile(self, kind: str, size: int, lowered: jax.stages.Lowered) -> Any:
         program = self._compiled[kind, size] = lowered.compile(COMPILER_OPTIONS)
@@ -191,6 +248,11 @@ class Programs:
     def _keep(self, kind: str, size: int, state: State, program: Any, kernels: Counter) -> None:
         if self._store is not None:
             self._store.save((kind, size), self._arguments(kind, size, state), program, kernels)
+
+
+def _drafting(mode: str) -> str:
+    """How drafts are made for a batch in this mode."""
+    return GREEDY if mode == GREEDY else SAMPLED
 
 
 @contextlib.contextmanager

@@ -6,23 +6,163 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 MAX_LOGPROBS = 20  # OpenAI's limit; every sampled row computes this many
 MAX_STOP_IDS = 32  # stop token ids of one request, the model's own end tokens included
 MAX_LOGIT_BIAS = 300  # OpenAI's limit
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each: all are looked for at every token
 MAX_N = 128
+# How a token came: as a draft that the model accepted; as the model's own choice in place of a rejected draft; as its
+# own after all drafts of the round were accepted; as its own where nothing was drafted, like the first after a prompt.
+TOKEN_SOURCES = ("accepted", "corrected", "bonus", "plain")
+MAX_GRAMMAR, MAX_NESTING = 2**18, 64  # characters of a grammar, levels of a schema
 TINY = 1e-30  # the device's float32 makes nothing of numbers much smaller, and infinity of what is divided by them
 
 
-class RequestError(ValueError):
-    """A request that can't be served. `param` names the field at fault, for the error body of the server."""
+# The least and the greatest value of each field. The server's API description says the same.
+NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "top_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 100.0),
+}
+POSITIVE = ("top_p", "repetition_penalty")  # of these 0 is refused, and whatever is less than `TINY`
+INTEGERS = {
+    "top_k": (-1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "n": (1, MAX_N),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code
 
-    def __init__(self, message: str, param: str | None = None):
+
+class RequestError(ValueError):
+    """A request that can't be served. `param` names the field at fault and `code` is OpenAI's, for the error body of
+    the server."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """A grammar that generated text must follow. Exactly one of the first four is given.
+
+    **Arguments:**
+
+    - `json`: a JSON schema, as a mapping or as text; True is any JSON object.
+    - `regex`: a regular expression that the whole text matches, in Rust's syntax, without anchors or look-around.
+    - `choice`: the texts to choose from.
+    - `grammar`: a context-free grammar, in Lark's syntax or as GBNF (llama.cpp's EBNF).
+    - `whitespace_pattern`: with `json`, a regular expression of what may stand between its parts; "" is nothing.
+
+    - `name`: what errors call it, in place of one of the first four.
+
+    **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`.
+
+    **Raises:** `RequestError` naming the field. Whether a grammar compiles is known when its request is prepared.
+    """
+
+    json: InitVar[Mapping[str, Any] | str | bool | None] = None
+    regex: InitVar[str | None] = None
+    choice: InitVar[Sequence[str] | None] = None
+    grammar: InitVar[str | None] = None
+    whitespace_pattern: str | None = None
+    name: str | None = field(default=None, compare=False)
+    kind: str = field(init=False)
+    text: str = field(init=False, repr=False)
+    prefix: tuple[str, str] | None = field(default=None, init=False)
+
+    def __post_init__(self, json, regex, choice, grammar):
+        named = {"json": json, "regex": regex, "choice": choice, "grammar": grammar}
+        given = {name: value for name, value in named.items() if value is not None}
+        if len(given) != 1:
+            which = f"got {' and '.join(given)}" if given else "got none"
+            raise RequestError(f"structured output takes exactly one of {', '.join(named)}; {which}", "structured")
+        ((kind, value),) = given.items()
+        text = _GRAMMARS[kind](value)
+        if len(text) > MAX_GRAMMAR:
+            raise RequestError(f"{kind} has {len(text)} characters, at most {MAX_GRAMMAR}", kind)
+        if self.whitespace_pattern is not None:
+            if kind != "json":
+                raise RequestError(
+                    f"whitespace_pattern needs json; {kind} says itself what stands where", "whitespace_pattern"
+                )
+            if self.whitespace_pattern != "":
+                _pattern("whitespace_pattern", self.whitespace_pattern)
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "text", text)
+
+    def after(self, opens: str, closes: str) -> StructuredOutput:
+        """The same behind free text, such as reasoning, that stands between two markers and may be left out. With ""
+        as the opening marker the text begins inside of it, and the closing one must come."""
+        behind = copy.copy(self)
+        object.__setattr__(behind, "prefix", (opens, closes))
+        return behind
+
+
+def _schema(value: Any) -> str:
+    if value is True:
+        value = {"type": "object"}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"json is not a JSON text: {error}", "json") from None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"json takes a schema, which is an object, or true for any object; got {value!r}", "json")
+    if _deeper(value, MAX_NESTING):
+        raise RequestError(f"json: the schema is nested deeper than {MAX_NESTING} levels", "json")
+    try:
+        return json.dumps(value, default=dict)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"json: the schema can't be written as JSON: {error}", "json") from None
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether containers are nested more than `most` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, Mapping | list | tuple)
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _pattern(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{name} must be a non-empty string, got {value!r}", name)
+    return value
+
+
+def _choices(value: Any) -> str:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(each, str) and each for each in value):
+        raise RequestError(f"choice takes a list of non-empty strings, got {value!r}", "choice")
+    return json.dumps(list(value))
+
+
+_GRAMMARS = {
+    "json": _schema,
+    "regex": lambda value: _pattern("regex", value),
+    "choice": _choices,
+    "grammar": lambda value: _pattern("grammar", value),
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +177,12 @@ class SamplingParams:
     - `seed`: the same seed gives the same text, whatever else is in the batch. None draws one, by the engine's `seed`.
     - `max_tokens`: at most this many new tokens; None means up to the context length.
     - `min_tokens`: end tokens and `stop_token_ids` can't be chosen, nor stop strings end the text, before this many.
-    - `stop`: strings that end the text (and are cut from it), up to 64 of up to 256 characters. `stop_token_ids`: token
+    - `stop`: strings that end the text and are cut from it, up to 64 of up to 256 characters. `stop_token_ids`: token
       ids that end it.
     - `ignore_eos`: the model's own end tokens don't end the text.
+    - `skip_special_tokens`: leave special tokens out of the text. `include_stop_str_in_output`: keep the stop string,
+      or the stop token's text, that ended it.
+    - `kept_special_tokens`: special tokens, by their text, that the text shows where it leaves out others.
     - `n`: completions of one prompt; completion i has `seed` + i.
     - `logprobs`: how many top log-probabilities to report per token (None: none; the chosen token's own is always among
       those reported). `prompt_logprobs`: the same for the prompt's tokens.
@@ -47,6 +190,9 @@ class SamplingParams:
     - `repetition_penalty`: divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
     - `logit_bias`: token id -> number added to its logit.
     - `speculative`: False decodes this request without drafts.
+    - `token_sources`: report of each token how it came, one of `TOKEN_SOURCES`.
+    - `structured`: a grammar that the text follows, a `StructuredOutput`. It ends where the grammar does. Everything
+      else means what it means without; with `ignore_eos`, the text doesn't end before it must.
 
     **Raises:** `RequestError` naming the field, what was given and what is allowed.
     """
@@ -61,6 +207,9 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    kept_special_tokens: Sequence[str] = ()
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -69,30 +218,17 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     speculative: bool = True
+    token_sources: bool = False
+    structured: StructuredOutput | None = None
 
     def __post_init__(self):
         self._settle_containers()
-        for name, low, high in (
-            ("temperature", 0.0, 100.0),
-            ("min_p", 0.0, 1.0),
-            ("top_p", 0.0, 1.0),
-            ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0),
-            ("repetition_penalty", 0.0, 100.0),
-        ):
+        for name, (low, high) in NUMBERS.items():
             _number(name, getattr(self, name), low, high)
-        for name in ("top_p", "repetition_penalty"):
+        for name in POSITIVE:
             if (value := getattr(self, name)) < TINY:
                 raise RequestError(f"{name} must be greater than 0, at least {TINY:g}, got {value:g}", name)
-        for name, low, high in (
-            ("top_k", -1, 2**31 - 1),
-            ("min_tokens", 0, 2**31 - 1),
-            ("max_tokens", 1, 2**31 - 1),
-            ("n", 1, MAX_N),
-            ("seed", -(2**63), 2**64 - 1),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
-        ):
+        for name, (low, high) in INTEGERS.items():
             value = getattr(self, name)
             if value is None and name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
                 continue
@@ -115,7 +251,10 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)
-        for name in ("ignore_eos", "speculative"):
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(f"structured takes a StructuredOutput, got {self.structured!r}", "structured")
+        switches = ("ignore_eos", "speculative", "skip_special_tokens", "include_stop_str_in_output", "token_sources")
+        for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
 
@@ -124,6 +263,7 @@ class SamplingParams:
         for name, kinds, what in (
             ("stop", (str, list, tuple), "a string or a list of strings"),
             ("stop_token_ids", (list, tuple), "a list of token ids"),
+            ("kept_special_tokens", (list, tuple), "a list of special tokens"),
             ("logit_bias", (Mapping,), "a mapping from token id to a number"),
         ):
             value = getattr(self, name)
@@ -132,6 +272,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)  # the dataclass is frozen
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "kept_special_tokens", tuple(self.kept_special_tokens or ()))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
 
 
@@ -164,18 +305,21 @@ class Completion:
     index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" | "length" | "abort"
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     logprobs: list[TokenLogprobs] | None = None
+    token_sources: list[str] | None = None  # of each of `token_ids`, if asked for
 
 
 @dataclass(slots=True)
 class RequestMetrics:
     """Times in seconds, on the host's clock, from the moment the request was prepared.
 
-    Of a `RequestOutput` with several completions: the first one's `ttft`, the last one's `latency`, and sums.
+    Of a `RequestOutput` with several completions: the first one's `queue` and `ttft`, the last one's `latency`, and
+    sums.
     """
 
+    queue: float | None = None  # time to the start of the prefill
     ttft: float | None = None  # time to the first token
     latency: float | None = None  # time to the last
     prompt_tokens: int = 0
@@ -184,6 +328,8 @@ class RequestMetrics:
     verify_rounds: int = 0
     verified_tokens: int = 0  # tokens those rounds yielded, the bonus of each included
     preemptions: int = 0
+    drafted_tokens: int = 0  # draft tokens that those rounds verified
+    acceptance_histogram: list[int] = field(default_factory=list)  # [j]: rounds with a draft that accepted j of it
 
     @property
     def accept_length(self) -> float:
@@ -228,3 +374,5 @@ class Delta:
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None  # with the finish_reason
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with completion 0's first delta, if asked for
+    token_sources: list[str] | None = None  # of each of `token_ids`, if asked for
+    error: Exception | None = None  # with the finish_reason "error": why this completion failed, and it alone

@@ -7,13 +7,14 @@ decoding is the round of a drafter that drafts nothing, and a first token is the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import batch as packing
 from jaxspec import sampling, verify
@@ -44,7 +45,7 @@ class State:
     Of each slot's last round, the first `replay` rows stand, and linear layers have yet to enter them into its state;
     after a prefill there are none, nor in a model without such layers. `hidden` and `features` are the final hidden
     state and the drafter's features of each slot's last prompt token, from the prefill that computed it until `first`
-    has made a token of it.
+    has made a token of it. `forced` is how many of the next drafts a grammar has settled, then those (`structured`).
     """
 
     slots: Slots
@@ -53,6 +54,7 @@ class State:
     draft: Any
     hidden: Float[Array, "r d"]
     features: tuple[Float[Array, "r d"], ...]
+    forced: Int[Array, "r k"]
 
 
 def empty_state(
@@ -74,7 +76,8 @@ def empty_state(
     last = lambda: jnp.zeros((num_slots + 1, config.hidden_size), dtype)  # noqa: E731
     draft = drafter.init_state(layout, num_slots + 1)
     replay = jnp.zeros((num_slots + 1,), jnp.int32)
-    return State(slots, cache, replay, draft, last(), tuple(last() for _ in drafter.feature_layers))
+    forced = jnp.zeros((num_slots + 1, drafter.num_draft_tokens + 1), jnp.int32)
+    return State(slots, cache, replay, draft, last(), tuple(last() for _ in drafter.feature_layers), forced)
 
 
 def admit(state: State, packed: Int[Array, " k"]) -> State:
@@ -104,8 +107,9 @@ def prefill(
     into = jnp.where(newest > 0, slots, len(state.hidden))  # out of range for all other blocks: their rows are dropped
     left = lambda x, old, row: old.at[into].set(row_of(x, row)[:, 0], mode="drop")  # noqa: E731
     final = left(hidden.last, state.hidden, last if every else None)
-    kept = final, tuple(left(x, old, last) for x, old in zip(hidden.features, state.features, strict=True))
-    state = State(state.slots, hidden.cache, state.replay.at[slots].set(0), draft, *kept)
+    features = tuple(left(x, old, last) for x, old in zip(hidden.features, state.features, strict=True))
+    replay = state.replay.at[slots].set(0)
+    state = state.replace(cache=hidden.cache, replay=replay, draft=draft, hidden=final, features=features)
     if not score:
         return state, None
     return state, _pack_logprobs(unembed(params, hidden.last), next_tokens)
@@ -118,11 +122,18 @@ def first(
 
     A round of one row: what its forward would yield, the prefill has left in the state.
     """
-    slots, batch = _batch(state, packed[:, 0], packed[:, 1:], mode)
-    nothing = Proposal(jnp.zeros((len(packed), 0), jnp.int32), jnp.zeros((len(packed),), jnp.int32))
+    slots, batch = batch_of(state, packed[:, 0], packed[:, 1:], mode)
+    nothing, hidden = of_prompts(state, batch)
+    scores = _score(config, params, hidden, mode)
+    return conclude(drafter, mode, draft_params, state, slots, batch, nothing, scores, hidden.features)
+
+
+def of_prompts(state: State, batch: DraftBatch) -> tuple[Proposal, Hidden]:
+    """Of a round of one row, after a prompt: no drafts, and what the prefill has left."""
+    b = len(batch.slots)
+    nothing = Proposal(jnp.zeros((b, 0), jnp.int32), jnp.zeros((b,), jnp.int32))
     hidden, features = jax.tree.map(lambda kept: kept[batch.slots][:, None], (state.hidden, state.features))
-    scores = _score(config, params, Hidden(hidden, features, None), mode)
-    return _conclude(drafter, mode, draft_params, state, slots, batch, nothing, scores, features)
+    return nothing, Hidden(hidden, features, None)
 
 
 def decode_round(
@@ -136,11 +147,46 @@ def decode_round(
 
 
 def _round(config, drafter, mode, params, draft_params, state, ids, table):
-    slots, batch = _batch(state, ids, table, mode)
+    slots, batch = batch_of(state, ids, table, mode)
+    proposal, state = propose(drafter, draft_params, state, slots, batch)
+    hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
+    scores = _score(config, params, hidden, mode)
+    state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, hidden.features)
+    return keep_replay(config, state, ids, out), out
+
+
+def keep_replay(config: ModelConfig, state: State, ids: Int[Array, " b"], out: Int[Array, "b w"]) -> State:
+    """Note how many rows of this round linear layers have yet to enter into their states."""
+    return state.replace(replay=state.replay.at[ids].set(out[:, EMITTED])) if config.linear else state
+
+
+def propose(
+    drafter: Drafter,
+    draft_params: Any,
+    state: State,
+    slots: Slots,
+    batch: DraftBatch,
+    change: Callable[[Proposal], Proposal] = lambda proposal: proposal,
+) -> tuple[Proposal, State]:
+    """The drafts of a round, after `change`: no more than each request may have, none for those that are done."""
     proposal, draft = drafter.propose(draft_params, state.draft, batch)
-    proposal = proposal.replace(count=jnp.where(batch.live, jnp.clip(proposal.count, 0, slots.drafts), 0))
+    proposal = change(proposal)
+    count = jnp.where(batch.live, jnp.clip(proposal.count, 0, slots.drafts), 0)
+    return proposal.replace(count=count), state.replace(draft=draft)
+
+
+def run_rows(
+    config: ModelConfig,
+    drafter: Drafter,
+    params: Any,
+    state: State,
+    slots: Slots,
+    batch: DraftBatch,
+    proposal: Proposal,
+) -> tuple[Hidden, State]:
+    """The target's forward over the newest token and the drafts."""
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
-    tree = None if proposal.parents is None else Tree.of(proposal.parents, drafter.longest)
+    tree = _tree(drafter, proposal)
     if tree is not None and config.linear:  # the runner refuses those that say so by their `topk`
         raise ConfigError(
             f"{type(drafter).__name__} drafts a tree (Proposal.parents), and {config.model_type} has linear attention, "
@@ -152,12 +198,11 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
     positions = rows.marked_positions(tokens.shape[1])
     mixer = RoundRows(rows, batch.slots, state.replay[batch.slots])
     hidden = forward(config.decoder, params, tokens, positions, mixer, state.cache, drafter.feature_layers)
-    state = state.replace(cache=hidden.cache, draft=draft)
-    scores = _score(config, params, hidden, mode)
-    state, out = _conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, hidden.features, tree)
-    if config.linear:
-        state = state.replace(replay=state.replay.at[ids].set(out[:, EMITTED]))
-    return state, out
+    return hidden, state.replace(cache=hidden.cache)
+
+
+def _tree(drafter: Drafter, proposal: Proposal) -> Tree | None:
+    return None if proposal.parents is None else Tree.of(proposal.parents, drafter.longest)
 
 
 def decode_rounds(
@@ -172,7 +217,7 @@ def decode_rounds(
     return jax.lax.scan(step, state, length=rounds)
 
 
-def _batch(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode: str) -> tuple[Slots, DraftBatch]:
+def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode: str) -> tuple[Slots, DraftBatch]:
     """The slots of these requests, and the same as a drafter sees them."""
     slots = jax.tree.map(lambda x: x[ids], state.slots)
     return slots, DraftBatch(ids, slots.length, slots.history, table, ~slots.done, slots.sampling, mode == GREEDY)
@@ -188,7 +233,16 @@ def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array
     return jnp.argmax(logits, axis=-1).astype(jnp.int32) if mode == GREEDY else logits
 
 
-def _conclude(
+@flax.struct.dataclass
+class Masks:
+    """What a grammar allows: of each row, the tokens that may come, and the drafts that it forces after its output, in
+    a round after this one: how many, then the tokens."""
+
+    allowed: Bool[Array, "b q v"]
+    forced: Int[Array, "b q k"]
+
+
+def conclude(
     drafter: Drafter,
     mode: str,
     draft_params: Any,
@@ -198,27 +252,35 @@ def _conclude(
     proposal: Proposal,
     scores: Float[Array, "b q v"] | Int[Array, "b q"],
     features: tuple[Float[Array, "b q d"], ...],
-    tree: Tree | None = None,
+    masks: Masks | None = None,
 ) -> tuple[State, Int[Array, "b w"]]:
-    """From q rows' scores, as of `_score`, to tokens: accept, stop, commit, advance, and pack what came out."""
+    """From q rows' scores, as of `_score`, to tokens: accept, stop, commit, advance, and pack what came out.
+
+    With `masks`, scores in mode greedy are the tokens that are highest of those allowed.
+    """
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
-    drafted = proposal.count
+    drafted, tree = proposal.count, _tree(drafter, proposal)
+    forced = None if masks is None else masks.forced
     if tree is None:
-        outputs, accepted = _accept(scores, slots, proposal, mode)
+        outputs, accepted = _accept(scores, slots, proposal, mode, masks)
     else:
-        outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode)
+        outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode, masks)
         # What was accepted is a chain, and from here on nobody knows of the tree.
         along = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
         rows = Rows(slots.length - 1, jnp.where(batch.live, accepted, 0), batch.table)
         kv = rows.straighten(state.cache.kv, path, rows.count)
         state = state.replace(cache=state.cache.replace(kv=kv))
-        tokens, features, scores = along(tokens), tuple(map(along, features)), along(scores)
+        tokens, features, scores, forced = jax.tree.map(along, (tokens, features, scores, forced))
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
         drafted = jnp.where(within, jnp.minimum(tree.depth, tree.height), 0).max(axis=1)
     accepted = jnp.where(batch.live, accepted, 0)
     emitted, done = _stop(slots, outputs, accepted)
-    draft = drafter.commit(draft_params, state.draft, batch, Verified(tokens, outputs, emitted, features))
+    commit = drafter.commit if masks is None else drafter.commit_others
+    draft = commit(draft_params, state.draft, batch, Verified(tokens, outputs, emitted, features))
     state = state.replace(slots=_advance(state.slots, batch.slots, slots.length, outputs, emitted, done), draft=draft)
+    if forced is not None:
+        last = jnp.take_along_axis(forced, jnp.maximum(emitted - 1, 0)[:, None, None], axis=1)[:, 0]
+        state = state.replace(forced=state.forced.at[batch.slots].set(last))
 
     columns = [jnp.stack([emitted, accepted, drafted, done.astype(jnp.int32)], axis=1), outputs]
     if mode == LOGPROBS:
@@ -226,23 +288,25 @@ def _conclude(
     return state, jnp.concatenate(columns, axis=1)
 
 
-def _accept(scores: Array, slots: Slots, proposal: Proposal, mode: str) -> tuple[Array, Array]:
+def _accept(scores: Array, slots: Slots, proposal: Proposal, mode: str, masks: Masks | None) -> tuple[Array, Array]:
     """Of a chain: the outputs, and how many of them count."""
     settings, count = slots.sampling, proposal.count
     if mode != GREEDY and proposal.probs is not None:
-        p = _probabilities(scores, slots, proposal, None)
+        p = _probabilities(scores, slots, proposal, None, masks)
         outputs, accepted = verify.reject(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
     else:
-        chosen = _choose(scores, slots, proposal, None, mode)
+        chosen = _choose(scores, slots, proposal, None, mode, masks)
         outputs, accepted = verify.match(chosen, proposal.tokens, count)
     if proposal.forced is not None:
         accepted = jnp.minimum(proposal.forced, count) + 1
     return outputs, accepted
 
 
-def _accept_path(scores: Array, slots: Slots, proposal: Proposal, tree: Tree, mode: str) -> tuple[Array, Array, Array]:
+def _accept_path(
+    scores: Array, slots: Slots, proposal: Proposal, tree: Tree, mode: str, masks: Masks | None
+) -> tuple[Array, Array, Array]:
     """Of a tree: the outputs along the accepted path, its rows, and how many of them count."""
-    chosen = _choose(scores, slots, proposal, tree, mode)
+    chosen = _choose(scores, slots, proposal, tree, mode, masks)
     if proposal.forced is None:
         path, accepted = verify.walk(chosen, proposal.tokens, proposal.count, tree)
     else:
@@ -252,19 +316,26 @@ def _accept_path(scores: Array, slots: Slots, proposal: Proposal, tree: Tree, mo
     return jnp.take_along_axis(chosen, path, axis=1), path, accepted
 
 
-def _choose(scores: Array, slots: Slots, proposal: Proposal, tree: Tree | None, mode: str) -> Int[Array, "b q"]:
+def _choose(
+    scores: Array, slots: Slots, proposal: Proposal, tree: Tree | None, mode: str, masks: Masks | None
+) -> Int[Array, "b q"]:
     """The target's token at every row, as plain decoding would choose it there."""
     if mode == GREEDY:
         return scores
-    p = _probabilities(scores, slots, proposal, tree)
+    p = _probabilities(scores, slots, proposal, tree, masks)
     ahead = jnp.arange(scores.shape[1]) if tree is None else tree.depth
     return sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + ahead, sampling.SAMPLE))
 
 
-def _probabilities(logits: Array, slots: Slots, proposal: Proposal, tree: Tree | None) -> Float[Array, "b q v"]:
+def _probabilities(
+    logits: Array, slots: Slots, proposal: Proposal, tree: Tree | None, masks: Masks | None
+) -> Float[Array, "b q v"]:
     follows = None if tree is None else tree.drafts
     known = slots.history, slots.prompt, slots.length, proposal.tokens
-    return sampling.probabilities(sampling.adjust(logits, slots.sampling, *known, follows), slots.sampling)
+    adjusted = sampling.adjust(logits, slots.sampling, *known, follows)
+    if masks is not None:
+        adjusted = sampling.allow(adjusted, logits, masks.allowed)
+    return sampling.probabilities(adjusted, slots.sampling)
 
 
 def _stop(slots: Slots, outputs: Int[Array, "b q"], accepted: Int[Array, " b"]) -> tuple[Array, Array]:

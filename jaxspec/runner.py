@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import tempfile
+import threading
 import time
 from typing import Any
 
@@ -15,20 +17,31 @@ import jax
 import numpy as np
 
 from jaxspec.batch import Shapes, fit, ladder, pack_admission, pack_blocks
-from jaxspec.cache import MemoryPlan, PageLayout, StateSlots, claim_device, kv_bytes_per_token, plan_memory
+from jaxspec.cache import (
+    MemoryPlan,
+    PageLayout,
+    StateSlots,
+    claim_device,
+    kv_bytes_per_token,
+    plan_memory,
+    resident_memory,
+)
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.decoder.spec import Mixture
 from jaxspec.draft import Drafter
-from jaxspec.drafters import LoadedDrafter, load_drafter
+from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.hopper import kernels_here
 from jaxspec.programs import Programs, compile_counter
 from jaxspec.round import State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
+from jaxspec.structured.grammar import Grammars
+from jaxspec.structured.masks import ALL
+from jaxspec.structured.programs import ON_DEVICE, columns
 
 log = logging.getLogger("jaxspec")
 
@@ -75,10 +88,33 @@ GPU = Defaults(
 
 
 def enable_compilation_cache() -> None:
-    """Keep compiled programs on disk, so that a second start is quick, unless the user set jax's own option."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    """Keep compiled programs on disk, so that a second start is quick, unless the user set jax's own option.
+
+    A folder that can't be written to costs a warning and the time to compile, no more.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = cache_folder() / "programs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        log.warning("compiled programs can't be kept in %s, so each start compiles them: %s", folder, error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenRound:
+    """A round whose drafts and forward have been dispatched. `drafts` i32[b, w] are on their way to the host: of each
+    request how many, which, and of a tree what each hangs from."""
+
+    packed: jax.Array
+    mode: str
+    drafts: jax.Array
+    handed: tuple
 
 
 class Runner:
@@ -96,6 +132,8 @@ class Runner:
             log.info("the plain path serves attention and matmuls, not the Hopper kernels: %s", reason)
         self.compiles = compile_counter()
         compiled, started = self.compiles["compiles"], time.monotonic()
+        if model is None and draft is None:
+            check_drafter(options)
         self.model = model or load_model(
             options.model,
             options.dtype,
@@ -109,17 +147,23 @@ class Runner:
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
         self.shapes = _shapes(self.config, drafter, alone=not small_model(self.model))
-        self.plan, layout = self._plan()
+        self.grammars: Grammars | None = None
+        if self.shapes.structured and self.model.tokenizer is not None and self.model.eos_ids:
+            self.grammars = Grammars(self.model.tokenizer, self.model.config.vocab_size, self.model.eos_ids)
+            if not self.config.skip_warmup:  # beside the programs, which XLA compiles meanwhile
+                threading.Thread(target=self.grammars.warm_up, name="jaxspec-vocabulary", daemon=True).start()
+        self.plan, self._layout = self._plan()
         decoder, layers = self.model.config.decoder, self.model.params["layers"]
-        self.paths = path_table(decoder, layers, self.shapes.batches, self.width, layout.dtype)
+        self.paths = path_table(decoder, layers, self.shapes.batches, self.width, self._layout.dtype)
         log.info("%s", describe(self.paths))
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
         )
-        self.state = self._empty_state(layout, self.plan.states.snapshots)
+        self.state = self._empty_state(self._layout, self.plan.states.snapshots)
         if not self.config.skip_warmup:
             self.programs.warm_up(self.state)
             self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
+        self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
         log.info("%s", self.plan)
         if self.snapshots == () and not self.config.disable_prefix_cache:
             log.info(
@@ -188,6 +232,13 @@ class Runner:
             config.state_dtype,
         )
 
+    def reset(self) -> None:
+        """Replace the state by an empty one. What is left of the old is freed first: there is no room for two."""
+        for array in jax.tree.leaves(self.state):
+            if not array.is_deleted():
+                array.delete()
+        self.state = jax.block_until_ready(self._empty_state(self._layout, self.plan.states.snapshots))
+
     @property
     def snapshots(self) -> tuple[int, ...] | None:
         """State slots for snapshots, behind those of requests and the dummy's; None if the model has no such states."""
@@ -243,10 +294,48 @@ class Runner:
         out.copy_to_host_async()
         return out
 
-    def _pack(self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-        packed = self.programs.padding(fit(len(slots), sizes))
+    def open_round(self, slots: list[int], table: np.ndarray, mode: str, forced: list[list[int] | None]) -> OpenRound:
+        """Dispatch drafts and forward of a round that `close_round` ends, with the masks made meanwhile.
+
+        `forced`: for each slot the drafts that a grammar forces; None where the slot's last round left them.
+        """
+        packed = jax.device_put(self._pack_forced(slots, table, self.shapes.batches, forced))
+        self.state, proposal, drafts = self.programs.draft(self.state, packed, mode)
+        drafts.copy_to_host_async()
+        self.state, logits, features = self.programs.forward(self.state, packed, proposal)
+        return OpenRound(packed, mode, drafts, (proposal, logits, features))
+
+    def close_round(self, opened: OpenRound, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
+        """Dispatch the end of a round; packed output as of `round`. `bits` u32[b, q, w] are the tokens allowed at each
+        row, `forced` i32[b, q, k] the drafts forced after it; b is that of `opened.drafts`."""
+        run = self.programs.conclude
+        self.state, out = run(self.state, opened.packed, opened.mode, *opened.handed, bits, forced)
+        out.copy_to_host_async()
+        return out
+
+    def masked_first(self, slots: list[int], table: np.ndarray, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
+        """As `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
+        packed = self._pack_forced(slots, table, self.shapes.firsts, [None] * len(slots))
+        padding = ((0, len(packed) - len(slots)), (0, 0), (0, 0))
+        bits = np.pad(bits, padding, constant_values=ALL)
+        self.state, out = self.programs.masked_first(self.state, packed, bits, np.pad(forced, padding))
+        out.copy_to_host_async()
+        return out
+
+    def _pack(self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...], columns: int = 1) -> np.ndarray:
+        packed = self.programs.padding(fit(len(slots), sizes), columns)
         packed[: len(slots), 0] = slots
-        packed[: len(slots), 1:] = table[slots]
+        packed[: len(slots), columns:] = table[slots]
+        return packed
+
+    def _pack_forced(
+        self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...], forced: list[list[int] | None]
+    ) -> np.ndarray:
+        """As `structured.programs` takes them."""
+        packed = self._pack(slots, table, sizes, columns(self.width - 1))
+        for row, tokens in zip(packed, forced, strict=False):
+            row[1] = ON_DEVICE if tokens is None else len(tokens)
+            row[2 : 2 + len(tokens or ())] = tokens or ()
         return packed
 
 
@@ -325,4 +414,5 @@ def _shapes(config: EngineConfig, drafter: Drafter, alone: bool = True) -> Shape
         firsts=firsts[-1:] if config.few_programs else firsts,
         batches=batches[-1:] if config.few_programs else batches,
         rounds=rounds,
+        structured=not config.disable_structured_output,
     )

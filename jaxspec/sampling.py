@@ -83,6 +83,19 @@ def adjust(
     return jnp.stack(rows, axis=1)
 
 
+def allow(
+    adjusted: Float[Array, "b q v"], logits: Float[Array, "b q v"], allowed: Bool[Array, "b q v"]
+) -> Float[Array, "b q v"]:
+    """Adjusted logits of the tokens that a grammar allows, -inf elsewhere.
+
+    Where `adjust` has banned all of those, as an end token before `min_tokens`, the grammar wins: the logits as the
+    model gave them. At least one token of each row must be allowed.
+    """
+    masked = jnp.where(allowed, adjusted, -jnp.inf)
+    banned = jnp.isneginf(masked.max(-1, keepdims=True))
+    return jnp.where(allowed & banned, logits, masked)
+
+
 def _or_drop(ids: Array, keep: Array, v: int) -> Array:
     """Ids, with those not kept sent out of range, where `mode="drop"` ignores them."""
     return jnp.where(keep, ids, v)

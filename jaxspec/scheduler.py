@@ -25,7 +25,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxspec.pages import Node, PagePool, PrefixTree, Snapshots
-from jaxspec.request import RequestError
+from jaxspec.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.sequence import Chunk, Plan, Sequence, State
 
 
@@ -129,6 +129,7 @@ class Scheduler:
                 f"{prompt_len + completion} tokens ({prompt_len} in the prompt, {completion} in the completion). "
                 "Shorten the prompt or lower max_tokens; the server sets the maximum with --context-length",
                 "prompt" if prompt_len >= context else "max_tokens",
+                CONTEXT_EXCEEDED,
             )
         if (pages := self._pages_for(prompt_len + completion + lookahead)) > usable:
             raise RequestError(
@@ -304,7 +305,7 @@ class Scheduler:
         Where requests wait for a slot, one that ends is replaced after the program instead of after the round.
         """
         rounds = self.rounds
-        if rounds == 1 or self.prefilling or (self.waiting and self._free_slots):
+        if rounds == 1 or self.prefilling or (self.waiting and self._free_slots) or any(seq.stepwise for seq in rows):
             return 1
         if all(seq.limit - len(seq.tokens) - seq.in_flight < rounds for seq in rows):
             return 1  # the last few tokens of the last to end: most of the program would run for nobody

@@ -32,6 +32,7 @@ class Sequence:
     - `owner`: the engine's record; the scheduler never looks at it.
     - `score`: log-probabilities of the prompt are wanted, so all of it is computed: no cached prefix, chunks of at most
       `score_tokens`, each alone in its prefill. Cleared by the engine once it has them.
+    - `stepwise`: no program runs several of its rounds.
 
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
@@ -45,6 +46,7 @@ class Sequence:
     limit: int
     owner: Any = field(default=None, repr=False)
     score: bool = False
+    stepwise: bool = False
     slot: int = -1
     pages: list[int] = field(default_factory=list, repr=False)
     computed: int = 0

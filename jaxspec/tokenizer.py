@@ -8,16 +8,27 @@ and unlike decoding a sliding window of tokens again and again it has no bad cas
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 import os
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+
+from jaxspec.measure import PIECE, Measure
 
 
 class TokenizerError(ValueError):
     """A tokenizer that can't be read, text it can't encode, or a chat template that refuses the messages."""
+
+
+class TooLong(TokenizerError):
+    """A text with more tokens than are allowed. `least`: a number of tokens that it surely has."""
+
+    def __init__(self, least: int, limit: int):
+        super().__init__(f"the text has at least {least} tokens, at most {limit} are allowed")
+        self.least = least
 
 
 class Tokenizer:
@@ -27,6 +38,8 @@ class Tokenizer:
 
     - `vocab_size`: one more than the largest token id. A model may have more rows (padding); those decode to nothing.
     - `eos_token_ids`: the tokenizer's own end token, if it has one. The model's config may name more.
+    - `added_tokens`: by their text, the ids of tokens that text is cut at before anything else, such as `<think>`; some
+      are special.
     - `chat_template`: the Jinja source of the default template, or None.
     """
 
@@ -42,10 +55,15 @@ class Tokenizer:
                 f"{type(fast).__name__} is a slow tokenizer; jaxspec needs a fast one (tokenizer.json)"
             )
         self._fast = fast
+        self._around: tuple[list[int], list[int]] | None = None
         self._bytes, specials, self._drops_space = _byte_table(backend)
         self._plain_bytes = {token: raw for token, raw in self._bytes.items() if token not in specials}
+        self._specials = {token: self._bytes[token] for token in specials}
+        self.added_tokens = {token.content: index for index, token in backend.get_added_tokens_decoder().items()}
+        self._shown = {(): self._plain_bytes}  # by the special tokens kept
         self.vocab_size: int = max(self._bytes, default=-1) + 1
         self.eos_token_ids: tuple[int, ...] = () if fast.eos_token_id is None else (fast.eos_token_id,)
+        self.measure = Measure(backend, self._bytes.values())
         template = fast.chat_template
         self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
 
@@ -69,6 +87,13 @@ class Tokenizer:
         )
         return cls(fast)
 
+    def save(self, folder: str | Path) -> None:
+        """Write the files that `from_folder` reads, and transformers from version 4 on."""
+        self._fast.save_pretrained(str(folder))
+        config = Path(folder) / "tokenizer_config.json"
+        named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # in both versions
+        config.write_text(json.dumps(named, indent=2) + "\n")
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised.
 
@@ -78,6 +103,41 @@ class Tokenizer:
             return self._fast.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         except (TypeError, ValueError) as error:
             raise TokenizerError("can't encode the text: it must be a string without lone surrogates") from error
+
+    def encode_within(
+        self,
+        text: str,
+        limit: int,
+        add_special_tokens: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[int]:
+        """The ids that `encode` gives, unless a long text has more than `limit`. It is encoded piece by piece, with a
+        call of `check` before each: what that raises ends it.
+
+        **Raises:** `TooLong`, as early as that is known; `TokenizerError` as `encode`.
+        """
+        if len(text) <= PIECE:
+            return self.encode(text, add_special_tokens)
+        if (least := self.measure.least_tokens(text)) > limit:
+            raise TooLong(least, limit)
+        check()
+        pieces = self.measure.pieces(text)
+        before, after = self._special_tokens() if add_special_tokens and len(pieces) > 1 else ([], [])
+        ids = list(before)
+        for piece in pieces:
+            check()
+            ids += self.encode(piece, add_special_tokens and len(pieces) == 1)
+            if len(ids) > limit:
+                raise TooLong(len(ids), limit)
+        return ids + after
+
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """What `encode` puts before and after the ids of any text."""
+        if self._around is None:
+            bare, full = self.encode("a", False), self.encode("a", True)
+            start = next(n for n in range(len(full)) if full[n : n + len(bare)] == bare)
+            self._around = full[:start], full[start + len(bare) :]
+        return self._around
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside the vocabulary are skipped; bytes that aren't UTF-8 become U+FFFD."""
@@ -97,7 +157,21 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a chat, as the model's own template writes it. `kwargs` are the template's variables.
+        """Token ids of a chat: `encode` of what `write_chat` returns, which takes the same arguments."""
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return self.encode(self.write_chat(messages, tools=tools, **options, **kwargs), add_special_tokens=False)
+
+    def write_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """A chat's text, special tokens included, as the model's own template writes it. `kwargs` are the template's
+        variables. transformers renders templates in Jinja's sandbox.
 
         **Raises:** `TokenizerError` with the template's own complaint when it refuses, or when there is no template.
         """
@@ -107,15 +181,44 @@ class Tokenizer:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            "tokenize": True,
-            "return_dict": False,
+            "tokenize": False,
         }
-        if clash := sorted(options.keys() & kwargs.keys()):
+        if clash := sorted(reserved_template_variables() & kwargs.keys()):
             raise TokenizerError(f"{', '.join(clash)} can't be set as a variable of the chat template")
         try:
             return self._fast.apply_chat_template(messages, **options, **kwargs)
         except Exception as error:  # a template is a program from the checkpoint: it may raise anything
             raise TokenizerError(f"the chat template refused the messages: {error}") from error
+
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json, added tokens included, for libraries that read one."""
+        backend = type(self._fast.backend_tokenizer).from_str(self._fast.backend_tokenizer.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        return backend.to_str()
+
+    def shown_bytes(self, kept: tuple[str, ...]) -> dict[int, bytes]:
+        """The bytes of the tokens that are shown when special tokens are skipped but for those in `kept`."""
+        if kept not in self._shown:
+            added = {token: raw for token, raw in self._specials.items() if raw.decode() in kept}
+            self._shown[kept] = self._plain_bytes | added if added else self._plain_bytes
+        return self._shown[kept]
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        """The vocabulary's own spelling of tokens, such as "Ġthe". Empty for an id outside it."""
+        return [piece or "" for piece in self._fast.convert_ids_to_tokens(ids)]
+
+    def settings(self) -> dict[str, Any]:
+        """What tokenizer_config.json says: its class, chat template, special tokens, and plain settings."""
+        fast = self._fast
+        plain = {key: value for key, value in fast.init_kwargs.items() if isinstance(value, str | int | float | bool)}
+        hidden = ("name_or_path", "vocab_file", "tokenizer_file", "merges_file", "chat_template")
+        return {
+            "tokenizer_class": type(fast).__name__,
+            **{key: value for key, value in plain.items() if key not in hidden},
+            **fast.special_tokens_map,
+            "chat_template": self.chat_template,
+        }
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes this token adds to the text; for a special token, its name. Empty outside the vocabulary."""
@@ -135,10 +238,11 @@ class Detokenizer:
 
     **Arguments:**
 
-    - `stop`: strings that end the text. `min_tokens`: a stop string counts only if a later token than this many
-      completes it.
+    - `stop`: strings that end the text. `keep_stop`: cut the text after the stop string, not before it.
+    - `min_tokens`: a stop string counts only if a later token than this many completes it.
     - `prompt_ids`: tokens that the text goes on from. If they have any text, a leading space is kept that SentencePiece
       would drop.
+    - `kept`: special tokens, by their text, that are shown where others are skipped.
     """
 
     def __init__(
@@ -148,11 +252,14 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
+        keep_stop: bool = False,
+        kept: Sequence[str] = (),
     ):
-        self._bytes = tokenizer._plain_bytes if skip_special_tokens else tokenizer._bytes
+        self._bytes = tokenizer.shown_bytes(tuple(kept)) if skip_special_tokens else tokenizer._bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._drop_space = tokenizer._drops_space and not any(map(self._bytes.get, prompt_ids))
         self._stops = tuple(stop)
+        self._keep_stop = keep_stop
         self._prefixes, self._longest, self._ends = _beginnings(self._stops)
         self._min_tokens = min_tokens
         self._seen = 0
@@ -178,8 +285,8 @@ class Detokenizer:
             if not (new := self._characters((token,))):
                 continue
             self._held += new
-            if self._seen > self._min_tokens and (start := self._match(len(new))) is not None:
-                ready, self._held = ready + self._held[:start], ""
+            if self._seen > self._min_tokens and (cut := self._match(len(new))) is not None:
+                ready, self._held = ready + self._held[:cut], ""
                 return self._show(ready), self._hit, used
             safe = len(self._held) - self._waiting()
             ready, self._held = ready + self._held[:safe], self._held[safe:]
@@ -202,7 +309,7 @@ class Detokenizer:
         return text
 
     def _match(self, new: int) -> int | None:
-        """Where in the held text the stop string begins that completes first among its last `new` characters."""
+        """Where to cut the held text for the stop string that completes first among its last `new` characters."""
         before = len(self._held) - new
         found = []
         for stop in self._stops:
@@ -211,8 +318,8 @@ class Detokenizer:
                 found.append((start + len(stop), start, stop))
         if not found:
             return None
-        _, start, self._hit = min(found)
-        return start
+        end, start, self._hit = min(found)
+        return end if self._keep_stop else start
 
     def _waiting(self) -> int:
         """Length of the longest end of the held text that a stop string begins with."""
@@ -232,6 +339,20 @@ def _beginnings(stops: tuple[str, ...]) -> tuple[frozenset[str], int, frozenset[
     """The proper beginnings of stop strings, the longest one's length, and the characters that any of them end with."""
     prefixes = frozenset(s[:n] for s in stops for n in range(1, len(s)))
     return prefixes, max(map(len, prefixes), default=0), frozenset(prefix[-1] for prefix in prefixes)
+
+
+@cache
+def reserved_template_variables() -> frozenset[str]:
+    """Names that no variable of a chat template may have: the arguments of transformers' methods, which would change
+    how the prompt is made instead of what the template sees."""
+    transformers = _transformers()
+    methods = (
+        transformers.PreTrainedTokenizerBase.apply_chat_template,
+        transformers.utils.chat_template_utils.render_jinja_template,
+        Tokenizer.write_chat,
+    )
+    named = (p for method in methods for p in inspect.signature(method).parameters.values())
+    return frozenset(p.name for p in named if p.kind is not p.VAR_KEYWORD)
 
 
 def _transformers():

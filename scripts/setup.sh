@@ -45,6 +45,31 @@ if ! suits .venv/bin/python; then
     echo "setting up .venv with $("$python" --version) (a few minutes the first time)"
     "$python" -m venv --clear .venv
 fi
-pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
-$pip install --require-hashes -r "$lock"
-$pip install --no-deps --no-build-isolation --no-index -e .
+pip=".venv/bin/python -m pip --disable-pip-version-check"
+
+# Count packages as pip takes them up, on one line of a terminal, else every tenth. What is read is pip's output.
+progress() {
+    total=$(grep -c '^[A-Za-z0-9].*==' "$lock")
+    count=0
+    while read -r word name _; do
+        case $word in
+        Collecting) count=$((count + 1)) shown="fetching $count of up to $total packages: ${name%%[=<>;~!]*}" ;;
+        Installing) shown="installing $count packages (a minute or two)" ;;
+        *) continue ;;
+        esac
+        if [ -t 2 ]; then
+            printf '\r%-72s' "$shown" >&2
+        elif [ $((count % 10)) -eq 0 ] || [ "$word" = Installing ]; then
+            printf '%s\n' "$shown" >&2
+        fi
+    done
+    if [ -t 2 ]; then printf '\r%-72s\r' '' >&2; fi
+}
+
+log=.venv/pip.log
+{ $pip install --require-hashes -r "$lock" 2>&1 || echo 'setup.sh: pip failed'; } | tee "$log" | progress
+if grep -q '^setup.sh: pip failed$' "$log"; then
+    grep -v '^Collecting \|^  Downloading \|^  Using cached \|^setup.sh: ' "$log" >&2
+    exit 1
+fi
+$pip --quiet install --no-deps --no-build-isolation --no-index -e .

@@ -1,45 +1,56 @@
 """`python -m server`: options, engine, HTTP server, in that order, and a clean end to all three.
 
-Invariant: what a user can get wrong (a flag, a file, a port in use) is one line on stderr and exit status 2, and the
-port is tried before the model is loaded.
+Invariants: what a user can get wrong (a flag, a file, a port in use) is one line on stderr and exit status 2, and the
+port is tried before the model is loaded. Told to stop, the process ends within `--drain-seconds` and `LAST_SECONDS`,
+whatever hangs; one whose engine has died or doesn't come back ends by itself, with exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
+import time
+from functools import partial
+from typing import NoReturn
 
 import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError
 from jaxspec.flags import engine_options
+from jaxspec.llm import EngineDead
 from jaxspec.tokenizer import TokenizerError
+from server import logs
 from server.app import create_app
+from server.connections import Connection, allow_open_files
+from server.cors import cors_options
 from server.options import UsageError, parse
 
 log = logging.getLogger("jaxspec.server")
 
-GRACE_SECONDS = 5  # for running requests, once told to stop
-CLOSE_SECONDS = 10  # for the engine to end its step, and those requests to be told
+CLOSE_SECONDS = 3  # for the engine to end its step, once requests have had their time
+LAST_SECONDS = 5  # for that, and for those whose requests were cut off to be told
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until interrupted; returns the exit status."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """Serve until interrupted; returns the exit status: 0, 1 if the engine failed, 2 for what a user can get wrong."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        _set_up_logging(args.log_level)
+        logs.set_up(args.log_level, args.log_format)
         with _bind(args.host, args.port) as listener:
-            llm = AsyncLLM(**engine_options(args))
+            own = ("max_queued_requests", "request_timeout", "watchdog_timeout")
+            llm = AsyncLLM(**engine_options(args), **{name: getattr(args, name) for name in own})
             try:
-                _serve(llm, args, listener)
+                status = _serve(llm, args, listener)
             finally:
-                llm.close()
+                ended = llm.close(CLOSE_SECONDS)
+            return status if ended else 1
     except KeyboardInterrupt:
         log.info("stopped")
     except (UsageError, ConfigError, CheckpointError, TokenizerError) as error:
@@ -48,47 +59,111 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> None:
+def run() -> NoReturn:
+    """`main` as a process of its own, which ends even if a thread of it doesn't."""
+    status = main()
+    logging.shutdown()
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if any(not thread.daemon or thread.name == "jaxspec-engine" for thread in threads):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> int:
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
     sampling = llm.engine.sampling if args.sampling_defaults == "model" else {}
     if sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
-    app = create_app(llm, args.served_model_name, api_key, sampling)
+    parsers = args.reasoning_parser, args.tool_call_parser
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args))
+    connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,
+        http=partial(Connection, max_connections=connections, idle_timeout=args.idle_timeout),
         log_config=None,
         log_level=max(logging.getLevelNamesMapping()[args.log_level.upper()], logging.WARNING),
         access_log=args.access_log,
-        timeout_graceful_shutdown=GRACE_SECONDS + CLOSE_SECONDS,
+        timeout_graceful_shutdown=args.drain_seconds + LAST_SECONDS,
     )
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     name = args.served_model_name or llm.config.model
-    _Server(config, llm, _greeting(name, listener, bool(api_key))).run(sockets=[listener])
+    server = _Server(config, llm, _greeting(name, listener, bool(api_key)), args.drain_seconds)
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:  # uvicorn sends the signal that stopped it once more
+        log.info("stopped")
+    return 1 if server.failed else 0
 
 
 class _Server(uvicorn.Server):
-    """Says that it is ready once it accepts connections, and closes the engine `GRACE_SECONDS` after it was told to
-    stop: so requests that still run end with an error that says why, where uvicorn would cut them off."""
+    """Says that it is ready once it accepts connections, and stops when its engine has: `failed` then.
 
-    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, greeting: str):
+    `drain_seconds` after it was told to stop, it closes the engine, so that requests that still run end with an error
+    that says why, where uvicorn would cut them off. As long it waits for a stuck step before it gives it up.
+    """
+
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, greeting: str, drain_seconds: float):
         super().__init__(config)
-        self._llm, self._greeting = llm, greeting
+        self._llm, self._greeting, self._drain = llm, greeting, drain_seconds
+        self._stuck_since: float | None = None
+        self._ended = threading.Event()
+        self.failed = False
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            self._ended.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             log.info("%s", self._greeting)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(self._close_engine())
-        await super().shutdown(sockets)
-        closing.cancel()
+    async def on_tick(self, counter: int) -> bool:
+        self.failed = self._engine_failed()
+        return await super().on_tick(counter) or self.failed
 
-    async def _close_engine(self) -> None:
-        await asyncio.sleep(GRACE_SECONDS)
-        await asyncio.to_thread(self._llm.close)
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        threading.Thread(target=self._end, name="jaxspec-end", daemon=True).start()
+        await super().shutdown(sockets)
+
+    def _engine_failed(self) -> bool:
+        llm, now = self._llm, time.monotonic()
+        if llm.error is not None:
+            log.critical("the engine has ended, so the server does")
+            return True
+        if not llm.stuck:
+            self._stuck_since = None
+            return False
+        if self._stuck_since is None:
+            self._stuck_since = now
+            log.critical(
+                "a step has run for %.0f seconds (--watchdog-timeout %g): /health is 503 now, and the server ends "
+                "unless it returns within %g seconds more",
+                llm.step_seconds,
+                llm.watchdog_timeout,
+                self._drain,
+            )
+        if now - self._stuck_since < self._drain:
+            return False
+        llm.give_up(EngineDead(f"a step hasn't returned for {llm.step_seconds:.0f} seconds"))
+        return True
+
+    def _end(self) -> None:
+        """Close the engine once requests have had their time, then leave if the server doesn't end by itself.
+
+        In a thread of its own, because what hangs may be the event loop.
+        """
+        if self._llm.error is None and self._ended.wait(self._drain):
+            return
+        self.failed |= not self._llm.close(CLOSE_SECONDS)
+        if not self._ended.wait(LAST_SECONDS - CLOSE_SECONDS):
+            _leave()
 
 
 def _greeting(name: str, listener: socket.socket, needs_key: bool) -> str:
@@ -123,17 +198,19 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
-    )
-    for noisy in ("jax", "httpx", "urllib3", "filelock", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
 def _interrupt(*_: object) -> None:
+    """End `main`, from loading or after serving; the process too, if that takes too long, as compiling does."""
+    timer = threading.Timer(LAST_SECONDS, _leave)
+    timer.daemon = True
+    timer.start()
     raise KeyboardInterrupt
 
 
+def _leave() -> NoReturn:
+    log.critical("the server was told to stop and something in it doesn't end; the process ends without it")
+    logging.shutdown()
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -12,11 +12,20 @@ from fastapi import FastAPI
 
 import jaxspec
 from jaxspec import AsyncLLM
-from server import errors
+from server import errors, openapi
+from server.body import BodyRoute
+from server.cors import allow_origins
 from server.gate import Gate
 from server.metrics import Metrics
 from server.routes.generation import add_generation
+from server.routes.health import add_health
 from server.routes.information import add_information
+from server.routes.playground import add_playground
+from server.routes.responses import add_responses
+from server.routes.serving import Serving
+from server.routes.sglang import add_sglang
+from server.routes.tokens import add_tokens
+from server.speech import Formats
 
 
 def create_app(
@@ -24,18 +33,35 @@ def create_app(
     served_name: str | None = None,
     api_key: str | None = None,
     sampling: Mapping[str, Any] | None = None,
+    reasoning_parser: str = "auto",
+    tool_call_parser: str = "auto",
+    cors: dict[str, Any] | None = None,
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
     **Arguments:** `served_name` is the model's name in the API (None: the engine's `model`); `api_key`, if given, must
-    come with every request but `/health` and `/metrics`; `sampling` is what holds of `SamplingParams` for requests that
-    don't say otherwise.
+    come with every request but those to `gate.OPEN_PATHS`; `sampling` is what holds of `SamplingParams` for requests
+    that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
+    the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin.
     """
-    app = FastAPI(title="jaxspec", version=jaxspec.__version__)
+    app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = BodyRoute
     app.add_middleware(Gate, api_key=api_key)
+    if cors is not None:
+        allow_origins(app, cors)
     errors.install(app)
     name = served_name or llm.config.model
-    metrics = Metrics(llm.stats)
-    add_generation(app, llm, name, metrics, sampling or {})
+    metrics = Metrics(llm.stats, llm.config, name)
+    template = llm.tokenizer.chat_template if llm.tokenizer else None
+    formats = Formats.of(llm.model_config.model_type, template, reasoning_parser, tool_call_parser)
+    formats.log(reasoning_parser, tool_call_parser)
+    serving = Serving(llm, name, metrics, sampling or {}, formats)
+    add_generation(app, serving)
+    add_responses(app, serving)
+    add_sglang(app, serving)
+    add_tokens(app, serving)
+    add_health(app, llm, metrics)
     add_information(app, llm, name, metrics)
+    add_playground(app, name)
+    openapi.describe(app)
     return app

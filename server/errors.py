@@ -16,9 +16,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
-from jaxspec.llm import EngineDead
+from jaxspec.llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
 from jaxspec.request import RequestError
+from server.protocol.base import shown
 
 log = logging.getLogger("jaxspec.server")
 
@@ -26,15 +28,26 @@ INVALID = "invalid_request_error"
 FAILED = "the server failed on this request; its log has the details"
 STOPPING = "the server is shutting down; send the request again once it is back"
 MAX_SHOWN = 3  # problems of one body that are spelled out
+GONE = 499  # nginx's status for a client that left; nobody reads it
 MAX_MESSAGE = 2000  # characters: a message quotes what was sent, which may be megabytes
 
 
 class ApiError(Exception):
     """A request that fails with `status`. `kind` is OpenAI's `type`."""
 
-    def __init__(self, status: int, message: str, *, kind: str = INVALID, param: str | None = None, code: Any = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: Any = None,
+        retry_after: int | None = None,  # seconds
+    ):
         super().__init__(message)
         self.status = status
+        self.headers = None if retry_after is None else {"Retry-After": str(retry_after)}
         self.body = error_body(message, kind, param, code)
 
 
@@ -53,9 +66,15 @@ def describe(error: Exception, engine_error: BaseException | None) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=error.param)
+        return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, EngineDead):
         return engine_died(engine_error) if engine_error else ApiError(503, STOPPING, kind="server_error")
+    if isinstance(error, Overloaded):
+        return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", retry_after=1)
+    if isinstance(error, RequestTimeout):
+        return ApiError(504, str(error), kind="server_error", code="request_timeout")
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), kind="server_error", code="request_failed")
     log.error("a request failed", exc_info=error)
     return ApiError(500, FAILED, kind="server_error")
 
@@ -69,7 +88,7 @@ def chat_fields(limit_name: str) -> Iterator[None]:
         if error.param not in ("prompt", "max_tokens", "min_tokens"):  # others don't mention them, and may quote text
             raise
         param = {"prompt": "messages", "max_tokens": limit_name}.get(error.param, error.param)
-        raise RequestError(re.sub(r"\bmax_tokens\b", limit_name, str(error)), param) from error
+        raise RequestError(re.sub(r"\bmax_tokens\b", limit_name, str(error)), param, error.code) from error
 
 
 def engine_died(error: BaseException) -> ApiError:
@@ -82,11 +101,16 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def _api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status)
+        return JSONResponse(error.body, error.status, error.headers)
+
+    @app.exception_handler(EngineDead)
+    async def _engine_dead(_: Request, error: EngineDead) -> JSONResponse:
+        described = describe(error, None)
+        return JSONResponse(described.body, described.status)
 
     @app.exception_handler(RequestError)
     async def _request_error(_: Request, error: RequestError) -> JSONResponse:
-        return JSONResponse(error_body(str(error), INVALID, error.param), 400)
+        return JSONResponse(error_body(str(error), INVALID, error.param, error.code), 400)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -102,21 +126,19 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             message = f"no such route: {where}; routes: {', '.join(_routes(app))}"
         elif error.status_code == 405:
-            message = f"{where} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}"
-        elif error.status_code == 400:  # what FastAPI says when json.loads fails on something other than syntax
-            message = (
-                "the body can't be read as JSON: it isn't UTF-8, is nested too deeply, or has a number of thousands "
-                "of digits"
-            )
+            allowed = ", ".join(sorted(_methods(app, request)))
+            message = f"{where} is not allowed; use {allowed}"
+            return JSONResponse(error_body(message, INVALID), 405, headers={"Allow": allowed})
         else:
             message = str(error.detail)
         kind = INVALID if error.status_code < 500 else "server_error"
         return JSONResponse(error_body(message, kind), error.status_code, headers=error.headers)
 
-    @app.exception_handler(Exception)
-    async def _internal(_: Request, error: Exception) -> JSONResponse:
-        # Starlette raises the exception again once this is sent, so uvicorn's log gets the traceback.
-        return JSONResponse(error_body(FAILED, "server_error"), 500)
+
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """The methods of all routes at a request's path; Starlette names those of the first alone."""
+    routes = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
+    return set().union(*(route.methods or () for route in routes if isinstance(route, Route)))
 
 
 def _routes(app: FastAPI) -> list[str]:
@@ -126,18 +148,13 @@ def _routes(app: FastAPI) -> list[str]:
 def _problem(item: dict[str, Any]) -> tuple[str, str | None]:
     """One pydantic error as (sentence, path of the field)."""
     place = _path(item["loc"][1:])  # loc[0] is "body"
-    if item["type"] == "json_invalid":
-        return f"the body is not valid JSON: {item['ctx']['error']} at character {item['loc'][1]}", None
     cause = (item.get("ctx") or {}).get("error")
     if isinstance(cause, RequestError):
         param = f"{place}.{cause.param}" if place and cause.param else cause.param or place or None
         return (f"{place}: {cause}" if place else str(cause)), param
-    if not place:
-        return 'the body must be a JSON object, sent with "Content-Type: application/json"', None
     if item["type"] == "missing":
         return f"{place} is required", place
-    shown = repr(item.get("input"))
-    return f"{place}: {item['msg'].lower()}, got {shown if len(shown) <= 80 else shown[:77] + '...'}", place
+    return f"{place}: {item['msg'].lower()}, got {shown(item.get('input'))}", place
 
 
 def _path(loc: tuple[str | int, ...]) -> str:

@@ -1,62 +1,100 @@
-"""What stands before the routes: the API key and the size of a body.
+"""What stands before the routes: the API key, the size of a body, the request's id, and the log of what is refused.
 
 Pure ASGI, because a wrapper that reads the request (Starlette's BaseHTTPMiddleware) would hide a client's disconnect.
-Invariant: with a key set, nothing but `OPEN_PATHS` answers a request that doesn't carry it.
+Invariants: with a key set, nothing but `OPEN_PATHS` answers a request that doesn't carry it. Every response has an
+`X-Request-Id`, and one that isn't a success has a line in the log, or is counted in one.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
+import re
+import secrets
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError
+from server.errors import FAILED, GONE, ApiError
+from server.refusals import Refusals
 
-OPEN_PATHS = ("/health", "/metrics")  # probes and scrapers rarely carry a key
+log = logging.getLogger("jaxspec.server")
+
+# Browsers, probes and scrapers rarely carry a key.
+OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/health_generate", "/metrics")
 MAX_BODY_BYTES = 64 * 2**20
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # of a client; any other is replaced
 
 
 class Gate:
-    """Refuse with 401 a request without `Authorization: Bearer <api_key>`, with 413 a body over `max_body` bytes."""
+    """Refuse with 401 a request without `Authorization: Bearer <api_key>`, with 413 a body over `max_body` bytes.
+
+    The request's id, which is the client's `X-Request-Id` or a new one, is `request.state.request_id`.
+    """
 
     def __init__(self, app: ASGIApp, api_key: str | None = None, max_body: int = MAX_BODY_BYTES):
         self.app = app
         self.key = api_key.encode() if api_key else None
         self.max_body = max_body
+        self.refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        asked = f"{scope['method']} {scope['path']}"
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            elif 400 <= status != GONE:
+                self.refusals.note(status, asked, request_id, message.get("body", b""))
+            await send(message)
+
         try:
-            self._authorize(scope["path"], headers.get(b"authorization", b""))
-            length = headers.get(b"content-length", b"")
-            if length.isdigit() and int(length) > self.max_body:
-                raise self._too_large()
+            self._check(scope["path"], headers)
+            await self.app(scope, self._counted(receive), answer)
         except ApiError as error:
             challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-            return await JSONResponse(error.body, error.status, headers=challenge)(scope, receive, send)
+            await JSONResponse(error.body, error.status, headers=challenge)(scope, receive, answer)
+        except Exception:
+            log.exception("%s failed, request id %s", asked, request_id)
+            if status == 0:
+                error = ApiError(500, FAILED, kind="server_error")
+                await JSONResponse(error.body, 500)(scope, receive, answer)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        """**Raises:** `ApiError` for a request that is refused by its headers alone."""
+        if self.key is not None and path not in OPEN_PATHS:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
+                found = "the API key is wrong" if "authorization" in headers else "an API key is required"
+                raise ApiError(401, f"{found}; send the header Authorization: Bearer <key>", code="invalid_api_key")
+        length = headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > self.max_body):
+            raise self._too_large()
+
+    def _counted(self, receive: Receive) -> Receive:
+        """`receive`, until more than `max_body` bytes have come: they were sent in chunks, with no length announced."""
         seen = 0
 
         async def counted() -> Message:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self.max_body:  # sent in chunks, with no length announced
-                raise HTTPException(413, str(self._too_large()))  # the only kind that FastAPI's body reader lets pass
+            if seen > self.max_body:
+                raise HTTPException(413, str(self._too_large()))
             return message
 
-        await self.app(scope, counted, send)
-
-    def _authorize(self, path: str, header: bytes) -> None:
-        if self.key is None or path in OPEN_PATHS:
-            return
-        scheme, _, given = header.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.key):
-            found = "the API key is wrong" if header else "an API key is required"
-            raise ApiError(401, f"{found}; send the header Authorization: Bearer <key>", code="invalid_api_key")
+        return counted
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body} bytes; send fewer or shorter prompts at once")

@@ -7,87 +7,138 @@ before it returns, and a closed stream is an aborted request.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from typing import Any
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxspec import AsyncLLM
 from jaxspec.llm import LONG_PROMPT
-from jaxspec.request import Delta, RequestError, SamplingParams
-from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.request import CONTEXT_EXCEEDED, Delta, RequestError
+from jaxspec.tokenizer import Tokenizer, TokenizerError, TooLong
 from server.errors import describe
-from server.metrics import Latencies
+from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
-from server.replies import DONE, Prompt, Reply, encode, event
+from server.replies import Answer, Job, Prompt
+from server.speech import Formats
+from server.workers import Workers
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
+Check = Callable[[], None]
+
+MOST_TEXT = 8  # times what the longest tokens could spell of a context: templates drop some of a chat, not most of it
+
+_tokenizers = Workers(2, "jaxspec-tokenize")
 
 
 class ClientGone(Exception):
     """The client closed the connection before the response was complete."""
 
 
-async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None) -> Prompt:
-    """Write the messages with the model's chat template. **Raises:** `RequestError` when the template refuses."""
+async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: Formats, context: int) -> Prompt:
+    """Write the messages and tools with the model's chat template.
+
+    **Raises:** `RequestError` when the template refuses, or can't show the tools, or the text has more tokens than
+    `context`.
+    """
     if tokenizer is None:
         raise RequestError("this model has no tokenizer and can't chat; send token ids to /v1/completions", "messages")
-    messages = [message.as_dict() for message in body.messages]
+    messages, tools = formats.messages(body)
     opens = body.add_generation_prompt
 
-    def write() -> list[int]:
-        return tokenizer.apply_chat_template(
+    # Roles are text too, and the template writes some for each message and may look at each of its variables.
+    size = sum(8 + len(message["role"]) + len(message["content"]) for message in messages) + len(str(tools or ""))
+    size += sum(len(str(message.get(key, ""))) for message in messages for key in ("reasoning_content", "tool_calls"))
+    if size > MOST_TEXT * context * tokenizer.measure.longest:
+        raise RequestError(
+            f"This model's maximum context length is {context} tokens, and a token has at most "
+            f"{tokenizer.measure.longest} characters. However, the messages and tools have {size}. Shorten them",
+            "messages",
+            CONTEXT_EXCEEDED,
+        )
+
+    def write(check: Check) -> list[int]:
+        text = tokenizer.write_chat(
             messages,
+            tools=tools,
             add_generation_prompt=not body.continue_final_message if opens is None else opens,
             continue_final_message=bool(body.continue_final_message),
             **(body.chat_template_kwargs or {}),
         )
+        return tokenizer.encode_within(text, context, False, check)
 
-    # Roles are text too, and the template writes some for each message and may look at each of its variables.
-    size = sum(8 + len(message["role"]) + len(message["content"]) for message in messages)
-    return Prompt(await _tokenize(write, size + len(body.chat_template_kwargs or {}), "messages"))
+    size += sum(map(_weight, (body.chat_template_kwargs or {}).values()))
+    return Prompt(await _tokenize(write, size, "messages", context))
 
 
-async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | None) -> list[Prompt]:
-    """Tokenise what needs it. **Raises:** `RequestError` when text is given or asked for and there is no tokenizer."""
+def _weight(variable: Any) -> int:
+    """How long a template may take over a variable, in characters; a list's or an object's isn't looked into."""
+    if isinstance(variable, list | dict):
+        return LONG_PROMPT if variable else 1
+    return len(variable) if isinstance(variable, str) else 1
+
+
+async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | None, context: int) -> list[Prompt]:
+    """Tokenise what needs it.
+
+    **Raises:** `RequestError` when text is given or asked for and there is no tokenizer, or a prompt has more tokens
+    than `context`.
+    """
     if tokenizer is None and (body.echo or isinstance(body.prompt[0], str)):
         raise RequestError("this model has no tokenizer; send token ids as the prompt, and no echo", "prompt")
     special = True if body.add_special_tokens is None else body.add_special_tokens
 
-    def one(given: str | list[int]) -> Prompt:
+    def one(given: str | list[int], check: Check) -> Prompt:
+        check()
         if isinstance(given, str):
-            return Prompt(tokenizer.encode(given, special), given if body.echo else None)
+            return Prompt(tokenizer.encode_within(given, context, special, check), given if body.echo else None)
+        if len(given) > context:
+            raise TooLong(len(given), context)
         return Prompt(given, tokenizer.decode(given, skip_special_tokens=False) if body.echo else None)
 
-    return await _tokenize(lambda: [one(given) for given in body.prompt], sum(map(len, body.prompt)), "prompt")
+    def all_of_them(check: Check) -> list[Prompt]:
+        return [one(given, check) for given in body.prompt]
+
+    return await _tokenize(all_of_them, sum(map(len, body.prompt)), "prompt", context)
 
 
-async def _tokenize[T](work: Callable[[], T], size: int, param: str) -> T:
+async def _tokenize[T](work: Callable[[Check], T], size: int, param: str, context: int) -> T:
     """Run `work`, in a thread if it would hold up every stream. **Raises:** `RequestError` naming `param`."""
     try:
-        return await asyncio.to_thread(work) if size > LONG_PROMPT else work()
+        return await _tokenizers.run(work) if size > LONG_PROMPT else work(lambda: None)
+    except TooLong as error:
+        raise RequestError(
+            f"This model's maximum context length is {context} tokens. However, the prompt has at least {error.least} "
+            "tokens. Shorten it; the server sets the maximum with --context-length",
+            param,
+            CONTEXT_EXCEEDED,
+        ) from error
     except TokenizerError as error:
         raise RequestError(str(error), param) from error
 
 
-async def run(llm: AsyncLLM, prompts: list[Prompt], params: SamplingParams, latencies: Latencies) -> Deltas:
+async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics) -> Deltas:
     """Generate for all prompts at once; yields (number of the prompt, delta) as they come.
 
     **Raises:** `RequestError` before any prompt has started, if one can't be served.
     """
-    if len(prompts) > 1:
-        for prompt in prompts:
-            llm.engine.prepare(prompt.ids, params)
-    streams = [llm.generate(prompt.ids, params) for prompt in prompts]
-    last: dict[tuple[int, int], float] = {}
-    async with aclosing(_merge(streams)) as merged:
-        async for number, delta in merged:
-            now = time.monotonic()
-            latencies.observe(delta, None if (since := last.get((number, delta.index))) is None else now - since)
-            last[number, delta.index] = now
-            yield number, delta
+    if len(jobs) > 1:
+        if jobs[0].params.structured is not None:  # the same of all, so that it is compiled once, beside the loop
+            await asyncio.to_thread(llm.engine.prepare, jobs[0].ids, jobs[0].params)
+        for job in jobs:
+            llm.engine.prepare(job.ids, job.params)
+    watches = [metrics.watch(job.params) for job in jobs]
+    streams = [llm.generate(job.ids, job.params, job.id) for job in jobs]
+    metrics.load += 1
+    try:
+        async with aclosing(_merge(streams)) as merged:
+            async for number, delta in merged:
+                watches[number].see(delta)
+                yield number, delta
+    finally:
+        metrics.load -= 1
 
 
 async def _merge(streams: list[AsyncGenerator[Delta]]) -> Deltas:
@@ -145,7 +196,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def collect(deltas: Deltas, reply: Reply) -> dict:
+async def collect(deltas: Deltas, reply: Answer) -> Any:
     """Run a request to its end and return the whole response."""
     async with aclosing(deltas):
         async for number, delta in deltas:
@@ -156,12 +207,12 @@ async def collect(deltas: Deltas, reply: Reply) -> dict:
 class EventStream(Response):
     """A reply as server-sent events, starting with a delta already taken: its errors had their own status code.
 
-    An error later on is sent as an event with OpenAI's error body, then `[DONE]`.
+    An error later on is sent as an event, as the reply words it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, llm: AsyncLLM, reply: Reply, first: tuple[int, Delta], deltas: Deltas):
+    def __init__(self, llm: AsyncLLM, reply: Answer, first: tuple[int, Delta], deltas: Deltas):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.llm, self.reply, self.first, self.deltas = llm, reply, first, deltas
@@ -186,6 +237,6 @@ class EventStream(Response):
                 if text := self.reply.chunks(number, delta):
                     yield text
         except Exception as error:
-            yield event(encode(describe(error, self.llm.error).body)) + DONE
+            yield self.reply.failed(describe(error, self.llm.error).body)
             return
         yield self.reply.closing()

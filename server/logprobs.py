@@ -20,13 +20,16 @@ Entry = tuple[int, TokenLogprobs | None]  # token id, and its log-probabilities;
 class TokenNames:
     """Texts and bytes of single tokens, kept once made: 20 top log-probabilities a token ask for many."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False):
+        """`as_ids` names every token "token_id:7", as vLLM's `return_tokens_as_token_ids` does."""
+        self.tokenizer, self.as_ids = tokenizer, as_ids
         self.text = lru_cache(maxsize=2**17)(self._text)
         self.raw = lru_cache(maxsize=2**17)(self._raw)
 
     def _text(self, token: int) -> str:
-        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token_text(token)
+        if self.as_ids or self.tokenizer is None:
+            return f"token_id:{token}"
+        return self.tokenizer.token_text(token)
 
     def _raw(self, token: int) -> bytes:
         return self._text(token).encode() if self.tokenizer is None else self.tokenizer.token_bytes(token)
@@ -35,21 +38,27 @@ class TokenNames:
 class Offsets:
     """Where each token of a text begins, in characters. A token that starts inside a character begins where it ends.
 
-    The text is what `Detokenizer` makes of the tokens, without special ones, from `start` on. With `echo`, it is that
-    of a prompt, where a token that isn't in it, such as a begin-of-text token, takes no room, nor does the space that
-    SentencePiece puts before a text. Without a tokenizer there is no text, and all is at `start`.
+    The text is what `Detokenizer` makes of the tokens, from `start` on, without special ones if `skip`. With `echo`, it
+    is that of a prompt. A token that isn't in that text, such as a begin-of-text token, takes no room, nor does the
+    space that SentencePiece puts before a text. Without a tokenizer there is no text, and all is at `start`.
 
     `prompt_ids`: the tokens that the text goes on from.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, start: int = 0, prompt_ids: Sequence[int] = (), echo: str | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        start: int = 0,
+        prompt_ids: Sequence[int] = (),
+        echo: str | None = None,
+        skip: bool = True,
     ):
         self.place = start
         self._echo = echo
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=echo is None, prompt_ids=prompt_ids)
+            skip = skip and echo is None
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, prompt_ids=prompt_ids)
 
     def take(self, token: int) -> int:
         start, piece = self.place, self._detokenizer.push((token,))[0] if self._detokenizer else ""

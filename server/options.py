@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -11,8 +12,33 @@ import yaml
 
 import jaxspec
 from jaxspec.config import flag
-from jaxspec.elsewhere import meant
-from jaxspec.flags import add_engine_flags
+from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
+from jaxspec.flags import add_engine_flags, natural, positive
+from server import logs
+from server.cors import add_cors_flags
+from server.parsers import PARSERS, REASONING_PARSERS
+from server.translate import PROGRAM, pairs, translate, without_launcher
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return value
+
+
+LIMITS = (
+    ("--max-queued-requests", natural, 4096, "N", "completions that may wait for a slot; further requests get 429"),
+    ("--request-timeout", _seconds, None, "SECONDS", "after which a request ends with an error, 504"),
+    ("--watchdog-timeout", _seconds, 300, "SECONDS", "after which a step counts as stuck: /health is 503, and the "
+     "server ends if it doesn't return within --drain-seconds more"),
+    ("--drain-seconds", _seconds, 5, "SECONDS", "for running requests to finish once the server is told to stop"),
+    ("--idle-timeout", _seconds, 60, "SECONDS", "after which a client that sends or reads nothing more is cut off"),
+    ("--max-connections", positive, 8192, "N", "connections open at once; requests on further ones get 503"),
+)  # fmt: skip
 
 SERVER_DEFAULTS = {"draft": "auto"}  # a server should be fast as it comes; the library defaults to no drafter
 
@@ -29,18 +55,23 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The parser; its namespace has a field per `EngineConfig` field, and the server's own."""
     parser = _Parser(
-        prog="python -m server",
-        usage="%(prog)s [--model M] [--draft D] [--port PORT] [flags below]",
+        prog=PROGRAM,
+        usage="%(prog)s [MODEL] [--draft D] [--port PORT] [flags below]",
         description="Serve a language model with speculative decoding, behind OpenAI's API.",
+        epilog="A command line of vLLM's or SGLang's, given as it is, is answered with its translation.",
         allow_abbrev=False,
+        add_help=False,
     )
-    parser.add_argument("--version", action="version", version=f"jaxspec {jaxspec.__version__}")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of flags (port: 8000); the command line wins")
+    common = parser.add_argument_group("what most people set")
+    add_engine_flags(parser, SERVER_DEFAULTS, common)
+    common.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    common.add_argument("--port", type=_port, default=30000, help="port, 0 for any that is free (default: %(default)s)")
+    common.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: --model)")
+    common.add_argument("--api-key", metavar="KEY", help="require this bearer token (default: $JAXSPEC_API_KEY)")
+    common.add_argument("--config", metavar="FILE", help="YAML file of flags (port: 8000); the command line wins")
+    common.add_argument("--help", "-h", action="help", help="show this and exit")
+    common.add_argument("--version", action="version", version=f"jaxspec {jaxspec.__version__}")
     server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    server.add_argument("--port", type=_port, default=30000, help="port, 0 for any that is free (default: %(default)s)")
-    server.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: --model)")
-    server.add_argument("--api-key", metavar="KEY", help="require this bearer token (default: $JAXSPEC_API_KEY)")
     server.add_argument(
         "--sampling-defaults",
         default="model",
@@ -48,23 +79,45 @@ def make_parser() -> argparse.ArgumentParser:
         help="how tokens are chosen where a request doesn't say: as the checkpoint's generation_config.json has it, or "
         "as OpenAI does, at temperature 1 (default: %(default)s)",
     )
+    for name, table, what in (
+        ("--reasoning-parser", REASONING_PARSERS, "reasoning"),
+        ("--tool-call-parser", PARSERS, "tool calls"),
+    ):
+        server.add_argument(
+            name,
+            default="auto",
+            choices=("auto", "none", *table),
+            metavar="NAME",
+            help=f"format of {what} in replies: {', '.join(table)}; auto reads it from the chat template, none leaves "
+            "it in the text (default: %(default)s)",
+        )
     server.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
         help="least severe log lines to show (default: %(default)s)",
     )
-    server.add_argument("--access-log", action="store_true", help="log a line per HTTP request")
-    add_engine_flags(parser, SERVER_DEFAULTS)
+    server.add_argument(
+        "--log-format", default="text", choices=logs.FORMATS, help="of log lines (default: %(default)s)"
+    )
+    server.add_argument("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
+    add_cors_flags(server)
+    limits = parser.add_argument_group("limits")
+    for name, kind, default, metavar, text in LIMITS:
+        shown = "none" if default is None else default
+        limits.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line, and the config file it names.
 
-    **Raises:** `UsageError` for an unknown flag or key (with the nearest known one) or a value of the wrong type.
+    **Raises:** `UsageError` for unknown flags or keys (all of them, each with the nearest known one), a value of the
+    wrong type, or a command line of vLLM's or SGLang's, with its translation.
     """
     parser = make_parser()
+    if without_launcher(argv)[1] is not None:
+        raise UsageError("this is another server's command line" + _translation(parser, argv))
     config = _parse_known(parser, argv).config
     if config is None:
         return _parse_known(parser, argv)
@@ -72,11 +125,51 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    argv = _without_one_gpu(argv)
     args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        raise UsageError(f"unknown argument {name}{_nearest(name, _flags(parser))}")
+    named = list(pairs(unknown, SWITCHES))
+    models = [value for name, value in named if name is None]
+    wrong = [name for name, _ in named if name is not None]
+    default = parser.get_default("model")
+    if len(models) > 1 or (models and args.model not in (default, models[0])):
+        other = models[1] if len(models) > 1 else f"--model {args.model}"
+        raise UsageError(f"unknown argument {other}: {models[0]} is the model to serve, and there can be but one")
+    if wrong:
+        known = _flags(parser)
+        told = [f"{_spelt(name, argv)}{_nearest(name, known)}" for name in wrong]
+        message = f"unknown argument {told[0]}" if len(told) == 1 else "\n  ".join(["unknown arguments", *told])
+        from_elsewhere = [name for name in wrong if name in ELSEWHERE]
+        raise UsageError(message + (_translation(parser, argv) if from_elsewhere else ""))
+    args.model = models[0] if models else args.model
     return args
+
+
+def _spelt(name: str, argv: Sequence[str]) -> str:
+    """A flag as it was typed."""
+    return next(word.partition("=")[0] for word in argv if word.lstrip("-").partition("=")[0].replace("-", "_") == name)
+
+
+def _without_one_gpu(argv: Sequence[str]) -> list[str]:
+    """A command line without flags that ask for one GPU, as the others' often do: that is what there is."""
+    rest, kept = list(argv), []
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if name.lstrip("-").replace("-", "_") in SEVERAL_GPUS and name.startswith("-"):
+            if equals and value == "1":
+                continue
+            if not equals and rest[:1] == ["1"]:
+                rest.pop(0)
+                continue
+        kept.append(name + equals + value)
+    return kept
+
+
+def _translation(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
+    """The same command line in our flags, on lines of its own."""
+    actions = {name.lstrip("-").replace("-", "_"): action for name, action in _flags(parser).items()}
+    command, left = translate(argv, {name: (action.nargs != 0, action.choices) for name, action in actions.items()})
+    lines = ["\nIn jaxspec's flags:", f"  {command}", *(f"left out: {each}" for each in left)]
+    return "\n".join(lines)
 
 
 def _from_file(parser: argparse.ArgumentParser, path: str) -> list[str]:
@@ -112,8 +205,6 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    if not name.startswith("-"):
-        return "; a model is named by --model"
     option, *options = (each.lstrip("-").replace("-", "_") for each in (name, *known))
     return meant(option, options, flag) or "; --help lists the flags"
 

@@ -10,8 +10,15 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `make test-gpu` sets it to cuda
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Most of the suite's time goes into compiling programs that run for milliseconds; optimising them would take longer
-    # than it saves, and so would cutting them into parts for threads. A GPU's must be those it serves.
-    flags = "backend_optimization_level=0", "llvm_disable_expensive_passes=true", "cpu_parallel_codegen_split_count=1"
+    # than it saves, and so would cutting them into parts for threads. XLA's older emitters compile a fusion in a third
+    # of the time of the newer ones, each of whose fusions goes through a pipeline of MLIR passes of its own. A GPU
+    # compiles with its own settings: tests there run what is served.
+    flags = (
+        "backend_optimization_level=0",
+        "llvm_disable_expensive_passes=true",
+        "cpu_parallel_codegen_split_count=1",
+        "backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    )
     os.environ.setdefault("XLA_FLAGS", " ".join(f"--xla_{flag}" for flag in flags))
     # An interpreted kernel's threads wait for one another on jax's own, of which there are as many as cores: on two,
     # those that were waited for found none left, and the test stood still. No kernel has as many as these.
@@ -28,7 +35,22 @@ jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; a limit also makes writers take a lock
 
-LONGEST = ("engine", "eagle", "eagle_trees", "hybrid", "dflash", "distribution", "lossless", "hybrid_models", "models")
+LONGEST = (
+    "few_rows",
+    "write_heads",
+    "engine",
+    "loop",
+    "prompt_attention",
+    "verify",
+    "eagle",
+    "eagle_trees",
+    "hybrid",
+    "dflash",
+    "distribution",
+    "lossless",
+    "hybrid_models",
+    "models",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -38,8 +60,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: to look through it for garbage takes a quarter of a second each time."""
+    """Collect garbage rarely: tracing makes a million objects that live, and to look through them takes a tenth of it.
+
+    What is imported by now stays, so it isn't looked through at all.
+    """
     gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.fixture(scope="module", autouse=True)

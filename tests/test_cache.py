@@ -1,5 +1,6 @@
 """The memory plan's arithmetic, and the layout that it pays for."""
 
+import dataclasses
 import os
 import re
 from types import SimpleNamespace
@@ -127,6 +128,26 @@ def test_a_page_takes_what_the_plan_counts(dtype, size):
     assert kv.nbytes == 7 * 8 * kv_bytes_per_token(config, dtype)
 
 
+def test_rows_that_are_padding_are_written_to_the_dummy_page():
+    """Rows beyond the count, before place 0 and past the table: their pages are others' or nobody's."""
+    kv = jnp.zeros((1, 5, 2, 1, 4, 8))
+    start, count = jnp.array([2, -2, 6, 0]), jnp.array([4, 4, 4, 0])
+    rows = Rows(start, count, jnp.array([[1, 2], [3, 4], [1, 2], [3, 4]]))
+    page, slot = rows._slots(kv, 5)
+    assert page.tolist() == [[1, 1, 2, 2, 0], [0, 0, 3, 3, 0], [2, 2, 0, 0, 0], [0] * 5]
+    assert rows.written(kv, 5).tolist() == [
+        [6, 7, 8, 9, -1],
+        [-1, -1, 12, 13, -1],
+        [10, 11, -1, -1, -1],
+        [-1] * 5,
+    ]
+    ones = jnp.ones((4, 5, 1, 8))
+    kv = rows.write(kv, jnp.int32(0), ones, ones)
+    written = [(int(p), int(s)) for p, s in zip(*jnp.nonzero(kv[0, 1:, 0, 0, :, 0]), strict=True)]
+    assert written == [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)], "counted from page 1"
+    assert slot.tolist()[0][:4] == [2, 3, 0, 1]
+
+
 def test_what_fp8_cannot_hold_is_clipped():
     kv = jnp.zeros((1, 2, 2, 1, 4, 8), jnp.float8_e4m3fn)
     rows = Rows(jnp.array([0]), jnp.array([2]), jnp.array([[1]]))
@@ -155,3 +176,15 @@ def test_an_fp8_cache_serves_drafts_losslessly():
         for draft in ("none", "ngram")
     )
     assert plain == drafted
+
+
+def test_the_plan_says_what_the_process_takes_of_the_host(monkeypatch):
+    """On a CPU beside what is planned, which is the host's memory too."""
+    held = cache.resident_memory()
+    block = bytearray(64 * MIB)
+    assert cache.resident_memory() - held > 60 * MIB and len(block)
+    on_cpu = dataclasses.replace(plan(monkeypatch, None, max_total_tokens=16), host_bytes=2**30)
+    assert re.search(r"host +0\.95 GiB  Python.*; 1\.00 GiB resident in all", str(on_cpu)), "1 GiB less 55 MiB"
+    on_gpu = dataclasses.replace(plan(monkeypatch, 200 * MIB), host_bytes=2**30)
+    assert re.search(r"host +1\.00 GiB  Python.* programs$", str(on_gpu))
+    assert "host" not in str(dataclasses.replace(on_cpu, host_bytes=0))

@@ -20,7 +20,8 @@ from jaxspec.decoder.spec import (
     RopeScaling,
     Yarn,
 )
-from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS
+from jaxspec.drafters import DRAFTERS
+from jaxspec.elsewhere import ELSEWHERE, METHODS, SEVERAL_GPUS
 from tests.tiny import tiny_config
 
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
@@ -429,3 +430,28 @@ def test_hybrids():
 def test_hybrids_that_are_refused(change, words):
     with pytest.raises(ConfigError, match=words):
         ModelConfig.from_hf(tiny_config("qwen3_5") | change)
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "taken"),
+    [
+        ("dtype", "auto", None),
+        ("dtype", "half", "float16"),
+        ("dtype", "float", "float32"),
+        ("kv_cache_dtype", "fp8", "float8_e4m3fn"),
+        ("kv_cache_dtype", "fp8_e4m3", "float8_e4m3fn"),
+        ("draft", "EAGLE3", "eagle3"),
+        ("draft", "Eagle3:Some/Model", "eagle3:Some/Model"),
+        ("draft", "NEXTN", "mtp"),
+        ("draft", "NGRAM", "ngram"),
+        ("draft", "None", "none"),
+        ("draft", "EAGLE3/x", "EAGLE3/x"),
+        ("draft", "my.module:Class", "my.module:Class"),
+    ],
+)
+def test_values_under_other_servers_names_are_taken(option, given, taken):
+    assert getattr(EngineConfig(**{option: given}), option) == taken
+
+
+def test_methods_that_are_taken_are_those_there_are():
+    assert set(METHODS.values()) == set(DRAFTERS)

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import decode_attention as op
+from tests.sample import one_in
 
 LAYERS, LAYER = 2, 1
 STRANGER = 300.0  # what keys and values that nobody should see are filled with
@@ -136,14 +137,13 @@ def test_equals_dense_softmax(case):
     check(case, interpret=plgpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize("h", op.HEAD_WIDTHS)
-@pytest.mark.parametrize("page,group,t,fp8,window,few", [
+@pytest.mark.parametrize("h,page,group,t,fp8,window,few", one_in(len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
     (64, 4, 1, False, 0, False),
     (16, 7, 4, False, 16, True),
     (32, 16, 4, False, 0, True),
     (64, 4, 16, False, 16, False),
     (128, 1, 32, True, 32, True),
-])  # fmt: skip
+]))  # fmt: skip
 def test_lowers_for_cuda(h, page, group, t, fp8, window, few):
     case = Case("", t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, window=window, entries=2, lengths=(90,))
     args, named = case.inputs()

@@ -110,7 +110,7 @@ class Rounds:
         self.propose = jax.jit(self._propose)
 
     def _propose(self, state):
-        _, batch = rounds._batch(state, self.packed[:, 0], self.packed[:, 1:], rounds.GREEDY)
+        _, batch = rounds.batch_of(state, self.packed[:, 0], self.packed[:, 1:], rounds.GREEDY)
         return DFlash.propose(self.drafter, self.params, state.draft, batch)[0]
 
     def next(self):

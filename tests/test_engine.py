@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import jaxspec
-from jaxspec import LLM, RequestError, SamplingParams
+from jaxspec import LLM, RequestError, SamplingParams, StructuredOutput
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.programs import Programs
 from jaxspec.round import MODES
@@ -230,6 +230,8 @@ def test_nothing_compiles_after_warm_up():
         llm.generate(prompts[:count], params())
         llm.generate(prompts[:count], params(temperature=1.0))
         llm.generate(prompts[:count], params(logprobs=1))
+        for settings in ({}, {"temperature": 1.0}, {"logprobs": 1}):
+            llm.generate(prompts[:count], params(structured=StructuredOutput(choice=["this", "that"]), **settings))
         llm.engine.flush_cache()
     set_rounds(llm, 1)
     stats = llm.engine.stats()
@@ -448,12 +450,22 @@ MEANINGS = [
     {"stop": ["AAAAAA"], "logit_bias": {65: 100.0}},
     {"stop_token_ids": list(range(0, 256, 9))},
     {"ignore_eos": False, "logit_bias": {258: 4.0}},
+    {"stop": ["AAAAAA"], "include_stop_str_in_output": True, "logit_bias": {65: 100.0}},
+    {"stop_token_ids": [66], "include_stop_str_in_output": True, "min_tokens": 4, "logit_bias": {66: 100.0, 67: 90.0}},
+    {"skip_special_tokens": False, "logit_bias": {256: 100.0}, "max_tokens": 3},
 ]
+
+
+def test_special_tokens_kept_by_name_are_in_the_text():
+    kept = params(kept_special_tokens=["<|im_start|>"], logit_bias={257: 100.0}, max_tokens=3)
+    skipped = dataclasses.replace(kept, kept_special_tokens=())
+    found = [out.text for out in engine("none").generate([tokens(9)] * 2, [kept, skipped])]
+    assert found == ["<|im_start|>" * 3, ""]
 
 
 @functools.cache
 def expected_meanings():
-    settings = [params(logprobs=4, max_tokens=36, **meaning) for meaning in MEANINGS]
+    settings = [params(**{"logprobs": 4, "max_tokens": 36, **meaning}) for meaning in MEANINGS]
     return settings, engine("none").generate([tokens(35, 8)] * len(settings), settings)
 
 
@@ -476,6 +488,10 @@ def test_min_tokens_and_stops_do_what_they_say():
     assert early.token_ids == [10] * 6 + [9]
     assert word.finish_reason == "stop" and len(word.token_ids) in (5, 6)
     assert (run.text, len(run.token_ids), run.finish_reason) == ("", 6, "stop")
+    kept, token, special = expected_meanings()[1][-3:]
+    assert (kept.text, kept.token_ids, kept.finish_reason) == ("A" * 6, run.token_ids, "stop")
+    assert token.text == "CCCCB", "the stop token's text"
+    assert special.text == "<|endoftext|>" * 3
 
 
 def test_logprobs_are_those_of_the_logits():
@@ -504,6 +520,29 @@ def test_requests_without_speculation_run_among_those_with_it():
     assert said(drafted) == said(plain)
     assert plain.metrics.accept_length == 1.0 and plain.metrics.verify_rounds == 29
     assert drafted.metrics.accept_length > 2.5
+    idle(llm.engine)
+
+
+def test_a_requests_figures_add_up():
+    llm, bias = engine(COUNT_UP), {65 + i: 100.0 - 5 * i for i in range(9)}
+    before = llm.engine.stats()
+    settings = params(max_tokens=30, logit_bias=bias, repetition_penalty=2.0, n=2)
+    (out,) = llm.generate([tokens(10)], settings)
+    (plain,) = llm.generate([tokens(10)], params(max_tokens=30, speculative=False))
+    after, metrics = llm.engine.stats(), out.metrics
+    drafted, accepted = (
+        [b - a for a, b in zip(before[key], after[key], strict=True)]
+        for key in ("drafted_per_position", "accepted_per_position")
+    )
+    assert len(metrics.acceptance_histogram) == 4 and sum(metrics.acceptance_histogram) == drafted[0] > 0
+    assert metrics.drafted_tokens == sum(drafted)
+    assert sum(j * count for j, count in enumerate(metrics.acceptance_histogram)) == sum(accepted) > 0
+    assert metrics.verified_tokens == metrics.verify_rounds + sum(accepted)
+    assert (plain.metrics.drafted_tokens, plain.metrics.acceptance_histogram) == (0, [0] * 4)
+    assert 0 <= metrics.queue <= metrics.ttft <= metrics.latency
+    steps = {key: np.subtract(after["step_tokens"][key], before["step_tokens"][key]) for key in ("counts", "sum")}
+    cached = after["cached_tokens_total"] - before["cached_tokens_total"]
+    assert steps["sum"] == 30 - cached + metrics.output_tokens + plain.metrics.output_tokens
     idle(llm.engine)
 
 

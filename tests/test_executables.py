@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import executables
+from jaxspec import executables, runner
 from jaxspec.executables import Executables
 
 ARGUMENTS = {"a": jnp.zeros((2, 3)), "b": jnp.zeros((4,), jnp.int32)}
@@ -81,7 +82,7 @@ def test_a_program_that_cannot_be_kept_stops_nothing(tmp_path, caplog):
     store = Executables(tmp_path / "file", "model")
     with caplog.at_level(logging.INFO, "jaxspec"):
         store.save("round", ARGUMENTS, "program", {})
-    assert "round isn't kept" in caplog.text
+    assert "can't be kept" in caplog.text
 
 
 def test_two_writers_with_one_process_id_have_files_of_their_own(tmp_path, monkeypatch):
@@ -111,3 +112,27 @@ def test_what_could_not_be_written_whole_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", full)
     Executables(tmp_path, "model").save("round", ARGUMENTS, "program", {})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_is_said_once(tmp_path, caplog):
+    """A folder that can't be made stands for it: as root, no folder is read-only."""
+    caplog.set_level("DEBUG", "jaxspec")
+    (tmp_path / "file").write_text("")
+    store = Executables(tmp_path / "file" / "programs", "test")
+    for key in (1, 2):
+        store.save(key, ARGUMENTS, "program", None)
+        assert store.load(key, ARGUMENTS) is None
+    told = [record.levelname for record in caplog.records if "can't be kept" in record.message]
+    assert told == ["WARNING", "DEBUG"]
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_cache_folder_that_cant_be_written_to_costs_a_warning(tmp_path, monkeypatch, caplog, usable):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path if usable else tmp_path / "file"))
+    set_to = {}
+    config = SimpleNamespace(jax_compilation_cache_dir=None, update=set_to.__setitem__)
+    monkeypatch.setattr(runner, "jax", SimpleNamespace(config=config))
+    runner.enable_compilation_cache()
+    assert ("jax_compilation_cache_dir" in set_to) == usable
+    assert ("can't be kept" in caplog.text) != usable

@@ -8,6 +8,7 @@ import pytest
 from jaxspec.cache import Rows
 from jaxspec.pallas import hopper
 from jaxspec.pallas.paged_attention import paged_attention, reference, span_attention
+from tests.sample import one_in
 
 LAYERS, LAYER, H = 2, 1, 8
 
@@ -36,15 +37,18 @@ def paged(rng, lengths, kv_heads, page_size, entries):
     return kv, table, sequences
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (4, 2), (6, 1)])
-@pytest.mark.parametrize("t,lengths", [
+LENGTHS = [
     (1, (1, 2, 7, 8, 9)),
     (1, (15, 16, 17, 31, 32)),
     (1, (33, 63, 64, 65, 72)),
     (4, (4, 5, 8, 35, 68)),
     (32, (32, 33, 40, 64, 70)),
-])  # fmt: skip
-@pytest.mark.parametrize("block_tokens", [8, 32, 1024])
+]
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,t,lengths,block_tokens", one_in(3, [(2, 2), (4, 2), (6, 1)], LENGTHS, [8, 32, 1024])
+)
 def test_equals_dense_softmax(heads, kv_heads, t, lengths, block_tokens):
     rng = np.random.default_rng(t * heads)
     kv, table, sequences = paged(rng, lengths, kv_heads, page_size=8, entries=9)

@@ -244,6 +244,30 @@ def test_a_match_ends_at_a_snapshot_and_the_least_recently_used_gives_way():
     assert Snapshots(()).give(first) is None
 
 
+def test_with_reach_a_page_is_found_by_the_tokens_after_it_too():
+    """A drafter's cache in a page may depend on the token that comes next, so pages that go on otherwise are others."""
+    pool = PagePool(9)
+    tree = PrefixTree(pool, SIZE, reach=1)
+    pages = publish(pool, tree, [1, 2, 3, 4, 5])
+    assert tree.num_pages == 2, "the token after a page must be known"
+    assert publish(pool, tree, [1, 2, 3, 4]) and tree.num_pages == 2
+    for tokens, limit, want in (
+        ([1, 2, 3, 4, 5], 5, 2),
+        ([1, 2, 3, 4, 5], 4, 2),  # the limit is of what is cached, not of what decides it
+        ([1, 2, 3, 4, 5], 3, 1),
+        ([1, 2, 3, 4, 6], 5, 1),
+        ([1, 2, 3, 4], 4, 1),  # what comes after the second page isn't known
+        ([1, 2, 9], 3, 0),
+        ([1, 2], 2, 0),
+    ):
+        found, node = tree.match(tokens, limit)
+        assert (found, node.depth) == (pages[:want], want) and tree.find(tokens, limit) is node
+        pool.release(found)
+    other = publish(pool, tree, [1, 2, 9, 9, 9])
+    assert tree.num_pages == 4, "what goes on otherwise is another page from the first on"
+    assert tree.match([1, 2, 9, 9, 9], 5)[0] == other
+
+
 def test_with_snapshots_a_page_computed_again_takes_the_idle_ones_place():
     """Else nothing behind it could be published before its sequence leaves."""
     pool = PagePool(9)

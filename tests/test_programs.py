@@ -35,7 +35,8 @@ def programs(monkeypatch, tmp_path):
 
 def kernels_of(made: runner.Runner, kind: str, size: int) -> set[str]:
     """Those of a program, which must come out."""
-    arguments = made.programs._arguments(kind, size, made.state)
+    programs = made.programs
+    arguments = *programs._arguments(kind, size, made.state), *programs._handed(kind, size, made.state)
     with counting() as chosen:
         made.programs._jits[kind].trace(*arguments).lower(lowering_platforms=("cuda",))
     return set(chosen)
@@ -51,6 +52,14 @@ def kernels_of(made: runner.Runner, kind: str, size: int) -> set[str]:
 ])  # fmt: skip
 def test_rounds_of_odd_sizes(programs, family, drafts, expected):
     assert expected <= kernels_of(programs(family, *drafts), "round_greedy", drafts[1])
+
+
+@pytest.mark.parametrize("kind,size", [
+    ("forward", 45), ("conclude_greedy", 45), ("conclude_logprobs", 45), ("draft_sampled", 45), ("masked_first", 1),
+])  # fmt: skip
+def test_programs_of_structured_output(programs, kind, size):
+    expected = {"tile_matmul", "write_heads", "decode_attention"} if kind == "forward" else set()
+    assert expected <= kernels_of(programs("qwen3", *DRAFTED), kind, size)
 
 
 def test_a_prompts_last_layer_goes_on_with_an_odd_number_of_rows(programs):

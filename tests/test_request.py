@@ -164,6 +164,8 @@ def test_an_output_shows_its_first_completion():
         ("logit_bias", [1, 2]),
         ("ignore_eos", 3),
         ("speculative", "no"),
+        ("skip_special_tokens", 0),
+        ("include_stop_str_in_output", "yes"),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_named(name, value):

@@ -4,7 +4,8 @@ import jax
 import pytest
 
 from jaxspec import load_drafter, load_model, runner
-from jaxspec.config import EngineConfig
+from jaxspec.checkpoint import CheckpointError
+from jaxspec.config import ConfigError, EngineConfig
 from tests.tiny import tiny_checkpoint
 
 
@@ -62,3 +63,15 @@ def test_chunks_are_whole_blocks(resolve, given, used):
     config, shapes = resolve("gpu", chunked_prefill_size=given)
     assert config.chunked_prefill_size == shapes.prefills[-1] * shapes.block == used
     assert 1 <= shapes.score <= 2
+
+
+@pytest.mark.parametrize("draft", ["nonsense", "standalone", "eagle3:/nowhere", "no.module:Class", "ngram:x/y", "/"])
+def test_a_drafter_is_checked_before_its_target_loads(monkeypatch, draft):
+    """Which may take minutes."""
+
+    def load(*_, **__):
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(runner, "load_model", load)
+    with pytest.raises((ConfigError, CheckpointError)):
+        runner.Runner(EngineConfig(model="some/model", draft=draft))

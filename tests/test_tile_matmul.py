@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import hopper, project, tile_matmul
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tile_matmul import BLOCKS, Tiling, matmul, supported
+from tests.sample import one_in
 
 
 def inputs(rows: int, width: int, outputs: int, seed: int = 0):
@@ -41,17 +42,20 @@ def check(rows: int, real: int, width: int, outputs: int, gated: bool, added: bo
     assert (difference <= 8e-3 * np.linalg.norm(expected, axis=1)).all()
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("columns", [64, 128, 192])
-@pytest.mark.parametrize("rows,real", [(256, 256), (300, 140), (296, 290), (297, 297), (256, 0)])
+@pytest.mark.parametrize(
+    "rows,real,gated,columns",
+    one_in(3, [(256, 256), (300, 140), (296, 290), (297, 297), (256, 0)], [False, True], [64, 128, 192]),
+)
 def test_matches_plain_jnp(monkeypatch, rows, real, columns, gated):
     """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
     monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
     check(rows, real, 128, 384, gated, tiling=Tiling(128, columns), interpret=plgpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("rows,real", [(512, 512), (512, 390), (512, 130), (384, 384), (400, 300), (256, 0)])
+@pytest.mark.parametrize(
+    "rows,real,gated",
+    one_in(2, [(512, 512), (512, 390), (512, 130), (400, 300), (384, 384), (256, 0)], [False, True]),
+)
 def test_tall_tiles_match_plain_jnp(monkeypatch, rows, real, gated):
     """With rows for both warpgroups, for one of them, and with those that the tile before has: of one or of neither."""
     monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
@@ -71,9 +75,9 @@ def test_adds_to_a_residual_stream(monkeypatch, columns, real):
     check(300, real, 128, 384, False, added=True, **options)
 
 
-@pytest.mark.parametrize("outputs", [4096, 6144, 24576, 128])
-@pytest.mark.parametrize("rows", [132, 136, 165, 512, 2048])
-@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+@pytest.mark.parametrize(
+    "rows,outputs,kind", one_in(3, [132, 136, 165, 512, 2048], [4096, 6144, 24576, 128], ["plain", "gated", "added"])
+)
 def test_lowers_for_cuda(rows, outputs, kind):
     shapes = jax.eval_shape(lambda: inputs(rows, 512, outputs))
     residual = jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16) if kind == "added" else None

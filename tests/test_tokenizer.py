@@ -73,11 +73,12 @@ def groups(ids: list[int], rng: random.Random) -> list[list[int]]:
     st.lists(st.sampled_from(["a", "世", "世界", "界!", "stop", "st", "op", "aa", "aab", "😀😀", "lo w"]), max_size=3),
     st.randoms(use_true_random=False),
     st.booleans(),
+    st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_pushes_join_to_the_decoded_text_cut_at_the_first_stop(noise, stops, rng, skip):
+def test_pushes_join_to_the_decoded_text_cut_at_the_first_stop(noise, stops, rng, skip, keep):
     ids = noise[:20] + MERGED.encode(TEXT[rng.randint(0, 9) :]) + noise[20:]
-    detokenizer = Detokenizer(MERGED, tuple(stops), skip)
+    detokenizer = Detokenizer(MERGED, tuple(stops), skip, keep_stop=keep)
     used, hit, out = 0, None, []
     for group in groups(ids, rng):
         text, hit, count = detokenizer.push(group)
@@ -90,7 +91,8 @@ def test_pushes_join_to_the_decoded_text_cut_at_the_first_stop(noise, stops, rng
     out.append(detokenizer.finish())
     whole = MERGED.decode(ids, skip)
     cut = first_stop(whole, tuple(stops))
-    assert "".join(out) == detokenizer.text == (whole if cut is None else whole[:cut])
+    shown = whole if cut is None else whole[: cut + len(hit) * keep]
+    assert "".join(out) == detokenizer.text == shown
     assert (hit is None) == (cut is None)
     if hit:  # exactly the tokens up to the one that completed it
         assert whole.startswith(hit, cut)
@@ -198,6 +200,17 @@ def test_special_tokens_are_recognised_and_skipped():
     assert ids == [97, 258, 98]
     assert BYTES.decode(ids) == "ab"
     assert BYTES.decode(ids, skip_special_tokens=False) == "a<|im_end|>b"
+
+
+def test_special_tokens_kept_by_name_are_shown_among_those_skipped():
+    for tokenizer, ids, kept, shown in (
+        (BYTES, [257, 97, 258, 98], ["<|im_end|>"], "a<|im_end|>b"),
+        (BYTES, [257, 97, 258, 98], ["<|im_end|>", "a", "<unknown>"], "a<|im_end|>b"),
+        (BYTES, [257, 97, 258, 98], [], "ab"),
+    ):
+        detokenizer = Detokenizer(tokenizer, kept=kept)
+        assert detokenizer.push(ids)[0] + detokenizer.finish() == shown
+    assert BYTES.decode([97, 258]) == "a", "others still skip it"
 
 
 @pytest.mark.parametrize("text", ["a\ud800", 5])
@@ -319,3 +332,12 @@ def test_demo_tokenizer_equals_transformers():
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     assert tokenizer.decode(chat, False).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
     assert chat[:4] == [1, 9690, 198, 2683]
+
+
+def test_a_saved_tokenizer_reads_as_the_same(tmp_path):
+    tokenizer = Tokenizer.from_folder(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True))
+    tokenizer.save(tmp_path)
+    again, messages = Tokenizer.from_folder(tmp_path), [{"role": "user", "content": "hé"}]
+    assert again.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
+    assert again.eos_token_ids == tokenizer.eos_token_ids
+    assert '"PreTrainedTokenizerFast"' in (tmp_path / "tokenizer_config.json").read_text(), "what transformers 4 knows"

@@ -25,6 +25,7 @@ from jaxspec.models import llama
 from jaxspec.pallas import hopper, weight_stream
 from jaxspec.pallas import write_heads as op
 from jaxspec.pallas.hopper import KERNELS, counting
+from tests.sample import one_in
 from tests.tiny import tiny_config
 
 EPS, LAYERS, WIDTH = 1e-6, 2, op.WIDTH
@@ -136,8 +137,7 @@ def test_layers_are_those_of_the_model(monkeypatch, family, bias):
     check_mix(monkeypatch, family, attention_bias=bias)
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(32, 8), (32, 4), (40, 40)])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family,heads,kv_heads", one_in(2, ["llama", "qwen3"], [(32, 8), (40, 40), (32, 4)]))
 def test_prompts_take_it_where_there_is_one(monkeypatch, family, heads, kv_heads):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     for blocks, pages, kernels in ((9, "bfloat16", 1), (1, "bfloat16", 1), (8, "float8_e4m3fn", 0)):
@@ -159,7 +159,10 @@ def test_rows_in_float32_keep_the_plain_layers(monkeypatch):
     assert KERNELS["write_heads"] == before
 
 
-@pytest.mark.parametrize("family,width", [("qwen3", WIDTH), ("qwen3", 64), ("llama", WIDTH)])
+@pytest.mark.parametrize("family,width", [
+    ("qwen3", WIDTH), ("qwen3", 64),
+    pytest.param("llama", WIDTH, marks=pytest.mark.exhaustive),  # heads without norms are in the tests above
+])  # fmt: skip
 def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     """Parts of a product and all, where heads are 128 wide; numbers are those of the plain layers."""
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, head_dim=width)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from jaxspec.bench import decode, host, kernels, parity, plots, prefill, report, serve
+from jaxspec.bench import decode, host, kernels, parity, plots, prefill, report, schemas, serve, structured
 from jaxspec.bench.results import BenchError, Result
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError
@@ -26,6 +26,8 @@ SUBCOMMANDS = {
     "kernels": kernels,
     "parity": parity,
     "host": host,
+    "schemas": schemas,
+    "structured": structured,
 }
 
 

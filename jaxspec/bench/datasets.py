@@ -33,13 +33,15 @@ class Prompt:
     tokens: tuple[int, ...] | None = None
     question: str | None = None
     template: tuple[tuple[str, Any], ...] = ()  # chat template arguments
+    tools: int = 0  # functions that the model may call
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """Where to send it, and its part of the body."""
         if self.tokens is not None:
             return "/v1/completions", {"prompt": list(self.tokens)}
         body = {"messages": [{"role": "user", "content": self.question}]}
-        return "/v1/chat/completions", body | ({"chat_template_kwargs": dict(self.template)} if self.template else {})
+        body |= {"chat_template_kwargs": dict(self.template)} if self.template else {}
+        return "/v1/chat/completions", body | ({"tools": _tools(self.tools)} if self.tools else {})
 
     def ids(self, tokenizer: Tokenizer | None) -> list[int]:
         """Its token ids, as the server would make them. **Raises:** `BenchError` without the tokenizer it needs."""
@@ -48,7 +50,17 @@ class Prompt:
         if tokenizer is None:
             raise BenchError("questions need a model with a tokenizer; use --dataset random")
         messages = [{"role": "user", "content": self.question}]
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **dict(self.template))
+        options = dict(self.template) | ({"tools": _tools(self.tools)} if self.tools else {})
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+
+
+def _tools(count: int) -> list[dict[str, Any]]:
+    """Function definitions as OpenAI spells them."""
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+    functions = [
+        {"name": f"lookup_{i}", "description": "Look a place up.", "parameters": parameters} for i in range(count)
+    ]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def add_arguments(
@@ -77,6 +89,7 @@ def add_arguments(
         metavar="JSON",
         help="""for the template, such as '{"enable_thinking": false}'""",
     )
+    add("--tools", type=natural, default=0, metavar="N", help="functions offered with each question (%(default)s)")
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -112,7 +125,9 @@ def source(args: argparse.Namespace, vocab: int) -> Callable[[int], list[Prompt]
             Prompt(prefix + draw(args.prompt_len)) for prefix in itertools.islice(itertools.cycle(prefixes), count)
         ]
     template = tuple(args.chat_template_kwargs.items())
-    questions = itertools.cycle([Prompt(question=q, template=template) for q in _read(args.dataset, args.data)])
+    questions = itertools.cycle(
+        [Prompt(question=q, template=template, tools=args.tools) for q in _read(args.dataset, args.data)]
+    )
     return lambda count: list(itertools.islice(questions, count))
 
 

@@ -35,13 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     add_engine_flags(parser, DEFAULTS | defaults)
 
 
-def start(args: argparse.Namespace, result: Result, requests: int, rates: list[float] | None = None) -> Engine:
-    """The engine of the command line, with slots for `requests` at once unless it says otherwise.
+def start(
+    args: argparse.Namespace,
+    result: Result,
+    requests: int,
+    rates: list[float] | None = None,
+    alter: Callable[[Model], Model] = lambda model: model,
+) -> Engine:
+    """The engine of the command line, with slots for `requests` at once unless it says otherwise; `alter` is done to
+    its model first.
 
     Notes in `result` what the device is, how long the start took and what memory it left.
     """
     started = time.perf_counter()
-    engine = _engine(args, requests, rates)
+    engine = _engine(args, requests, rates, alter)
     result.fact(ready_s=time.perf_counter() - started, **device_facts())
     result.fact(memory_plan=engine.stats()["memory_plan"], memory=memory_facts())
     return engine

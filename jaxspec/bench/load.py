@@ -113,6 +113,10 @@ class Load:
             row["engine_overhead"] = None if program is None else row["mean_ms"] / row["program_ms"] - 1
         return row
 
+    def params(self, output_len: int) -> SamplingParams:
+        """Of every request."""
+        return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+
     def _steady(self, samples: list[Sample], start: Sample) -> Steady | None:
         if len(samples) < 2:
             return None
@@ -147,7 +151,7 @@ class Load:
     def _queue(self, output_len: int) -> dict[str, int]:
         """Add the requests; their ids, with no tokens yet."""
         engine = self._engine
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        params = self.params(output_len)
         prompts = self._rng.integers(0, engine.model_config.vocab_size, (self._count, self._prompt_len))
         requests = [engine.prepare(prompt, params) for prompt in prompts.tolist()]
         for request in requests:

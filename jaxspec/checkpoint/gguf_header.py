@@ -6,6 +6,7 @@ one reads the same header in a fraction of that. Dequantisation stays the packag
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from jaxspec.checkpoint.check import CheckpointError
+from jaxspec.config import shown
 
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
@@ -30,6 +32,7 @@ _SCALARS = {
     GGUFValueType.FLOAT64: "<f8",
 }
 _VERSIONS = (2, 3)
+_MAX_AXES, _MAX_NESTING = 4, 8
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,12 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], np.n
     """Metadata (key -> value), tensors (name -> place), and the whole file as mapped bytes.
 
     **Raises:** `CheckpointError` if the file isn't GGUF, has a version or tensor type that isn't supported, or ends
-    before the last tensor does.
+    before the last tensor does, or if its header has nonsense in it.
     """
-    if path.stat().st_size < 24:
-        raise CheckpointError(f"{path} is not a GGUF file: it has {path.stat().st_size} bytes")
-    data = np.memmap(path, np.uint8, "r")
-    if bytes(data[:4]) != b"GGUF":
-        raise CheckpointError(f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}. Download it again")
+    try:
+        data = _map(path)
+    except OSError as error:
+        raise CheckpointError(f"can't read {path}: {error.strerror}") from error
     cursor = _Cursor(path, data, 4)
     if (version := cursor.scalar("<u4")) not in _VERSIONS:
         raise CheckpointError(f"{path}: GGUF version {version} (or big-endian); supported: {_VERSIONS}, little-endian")
@@ -70,6 +72,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], np.n
         metadata[key] = cursor.value(cursor.value_type())
     places = [cursor.place() for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+    if isinstance(alignment, bool) or not isinstance(alignment, int) or not 1 <= alignment <= 2**20:
+        raise CheckpointError(f"{path}: general.alignment must be a positive integer, got {shown(alignment)}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: _tensor(path, name, shape, kind, start + offset) for name, shape, kind, offset in places}
     end = max((t.offset + t.nbytes for t in tensors.values()), default=0)
@@ -78,13 +82,29 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], np.n
     return metadata, tensors, data
 
 
+def _map(path: Path) -> np.ndarray:
+    if path.stat().st_size < 24:
+        raise CheckpointError(f"{path} is not a GGUF file: it has {path.stat().st_size} bytes")
+    data = np.memmap(path, np.uint8, "r")
+    if bytes(data[:4]) != b"GGUF":
+        raise CheckpointError(f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}. Download it again")
+    return data
+
+
 def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
     try:
         kind = GGMLQuantizationType(kind)
     except ValueError as error:
-        raise CheckpointError(f"{path}: tensor {name} has type {kind}, which the gguf package doesn't know") from error
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} has type {kind}, which the gguf package doesn't know"
+        ) from error
     block, size = GGML_QUANT_SIZES[kind]
-    return GgufTensor(name, shape, kind, offset, int(np.prod(shape, dtype=np.int64)) // block * size)
+    if not 1 <= len(shape) <= _MAX_AXES or min(shape) < 1 or shape[-1] % block:
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} has the shape {shown(shape)}; allowed are 1 to {_MAX_AXES} axes, the last a "
+            f"multiple of {block}, the block of {kind.name}"
+        )
+    return GgufTensor(name, shape, kind, offset, math.prod(shape) // block * size)
 
 
 class _Cursor:
@@ -118,17 +138,19 @@ class _Cursor:
         except ValueError as error:
             raise CheckpointError(f"{self.path}: unknown metadata type {kind}; the file is damaged") from error
 
-    def value(self, kind: GGUFValueType) -> Any:
+    def value(self, kind: GGUFValueType, depth: int = 0) -> Any:
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind != GGUFValueType.ARRAY:
             return self.scalar(_SCALARS[kind])
+        if depth == _MAX_NESTING:
+            raise CheckpointError(f"{self.path}: its metadata has lists nested more than {_MAX_NESTING} deep")
         kind, count = self.value_type(), self.scalar("<u8")
         if kind in _SCALARS:
             return self.scalars(_SCALARS[kind], count)
-        return [self.value(kind) for _ in range(count)]
+        return [self.value(kind, depth + 1) for _ in range(count)]
 
     def place(self) -> tuple[str, tuple[int, ...], int, int]:
         name, axes = self.string(), self.scalar("<u4")
-        shape = tuple(reversed(self.scalars("<u8", axes)))
+        shape = tuple(reversed(self.scalars("<u8", axes)))  # as many as the file has room for
         return name, shape, self.scalar("<u4"), self.scalar("<u8")

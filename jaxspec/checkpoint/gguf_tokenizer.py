@@ -14,6 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 
+from jaxspec.checkpoint.shards import unreadable_tokenizer
+from jaxspec.config import shown
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
@@ -57,17 +59,28 @@ def build(metadata: Mapping[str, Any], where: str) -> Tokenizer | None:
     key = lambda name, default=None: metadata.get(f"tokenizer.ggml.{name}", default)  # noqa: E731
     if (model := key("model")) is None:
         return None
+    with unreadable_tokenizer(where):
+        return _build(metadata, model, where)
+
+
+def _build(metadata: Mapping[str, Any], model: Any, where: str) -> Tokenizer:
+    key = lambda name, default=None: metadata.get(f"tokenizer.ggml.{name}", default)  # noqa: E731
     if model != "gpt2":
         raise TokenizerError(
-            f"{where}: tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE). "
+            f"{where}: tokenizer.ggml.model is {shown(model)}; supported: 'gpt2' (byte-level BPE). "
             "Use the model's safetensors folder instead, with its tokenizer.json"
         )
-    if (pre := key("pre")) not in _PRE:
-        raise TokenizerError(f"{where}: tokenizer.ggml.pre is {pre!r}; supported: {', '.join(sorted(_PRE))}")
+    if not isinstance(pre := key("pre"), str) or pre not in _PRE:
+        raise TokenizerError(f"{where}: tokenizer.ggml.pre is {shown(pre)}; supported: {', '.join(sorted(_PRE))}")
     if missing := [f"tokenizer.ggml.{name}" for name in ("tokens", "merges") if key(name) is None]:
         raise TokenizerError(f"{where}: the tokenizer lacks {' and '.join(missing)}")
     normalizer, pre_tokenizer, ignore_merges, default_bos = _PRE[pre]
     tokens = key("tokens")
+    for name in ("tokens", "merges"):
+        if not isinstance(key(name), list) or not all(isinstance(text, str) for text in key(name)):
+            raise TokenizerError(f"{where}: tokenizer.ggml.{name} must be a list of strings, got {shown(key(name))}")
+    if bad := next((merge for merge in key("merges") if " " not in merge), None):
+        raise TokenizerError(f"{where}: tokenizer.ggml.merges must be pairs with a space between, got {shown(bad)}")
     types = key("token_type", [1] * len(tokens))
     vocabulary = {text: i for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
     merges = [tuple(merge.split(" ", 1)) for merge in key("merges")]

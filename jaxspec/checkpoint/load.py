@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -51,6 +52,12 @@ class Model:
         """The module that reads this model's config and declares its tensors."""
         return MODELS[self.config.model_type]
 
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids of the vocabulary that end a text, by its config and its tokenizer."""
+        extra, vocab = self.tokenizer.eos_token_ids if self.tokenizer else (), self.config.vocab_size
+        return tuple(dict.fromkeys(token for token in (*self.config.eos_token_ids, *extra) if token < vocab))
+
 
 def load_model(
     path_or_id: str,
@@ -77,10 +84,19 @@ def load_model(
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     declared = MODELS[config.model_type].tensors(config.decoder)
-    if load_format == "dummy":
-        params = dummy(declared, dtype, seed)
-    else:
-        params = read_params(declared, source.files, source.name, dtype, rename=text_name, progress=progress)
+    try:
+        if load_format == "dummy":
+            params = jax.block_until_ready(dummy(declared, dtype, seed))
+        else:
+            params = read_params(declared, source.files, source.name, dtype, rename=text_name, progress=progress)
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        size = sum(math.prod(param.shape) for param in jax.tree.leaves(declared)) * jax.numpy.dtype(dtype).itemsize
+        raise CheckpointError(
+            f"{source.name}: its weights take {size / 2**30:,.1f} GiB in {dtype}, more than the device has free; use a "
+            "smaller model, or a smaller --dtype"
+        ) from error
     sampling = _sampling(source.files.generation, source.name)
     return Model(config, params, source.name, source.path, source.files.tokenizer(), sampling)
 

@@ -16,8 +16,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
-from jaxspec.config import ModelConfig
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.config import ModelConfig, end_tokens, shown
+from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes that weights may have
 _INDICES = {"I64": 8, "BOOL": 1}  # and those of maps between vocabularies, which drafters come with
@@ -52,9 +52,8 @@ class ModelFolder:
 
         **Raises:** `ConfigError` as `ModelConfig.from_hf`, `CheckpointError` for a file that can't be read.
         """
-        ends = [self.hf.get("eos_token_id"), self.generation.get("eos_token_id")]
-        flat = [token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None]
-        return ModelConfig.from_hf({**self.hf, "eos_token_id": list(dict.fromkeys(flat))})
+        ends = end_tokens(self.hf.get("eos_token_id"), self.generation.get("eos_token_id"))
+        return ModelConfig.from_hf({**self.hf, "eos_token_id": ends})
 
     def tensors(self) -> dict[str, TensorInfo]:
         """What the shards' headers list. **Raises:** `CheckpointError` for a damaged file or an unusable dtype."""
@@ -89,7 +88,26 @@ class ModelFolder:
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer, or None if it has no vocabulary. **Raises:** `TokenizerError` if it can't be read."""
         has_one = any((self.path / name).is_file() for name in _VOCABULARIES)
-        return Tokenizer.from_folder(self.path) if has_one else None
+        if not has_one:
+            return None
+        with unreadable_tokenizer(str(self.path)):
+            return Tokenizer.from_folder(self.path)
+
+
+@contextmanager
+def unreadable_tokenizer(where: str) -> Iterator[None]:
+    """Whatever a tokenizer with nonsense in it sets off, as a `TokenizerError` of one line.
+
+    A panic of the Rust library that reads it is none of Python's `Exception`s.
+    """
+    try:
+        yield
+    except TokenizerError as error:
+        raise TokenizerError(" ".join(str(error).split())[:1000]) from error
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"{where}: can't read the tokenizer: {shown(error)}") from error
 
 
 @contextmanager
@@ -114,6 +132,9 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map; download it again")
+        for name in weight_map.values():
+            if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
+                raise CheckpointError(f"{index}: weight_map must name files beside it, got {shown(name)}")
         files = [folder / name for name in sorted(set(weight_map.values()))]
         if missing := [file.name for file in files if not file.is_file()]:
             raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
@@ -143,6 +164,7 @@ def _refuse_quantized(file: Path, config: dict[str, Any]) -> None:
     for part in (config, text if isinstance(text, dict) else {}):
         if method := part.get("quantization_config"):
             kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+            kind = kind if isinstance(kind, str) else shown(kind)
             raise CheckpointError(
                 f"{file}: quantized weights (quantization_config, method {kind}) are not supported yet; "
                 "use the unquantized checkpoint, or a GGUF file"
@@ -153,6 +175,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """**Raises:** `CheckpointError` if the file can't be read or doesn't hold a JSON object."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(f"can't read {file}: it is nested too deeply") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"can't read {file}: {error}") from error
     if not isinstance(value, dict):

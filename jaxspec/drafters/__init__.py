@@ -103,23 +103,39 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
         return LoadedDrafter("none", NoDrafter(), {})
     if draft == "auto":
         draft = _automatic(model, options)
-    method, _, source = draft.partition(":")
-    if method in DRAFTERS:
-        cls, source = DRAFTERS[method], source or None
-        if method in KNOWN:
-            source = source or _known(method, model)
-        elif source:
-            raise ConfigError(f"--draft {draft}: {method} takes no model; use --draft {method}")
-    elif _is_class(draft):
-        cls, source = _import(draft), None
-    else:
-        cls, source = _by_config(draft, options.load_format), draft
+    cls, source = _find(draft, model.name, options.load_format)
     drafter, params = cls.load(model, source, options)
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
     if options.topk > 1 and drafter.topk == 1:
         raise ConfigError(f"--topk {options.topk}: --draft {draft} drafts chains, not trees; eagle and eagle3 do both")
     return LoadedDrafter(draft, drafter, params)
+
+
+def check_drafter(options: EngineConfig) -> None:
+    """Find what `options.draft` names and read its config, which takes moments, before a target takes minutes to load.
+
+    **Raises:** as `load_drafter`, of what needs no target to be seen.
+    """
+    if options.draft in ("none", "auto"):
+        return
+    _, source = _find(options.draft, options.model, options.load_format)
+    if source is not None:
+        locate(source, load_format=options.load_format)
+
+
+def _find(draft: str, target: str, load_format: str) -> tuple[type[Drafter], str | None]:
+    """The drafter's class, and where its weights are. `target` is the target model's name."""
+    method, _, source = draft.partition(":")
+    if method in DRAFTERS:
+        if method in KNOWN:
+            return DRAFTERS[method], source or _known(method, target)
+        if source:
+            raise ConfigError(f"--draft {draft}: {method} takes no model; use --draft {method}")
+        return DRAFTERS[method], None
+    if _is_class(draft):
+        return _import(draft), None
+    return _by_config(draft, load_format), draft
 
 
 def _automatic(model: Model, options: EngineConfig) -> str:
@@ -130,12 +146,12 @@ def _automatic(model: Model, options: EngineConfig) -> str:
     return "eagle3" if shipped and options.load_format != "dummy" else "ngram"
 
 
-def _known(method: str, model: Model) -> str:
+def _known(method: str, target: str) -> str:
     table = KNOWN[method]
-    if found := table.get(model.name.lower()):
+    if found := table.get(target.lower()):
         return found
     raise ConfigError(
-        f"--draft {method}: no drafter is known for {model.name}. Name one with --draft {method}:PATH_OR_ID. "
+        f"--draft {method}: no drafter is known for {target}. Name one with --draft {method}:PATH_OR_ID. "
         f"Known targets: {', '.join(sorted(table)) or 'none'}"
     )
 
@@ -178,6 +194,8 @@ def _by_config(draft: str, load_format: str) -> type[Drafter]:
     if not isinstance(files, ModelFolder):
         return Standalone
     architectures, model_type = files.hf.get("architectures") or (), files.hf.get("model_type")
+    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
+        raise ConfigError(f"--draft {draft}: its config's architectures must be a list of names, got {architectures!r}")
     for architecture in architectures:
         if architecture in ARCHITECTURES:
             return DRAFTERS[ARCHITECTURES[architecture]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxspec.cache import kv_bytes_per_token
+from jaxspec.cache import Rows, kv_bytes_per_token
 from jaxspec.checkpoint import load_model
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import forward, unembed
@@ -59,6 +59,10 @@ class Standalone(Drafter):
         count = jnp.where(batch.live, self.num_draft_tokens, 0)
         stacked = None if batch.greedy else jnp.stack(probs, axis=1)
         return Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1)), state
+
+    def commit_others(self, params, state, batch, verified):
+        rows = Rows(batch.length - 1, verified.accepted, batch.table)
+        return self._forward(params, state, verified.tokens, rows)[1]
 
     def prefill(self, params, state, batch, features):
         return self._forward(params, state, batch.tokens, batch.rows)[1]

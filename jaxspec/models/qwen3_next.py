@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from jaxspec.config import ConfigError, positive
+from jaxspec.config import ConfigError, positive, shown
 from jaxspec.decoder.spec import Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
@@ -42,7 +42,7 @@ def linear_layers(hf: reading.Config) -> list[bool]:
     known = ("full_attention", "linear_attention")
     if not isinstance(kinds, list | tuple) or len(kinds) != count or any(kind not in known for kind in kinds):
         raise ConfigError(
-            f"config.json: layer_types must name {count} layers, each {' or '.join(known)}; got {kinds!r}"
+            f"config.json: layer_types must name {count} layers, each {' or '.join(known)}; got {shown(kinds)}"
         )
     if set(kinds) != set(known):
         raise ConfigError(f"config.json: layer_types has no {set(known).difference(kinds).pop()} layer, and needs both")

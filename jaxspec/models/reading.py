@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config import ConfigError, positive, positive_float
+from jaxspec.config import ConfigError, positive, positive_float, shown
 from jaxspec.decoder.spec import Attention, Decoder, Layer, Mixture, Mlp, Norm
 from jaxspec.models.rope import rope
 
@@ -40,7 +40,7 @@ def attention(hf: Config, rotated: float = 1.0, **more: Any) -> Attention:
     if head_dim % 2:
         raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
     if (act := hf.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"hidden_act {act!r} is not supported; supported: silu")
+        raise ConfigError(f"hidden_act {shown(act)} is not supported; supported: silu")
     return Attention(heads, kv_heads, head_dim, rope(hf, head_dim, rotated), **more)
 
 
@@ -55,7 +55,10 @@ def full_attention_only(hf: Config) -> None:
 
 
 def no_windows(hf: Config) -> None:
-    if hf.get("use_sliding_window") or "sliding_attention" in set(hf.get("layer_types") or ()):
+    kinds = hf.get("layer_types") or ()
+    if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
+        raise ConfigError(f"config.json: layer_types must be a list of names, got {shown(kinds)}")
+    if hf.get("use_sliding_window") or "sliding_attention" in kinds:
         raise ConfigError(
             "use_sliding_window or layer_types: sliding-window attention is not supported; "
             "every layer attends to the whole context"
@@ -81,7 +84,9 @@ def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
     layers, sparse_step = positive(hf, "num_hidden_layers"), positive(hf, "decoder_sparse_step", 1)
     named = hf.get("mlp_only_layers") or ()
     if not isinstance(named, list | tuple) or any(i not in range(layers) for i in named):
-        raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, 0 to {layers - 1}, got {named!r}")
+        raise ConfigError(
+            f"config.json: mlp_only_layers must be a list of layers, 0 to {layers - 1}, got {shown(named)}"
+        )
     shared = hf.get("shared_expert_intermediate_size") or 0
     mixture = Mixture(
         experts=experts,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config import ConfigError, positive_float
+from jaxspec.config import ConfigError, positive_float, shown
 from jaxspec.decoder.spec import LinearScaling, Rope, RopeScaling, Yarn
 
 Config = Mapping[str, Any]
@@ -18,7 +18,7 @@ def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
     parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     for part in parts:
         if not isinstance(part, Mapping):
-            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {part!r}")
+            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {shown(part)}")
         if nested := next((key for key, value in part.items() if isinstance(value, Mapping)), None):
             raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
     settings = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
@@ -44,7 +44,7 @@ def _scaling(settings: Config, kind: str, hf: Config) -> RopeScaling | LinearSca
             return _llama3(settings)
         case "yarn":
             return _yarn(settings, hf)
-    raise ConfigError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+    raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: default, linear, llama3, yarn")
 
 
 def _llama3(settings: Config) -> RopeScaling:

@@ -1,13 +1,20 @@
-"""What every body has in common: unknown fields are refused by name, and text must be such as UTF-8 can spell."""
+"""What every body has in common: unknown fields are refused by name, text must be such as UTF-8 can spell, and a list
+is measured before its elements are looked at."""
 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from jaxspec.request import RequestError
+from jaxspec.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError
+
+MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike
+
+_short = reprlib.Repr(maxlevel=2, maxstring=60, maxlong=60, maxlist=4, maxdict=4, maxother=60)
+shown = _short.repr  # a value as an error quotes it, however large it is
 
 
 def check_text(text: str) -> str:
@@ -19,13 +26,58 @@ def check_text(text: str) -> str:
     return text
 
 
+def text_size(value: Any) -> int:
+    """Characters of all strings in a JSON value, keys included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + text_size(each) for key, each in value.items())
+    return sum(map(text_size, value)) if isinstance(value, list) else 0
+
+
+def whole(value: Any) -> Any:
+    """An integer where JSON has a number without a fraction: 5.0 is 5, as JSON Schema has it."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def at_most(limit: int, what: str) -> BeforeValidator:
+    """Refuse a longer list before any element is validated."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > limit:
+            raise RequestError(f"has {len(value)} {what}, at most {limit} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _bounds() -> dict[str, dict[str, float]]:
+    """What `SamplingParams` takes, by field, in JSON Schema's words. A request may also ask for no tokens at all."""
+    ranges = {name: {"minimum": low, "maximum": high} for name, (low, high) in (NUMBERS | INTEGERS).items()}
+    ranges |= {name: {**ranges[name], "minimum": TINY} for name in POSITIVE}
+    ranges["max_tokens"] = ranges["max_completion_tokens"] = {**ranges["max_tokens"], "minimum": 0}
+    return ranges | {"top_logprobs": ranges["logprobs"], "best_of": ranges["n"]}
+
+
+BOUNDS = _bounds()
+
+
+def describe_ranges(schema: dict[str, Any]) -> None:
+    """Add the ranges to a model's JSON schema: `SamplingParams` checks them, so pydantic doesn't know."""
+    for name, field in schema.get("properties", {}).items():
+        for branch in field.get("anyOf", [field]):
+            if branch.get("type") in ("integer", "number") and name in BOUNDS:
+                branch.update(BOUNDS[name])
+
+
 Text = Annotated[str, AfterValidator(check_text)]
+Integer = Annotated[int, BeforeValidator(whole)]
 
 
 class Body(BaseModel):
-    """A JSON object whose unknown fields are refused with the nearest known name."""
+    """A JSON object whose unknown fields are refused with the nearest known name. A field that is null isn't there."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra=describe_ranges)
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     # Fields that other servers know and that would change the answer, with the values of each that ask for nothing.
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {}
@@ -39,11 +91,13 @@ class Body(BaseModel):
         for name, value in data.items():
             if name in cls.model_fields:
                 kept[name] = value
+            elif value is None or name in cls.IGNORED:
+                continue
             elif name in cls.UNSUPPORTED:
-                if value is not None and value not in cls.UNSUPPORTED[name]:
+                if value not in cls.UNSUPPORTED[name]:
                     raise RequestError(f"{name} is not supported by this server; leave it out", name)
-            elif name not in cls.IGNORED:
-                near = difflib.get_close_matches(name, cls.model_fields, n=1)
+            else:
+                near = difflib.get_close_matches(name, cls.model_fields, n=1) if len(name) <= MAX_NAME else ()
                 hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(sorted(cls.model_fields))}"
                 raise RequestError(f"unknown field {name!r}; {hint}", name)
         return kept

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
-from pydantic import PlainValidator, model_validator
+from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from jaxspec.request import MAX_LOGPROBS, RequestError, SamplingParams
-from server.protocol.base import Body, Text, check_text
+from jaxspec.tokenizer import reserved_template_variables
+from server.protocol.base import Body, Integer, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.generation import Generation
-
-# What the tokenizer's own method takes: to set one would change how the prompt is made, not what the template sees.
-RESERVED_TEMPLATE_KWARGS = frozenset(
-    {
-        *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
-        *("self", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
-        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    }
+from server.protocol.tools import (
+    Calls,
+    Choice,
+    Named,
+    Tools,
+    check_message,
+    check_tools,
+    read_calls,
+    read_choice,
+    read_tools,
 )
+
+MAX_MESSAGES = 5000
+MAX_PARTS = 1000  # of one message
+MAX_TEMPLATE_VARIABLES = 100
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
 
 def _content(value: Any) -> str:
@@ -26,75 +41,99 @@ def _content(value: Any) -> str:
     if isinstance(value, str):
         return check_text(value)
     if not isinstance(value, list):
-        raise RequestError(f"must be a string or a list of text parts, got {value!r}")
+        raise RequestError(f"must be a string or a list of text parts, got {shown(value)}")
+    if len(value) > MAX_PARTS:
+        raise RequestError(f"has {len(value)} parts, at most {MAX_PARTS} are allowed")
     texts = []
     for place, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            given = f"type {kind!r}" if kind else repr(part)
+            given = f"type {shown(kind)}" if kind else shown(part)
             raise RequestError(f"part {place} has {given}, which is not supported; this server reads text only")
         if not isinstance(part.get("text"), str):
-            raise RequestError(f"part {place} needs a string as its text, got {part.get('text')!r}")
+            raise RequestError(f"part {place} needs a string as its text, got {shown(part.get('text'))}")
         texts.append(check_text(part["text"]))
     return "\n".join(texts)
+
+
+def _describe_message(schema: dict[str, Any]) -> None:
+    """Add to the JSON schema what `check_message` asks of a role."""
+    describe_ranges(schema)
+    content = {"anyOf": [{"type": "string"}, {"type": "array"}]}
+    asks = {"role": {"not": {"enum": ["assistant", "tool"]}}, "content": content, "tool_calls": {"type": "null"}}
+    answers = {"role": {"const": "tool"}, "content": content, "tool_calls": {"type": "null"}}
+    schema["anyOf"] = [
+        {"properties": {"role": {"const": "assistant"}}},
+        {"properties": asks, "required": ["content"]},
+        {"properties": {**answers, "tool_call_id": {"type": "string"}}, "required": ["content", "tool_call_id"]},
+    ]
 
 
 class Message(Body):
     """One chat message. A reply of this server can be sent back as it is: its empty extra fields are accepted."""
 
+    model_config = ConfigDict(json_schema_extra=_describe_message)
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         "refusal": (),
         "annotations": ([],),
         "audio": (),
         "function_call": (),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "reasoning_content": ("",),
-        "reasoning": ("",),
     }
     role: Text
-    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict])]
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | Parts)] | None = None
     name: Text | None = None
+    tool_calls: Annotated[list[dict], PlainValidator(read_calls, json_schema_input_type=Calls)] | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # vLLM's newer name for the same
 
-    def as_dict(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _fits_its_role(self):
+        check_message(self)
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
         """What a chat template sees."""
-        return {"role": self.role, "content": self.content} | ({"name": self.name} if self.name is not None else {})
+        more = {"name": self.name, "tool_calls": self.tool_calls or None, "tool_call_id": self.tool_call_id}
+        more["reasoning_content"] = self.reasoning_content or self.reasoning or None
+        return {"role": self.role, "content": self.content or ""} | {k: v for k, v in more.items() if v is not None}
 
 
 class ChatRequest(Generation):
     """The body of `/v1/chat/completions`."""
 
-    IGNORED = Generation.IGNORED | {"parallel_tool_calls"}  # without tools there is nothing to parallelise
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **Generation.UNSUPPORTED,
         **dict.fromkeys(("function_call", "audio", "reasoning_effort", "verbosity", "web_search_options"), ()),
         **dict.fromkeys(("chat_template", "documents"), ()),
-        "tools": ([],),
-        "tool_choice": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
         "echo": (False,),
         "add_special_tokens": (False,),  # the template writes them
     }
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+    messages: Annotated[
+        list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES, "messages")
+    ]
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict], PlainValidator(read_tools, json_schema_input_type=Tools)] | None = None
+    tool_choice: Annotated[str | Named, PlainValidator(read_choice, json_schema_input_type=Choice)] | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _agree(self):
-        if not self.messages:
-            raise RequestError("messages must hold at least one message", "messages")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError(
                 f"max_completion_tokens ({self.max_completion_tokens}) and max_tokens ({self.max_tokens}) mean the "
                 "same and differ; send one",
                 "max_completion_tokens",
             )
+        check_tools(self)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
@@ -102,7 +141,13 @@ class ChatRequest(Generation):
                 "add_generation_prompt opens a new message and continue_final_message continues the last one; send one",
                 "continue_final_message",
             )
-        if bad := sorted(RESERVED_TEMPLATE_KWARGS & set(self.chat_template_kwargs or {})):
+        variables = self.chat_template_kwargs or {}
+        if len(variables) > MAX_TEMPLATE_VARIABLES:
+            raise RequestError(
+                f"chat_template_kwargs has {len(variables)} variables, at most {MAX_TEMPLATE_VARIABLES} are allowed",
+                "chat_template_kwargs",
+            )
+        if bad := sorted(reserved_template_variables() & variables.keys()):
             raise RequestError(f"{bad[0]!r} can't be set here; it is not the template's to see", "chat_template_kwargs")
         return self
 
@@ -111,11 +156,14 @@ class ChatRequest(Generation):
         """The field that the client wrote `max_tokens` in."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise RequestError(
                 f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}", "top_logprobs"
             )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling(defaults, max_tokens=limit, logprobs=logprobs)
+        return self._sampling(defaults, max_tokens=self.limit, logprobs=logprobs)

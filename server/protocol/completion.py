@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from jaxspec.request import RequestError, SamplingParams
-from server.protocol.base import check_text
-from server.protocol.generation import Generation
+from server.protocol.base import Integer, check_text, whole
+from server.protocol.generation import Generation, TokenId
 
 OPENAI_MAX_TOKENS = 16  # of /v1/completions, when a request gives none
 MAX_COMPLETIONS = 2048  # of one request, prompts times n: all of them wait in the engine at once
-Prompt = str | list[str] | list[int] | list[list[int]]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Several = Field(min_length=1, max_length=MAX_COMPLETIONS)
+Prompt = str | Annotated[list[str], Several] | Ids | Annotated[list[Ids], Several]
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -22,15 +24,25 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         return [check_text(value)]
     if isinstance(value, list) and value:
+        if isinstance(value[0], str | list) and len(value) > MAX_COMPLETIONS:
+            raise RequestError(f"has {len(value)} prompts, at most {MAX_COMPLETIONS} in one request; send several")
         if all(isinstance(item, str) for item in value):
             return [check_text(item) for item in value]
-        if all(type(item) is int for item in value):
-            return [value]
-        if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
-            return value
+        if (ids := _ids(value)) is not None:
+            return [ids]
+        prompts = [_ids(item) if isinstance(item, list) else None for item in value]
+        if None not in prompts:
+            return prompts
     raise RequestError(
         "must be a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"
     )
+
+
+def _ids(values: list[Any]) -> list[int] | None:
+    """Token ids as integers; None for a list that has something else."""
+    if not all(type(each) is int for each in values):
+        values = [whole(each) for each in values]
+    return values if all(type(each) is int for each in values) else None
 
 
 class CompletionRequest(Generation):
@@ -39,9 +51,9 @@ class CompletionRequest(Generation):
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {**Generation.UNSUPPORTED, "suffix": ("",)}
 
     prompt: Annotated[list, PlainValidator(_prompts, json_schema_input_type=Prompt)]
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Integer | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
@@ -52,19 +64,11 @@ class CompletionRequest(Generation):
             )
         return self
 
-    @property
-    def only_echo(self) -> bool:
-        """Whether nothing is to follow the prompt, which is how one has it scored."""
-        return bool(self.echo) and self.max_tokens == 0
-
     def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """The engine's settings. It always generates a token, even when it won't be shown (`only_echo`)."""
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:  # the echoed tokens are reported like the generated ones
             prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
-        if self.only_echo and self.min_tokens:
-            raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0)", "min_tokens")
-        limit = OPENAI_MAX_TOKENS if self.max_tokens is None else self.max_tokens + self.only_echo
+        limit = OPENAI_MAX_TOKENS if self.limit is None else self.limit
         params = self._sampling(defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
         if (asked := len(self.prompt) * params.n) > MAX_COMPLETIONS:
             raise RequestError(

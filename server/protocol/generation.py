@@ -5,80 +5,95 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
-from jaxspec.request import RequestError, SamplingParams
-from server.protocol.base import Body, check_text
+from jaxspec.request import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS, RequestError, SamplingParams
+from server.protocol.base import Body, Integer, at_most, check_text, shown
+from server.protocol.structured import StructuredFields
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+TokenId = Annotated[Integer, Field(json_schema_extra={"minimum": 0, "maximum": 2**31 - 1})]
+BiasedToken = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+Biases = Annotated[dict[BiasedToken, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)]
 
 
 def _stop(value: Any) -> list[str]:
     strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list) and len(strings) > MAX_STOPS:
+        raise RequestError(f"takes at most {MAX_STOPS} strings, got {len(strings)}")
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise RequestError(f"must be a string or a list of strings, got {value!r}")
+        raise RequestError(f"must be a string or a list of strings, got {shown(value)}")
     return [check_text(item) for item in strings]
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
-        raise RequestError(f'must be an object from token id to number, for example {{"50256": -100}}, got {value!r}')
-    if bad := [key for key in value if not key.isdecimal()]:
-        raise RequestError(f"keys must be token ids, got {bad[0]!r}")
+        raise RequestError(
+            f'must be an object from token id to number, for example {{"50256": -100}}, got {shown(value)}'
+        )
+    if len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(f"has {len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed")
+    if bad := [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 12)]:
+        raise RequestError(f"keys must be token ids, got {shown(bad[0])}")
     return {int(key): bias for key, bias in value.items()}
 
 
 class StreamOptions(Body):
+    """`include_usage`: a last chunk with the usage. `continuous_usage_stats`: each chunk has the usage so far."""
+
     IGNORED = frozenset({"include_obfuscation"})
-    UNSUPPORTED: ClassVar[dict[str, tuple]] = {"continuous_usage_stats": (False,)}
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class Generation(Body):
+class Generation(StructuredFields, Body):
     """Fields that both completion routes share. None, everywhere, means the default of `SamplingParams`."""
 
     IGNORED = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier"),
             *("prompt_cache_key", "prompt_cache_retention", "prediction"),
+            "guided_decoding_backend",
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
-        **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
-        **dict.fromkeys(("json_schema", "regex", "ebnf", "logits_processors", "lora_path"), ()),
+        **dict.fromkeys(("logits_processors", "lora_path"), ()),
         "priority": (0,),
         "bad_words": ([],),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
-        "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "include_stop_str_in_output": (False,),
         "no_stop_trim": (False,),
         "truncate_prompt_tokens": (),
         "allowed_token_ids": ([],),
-        "response_format": ({"type": "text"},),
     }
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=str | list[str])] | None = None
-    stop_token_ids: list[int] | None = None
+    seed: Integer | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
+    stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=Stop)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), at_most(MAX_STOP_IDS, "ids")] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: (
-        Annotated[dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=dict[str, float])] | None
-    ) = None
-    prompt_logprobs: int | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=Biases)] | None = None
+    prompt_logprobs: Integer | None = None
     speculative: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    token_sources: bool | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self):
@@ -87,13 +102,36 @@ class Generation(Body):
         return self
 
     @property
+    def limit(self) -> int | None:
+        """The most tokens to generate, or None where the client doesn't say."""
+        return self.max_tokens
+
+    @property
+    def no_tokens(self) -> bool:
+        """Whether nothing is to follow the prompt, which is how one has it scored."""
+        return self.limit == 0
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
     def _sampling(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
-        """`defaults` where the client says nothing. **Raises:** `RequestError` for a value out of range."""
+        """`defaults` where the client says nothing. **Raises:** `RequestError` for a value out of range.
+
+        The engine always generates a token, even when it won't be shown (`no_tokens`).
+        """
+        if self.no_tokens:
+            if self.min_tokens:
+                raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0)", "min_tokens")
+            overrides["max_tokens"] = 1
         given = {name: getattr(self, name) for name in _SHARED if getattr(self, name) is not None}
-        return SamplingParams(**{**defaults, **given, **overrides})
+        return SamplingParams(**{**defaults, "structured": self.structured(), **given, **overrides})
 
 
-_SHARED = tuple(name for name in Generation.model_fields if name not in ("model", "stream", "stream_options"))
+_OF_THE_REPLY = ("model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids")
+_OTHERS = {*_OF_THE_REPLY, *StructuredFields.model_fields}
+_SHARED = tuple(name for name in Generation.model_fields if name not in _OTHERS)

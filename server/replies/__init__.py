@@ -2,6 +2,6 @@
 
 from server.replies.chat import ChatReply
 from server.replies.completion import CompletionReply
-from server.replies.reply import DONE, Prompt, Reply, encode, event
+from server.replies.reply import DONE, Answer, Job, Prompt, Reply, encode, event
 
-__all__ = ["DONE", "ChatReply", "CompletionReply", "Prompt", "Reply", "encode", "event"]
+__all__ = ["DONE", "Answer", "ChatReply", "CompletionReply", "Job", "Prompt", "Reply", "encode", "event"]

@@ -1,16 +1,31 @@
-"""A chat's response."""
+"""A chat's response: text read by the model's parsers into reasoning, content and tool calls.
+
+Each choice has a parser of its own. Log-probabilities are those of all tokens generated, reasoning and markup among
+them, and stand with the delta that brought the tokens, whatever came of their text.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.request import Delta
+from jaxspec.request import Delta, SamplingParams
 from server.logprobs import chat_logprobs
-from server.replies.reply import Choice, Reply
+from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Parser, Piece
+from server.replies.reply import Choice, Prompt, Reply
+from server.speech import PLAIN, Speech, called
 
 
 class ChatReply(Reply):
     PREFIX, OBJECT, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *args: Any, speech: Speech = PLAIN, **options: Any
+    ):
+        super().__init__(prompts, params, *args, **options)
+        self.speech = speech
+        self._parsers: dict[int, Parser] = {}
+        self._callers: set[int] = set()  # choices that have called a tool
 
     def whole(self) -> dict[str, Any]:
         return super().whole() | self._report(0)
@@ -20,19 +35,63 @@ class ChatReply(Reply):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk(choice, self._report(prompt) if index == 0 else None)
 
+    def _piece(self, prompt: int, delta: Delta) -> dict[str, Any] | None:
+        piece = super()._piece(prompt, delta)
+        index = prompt * self.params.n + delta.index
+        if piece == {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}:
+            return None  # all of its text waits
+        return piece
+
     def _part(self, index: int, delta: Delta) -> dict[str, Any]:
+        parser = self._parsers.get(index) or self._parsers.setdefault(index, self.speech.parser())
+        pieces = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += parser.finish()
+        pieces = self.speech.kept(pieces)
+        if called(pieces):
+            self._callers.add(index)
         return {
             "index": index,
-            "delta": {"content": delta.text} if delta.text else {},
+            "delta": _delta(pieces),
             "logprobs": chat_logprobs(self.names, delta.logprobs) if delta.logprobs else None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self.speech.finish_reason(delta.finish_reason, index in self._callers),
         }
 
     def _whole_choice(self, prompt: int, index: int, choice: Choice) -> dict[str, Any]:
+        parser = self.speech.parser()
+        pieces = self.speech.kept(parser.push("".join(choice.text)) + parser.finish())
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": self._message(pieces),
             "logprobs": None if self.params.logprobs is None else chat_logprobs(self.names, choice.logprobs),
-            "finish_reason": choice.last.finish_reason,
+            "finish_reason": self.speech.finish_reason(choice.last.finish_reason, called(pieces)),
             "stop_reason": choice.last.stop_reason,
         }
+
+    def _message(self, pieces: list[Piece]) -> dict[str, Any]:
+        said = _delta(pieces)
+        calls = [{key: value for key, value in call.items() if key != "index"} for call in said.get("tool_calls", ())]
+        reasoning = said.get("reasoning_content")
+        content = said.get("content", None if calls or reasoning else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.speech.reasoning:
+            message["reasoning_content"] = reasoning
+        return message | ({"tool_calls": calls} if calls else {})
+
+
+def _delta(pieces: list[Piece]) -> dict[str, Any]:
+    """Pieces as OpenAI's delta: a call's first part has its id, type and name; later parts more of its arguments."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if piece.kind == CONTENT:
+            delta["content"] = delta.get("content", "") + piece.text
+        elif piece.kind == REASONING:
+            delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
+        elif piece.kind == CALL:
+            function = {"name": piece.text, "arguments": ""}
+            calls[piece.index] = {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+        elif piece.kind == ARGUMENTS:
+            call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += piece.text
+    return delta | ({"tool_calls": list(calls.values())} if calls else {})

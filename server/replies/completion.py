@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
@@ -12,31 +11,15 @@ from server.replies.reply import Choice, Prompt, Reply
 
 
 class CompletionReply(Reply):
-    """`only_echo`: of what is generated, a token a choice, nothing is shown or counted."""
-
     PREFIX, OBJECT, CHUNK = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *args: Any, only_echo: bool = False, **options: Any
-    ):
+    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, *args: Any, **options: Any):
         super().__init__(prompts, params, *args, **options)
-        self._only_echo = only_echo
         self._offsets = [
-            Offsets(self.names.tokenizer, len(prompt.echo or ""), prompt.ids)
+            Offsets(self.names.tokenizer, len(prompt.echo or ""), prompt.ids, skip=params.skip_special_tokens)
             for prompt in prompts
             for _ in range(params.n)
         ]
-
-    def chunks(self, prompt: int, delta: Delta) -> str:
-        return super().chunks(prompt, self._shown(delta))
-
-    def take(self, prompt: int, delta: Delta) -> None:
-        super().take(prompt, self._shown(delta))
-
-    def _shown(self, delta: Delta) -> Delta:
-        if not self._only_echo:
-            return delta
-        return replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
 
     def _opening(self, prompt: int, index: int) -> str:
         echo, report = self.prompts[prompt].echo, self._report(prompt)

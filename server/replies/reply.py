@@ -10,11 +10,13 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
+from jaxspec.tokenizer import Detokenizer
 from server.logprobs import TokenNames, prompt_logprobs
+from server.replies.speculation import Speculation
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 DONE = "data: [DONE]\n\n"
@@ -33,7 +35,9 @@ class Choice:
     """One completion, gathered for a whole response."""
 
     text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sources: list[tuple[str, str]] = field(default_factory=list)
     last: Delta | None = None
 
 
@@ -41,10 +45,34 @@ def event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
+@dataclass(slots=True)
+class Job:
+    """A prompt for the engine, with the request id that the engine is to know it by."""
+
+    ids: list[int]
+    params: SamplingParams
+    id: str
+
+
+class Answer(Protocol):
+    """What takes the deltas of its `jobs` and says them to a client: `chunks`, then `closing` or `failed`, for a stream
+    of events; `take`, then `whole`, otherwise."""
+
+    def jobs(self) -> list[Job]: ...
+    def chunks(self, prompt: int, delta: Delta) -> str: ...
+    def closing(self) -> str: ...
+    def failed(self, body: dict[str, Any]) -> str: ...
+    def take(self, prompt: int, delta: Delta) -> None: ...
+    def whole(self) -> Any: ...
+
+
 class Reply:
     """A response under construction: one prompt or several, `params.n` choices each, in OpenAI's order.
 
     Feed it each delta with the number of its prompt: `chunks` for a stream, `take` and then `whole` otherwise.
+    `request_id` is part of its id, as vLLM has it. `continuous_usage`: each chunk says the usage so far. `no_tokens`:
+    of what is generated, a token a choice, nothing is shown or counted. `return_token_ids` shows the tokens of prompts
+    and choices, as vLLM does.
     """
 
     PREFIX: ClassVar[str]
@@ -58,12 +86,18 @@ class Reply:
         model: str,
         names: TokenNames,
         *,
+        request_id: str | None = None,
         include_usage: bool = False,
+        continuous_usage: bool = False,
         report_prompt: bool = False,
+        return_token_ids: bool = False,
+        no_tokens: bool = False,
     ):
         self.prompts, self.params, self.names = prompts, params, names
         self.include_usage, self.report_prompt = include_usage, report_prompt
-        self.id = self.PREFIX + secrets.token_hex(16)
+        self.return_token_ids = return_token_ids
+        self._continuous_usage, self._no_tokens = continuous_usage, no_tokens
+        self.id = self.PREFIX + (request_id or secrets.token_hex(16))
         self._base = {"created": int(time.time()), "model": model}
         head = encode({"id": self.id, "object": self.CHUNK, **self._base})
         self._head = head[:-1] + ',"choices":['
@@ -71,15 +105,24 @@ class Reply:
         self._tokens = 0
         self._cached = 0
         self._choices = [Choice() for _ in range(len(prompts) * params.n)]
+        self._unfinished = len(self._choices)
+        self._last: Delta | None = None  # the delta that ends the last choice
+        self._speculation = Speculation()
         self._prompt_entries: dict[int, list[TokenLogprobs | None]] = {}
         self._opened: set[int] = set()
         self._held: dict[int, list[Delta]] = {}
+        self._texts: dict[int, Detokenizer] = {}
+
+    def jobs(self) -> list[Job]:
+        """The prompts by the response's id, so that the log calls a request what its client does, and some digits:
+        clients may send an `X-Request-Id` again while it is in use, and the engine takes an id once."""
+        return [Job(prompt.ids, self.params, f"{self.id}-{secrets.token_hex(4)}") for prompt in self.prompts]
 
     def chunks(self, prompt: int, delta: Delta) -> str:
         """The events to send for a delta; empty when it has nothing to show yet."""
-        self._count(prompt, delta)
+        delta = self._count(prompt, delta)
         if prompt in self._opened:
-            return self._chunk(self._piece(prompt, delta))
+            return self._chunk(self._piece(prompt, delta), self._figures(delta))
         waiting = self._held.setdefault(prompt, [])
         waiting.append(delta)
         if self.params.prompt_logprobs is not None and prompt not in self._prompt_entries:
@@ -87,7 +130,7 @@ class Reply:
         self._opened.add(prompt)
         n = self.params.n
         events = [self._opening(prompt, prompt * n + i) for i in range(n)]
-        events += [self._chunk(self._piece(prompt, each)) for each in self._held.pop(prompt)]
+        events += [self._chunk(self._piece(prompt, each), self._figures(each)) for each in self._held.pop(prompt)]
         return "".join(events)
 
     def closing(self) -> str:
@@ -95,14 +138,22 @@ class Reply:
         if not self.include_usage:
             return DONE
         last = {"id": self.id, "object": self.CHUNK, **self._base, "choices": [], "usage": self.usage()}
+        last |= self._speculation.fields()
         return event(encode(last)) + DONE
+
+    def failed(self, body: dict[str, Any]) -> str:
+        """The last events of a stream that failed, with an error's `body`."""
+        return event(encode(body)) + DONE
 
     def take(self, prompt: int, delta: Delta) -> None:
         """Gather a delta for `whole`."""
-        self._count(prompt, delta)
-        choice = self._choices[prompt * self.params.n + delta.index]
+        delta = self._count(prompt, delta)
+        index = prompt * self.params.n + delta.index
+        choice = self._choices[index]
         choice.text.append(delta.text)
+        choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs or ()
+        choice.sources += self._sources(index, delta)
         if delta.finish_reason is not None:
             choice.last = delta
 
@@ -110,7 +161,13 @@ class Reply:
         """The response, once every choice has finished."""
         n = self.params.n
         choices = [self._whole_choice(index // n, index, choice) for index, choice in enumerate(self._choices)]
-        return {"id": self.id, "object": self.OBJECT, **self._base, "choices": choices, "usage": self.usage()}
+        for shown, choice in zip(choices, self._choices, strict=True):
+            if self.return_token_ids:
+                shown["token_ids"] = choice.token_ids
+            if self.params.token_sources:
+                shown["token_sources"] = choice.sources
+        whole = {"id": self.id, "object": self.OBJECT, **self._base, "choices": choices, "usage": self.usage()}
+        return whole | self._speculation.fields()
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once, however many completions it has."""
@@ -122,33 +179,82 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
 
-    def _count(self, prompt: int, delta: Delta) -> None:
+    def _count(self, prompt: int, delta: Delta) -> Delta:
+        """Note a delta's figures, and return what of it is shown."""
+        if self._no_tokens:
+            delta = replace(
+                delta,
+                text="",
+                token_ids=[],
+                logprobs=None,
+                token_sources=None,
+                finish_reason="length",
+                stop_reason=None,
+            )
         self._tokens += len(delta.token_ids)
         if delta.prompt_logprobs is not None:
             self._prompt_entries[prompt] = delta.prompt_logprobs
-        if delta.metrics is not None and delta.index == 0:
-            self._cached += delta.metrics.cached_tokens
+        elif delta.finish_reason == "abort":  # perhaps before anything was known of the prompt
+            self._prompt_entries.setdefault(prompt, [None] * len(self.prompts[prompt].ids))
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            self._last = delta if not self._unfinished else None
+        if delta.metrics is not None:
+            self._speculation.add(delta.metrics)
+            if delta.index == 0:
+                self._cached += delta.metrics.cached_tokens
+        return delta
+
+    def _figures(self, delta: Delta) -> dict[str, Any]:
+        """What speculation did, beside the last choice's end. A stream with a chunk for usage has it there."""
+        return self._speculation.fields() if delta is self._last and not self.include_usage else {}
 
     def _chunk(self, choice: dict[str, Any] | None, beside: dict[str, Any] | None = None) -> str:
         """A chunk of one choice, with further fields `beside` its list of choices."""
         if choice is None:
             return ""
-        tail = f"{self._tail[:-1]},{encode(beside)[1:]}" if beside else self._tail
+        tail = f'],"usage":{encode(self.usage())}}}' if self._continuous_usage else self._tail
+        if beside:
+            tail = f"{tail[:-1]},{encode(beside)[1:]}"
         return event(f"{self._head}{encode(choice)}{tail}")
 
     def _piece(self, prompt: int, delta: Delta) -> dict[str, Any] | None:
-        if not (delta.text or delta.logprobs or delta.finish_reason):
+        shows_tokens = delta.token_sources or (self.return_token_ids and delta.token_ids)
+        if not (delta.text or delta.logprobs or shows_tokens or delta.finish_reason):
             return None
-        choice = self._part(prompt * self.params.n + delta.index, delta)
+        index = prompt * self.params.n + delta.index
+        choice = self._part(index, delta)
+        if delta.token_sources:
+            choice["token_sources"] = self._sources(index, delta)
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
+        if self.return_token_ids:
+            choice["token_ids"] = delta.token_ids
         return choice
 
+    def _sources(self, index: int, delta: Delta) -> list[tuple[str, str]]:
+        """Each token's text, as the model wrote it, and how it came (`jaxspec.request.TOKEN_SOURCES`), if asked for.
+
+        The characters of a token are those that it completes; special tokens, such as the end's, have none.
+        """
+        if not delta.token_sources:
+            return []
+        if self.names.tokenizer is None:
+            return list(zip(map(self.names.text, delta.token_ids), delta.token_sources, strict=True))
+        if index not in self._texts:
+            prompt = self.prompts[index // self.params.n]
+            self._texts[index] = Detokenizer(self.names.tokenizer, prompt_ids=prompt.ids)
+        texts = [self._texts[index].push((token,))[0] for token in delta.token_ids]
+        return list(zip(texts, delta.token_sources, strict=True))
+
     def _report(self, prompt: int) -> dict[str, Any]:
-        """vLLM's `prompt_logprobs`, if they were asked for: a field of each choice of a completion, and of a chat."""
-        if not self.report_prompt:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(self.names, self._prompt_entries[prompt])}
+        """What vLLM says about a prompt when asked: in each choice of a completion, once in a chat."""
+        report: dict[str, Any] = {}
+        if self.report_prompt:
+            report["prompt_logprobs"] = prompt_logprobs(self.names, self._prompt_entries[prompt])
+        if self.return_token_ids:
+            report["prompt_token_ids"] = self.prompts[prompt].ids
+        return report
 
     def _opening(self, prompt: int, index: int) -> str:
         """The events of a choice before its first token."""

@@ -1,66 +1,57 @@
-"""The routes that generate: chats and completions."""
+"""The routes that generate as OpenAI's do: chats and completions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from jaxspec import AsyncLLM, RequestError
-from server.errors import ApiError, chat_fields, describe, engine_died
-from server.generate import ClientGone, EventStream, chat_prompt, collect, completion_prompts, run, unless_gone
-from server.logprobs import TokenNames
-from server.metrics import Metrics
+from server.errors import chat_fields
+from server.openapi import stream_of
 from server.protocol import ChatRequest, CompletionRequest
-from server.replies import ChatReply, CompletionReply, Reply, encode
+from server.protocol.generation import Generation
+from server.protocol.response_models import ChatCompletion, ChatCompletionChunk, Completion
+from server.replies import ChatReply, CompletionReply
+from server.routes.serving import Serving
 
-GONE = 499  # nginx's status for a client that left; nobody reads it
 
+def add_generation(app: FastAPI, serving: Serving) -> None:
+    def options(body: Generation, request: Request) -> dict[str, Any]:
+        """What a reply shows beside its text."""
+        return {
+            "names": serving.ids if body.return_tokens_as_token_ids else serving.texts,
+            "request_id": request.state.request_id,
+            "include_usage": body.include_usage,
+            "continuous_usage": body.continuous_usage,
+            "report_prompt": body.prompt_logprobs is not None,
+            "return_token_ids": bool(body.return_token_ids),
+            "no_tokens": body.no_tokens,
+        }
 
-def add_generation(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics, sampling: Mapping[str, Any]) -> None:
-    names = TokenNames(llm.tokenizer)
-
-    def check(model: str | None) -> None:
-        if llm.error is not None:
-            raise engine_died(llm.error)
-        if model is not None and model != name:
-            message = f"the model {model!r} does not exist; this server serves {name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    async def answer(request: Request, reply: Reply, stream: bool | None) -> Response:
-        deltas = run(llm, reply.prompts, reply.params, metrics.latencies)
-        try:
-            if stream:
-                first = await unless_gone(request.receive, anext(deltas))
-                return EventStream(llm, reply, first, deltas)
-            whole = await unless_gone(request.receive, collect(deltas, reply))
-            return Response(encode(whole), media_type="application/json")
-        except ClientGone:
-            return Response(status_code=GONE)
-        except RequestError:
-            raise
-        except Exception as error:
-            raise describe(error, llm.error) from error
-
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=stream_of(ChatCompletion, ChatCompletionChunk))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Continue a chat."""
-        check(body.model)
+        serving.check(body.model)
         with chat_fields(body.limit_name):
-            params = body.sampling(sampling)
-            prompt = await chat_prompt(body, llm.tokenizer)
-            usage, report = body.include_usage, body.prompt_logprobs is not None
-            reply = ChatReply([prompt], params, name, names, include_usage=usage, report_prompt=report)
-            return await answer(request, reply, body.stream)
+            params = body.sampling(serving.sampling)
 
-    @app.post("/v1/completions")
+            async def make() -> ChatReply:
+                prompt = await serving.chat_prompt(body)
+                speech = serving.speech(body, prompt)
+                settings = speech.sampling(params)
+                return ChatReply([prompt], settings, serving.name, speech=speech, **options(body, request))
+
+            return await serving.answer(request, make(), body.stream)
+
+    @app.post("/v1/completions", responses=stream_of(Completion, Completion))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several texts."""
-        check(body.model)
-        params = body.sampling(sampling)
-        prompts = await completion_prompts(body, llm.tokenizer)
-        options = {"include_usage": body.include_usage, "report_prompt": body.prompt_logprobs is not None}
-        reply = CompletionReply(prompts, params, name, names, only_echo=body.only_echo, **options)
-        return await answer(request, reply, body.stream)
+        serving.check(body.model)
+        params = body.sampling(serving.sampling)
+
+        async def make() -> CompletionReply:
+            prompts = await serving.prompts(body)
+            return CompletionReply(prompts, params, serving.name, **options(body, request))
+
+        return await serving.answer(request, make(), body.stream)

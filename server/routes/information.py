@@ -1,4 +1,4 @@
-"""The routes that tell of the server: its model, its health, its figures."""
+"""The routes that tell of the server: its model, its options, its figures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from importlib import metadata
 
 import jax
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 
 import jaxspec
 from jaxspec import AsyncLLM
 from server.errors import ApiError, engine_died
 from server.metrics import Metrics
+from server.protocol.response_models import Flushed, ModelCard, ModelList
 
 
 def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) -> None:
@@ -28,33 +29,48 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
         "max_model_len": llm.config.context_length,
     }
 
+    running = {409: {"description": "Requests are running"}}
+
     @app.get("/v1/models")
-    async def models() -> dict:
+    async def models() -> ModelList:
         """The one model served."""
-        return {"object": "list", "data": [card]}
+        return ModelList(object="list", data=[card])
 
     @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> dict:
+    async def model(model: str) -> ModelCard:
         """A model by its name."""
         if model != name:
             message = f"the model {model!r} does not exist; this server serves {name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return card
+        return ModelCard(**card)
 
-    @app.get("/health")
-    async def health() -> dict:
-        """200 while requests can be served, else 503."""
-        if llm.error is not None:
-            raise engine_died(llm.error)
-        if not llm.stats()["ready"]:
-            raise ApiError(503, "the engine is not ready", kind="server_error")
-        return {"status": "ok"}
+    @app.get("/version")
+    async def version() -> dict:
+        """jaxspec's version."""
+        return {"version": jaxspec.__version__}
+
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> dict:
+        """What SGLang says of its model."""
+        return {
+            "model_path": llm.config.model,
+            "tokenizer_path": llm.config.model,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": llm.model_config.model_type,
+        }
 
     @app.get("/server_info")
+    @app.get("/get_server_info")
     async def server_info() -> dict:
         """What is served, how, and how it has gone since the start."""
         stats = llm.stats()
         return {
+            "version": jaxspec.__version__,
             "model": llm.config.model,
             "draft": llm.config.draft,
             "served_model_name": name,
@@ -69,19 +85,20 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
             "engine": dataclasses.asdict(llm.config),
             "model_config": llm.model_config.summary(),
             "stats": stats,
+            "internal_states": [{"avg_spec_accept_length": stats["avg_spec_accept_length"]}],  # where SGLang has it
         }
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Prometheus' text format."""
         return Response(metrics.text(), media_type=metrics.content_type)
 
-    @app.get("/flush_cache")
-    @app.post("/flush_cache")
-    async def flush_cache() -> JSONResponse:
+    @app.get("/flush_cache", responses=running, operation_id="flush_cache_by_get")
+    @app.post("/flush_cache", responses=running)
+    async def flush_cache() -> Flushed:
         """Empty the prefix tree; 409 while requests run."""
         if llm.error is not None:
             raise engine_died(llm.error)
         if not await llm.flush_cache():
             raise ApiError(409, "requests are running; the cache can be flushed only when none is")
-        return JSONResponse({"flushed": True})
+        return Flushed(flushed=True)

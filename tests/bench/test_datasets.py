@@ -60,6 +60,14 @@ def test_gsm8k_questions_go_through_the_template_on_both_ways(tmp_path):
         prompt.ids(None)
 
 
+def test_functions_are_offered_with_each_question_if_asked_for(tmp_path):
+    data = lines(tmp_path / "q.jsonl", {"question": "1+1?", "answer": "#### 2"})
+    (with_two,) = datasets.source(arguments("--dataset", "gsm8k", *data, "--tools", "2"), 1000)(1)
+    (without,) = datasets.source(arguments("--dataset", "gsm8k", *data), 1000)(1)
+    assert [tool["function"]["name"] for tool in with_two.request()[1]["tools"]] == ["lookup_0", "lookup_1"]
+    assert "tools" not in without.request()[1]
+
+
 @pytest.mark.parametrize(
     "row, said",
     [

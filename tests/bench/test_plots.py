@@ -31,6 +31,11 @@ ROWS = {
     ],
     "parity": [{"run": "ngram", "differ": 2, "margins": [0.1, 0.2]}],
     "host": [{"requests": n} | {name: {"mean_ms": 1.0, "p99_ms": 2.0} for name in bench.host.FIGURES} for n in (1, 8)],
+    "schemas": [{"draft": "ngram", "temperature": t, "completed": 7} for t in (0.0, 1.0)],
+    "structured": [
+        *({"concurrency": n, "constrained": share, "ms_per_round": 5.0} for n in (1, 8) for share in (0.0, 1.0)),
+        {"grammar": "any JSON", "median_us": 9.0},
+    ],
 }
 
 

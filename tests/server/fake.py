@@ -13,7 +13,15 @@ from functools import cache
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.llm import EngineDead
-from jaxspec.request import Delta, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
+from jaxspec.request import (
+    CONTEXT_EXCEEDED,
+    TOKEN_SOURCES,
+    Delta,
+    RequestError,
+    RequestMetrics,
+    SamplingParams,
+    TokenLogprobs,
+)
 from jaxspec.tokenizer import Tokenizer
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
@@ -37,10 +45,21 @@ class FakeLLM:
     error: BaseException | None = None
     open: bool = True
     ready: bool = True
+    stuck: bool = False
+    text: str | None = None  # what it says; None: `TEXT`
+    endless: bool = False  # the text is told again and again
+    step_seconds: float = 0.0
+    watchdog_timeout: float = 300.0
     started: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     running: int = 0
     aborted: int = 0
     flushed: int = 0
+    aborts: set[str | None] = field(default_factory=set)
+    names: list[str | None] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        return TEXT if self.text is None else self.text
 
     @property
     def engine(self) -> FakeLLM:
@@ -50,7 +69,9 @@ class FakeLLM:
         if bad := [token for token in prompt if not 0 <= token < BYTE_VOCAB]:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary, 0 to {BYTE_VOCAB - 1}", "prompt")
         if not 0 < len(prompt) < CONTEXT:
-            raise RequestError(f"the prompt has {len(prompt)} tokens, allowed are 1 to {CONTEXT - 1}", "prompt")
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, allowed are 1 to {CONTEXT - 1}", "prompt", CONTEXT_EXCEEDED
+            )
         if params.max_tokens is not None and params.max_tokens > CONTEXT:
             raise RequestError(f"the context is {CONTEXT} tokens; lower max_tokens", "max_tokens")
 
@@ -59,11 +80,16 @@ class FakeLLM:
         if self.error is not None:
             raise EngineDead("the engine has stopped") from self.error
         self.started.append((prompt, params))
+        self.names.append(request_id)
         self.running += 1
         done = False
         try:
             async for delta in self._deltas(prompt, params):
                 yield delta
+                if self.aborts & {None, request_id}:
+                    latency = RequestMetrics(latency=0.05, prompt_tokens=len(prompt))
+                    yield Delta("id", delta.index, finish_reason="abort", metrics=latency)
+                    break
             done = True
         finally:
             self.running -= 1
@@ -73,7 +99,10 @@ class FakeLLM:
         text = bytes(prompt).decode() if max(prompt) < 256 else ""
         if "boom" in text:
             raise ZeroDivisionError("a secret of the engine")
-        tokens = list(TEXT.encode())[: params.max_tokens]
+        tokens = list(self.said.encode())[: params.max_tokens]
+        while self.endless:
+            yield Delta("id", 0, 1000 * TEXT, tokens)
+            await asyncio.sleep(0)
         known = None
         if params.prompt_logprobs is not None:
             known = [None, *(entry(token, params.prompt_logprobs) for token in prompt[1:])]
@@ -97,11 +126,17 @@ class FakeLLM:
         delta = Delta("id", index, shown(place + 1)[len(shown(place)) :], [token])
         if params.logprobs is not None:
             delta.logprobs = [entry(token, params.logprobs)]
+        if params.token_sources:
+            delta.token_sources = [TOKEN_SOURCES[place % len(TOKEN_SOURCES)]]
         if index == 0:
             delta.prompt_logprobs = known
         if place + 1 == len(tokens):
-            delta.finish_reason = "stop" if len(tokens) == len(TEXT.encode()) else "length"
-            delta.metrics = RequestMetrics(0.01, 0.05, len(prompt), cached_tokens=2, output_tokens=len(tokens))
+            delta.finish_reason = "stop" if len(tokens) == len(self.said.encode()) else "length"
+            delta.metrics = metrics = RequestMetrics(0.004, 0.01, 0.05, len(prompt), cached_tokens=2)
+            metrics.output_tokens, metrics.verify_rounds, metrics.verified_tokens = len(tokens), 5, 9
+            metrics.acceptance_histogram = [0, 0, 0]
+            if params.speculative:
+                metrics.drafted_tokens, metrics.acceptance_histogram = 8, [1, 1, 2]
         return delta
 
     def stats(self) -> dict:
@@ -120,6 +155,8 @@ class FakeLLM:
             "avg_spec_accept_length": 2.25,
             "drafted_per_position": [4, 3],
             "accepted_per_position": [3, 1],
+            "step_tokens": {"bounds": [1, 8], "counts": [0, 2, 1], "sum": 25},
+            "forced_tokens_total": 0,
             "preemptions_total": 0,
             "compiles_total": 6,
             "dispatches": {"round": 4},
@@ -127,8 +164,16 @@ class FakeLLM:
             "ready": self.ready,
         }
 
-    def close(self) -> None:
+    def abort(self, request_id: str | None = None) -> None:
+        self.aborts.add(request_id)
+        self.open |= request_id is None or request_id in self.names
+
+    def close(self, timeout: float = 0) -> bool:
         self.ready = False
+        return not self.stuck
+
+    def give_up(self, error: BaseException) -> None:
+        self.ready, self.error = False, error
 
     async def flush_cache(self) -> bool:
         self.flushed += not self.running

@@ -6,7 +6,7 @@ import threading
 import pytest
 from openai import AsyncOpenAI
 
-from server.protocol.chat import RESERVED_TEMPLATE_KWARGS
+from jaxspec.tokenizer import reserved_template_variables
 from tests.server.fake import TEXT, byte_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -48,6 +48,27 @@ def test_stream_says_what_the_whole_says(client):
 def test_stream_without_usage(client):
     chunks = list(client.chat.completions.create(**ASK, stream=True))
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_stream_with_usage_in_each_chunk(client, last):
+    options = {"continuous_usage_stats": True, "include_usage": last}
+    chunks = list(client.chat.completions.create(**ASK, max_tokens=5, stream=True, stream_options=options))
+    parts = [chunk for chunk in chunks if chunk.choices]
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert [part.usage.completion_tokens for part in parts] == [1, 1, 3, 4, 5], "the third token completes a character"
+    assert all(part.usage.total_tokens == part.usage.prompt_tokens + part.usage.completion_tokens for part in parts)
+    assert len(chunks) - len(parts) == last
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_no_tokens_is_an_empty_message(client, name):
+    reply = client.chat.completions.create(**ASK, **{name: 0})
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("", "length")
+    assert reply.usage.completion_tokens == 0
+    opening, end = client.chat.completions.create(**ASK, **{name: 0}, stream=True)
+    assert (opening.choices[0].delta.role, opening.choices[0].delta.content) == ("assistant", "")
+    assert (end.choices[0].delta.content, end.choices[0].finish_reason) == (None, "length")
 
 
 def test_logprobs(client):
@@ -125,17 +146,31 @@ def test_a_chat_long_in_any_way_is_written_beside_the_streams(http, fake, messag
     threads = []
 
     class Noting:
-        def apply_chat_template(self, *_, **__):
+        measure = byte_tokenizer().measure
+
+        def write_chat(self, *_, **__):
             threads.append(threading.current_thread())
+            return ""
+
+        def encode_within(self, *_):
             return [65]
 
     fake.tokenizer = Noting()
     for asked in (messages, HELLO):
-        assert http.post("/v1/chat/completions", json={"messages": asked}).status_code == 200
+        assert http.post("/v1/chat/completions", json={"messages": asked}).status_code in (200, 400)
     assert threads[0] != threads[1]
 
 
-@pytest.mark.parametrize("name", sorted(RESERVED_TEMPLATE_KWARGS))
+def test_no_argument_of_the_tokenizer_is_unknown():
+    """A new one must be looked at: whether a client may set it decides how prompts are made."""
+    assert reserved_template_variables() == {
+        *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "tokenizer_kwargs"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(reserved_template_variables()))
 def test_template_kwargs_of_the_tokenizer_are_refused(http, name):
     reply = http.post("/v1/chat/completions", json={"messages": HELLO, "chat_template_kwargs": {name: 1}})
     assert reply.status_code == 400 and name in reply.json()["error"]["message"]

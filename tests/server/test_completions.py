@@ -1,10 +1,12 @@
 """`/v1/completions` through the official client, against the fake engine."""
 
+import json
 import threading
 
 import pytest
 
-from server.logprobs import Offsets, TokenNames, completion_logprobs
+from jaxspec.request import TokenLogprobs
+from server.logprobs import FLOOR, Offsets, TokenNames, completion_logprobs
 from tests.server.fake import TEXT
 from tests.test_tokenizer import SENTENCEPIECE
 
@@ -78,6 +80,25 @@ def test_logprobs_with_echo(client):
     assert logprobs.top_logprobs[3] == {"?": -0.1, "h": -1.5}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_is_an_empty_text(client, fake, stream):
+    asked = {**MODEL, "prompt": ["ab", "c"], "n": 2, "max_tokens": 0, "stream": stream}
+    reply = client.completions.create(**asked)
+    choices = [choice for part in reply for choice in part.choices] if stream else reply.choices
+    assert sorted((c.index, c.text, c.finish_reason) for c in choices) == [(i, "", "length") for i in range(4)]
+    assert stream or (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (3, 0)
+
+
+def test_usage_in_each_chunk(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {**MODEL, "prompt": ["ab", "c"], "n": 2, "max_tokens": 4}
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 16
+    assert all(chunk.usage.prompt_tokens == 3 and chunk.choices for chunk in chunks)
+    assert last.choices == [] and last.usage == client.completions.create(**asked).usage
+
+
 @pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"extra_body": {"prompt_logprobs": 2}}])
 def test_echo_alone(client, options):
     """No tokens asked for, which is how prompts are scored: the prompt, and nothing of what the engine made of it."""
@@ -96,6 +117,17 @@ def test_echo_alone(client, options):
     if "logprobs" in options:
         assert (first.logprobs.tokens, first.logprobs.token_logprobs) == (["a", "b"], [None, -1.5])
     assert ("extra_body" in options) == hasattr(first, "prompt_logprobs")
+
+
+def test_no_logprob_is_below_the_floor(fake):
+    """JSON has no minus infinity, which the log-probability of a chosen token may be: a prompt's can be any."""
+    never = TokenLogprobs(ord("a"), float("-inf"), ((ord("b"), -0.5), (ord("#"), float("-inf"))))
+    unlikely = TokenLogprobs(ord("a"), -12_345.0, ())
+    names = TokenNames(fake.tokenizer)
+    for entry, top in ((never, {"b": -0.5, "#": FLOOR, "a": FLOOR}), (unlikely, {"a": FLOOR})):
+        reported = completion_logprobs(names, [(ord("a"), entry)], Offsets(fake.tokenizer))
+        assert reported["token_logprobs"] == [FLOOR] and reported["top_logprobs"] == [top]
+        json.dumps(reported, allow_nan=False)
 
 
 def test_logprobs_zero_still_reports_the_chosen(client):
@@ -145,7 +177,7 @@ def test_offsets_are_those_in_the_returned_text(fake):
 
 
 def test_long_prompt_is_tokenised(client, fake):
-    with pytest.raises(Exception, match="30000 tokens"):
+    with pytest.raises(Exception, match=r"the prompt has at least \d+ tokens"):
         client.completions.create(**MODEL, prompt="a" * 30_000)
     assert fake.started == []
 
@@ -158,7 +190,7 @@ def test_many_prompts_are_tokenised_beside_the_streams(client, fake, monkeypatch
         def __getattr__(self, name):
             return getattr(tokenizer, name)
 
-        def encode(self, text, *_):
+        def encode_within(self, text, *_):
             threads.append(threading.current_thread())
             return ids(text)
 

@@ -54,9 +54,9 @@ def error(reply, status=400):
         ({"n": "2"}, "n", "integer, got '2'"),
         ({"best_of": 3}, "best_of", "equals n"),
         ({"suffix": "x"}, "suffix", "not supported"),
-        ({"max_tokens": 0}, "max_tokens", "from 1"),
-        ({"max_tokens": 0, "echo": False}, "max_tokens", "from 1"),
         ({"max_tokens": -1, "echo": True}, "max_tokens", "from 1 to 2147483647, got -1"),
+        ({"max_tokens": 5.5}, "max_tokens", "valid integer"),
+        ({"prompt": [1.5]}, "prompt", "list of token ids"),
         (
             {"max_tokens": 0, "echo": True, "min_tokens": 1},
             "min_tokens",
@@ -69,15 +69,20 @@ def error(reply, status=400):
         ({"logit_bias": {"1": 1000}}, "logit_bias", "-100 to 100"),
         ({"logit_bias": {"1": 10**400}}, "logit_bias", "-100 to 100"),
         ({"logit_bias": [1]}, "logit_bias", "object"),
+        ({"stop": ["x"] * 65}, "stop", "at most 64 strings, got 65"),
+        ({"stop_token_ids": [1] * 33}, "stop_token_ids", "has 33 ids, at most 32"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "has 301 entries, at most 300"),
+        ({"prompt": ["a"] * 2049}, "prompt", "has 2049 prompts, at most 2048"),
         ({"stop": ["x" * 100_000]}, "stop", "at most 256 characters, got 1, the longest of 100000"),
         ({"stop_token_ids": [-3]}, "stop_token_ids", "-3"),
         ({"tempertur": 1}, "tempertur", "did you mean temperature?"),
-        ({"zzz": None}, "zzz", "known fields: "),
+        ({"zzz": False}, "zzz", "known fields: "),
+        ({"x" * 500: 1}, "x" * 500, "known fields: "),
         ({"\ud800": 1}, "\\ud800", "unknown field '\\ud800'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage", "unknown field 'usage'"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"guided_json": {}}, "guided_json", "not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"guided_json": {}, "regex": "a"}, "regex", "send one"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,7 +98,11 @@ def test_bad_completion(http, fake, fields, param, says, stream):
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"messages": []}, "messages", "at least one"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": USER * 5001}, "messages", "has 5001 messages, at most 5000"),
+        ({"messages": [{"role": "user", "content": [{}] * 1001}]}, "messages[0].content", "has 1001 parts"),
+        ({"messages": [{}] * 100}, "messages[0].role", "messages[0].role is required"),
+        ({"chat_template_kwargs": {f"x{i}": 1 for i in range(101)}}, "chat_template_kwargs", "has 101 variables"),
         ({"messages": "hi"}, "messages", "list"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         ({"messages": [*USER, {"content": "hi"}]}, "messages[1].role", "required"),
@@ -105,10 +114,10 @@ def test_bad_completion(http, fake, fields, param, says, stream):
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
             "messages[0].tool_calls",
-            "not supp",
+            "call 0 must have",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"tool_choice": "auto"}, "tool_choice", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tool 0 must be"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"functions": [{}]}, "functions", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"audio": {}}, "audio", "not supported"),
@@ -119,8 +128,9 @@ def test_bad_completion(http, fake, fields, param, says, stream):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
         ({"logprobs": 3}, "logprobs", "boolean"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be an integer from 1"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens must be an integer from 1"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be an integer from 1"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be an integer from 1"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens", "must not exceed max_tokens (0)"),
         ({"max_completion_tokens": 3, "min_tokens": 4}, "min_tokens", "must not exceed max_completion_tokens (3)"),
         ({"max_completion_tokens": 300}, "max_completion_tokens", "lower max_completion_tokens"),
         ({"max_tokens": 300}, "max_tokens", "lower max_tokens"),
@@ -135,6 +145,32 @@ def test_bad_chat(http, fake, fields, param, says):
     found = error(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}))
     assert found["param"] == param and says in found["message"]
     assert fake.started == []
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("size", [300, 30_000, 300_000])
+def test_a_prompt_beyond_the_context_has_openais_code(http, fake, path, size):
+    text = "x" * size
+    found = error(
+        http.post(path, json={"prompt": text} if path == TEXT else {"messages": [{**USER[0], "content": text}]})
+    )
+    assert found["code"] == "context_length_exceeded" and found["param"] in ("messages", "prompt")
+    assert fake.started == []
+
+
+def test_fields_that_are_null_are_not_there(http):
+    nothing = dict.fromkeys(("zzz", "tools", "functions", "priority", "max_tokens", "user", "stream", "logit_bias"))
+    assert http.post(CHAT, json={"messages": USER, **nothing}).status_code == 200
+    message = {**USER[0], "audio": None, "zzz": None}
+    assert http.post(CHAT, json={"messages": [message], "stream_options": None}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "n", "min_tokens", "logprobs", "best_of"])
+def test_an_integer_may_be_spelt_as_a_float(http, fake, name):
+    assert http.post(TEXT, json={"prompt": [97.0, 98], "temperature": 1, name: 1.0}).status_code == 200
+    prompt, params = fake.started[-1]
+    assert prompt == [97, 98] and getattr(params, name if name != "best_of" else "n") == 1
+    assert error(http.post(TEXT, json={"prompt": "a", name: 1.5}))["param"] == name
 
 
 @pytest.mark.parametrize(
@@ -154,10 +190,15 @@ def test_malformed_body(http, content, says):
 
 
 def test_what_was_sent_is_quoted_in_part(http):
-    name = "x" * 100_000
-    for body in ({"prompt": "a", name: 1}, {"prompt": "a", "stop": [name, ""]}):
-        found = error(http.post(TEXT, json=body))
-        assert len(found["message"]) == 2000 and len(found["param"]) <= 2000 and found["message"].endswith("xxx...")
+    long = "x" * 100_000
+    values = (long, [long] * 50, {long[:1000]: long}, [[[[long]]]])
+    for field in ("temperature", "stop", "logit_bias", "stop_token_ids", "stream_options", "messages"):
+        for value in values:
+            message = error(http.post(CHAT, json={"messages": USER, field: value}))["message"]
+            assert len(message) <= 2000, (field, message)
+    found = error(http.post(TEXT, json={"prompt": "a", "stop": [long[:250]] * 60 + [""]}))
+    assert len(found["message"]) == 2000 and found["message"].endswith("xxx...")
+    assert len(error(http.post(TEXT, json={"prompt": "a", "model": long}), 404)["message"]) < 200
 
 
 def test_content_type_is_named(http):
@@ -183,11 +224,15 @@ def test_unknown_route_and_method(http):
     assert "/v1/chat/completions" in error(http.post("/v1/chat"), 404)["message"]
     reply = http.get(TEXT)
     assert "use POST" in error(reply, 405)["message"] and reply.headers["allow"] == "POST"
+    both = http.put("/flush_cache")
+    assert "use GET, POST" in error(both, 405)["message"] and both.headers["allow"] == "GET, POST"
 
 
 def test_template_complaint_is_passed_on(http, fake):
     class Refuses:
-        def apply_chat_template(self, *_, **__):
+        measure = fake.tokenizer.measure
+
+        def write_chat(self, *_, **__):
             raise TokenizerError("roles must alternate")
 
     fake.tokenizer = Refuses()

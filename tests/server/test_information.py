@@ -1,11 +1,8 @@
-"""The routes that tell about the server: models, health, server_info, metrics, flush_cache."""
+"""The routes that tell about the server: models, server_info, flush_cache."""
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
-from jaxspec.request import Delta
 from server.app import create_app
-from server.metrics import Metrics
 from tests.server.fake import CONTEXT, FakeLLM
 from tests.server.live import serving
 
@@ -26,45 +23,11 @@ def test_served_name_replaces_the_models():
         assert (info["served_model_name"], info["model"]) == ("mine", "fake/model")
 
 
-def test_health(http, fake):
-    assert http.get("/health").json() == {"status": "ok"}
-    fake.ready = False
-    assert http.get("/health").status_code == 503
-
-
 def test_server_info(http):
     info = http.get("/server_info").json()
     assert (info["model"], info["draft"], info["avg_spec_accept_length"]) == ("fake/model", "none", 2.25)
     assert info["engine"]["ngram_max"] == 5 and info["model_config"]["vocab_size"] and info["versions"]["jax"]
     assert info["stats"]["accepted_per_position"] == [3, 1]
-
-
-def samples(http):
-    families = text_string_to_metric_families(http.get("/metrics").text)
-    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
-
-
-def test_metrics(http):
-    before = samples(http)
-    http.post("/v1/completions", json={"prompt": "a", "n": 2, "max_tokens": 5})
-    after = samples(http)
-    gained = {key: after[key] - before.get(key, 0) for key in after}
-    assert gained[("jaxspec_time_to_first_token_seconds_count",)] == 2
-    assert gained[("jaxspec_request_latency_seconds_count",)] == 2
-    assert gained[("jaxspec_inter_token_seconds_count",)] == 8, "five deltas each have four gaps"
-    assert after[("jaxspec_requests_total", "stop")] == 3
-    assert after[("jaxspec_spec_accepted_total", "1")] == 1
-    assert after[("jaxspec_dispatches_total", "round")] == 4
-    assert after[("jaxspec_kv_page_usage",)] == 0.2
-    assert after[("jaxspec_spec_accept_length",)] == 2.25
-
-
-def test_a_rounds_time_is_shared_by_its_tokens():
-    metrics = Metrics(FakeLLM().stats)
-    metrics.latencies.observe(Delta("id", 0, token_ids=[1, 2, 3, 4]), 0.4)
-    metrics.latencies.observe(Delta("id", 0, token_ids=[]), 0.4)
-    assert "jaxspec_inter_token_seconds_sum 0.1\n" in metrics.text().decode()
-    assert "jaxspec_inter_token_seconds_count 1.0\n" in metrics.text().decode()
 
 
 def test_flush_cache(http, fake):

@@ -42,18 +42,49 @@ def test_values_have_the_fields_types():
         (["--page-size", "x"], "invalid int value: 'x'"),
         (["--port", "70000"], "0 to 65535, got 70000"),
         (["--port", "http"], "0 to 65535, got http"),
-        (["Qwen/Qwen3-8B"], "unknown argument Qwen/Qwen3-8B; a model is named by --model"),
+        (["a/b", "c/d"], "unknown argument c/d: a/b is the model to serve, and there can be but one"),
+        (["a/b", "--model", "c/d"], "unknown argument --model c/d: a/b is the model"),
+        (["--quantization", "awq"], "quantized weights are not supported"),
+        (["--enable-lora"], "LoRA adapters are not supported"),
+        (["--enable-overlap-schedule"], "unknown argument --enable-overlap-schedule; --help lists"),
+        (["--enable-prefix-caching"], "it is always on"),
+        (["--no-skip-warmup"], "unknown argument --no-skip-warmup; --help"),
         (["--max-model-len", "8"], "unknown argument --max-model-len; here it is --context-length"),
         (["--generation-config", "vllm"], "unknown argument --generation-config; here it is --sampling-defaults"),
         (["--tp-size=2"], "unknown argument --tp-size; jaxspec serves on one GPU"),
         (["-tp", "2"], "unknown argument -tp; jaxspec serves on one GPU"),
-        (["--tool-call-parser", "x"], "unknown argument --tool-call-parser; --help lists the flags"),
+        (["--tool-call-parser", "x"], "invalid choice: 'x' .*'auto', 'none', 'hermes'"),
+        (["--tp", "1", "--pp-size", "4"], "unknown argument --pp-size; jaxspec serves on one GPU"),
+        (
+            ["--page-sise", "8", "--x=1", "a/b", "--max-num-seqs", "4"],
+            r"arguments\n  --page-sise; did you mean --page-size\?\n  --x; --help lists the flags\n  --max-num-seqs",
+        ),
+        (["--request-timeout", "0"], "a number of seconds above 0, got '0'"),
+        (["--drain-seconds", "inf"], "a number of seconds above 0, got 'inf'"),
+        (["--max-queued-requests", "-1"], "an integer of at least 0"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
     ],
 )
 def test_bad_command_lines(argv, says):
     with pytest.raises(UsageError, match=says):
         parse(argv)
+
+
+@pytest.mark.parametrize("argv", [["a/b"], ["--page-size", "8", "a/b"], ["a/b", "--page-size", "8"], ["--model=a/b"]])
+def test_a_model_may_stand_alone(argv):
+    assert parse(argv).model == "a/b"
+
+
+@pytest.mark.parametrize("argv", [["--tp", "1"], ["-tp", "1"], ["--tp-size=1", "--dp-size", "1", "--pp-size=1"]])
+def test_one_gpu_is_what_there_is(argv):
+    assert parse([*argv, "--page-size", "8"]).page_size == 8
+
+
+def test_help_shows_every_default_and_fits_a_screen_before_it_goes_into_details():
+    actions = [action for action in make_parser()._actions if action.dest not in ("help", "version", "config")]
+    assert [action.dest for action in actions if "default: " not in action.help] == []
+    common = make_parser().format_help().split("\nmodel:")[0]
+    assert "--model" in common and "--draft" in common and "--port" in common and common.count("\n") < 45
 
 
 def write(tmp_path, text):
@@ -99,7 +130,7 @@ def no_engine(monkeypatch):
 
     monkeypatch.setattr(command, "AsyncLLM", refuse)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(command, "_set_up_logging", lambda _: None)
+    monkeypatch.setattr(command.logs, "set_up", lambda *_: None)
 
 
 def test_port_in_use_is_found_before_the_model_loads(no_engine, capsys):
@@ -141,7 +172,7 @@ def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, sourc
     monkeypatch.delenv("JAXSPEC_API_KEY", raising=False)
     if source == "environment":
         monkeypatch.setenv("JAXSPEC_API_KEY", "sesame")
-    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling: greetings.append(key))
+    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling, *_: greetings.append(key))
     monkeypatch.setattr(command._Server, "run", lambda self, sockets: greetings.append(self._greeting))
     args = parse(["--api-key", "sesame"] if source == "flag" else [])
     with command._bind("127.0.0.1", 0) as listener:
@@ -158,7 +189,7 @@ def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, sourc
 def test_whose_sampling_defaults_a_server_has(monkeypatch, asked):
     """The checkpoint's, or nobody's."""
     given = []
-    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling: given.append(sampling))
+    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling, *_: given.append(sampling))
     monkeypatch.setattr(command._Server, "run", lambda self, sockets: None)
     llm = FakeLLM(sampling={"temperature": 0.6, "top_k": 20})
     with command._bind("127.0.0.1", 0) as listener:

@@ -264,7 +264,7 @@ def add_product(
     """x + rows @ weight, in bfloat16, rounded where plain layers round. `splits` as in `gated`.
 
     With the `scale` of the norm that these sums go through next they come as `Scaled` rows as well; `centred`, if that
-    is as in `models.layers.centred_rms_norm`.
+    is as in `decoder.functions.centred_rms_norm`.
     """
     out, *scaled = _products([x], [rows], weight, [] if scale is None else [scale], splits, interpret, centred)
     return (out, Scaled(*scaled)) if scaled else out
@@ -349,7 +349,7 @@ def normed(
 ) -> list[Float[Array, "r n"]]:
     """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
 
-    `x`, `scale` and `splits` as in `gated`. `centred`: as in `models.layers.centred_rms_norm`, which `Scaled` rows are
+    `x`, `scale` and `splits` as in `gated`. `centred`: as in `functions.centred_rms_norm`, which `Scaled` rows are
     already. With `keep` the normed rows come after the products.
     """
     groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)

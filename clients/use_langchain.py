@@ -1,0 +1,70 @@
+"""LangChain's ChatOpenAI: invoke, stream, tools, structured output."""
+
+from checks import WEATHER, check, main, weather_arguments
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+QUESTION = "What is the capital of France?"
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+    country: str
+
+
+@tool
+def get_weather(city: str, unit: str) -> str:
+    """The weather in a city; unit is celsius or fahrenheit."""
+    return "sunny"
+
+
+def chat(url, model, **settings):
+    settings = {"temperature": 0, "max_tokens": 96, "max_retries": 0, "timeout": 300} | settings
+    return ChatOpenAI(base_url=f"{url}/v1", api_key="unused", model=model, **settings)
+
+
+@check
+def invoke(url, model, tokenizer):
+    reply = chat(url, model).invoke(QUESTION)
+    assert "Paris" in reply.content and reply.usage_metadata["output_tokens"]
+    return reply.content
+
+
+@check
+def stream(url, model, tokenizer):
+    parts = [part.content for part in chat(url, model).stream(QUESTION)]
+    assert "Paris" in "".join(parts) and len(parts) > 2
+    return f"{len(parts)} parts"
+
+
+@check
+def bind_tools(url, model, tokenizer):
+    reply = chat(url, model).bind_tools([get_weather], tool_choice="required").invoke(WEATHER[0]["content"])
+    (first, *_) = reply.tool_calls
+    assert first["name"] == "get_weather" and first["args"].keys() == {"city", "unit"}
+    return str(first["args"])
+
+
+@check
+def bind_tools_strict(url, model, tokenizer):
+    from checks import WEATHER_TOOL
+
+    bound = chat(url, model).bind_tools([WEATHER_TOOL], tool_choice="get_weather", strict=True)
+    (first, *_) = bound.invoke(WEATHER[0]["content"]).tool_calls
+    return weather_arguments(first["args"])
+
+
+@check
+def with_structured_output(url, model, tokenizer):
+    said = []
+    for method in ("json_schema", "function_calling"):
+        made = chat(url, model).with_structured_output(City, method=method).invoke("Describe Paris.")
+        assert isinstance(made, City), made
+        said.append(f"{method}: {made!r}")
+    return "; ".join(said)
+
+
+main()

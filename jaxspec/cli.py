@@ -1,0 +1,34 @@
+"""The command `jaxspec`: `serve`, `bench` and `train`, each as `python -m` would run it.
+
+Modules are imported when they are run, so that this package needs neither the server nor the trainer's libraries.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "serve": ("server.__main__", "run", "serve a model: jaxspec serve MODEL --draft D"),
+    "bench": ("jaxspec.bench.__main__", "main", "measure decoding, prefill, serving, kernels"),
+    "train": ("jaxspec.train.__main__", "main", "train a drafter"),
+}
+OTHERS = ("vllm", "sglang")  # whose command lines `serve` answers with their translation
+
+
+def main() -> int:
+    """Run the command that `sys.argv` names; returns its exit status, 2 for a name that isn't known."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in OTHERS:
+        sys.argv.insert(1, "serve")
+        return main()
+    if name in COMMANDS:
+        module, function, _ = COMMANDS[name]
+        sys.argv[:2] = [f"{sys.argv[0]} {name}"]
+        return getattr(import_module(module), function)()
+    wanted_help = name in ("--help", "-h")
+    lines = [f"  jaxspec {command:<6} {text}" for command, (*_, text) in COMMANDS.items()]
+    print("\n".join(["usage:", *lines, "Each has --help."]), file=sys.stdout if wanted_help else sys.stderr)
+    if not wanted_help:
+        print(f"jaxspec: no command {name!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+    return 0 if wanted_help else 2

@@ -1,0 +1,135 @@
+"""Grammars of one engine: what a request asks for, compiled for the model's tokens, within limits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from jaxspec.request import RequestError, StructuredOutput
+from jaxspec.structured.limits import Watch, check
+from jaxspec.structured.matcher import Matcher
+from jaxspec.tokenizer import Tokenizer
+
+KEPT = 64  # compiled grammars: agents send the same schemas again and again
+WHITESPACE = r"[ \t\r\n]{1,64}"  # between a JSON text's parts: without an end, some models write nothing else
+FORMATS = frozenset(  # of all drafts
+    {
+        *("color", "date", "date-time", "duration", "email", "hostname", "host-name", "idn-email", "idn-hostname"),
+        *("ip-address", "ipv4", "ipv6", "iri", "iri-reference", "json-pointer", "phone", "regex"),
+        *("relative-json-pointer", "style", "time", "uri", "uri-reference", "uri-template", "utc-millisec", "uuid"),
+    }
+)
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class Grammars:
+    """Compiles grammars over a vocabulary of `vocab` tokens, the model's own, of which some may be padding.
+
+    Thread-safe. The library's own tokenizer is made at the first use, or by `warm_up`; it takes seconds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]):
+        self._tokenizer, self._vocab, self._end_ids = tokenizer, vocab, tuple(end_ids)
+        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._made: LLTokenizer | None = None
+        self._unreadable: str | None = None
+        self._watch = Watch()
+        self._making, self._turn = threading.Lock(), threading.Lock()
+
+    def warm_up(self) -> None:
+        """Read the vocabulary. A tokenizer that the library can't read is reported by `compile`."""
+        with self._making:
+            if self._made is None and self._unreadable is None:
+                try:
+                    text = self._tokenizer.to_json()
+                    self._made = LLTokenizer(text, n_vocab=self._vocab, eos_token=list(self._end_ids))
+                except Exception as error:
+                    self._unreadable = _reason(str(error))
+
+    def compile(self, wanted: StructuredOutput) -> LLMatcher:
+        """A grammar's matcher at the start of a text, to be copied by `start`.
+
+        **Raises:** `RequestError` naming the field, with the library's reason.
+        """
+        with self._turn:
+            if (found := self._compiled.get(wanted)) is not None:
+                self._compiled.move_to_end(wanted)
+                return found
+        check(wanted)
+        self.warm_up()
+        if (made := self._made) is None:
+            why = f"the grammar library can't read this model's tokenizer: {self._unreadable}"
+            raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
+        try:
+            matcher = self._watch.run(wanted, lambda: LLMatcher(made, self._source(wanted), log_level=0, limits=LIMITS))
+        except RequestError:
+            raise
+        except Exception as error:  # what a text that isn't a grammar sets off in one of the library's readers
+            raise RequestError(f"{wanted.kind}: {_reason(str(error))}", wanted.name or wanted.kind) from error
+        if matcher.is_error():
+            raise RequestError(f"{wanted.kind}: {_reason(matcher.get_error())}", wanted.name or wanted.kind)
+        with self._turn:
+            self._compiled[wanted] = matcher
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _source(self, wanted: StructuredOutput) -> str:
+        base = source(wanted)
+        return base if wanted.prefix is None else behind(base, *wanted.prefix, self._tokenizer.added_tokens)
+
+    def start(self, compiled: LLMatcher, avoid_end: bool = False) -> Matcher:
+        """A completion's matcher, before its first token."""
+        return Matcher(compiled.deep_copy(), self._end_ids, avoid_end)
+
+
+def source(wanted: StructuredOutput) -> str:
+    """The grammar as the library takes it. **Raises:** anything, for text that can't be read."""
+    if wanted.kind == "json":
+        space = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
+        options = {"whitespace_pattern": space} if space else {"whitespace_flexible": False}
+        schema = json.loads(wanted.text)
+        _drop_unknown_formats(schema)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    if wanted.kind == "regex":
+        return LLMatcher.grammar_from_regex(wanted.text)
+    if wanted.kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(wanted.text))))
+    return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))  # of text that isn't GBNF, that changes nothing
+
+
+def _drop_unknown_formats(schema: dict[str, Any]) -> None:
+    """Formats that no draft defines say nothing, by JSON Schema itself; the library would refuse them."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            if isinstance(value.get("format"), str) and value["format"] not in FORMATS:
+                del value["format"]
+            waiting += [inner for key, inner in value.items() if key not in ("const", "enum", "default", "examples")]
+
+
+def behind(base: str, opens: str, closes: str, tokens: Mapping[str, int]) -> str:
+    """A grammar behind free text between markers: see `StructuredOutput.after`. A marker that is one of the added
+    `tokens` is written as that token, since special ones aren't text."""
+    mark = lambda marker: f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)  # noqa: E731
+    ends = f"inner: ANY {mark(closes)}" if closes in tokens else f"inner[suffix={mark(closes)}]: ANY"
+    start = f"start: block? @body\nblock: {mark(opens)} inner SPACE" if opens else "start: inner SPACE @body"
+    around = f"%llguidance {{}}\n{start}\n{ends}\nANY: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]{{0,8}}/\n"
+    (body,) = json.loads(base)["grammars"] if base.startswith('{"grammars"') else [{"lark_grammar": base}]
+    return json.dumps({"grammars": [{"lark_grammar": around}, {**body, "name": "body"}]})
+
+
+def _reason(text: str) -> str:
+    """The library's message as one line: its first one, and what a regular expression's parser says at the end."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
+    said = [line[:200] for line in (*lines[:1], *lines[1:]) if line is lines[0] or line.startswith("error:")]
+    return " ".join(said[:2]) or "the grammar can't be compiled"

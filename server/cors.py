@@ -1,0 +1,57 @@
+"""Which web pages of other origins may call the server: vLLM's flags, Starlette's middleware.
+
+Invariant: without `--allowed-origins` no answer has a CORS header. With it, a browser's preflight is answered before
+the API key is asked for, since browsers send none with it, and refusals carry the headers that let a page read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+EXPOSED = ("X-Request-Id", "Retry-After", "WWW-Authenticate")
+
+
+def add_cors_flags(group: argparse._ArgumentGroup) -> None:
+    for name, default, text in (
+        ("--allowed-origins", None, 'origins of pages that may call the server, as \'["https://a.example"]\' or "*"'),
+        ("--allowed-methods", ["*"], "methods that those pages may use"),
+        ("--allowed-headers", ["*"], "headers that those pages may send"),
+    ):
+        shown = "none" if default is None else "*"
+        group.add_argument(name, type=_names, default=default, metavar="LIST", help=f"{text} (default: {shown})")
+    group.add_argument("--allow-credentials", action="store_true", help="let those pages send cookies (default: off)")
+
+
+def cors_options(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What the flags say, for `allow_origins`; None if no origin is allowed."""
+    if not args.allowed_origins:
+        return None
+    return {
+        "allow_origins": args.allowed_origins,
+        "allow_methods": args.allowed_methods,
+        "allow_headers": args.allowed_headers,
+        "allow_credentials": args.allow_credentials,
+    }
+
+
+def allow_origins(app: FastAPI, options: dict[str, Any]) -> None:
+    """Wrap all that was added to `app` before. `options` are `CORSMiddleware`'s."""
+    app.add_middleware(CORSMiddleware, expose_headers=EXPOSED, **options)
+
+
+def _names(text: str) -> list[str]:
+    """A JSON list of strings, or one name as it stands."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        names = json.loads(text)
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise argparse.ArgumentTypeError(f"must be a JSON list of strings or one name, got {text}")
+    return names

@@ -1,0 +1,175 @@
+"""JSON from strangers: a parser that other threads can interrupt, with limits that hold before memory is spent.
+
+`json.loads` keeps the interpreter's lock from a document's first byte to its last, so 60 MB of `{},` stop every stream
+for seconds, even from another thread. This parser walks the structure in Python, where the lock changes hands, and
+leaves strings and runs of integers to C, a bounded piece at a time.
+
+Invariants: whatever it returns, `json.loads` returns too. It builds at most `MAX_VALUES` values, of which `MAX_ITEMS`
+aren't integers, and no call into C handles more than `MAX_STRING` bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from json.decoder import JSONDecodeError, scanstring
+from typing import Any
+
+from jaxspec.request import RequestError
+
+MAX_DEPTH = 100  # arrays and objects within one another
+MAX_ITEMS = 50_000  # keys, strings, arrays, objects, fractions, true, false and null
+MAX_VALUES = 2**20  # these and integers: the token ids of a batch of prompts
+MAX_STRING = 4 * 2**20  # bytes
+MAX_KEY = 2**16  # bytes
+MAX_DIGITS = 4000  # of one number; Python converts no integer of more than 4300
+
+_SPACE = re.compile(rb"[ \t\n\r]{0,4096}")
+_INTEGERS = re.compile(rb"(?:-?(?:0|[1-9]\d{0,18})[ \n]{0,2},[ \n]{0,2}){1,1024}+")
+_NUMBER = re.compile(rb"(-?(?:0|[1-9]\d{0,%d}))((?:\.\d{1,%d})?(?:[eE][-+]?\d{1,%d})?)" % (3 * (MAX_DIGITS,)))
+# Of a string: text, or what a backslash begins. Two surrogates that are one character stay together.
+_CHARACTERS = re.compile(rb'(?:[^"\\]{1,4096}+|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u[^"\\]{4}|\\.){1,256}+', re.DOTALL)
+_utf8 = codecs.getincrementaldecoder("utf-8")
+_WORDS = {
+    b"true": True,
+    b"false": False,
+    b"null": None,
+    b"NaN": float("nan"),
+    b"Infinity": float("inf"),
+    b"-Infinity": float("-inf"),
+}
+_WORD = re.compile(b"|".join(_WORDS))
+
+
+def parse(body: bytes) -> Any:
+    """The value that a JSON document in UTF-8 holds. Of a key that comes twice, the last value counts.
+
+    **Raises:** `RequestError` that says where the document isn't JSON, or which limit it passes.
+    """
+    reader = _Reader(body)
+    value = reader.value(reader.skip(3 if body.startswith(b"\xef\xbb\xbf") else 0), MAX_DEPTH)
+    if (end := reader.skip(reader.end)) != len(body):
+        raise reader.invalid("nothing may follow the value", end)
+    return value
+
+
+class _Reader:
+    """`end` is where the value ends that was read last."""
+
+    def __init__(self, body: bytes):
+        self.body = body
+        self.end = 0
+        self._items = self._values = 0
+
+    def skip(self, start: int) -> int:
+        """Where the space after `start` ends."""
+        while (end := _SPACE.match(self.body, start).end()) > start:
+            start = end
+        return start
+
+    def value(self, start: int, depth: int) -> Any:
+        """The value at `start`, which isn't space, in no more than `depth` further arrays and objects."""
+        first = self.body[start : start + 1]
+        if found := _NUMBER.match(self.body, start):
+            return self._number(found)
+        self._count_item()
+        if first == b'"':
+            return self._string(start, MAX_STRING, "a string")
+        if first == b"[" or first == b"{":
+            if depth == 0:
+                raise RequestError(f"the body is nested too deeply: more than {MAX_DEPTH} arrays and objects")
+            return (self._array if first == b"[" else self._object)(self.skip(start + 1), depth - 1)
+        if found := _WORD.match(self.body, start):
+            self.end = found.end()
+            return _WORDS[found.group()]
+        raise self.invalid("a value is missing", start)
+
+    def invalid(self, problem: str, place: int) -> RequestError:
+        return RequestError(f"the body is not valid JSON: {problem} at byte {place}")
+
+    def _array(self, place: int, depth: int) -> list[Any]:
+        values: list[Any] = []
+        if self._closes(b"]", place):
+            return values
+        while True:
+            while run := _INTEGERS.match(self.body, place):
+                integers = run.group().rstrip(b", \n").split(b",")
+                self._count(len(integers))
+                values += map(int, integers)
+                place = run.end()
+            values.append(self.value(self.skip(place), depth))
+            place = self.skip(self.end)
+            if self._closes(b"]", place):
+                return values
+            place = self._after(b",", place, "a comma or ] is missing")
+
+    def _object(self, place: int, depth: int) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if self._closes(b"}", place):
+            return values
+        while True:
+            if self.body[place : place + 1] != b'"':
+                raise self.invalid("a key in double quotes is missing", place)
+            self._count_item()
+            key = self._string(place, MAX_KEY, "a key")
+            place = self._after(b":", self.skip(self.end), "a colon is missing")
+            values[key] = self.value(place, depth)
+            place = self.skip(self.end)
+            if self._closes(b"}", place):
+                return values
+            place = self._after(b",", place, "a comma or } is missing")
+
+    def _closes(self, bracket: bytes, place: int) -> bool:
+        self.end = place + 1
+        return self.body[place : place + 1] == bracket
+
+    def _after(self, mark: bytes, place: int, problem: str) -> int:
+        """Where something begins that follows the `mark` at `place`."""
+        if self.body[place : place + 1] != mark:
+            raise self.invalid(problem, place)
+        return self.skip(place + 1)
+
+    def _number(self, found: re.Match[bytes]) -> int | float:
+        self.end = found.end()
+        if self.body[self.end : self.end + 1].isdigit():
+            if found.end() - found.start() < MAX_DIGITS:
+                raise self.invalid("a number begins with 0", found.start())
+            raise RequestError(f"the body has a number of thousands of digits, at most {MAX_DIGITS} are read")
+        whole, rest = found.groups()
+        if rest:
+            self._count_item()
+            return float(found.group())
+        self._count(1)
+        return int(whole)
+
+    def _string(self, start: int, limit: int, what: str) -> str:
+        parts, utf8, end = [], _utf8(), start + 1
+        try:
+            while run := _CHARACTERS.match(self.body, end):
+                end = run.end()
+                if end - start > limit + 1:
+                    raise RequestError(f"{what} of more than {limit} bytes begins at byte {start} of the body")
+                parts.append(scanstring(f'{utf8.decode(run.group())}"', 0)[0])
+            if self.body[end : end + 1] != b'"':
+                raise self.invalid("a string doesn't end that begins", start)
+            utf8.decode(b"", True)
+        except UnicodeDecodeError:
+            raise RequestError(f"the body isn't UTF-8 in the string that begins at byte {start}") from None
+        except JSONDecodeError as error:  # a control character, or an escape that isn't one
+            raise self.invalid(f"{error.msg.lower()} in the string", start) from None
+        self.end = end + 1
+        return "".join(parts)
+
+    def _count(self, integers: int) -> None:
+        self._values += integers
+        if self._values > MAX_VALUES:
+            raise RequestError(f"the body has more than {MAX_VALUES} values; send fewer or shorter prompts at once")
+
+    def _count_item(self) -> None:
+        self._count(1)
+        self._items += 1
+        if self._items > MAX_ITEMS:
+            raise RequestError(
+                f"the body has more than {MAX_ITEMS} strings, objects, arrays and other values that aren't integers; "
+                "send less at once"
+            )

@@ -1,0 +1,109 @@
+"""Chat as models speak it: a reply's text in, pieces out: reasoning, content, tool calls.
+
+One hook between detokeniser and reply. A `Parser` takes the text of one choice in whatever pieces it comes, and gives
+each piece's kind; what it gives, joined, is the same however the text was cut (`scan.py` says why). A new format is a
+file with a scanner, and a line in one of the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from server.parsers.harmony import Harmony
+from server.parsers.hermes import Hermes
+from server.parsers.llama3_json import Llama3Json
+from server.parsers.mistral import Mistral
+from server.parsers.qwen3_coder import Qwen3Coder
+from server.parsers.scan import ARGUMENTS, CALL, CONTENT, REASONING, Piece, Scanner, join
+from server.parsers.think import DeepseekR1, Magistral, Qwen3, Think
+from server.parsers.tools import ToolScanner
+
+__all__ = ["ARGUMENTS", "CALL", "CONTENT", "PARSERS", "REASONING", "REASONING_PARSERS", "Parser", "Piece", "parse"]
+
+REASONING_PARSERS: dict[str, type[Think] | type[Harmony]] = {
+    "qwen3": Qwen3,
+    "deepseek_r1": DeepseekR1,
+    "think": Think,
+    "mistral": Magistral,
+    **dict.fromkeys(("harmony", "gpt_oss", "openai_gptoss"), Harmony),
+}
+PARSERS: dict[str, type[ToolScanner]] = {
+    **dict.fromkeys(("hermes", "qwen25", "qwen"), Hermes),
+    "qwen3_coder": Qwen3Coder,
+    **dict.fromkeys(("llama3_json", "llama3"), Llama3Json),
+    "mistral": Mistral,
+    **dict.fromkeys(("harmony", "gpt_oss", "openai"), Harmony),
+}
+
+
+class Parser:
+    """The parser of one choice.
+
+    **Arguments:** `reasoning` and `tools_format` are names of `REASONING_PARSERS` and `PARSERS`, or None for text that
+    is to pass as it is. `tools`: the request's, as OpenAI writes them; None if they aren't known. `thinking`: "prompt"
+    where the prompt ended in the opening marker of reasoning, "off" where it closed an empty block, else None.
+    """
+
+    def __init__(
+        self,
+        reasoning: str | None = None,
+        tools_format: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: str | None = None,
+    ):
+        first = REASONING_PARSERS[reasoning] if reasoning else None
+        second = PARSERS[tools_format] if tools_format else None
+        if Harmony in (first, second):  # which reads both
+            first, second = None, Harmony
+        self._think = first(thinking) if first else None
+        self._tools: Scanner | None = second(tools) if second else None
+
+    def push(self, text: str) -> list[Piece]:
+        """Add text; returns the pieces that it completes."""
+        if not text:
+            return []
+        if self._think is None or self._think.past:
+            return self._then(text)
+        return self._through(self._think.push(text))
+
+    def finish(self) -> list[Piece]:
+        """No more text comes; returns what was held back."""
+        pieces = self._through(self._think.finish()) if self._think else []
+        return pieces + self._tools.finish() if self._tools else pieces
+
+    def _then(self, content: str) -> list[Piece]:
+        return self._tools.push(content) if self._tools else [Piece(CONTENT, content)]
+
+    def _through(self, pieces: list[Piece]) -> list[Piece]:
+        """Let the content among these be searched for calls."""
+        if self._tools is None:
+            return pieces
+        return [each for p in pieces for each in (self._tools.push(p.text) if p.kind == CONTENT else [p])]
+
+
+def parse(
+    format: str | Sequence[str],
+    pieces: Iterable[str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    thinking: str | None = None,
+) -> dict[str, Any]:
+    """A whole reply from its pieces, cut anywhere: `reasoning_content` and `content` (None where there is none), and
+    `tool_calls`, each with `name` and `arguments`.
+
+    `format`: a tool format, a reasoning format, or both, as "qwen3+hermes" or ("qwen3", "hermes"). The other arguments
+    are `Parser`'s.
+
+    **Raises:** `ValueError` for a format that isn't in the tables, with those that are.
+    """
+    names = format.split("+") if isinstance(format, str) else list(format)
+    if len(names) == 1:
+        names = [None, names[0]] if names[0] in PARSERS else [names[0], None]
+    if len(names) != 2 or names[0] not in (None, *REASONING_PARSERS) or names[1] not in (None, *PARSERS):
+        raise ValueError(
+            f"no parser {format!r}; reasoning formats: {', '.join(REASONING_PARSERS)}; "
+            f"tool formats: {', '.join(PARSERS)}; both are joined as qwen3+hermes"
+        )
+    parser = Parser(*names, tools, thinking)
+    found = [piece for text in pieces for piece in parser.push(text)]
+    return join(found + parser.finish())

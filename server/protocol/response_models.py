@@ -1,0 +1,197 @@
+"""What a response says, for the API's description: the server writes them as plain dicts (`server.replies`).
+
+Invariant: every response that the tests ask for is valid against these, with no field besides.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Object(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Error(Object):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Object):
+    """What every response of status 400 and above holds."""
+
+    error: Error
+
+
+class PromptTokensDetails(Object):
+    cached_tokens: int
+
+
+class Usage(Object):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Speculation(Object):
+    """vLLM's figures of a request's drafts."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class RequestMetrics(Object):
+    speculative_decoding: Speculation
+
+
+class PromptLogprob(Object):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+class Extras(Object):
+    """Fields that are there if they were asked for."""
+
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] = []
+    prompt_token_ids: list[int] = []
+
+
+class ChoiceExtras(Object):
+    token_ids: list[int] = []
+    token_sources: list[list[str]] = []
+    stop_reason: int | str | None = None
+
+
+class TopLogprob(Object):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Object):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class Function(Object):
+    name: str = ""
+    arguments: str
+
+
+class ToolCall(Object):
+    """A call; in a stream, its first part has id, type and name, and `index` says whose a part is."""
+
+    index: int = 0
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatMessage(Object):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = []
+
+
+class ChatDelta(Object):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCall] = []
+
+
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class ChatChoice(ChoiceExtras):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatChunkChoice(ChoiceExtras):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Response(Object):
+    id: str
+    created: int
+    model: str
+    metrics: RequestMetrics | None = None
+
+
+class ChatCompletion(Response, Extras):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatCompletionChunk(Response, Extras):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(Object):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ChoiceExtras, Extras):
+    """A choice, whole or in a chunk of a stream, where all but the last have no `finish_reason`."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(Response):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(Object):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(Object):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(Object):
+    status: Literal["ok"]
+
+
+class Flushed(Object):
+    flushed: Literal[True]

@@ -1,0 +1,242 @@
+"""The body of `/v1/responses`, and what it means as a chat.
+
+Invariant: a response is a chat, so that prompt, tools, structured output and sampling can't differ between the two
+routes. Items become messages here, one by one, and any that can't is refused by its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar
+
+from pydantic import PlainValidator
+
+from jaxspec.request import RequestError
+from server.protocol.base import Body, Integer, Text, at_most, check_text
+
+MAX_ITEMS = 4096
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # reasoning comes unencrypted, which serves as well
+# Where this route's fields stand in a chat's body, for errors that name them.
+PLACES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "include",
+}
+SAME = (
+    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed", "stop"),
+    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "min_tokens", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "speculative", "chat_template_kwargs"),
+)  # fields that mean in a chat what they mean here
+
+
+def _items(value: Any) -> list[dict[str, Any]]:
+    """`input` as a list of items, each checked as far as this route knows it."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": check_text(value)}]
+    if not isinstance(value, list) or not value:
+        raise RequestError("must be a string or a list of items, not empty")
+    if len(value) > MAX_ITEMS:
+        raise RequestError(f"has {len(value)} items, at most {MAX_ITEMS} are allowed")
+    for place, item in enumerate(value):
+        try:
+            _message(item)
+        except RequestError as error:
+            raise RequestError(f"item {place}: {error}") from None
+    return value
+
+
+def _message(item: Any) -> dict[str, Any]:
+    """An item as (part of) a chat message. **Raises:** `RequestError`."""
+    if not isinstance(item, dict):
+        raise RequestError("must be an object")
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if kind == "message":
+        role = item.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise RequestError(f"the role must be one of {', '.join(ROLES)}")
+        return {"role": ROLES[role], "content": _text(item.get("content"), "content")}
+    if kind == "reasoning":
+        return {"role": "assistant", "reasoning_content": _text(item.get("content") or item.get("summary"), "content")}
+    if kind == "function_call":
+        call = {"name": _string(item, "name"), "arguments": _string(item, "arguments")}
+        calls = [{"id": _string(item, "call_id"), "type": "function", "function": call}]
+        return {"role": "assistant", "tool_calls": calls}
+    if kind == "function_call_output":
+        output = _text(item.get("output"), "output")
+        return {"role": "tool", "tool_call_id": _string(item, "call_id"), "content": output}
+    raise RequestError(
+        f"items of type {str(kind)[:40]!r} are not supported; send message, function_call, function_call_output or "
+        "reasoning"
+    )
+
+
+def _string(item: dict[str, Any], name: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise RequestError(f"needs a string as its {name}")
+    return check_text(item[name])
+
+
+def _text(value: Any, name: str) -> str:
+    """Text, or parts of it joined by a newline."""
+    if isinstance(value, str):
+        return check_text(value)
+    if value is None and name == "content":
+        return ""
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise RequestError(f"needs a string or a list of at most {MAX_ITEMS} text parts as its {name}")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal":
+            part = {"text": part.get("refusal")}
+        elif kind not in TEXT_PARTS:
+            raise RequestError(f"{name} has a part of type {str(kind)[:40]!r}; this server reads text only")
+        texts.append(_string(part, "text"))
+    return "\n".join(texts)
+
+
+def messages(instructions: str | None, items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat's messages. What an assistant thought, said and called without a break is one message; so are the
+    instructions and the system messages that follow them, for many templates allow one alone."""
+    found: list[dict[str, Any]] = []
+    if instructions:
+        found.append({"role": "system", "content": instructions})
+    for item in items:
+        message = _message(item)
+        last = found[-1] if found else {}
+        if message["role"] == "system" and [each["role"] for each in found] == ["system"]:
+            last["content"] += "\n\n" + message["content"]
+        elif message["role"] == "assistant" == last.get("role") and _goes_on(last, message):
+            last.setdefault("tool_calls", [])
+            last["tool_calls"] = last["tool_calls"] + message.get("tool_calls", [])
+            last |= {key: value for key, value in message.items() if key != "tool_calls"}
+        else:
+            found.append(message)
+    for message in found:
+        message.setdefault("content", "")
+        if not message.get("tool_calls", True):
+            del message["tool_calls"]
+    return found
+
+
+def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Whether a part of an assistant's turn continues the parts before it: reasoning, then text, then calls."""
+    if "reasoning_content" in message:
+        return False
+    return "content" not in message or ("content" not in last and not last.get("tool_calls"))
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise RequestError("must be a list of tools")
+    for place, tool in enumerate(value):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind != "function":
+            raise RequestError(f"tool {place} has the type {str(kind)[:40]!r}; this server takes functions only")
+    return value
+
+
+class TextConfig(Body):
+    """`text`: the format of the output."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {"verbosity": ("medium",)}
+    format: dict[str, Any] | None = None
+
+
+class Reasoning(Body):
+    """`reasoning`. A summary is not made: reasoning comes as it is."""
+
+    IGNORED = frozenset({"summary", "generate_summary"})
+    effort: str | None = None
+
+
+class ResponsesRequest(Body):
+    """The body of `/v1/responses`. None, everywhere, means the default."""
+
+    IGNORED = frozenset(
+        {
+            *("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+            *("stream_options", "client_metadata"),
+        }
+    )
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {
+        **dict.fromkeys(("conversation", "prompt", "max_tool_calls", "context_management", "moderation"), ()),
+        "background": (False,),
+        "truncation": ("disabled",),
+    }
+
+    input: Annotated[list[dict], PlainValidator(_items, json_schema_input_type=str | list[dict])]
+    model: str | None = None
+    instructions: Text | None = None
+    max_output_tokens: Integer | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Integer | None = None
+    include: Annotated[list[str], at_most(MAX_ITEMS, "entries")] | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[dict], PlainValidator(_tools, json_schema_input_type=list[dict])] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+    # vLLM's, beyond OpenAI's
+    top_k: Integer | None = None
+    min_p: float | None = None
+    seed: Integer | None = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    min_tokens: Integer | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Any = None
+    speculative: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def chat(self, history: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+        """The body of the chat that this is, after the items of `history`. **Raises:** `RequestError`."""
+        if bad := [name for name in self.include or () if name not in INCLUDABLE]:
+            raise RequestError(f"{bad[0]!r} can't be included; this server has {', '.join(INCLUDABLE)}", "include")
+        chat = {name: value for name in SAME if (value := getattr(self, name)) is not None}
+        chat["messages"] = messages(self.instructions, [*history, *self.input])
+        if self.max_output_tokens is not None:
+            chat["max_completion_tokens"] = self.max_output_tokens
+        if self.wants_logprobs:
+            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            chat["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.format is not None:
+            chat["response_format"] = _response_format(self.text.format)
+        if self.tools:
+            chat["tools"] = [{"type": "function", "function": _without(tool, "type")} for tool in self.tools]
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = {"type": "function", "function": _without(choice, "type")}
+        if choice is not None:
+            chat["tool_choice"] = choice
+        return chat
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any]:
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": _without(given, "type")}
+
+
+def _without(given: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key != name}

@@ -1,0 +1,222 @@
+"""The bodies of SGLang's own routes: `/generate` and `/abort_request`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+
+from jaxspec.request import MAX_STOP_IDS, RequestError, SamplingParams, StructuredOutput
+from server.protocol.base import Body, Integer, Text, at_most, check_text, shown
+from server.protocol.completion import MAX_COMPLETIONS
+from server.protocol.generation import Biases, Stop, TokenId, _logit_bias, _stop
+from server.protocol.structured import naming
+
+# SGLang's names of `SamplingParams`' fields, where they differ.
+NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # and the keyword of each in StructuredOutput
+
+
+class Sampling(Body):
+    """`sampling_params`. None, everywhere, means the default."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {
+        **dict.fromkeys(("structural_tag", "stop_regex"), ()),
+        "custom_params": ({},),
+        "spaces_between_special_tokens": (True,),
+        "stream_interval": (1,),
+    }
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    min_p: float | None = None
+    sampling_seed: Integer | None = None
+    max_new_tokens: Integer | None = None
+    min_new_tokens: Integer | None = None
+    stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=Stop)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), at_most(MAX_STOP_IDS, "ids")] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    n: Integer | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=Biases)] | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    speculative: bool | None = None
+
+    @property
+    def no_tokens(self) -> bool:
+        """Whether nothing is to follow the prompt, which is how one has it scored."""
+        return self.max_new_tokens == 0
+
+    def params(self, defaults: Mapping[str, Any], **reports: int | None) -> SamplingParams:
+        """With `defaults` where the client says nothing. **Raises:** `RequestError` for a value out of range.
+
+        The engine always generates a token, even when it won't be shown (`no_tokens`).
+        """
+        given = {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
+        grammars = {name: given.pop(name) for name in GRAMMARS if name in given}
+        if len(grammars) > 1:
+            first, second, *_ = grammars
+            raise RequestError(f"{first} and {second} each say what the text must be; send one", second)
+        for name, value in grammars.items():
+            with naming(name):
+                given["structured"] = StructuredOutput(**{GRAMMARS[name]: value, "name": name})
+        if self.no_tokens:
+            given["max_new_tokens"] = 1
+        for ours, theirs in (*NAMES.items(), ("include_stop_str_in_output", "no_stop_trim")):
+            if theirs in given:
+                given[ours] = given.pop(theirs)
+        return SamplingParams(**{**defaults, **given, **reports})
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, dict) else value
+
+
+def _texts(value: Any) -> Any:
+    """A text, or a list of them."""
+    if isinstance(value, str):
+        return check_text(value)
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        raise RequestError("must be a string or a list of strings, not empty")
+    return [check_text(text) for text in value]
+
+
+def _one_or_each(kind: type, what: str) -> PlainValidator:
+    """Takes a value of a kind, for all prompts, or a list with one for each."""
+
+    def check(value: Any) -> Any:
+        if not all(type(each) is kind for each in (value if isinstance(value, list) else [value])):
+            raise RequestError(f"must be {what} or a list with one for each prompt, got {shown(value)}")
+        return value
+
+    return PlainValidator(check, json_schema_input_type=kind | list[kind])
+
+
+def _ids(value: Any) -> Any:
+    """A list of token ids, or several. The engine checks them against the vocabulary."""
+    if isinstance(value, list) and value:
+        if isinstance(value[0], list) and len(value) > MAX_COMPLETIONS:
+            raise RequestError(f"has {len(value)} prompts, at most {MAX_COMPLETIONS} in one request; send several")
+        if all(type(token) is int for token in value):
+            return value
+        if all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in value):
+            return value
+    raise RequestError("must be a list of token ids or a list of such lists, none of them empty")
+
+
+class GenerateRequest(Body):
+    """One prompt, or a list of them, as `text` or `input_ids`. Other fields may then be lists too."""
+
+    IGNORED = frozenset(
+        {
+            *("log_metrics", "no_logs", "custom_labels", "external_trace_header", "received_time", "modalities"),
+            *("session_id", "conversation_id", "routing_key"),
+        }
+    )
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {
+        **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data"), ([],)),
+        **dict.fromkeys(("session_params", "lora_path", "lora_id", "custom_logit_processor", "extra_key"), ()),
+        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background", "return_entropy"), (False,)),
+        **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"), ()),
+        "priority": (0,),
+    }
+
+    text: Annotated[Any, PlainValidator(_texts, json_schema_input_type=str | list[str])] | None = None
+    input_ids: Annotated[Any, PlainValidator(_ids, json_schema_input_type=list[int] | list[list[int]])] | None = None
+    sampling_params: (
+        Annotated[list[Sampling], BeforeValidator(_listed, json_schema_input_type=Sampling | list[Sampling])] | None
+    ) = None
+    rid: Annotated[Any, _one_or_each(str, "a string")] | None = None
+    stream: bool | None = None
+    return_logprob: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
+    logprob_start_len: Annotated[Any, _one_or_each(int, "an integer")] | None = None
+    top_logprobs_num: Annotated[Any, _one_or_each(int, "an integer")] | None = None
+    return_text_in_logprobs: bool | None = None
+    token_ids_logprob: Any = None  # bench_serving sends some always, and without return_logprob they ask for nothing
+
+    @model_validator(mode="after")
+    def _agree(self):
+        if (self.text is None) == (self.input_ids is None):
+            given = "neither" if self.text is None else "both"
+            raise RequestError(f"send text or input_ids; {given} was given", "text")
+        for name in ("rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != len(self.prompts):
+                raise RequestError(f"has {len(value)} entries for {len(self.prompts)} prompts", name)
+        settings = self.sampling_params or [Sampling()]
+        if len(settings) not in (1, len(self.prompts)):
+            raise RequestError(f"has {len(settings)} entries for {len(self.prompts)} prompts", "sampling_params")
+        if len({each.n or 1 for each in settings}) > 1:
+            raise RequestError("n must be the same for all prompts of a request", "sampling_params")
+        if (asked := len(self.prompts) * (settings[0].n or 1)) > MAX_COMPLETIONS:
+            raise RequestError(f"{asked} completions are asked for, at most {MAX_COMPLETIONS} in one request", "text")
+        if self.token_ids_logprob and any(self._each("return_logprob")):
+            raise RequestError("is not supported by this server with return_logprob", "token_ids_logprob")
+        return self
+
+    @property
+    def several(self) -> bool:
+        """Whether the response is a list: for a list of prompts, or several completions of one."""
+        batch = isinstance(self.text, list) or (self.text is None and isinstance(self.input_ids[0], list))
+        return batch or any((each.n or 1) > 1 for each in self.sampling_params or ())
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        given = self.input_ids if self.text is None else self.text
+        return given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
+
+    def ids(self) -> list[str]:
+        """A request id for each prompt; one string given for several is the beginning of theirs."""
+        if isinstance(self.rid, list):
+            return self.rid
+        base = self.rid or secrets.token_hex(16)
+        return [base] if len(self.prompts) == 1 else [f"{base}_{i}" for i in range(len(self.prompts))]
+
+    def starts(self) -> list[int]:
+        """From which token on each prompt's log-probabilities are reported; -1: none of them."""
+        return [-1 if each is None else each for each in self._each("logprob_start_len")]
+
+    def sampling(self, defaults: Mapping[str, Any]) -> list[SamplingParams]:
+        """Settings for each prompt. **Raises:** `RequestError` for a value out of range."""
+        settings = self._settings()
+        reported = zip(self._each("return_logprob"), self._each("top_logprobs_num"), self.starts(), strict=True)
+        all_params = []
+        for each, (wanted, top, start) in zip(settings, reported, strict=True):
+            top = (top or 0) if wanted else None
+            all_params.append(each.params(defaults, logprobs=top, prompt_logprobs=None if start < 0 else top))
+        return all_params
+
+    def no_tokens(self) -> list[bool]:
+        """For each prompt, whether nothing is to follow it."""
+        return [each.no_tokens for each in self._settings()]
+
+    def _settings(self) -> list[Sampling]:
+        settings = self.sampling_params or [Sampling()]
+        return settings if len(settings) > 1 else settings * len(self.prompts)
+
+    def _each(self, name: str) -> list[Any]:
+        value = getattr(self, name)
+        return value if isinstance(value, list) else [value] * len(self.prompts)
+
+
+class AbortRequest(Body):
+    """Which requests of `/generate`, or of any route by its response's id, to end."""
+
+    IGNORED = frozenset({"abort_message"})
+    rid: Text | None = None
+    abort_all: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_some(self):
+        if not self.rid and not self.abort_all:
+            raise RequestError("send the rid of a request, or abort_all: true", "rid")
+        return self

@@ -1,0 +1,128 @@
+"""How a body asks for structured output: OpenAI's `response_format`, vLLM's and SGLang's fields, as one grammar.
+
+Invariant: a body has one grammar at most. Two that mean something are refused by name, whoever's spelling they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from jaxspec.request import RequestError, StructuredOutput
+
+# vLLM's older fields and SGLang's, each the keyword of StructuredOutput that it means
+NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+KEYWORDS = ("json", "regex", "choice", "grammar")
+FORMATS = ("text", "json_object", "json_schema")
+
+# What the API's description says of these fields; `StructuredOutput` checks them.
+FORMAT_SCHEMA = {
+    "required": ["type"],
+    "properties": {"type": {"enum": [*FORMATS]}, "json_schema": {"type": "object", "required": ["name"]}},
+    "if": {"properties": {"type": {"const": "json_schema"}}},
+    "then": {"required": ["json_schema"]},
+}
+Regex = Annotated[str, Field(json_schema_extra={"format": "regex", "minLength": 1})]
+Choice = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+Choices = Annotated[list[Choice], Field(json_schema_extra={"minItems": 1})]
+
+
+class StructuredFields(BaseModel):
+    """The fields of a body that constrain its text, to inherit from."""
+
+    response_format: Annotated[dict[str, Any], Field(json_schema_extra=FORMAT_SCHEMA)] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: Regex | None = None
+    ebnf: str | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        """The grammar that the body asks for. **Raises:** `RequestError` naming the field."""
+        asked: dict[str, Callable[[], StructuredOutput]] = {}
+        if (kind := _format(self.response_format)) not in (None, "text"):
+            asked["response_format"] = lambda: _of_format(self.response_format, kind)
+        if self.structured_outputs is not None:
+            asked["structured_outputs"] = lambda: _of_options(self.structured_outputs)
+        for name, keyword in NAMES.items():
+            if (value := getattr(self, name)) is not None:
+                options = {keyword: value, "name": name}
+                if keyword == "json":
+                    options["whitespace_pattern"] = self.guided_whitespace_pattern
+                asked[name] = lambda options=options: StructuredOutput(**options)
+        if len(asked) > 1:
+            first, second, *_ = asked
+            raise RequestError(f"{first} and {second} each say what the text must be; send one", second)
+        for name, make in asked.items():
+            with naming(name):
+                return make()
+        return None
+
+
+def _format(given: dict[str, Any] | None) -> str | None:
+    if given is None:
+        return None
+    kind = given.get("type")
+    if kind not in FORMATS:
+        raise RequestError(
+            f"response_format.type must be one of {', '.join(FORMATS)}, got {kind!r}", "response_format.type"
+        )
+    return kind
+
+
+def _of_format(given: dict[str, Any], kind: str) -> StructuredOutput:
+    if kind == "json_object":
+        return StructuredOutput(json=True, name="response_format")
+    named = given.get("json_schema")
+    if not isinstance(named, dict):
+        raise RequestError(f"json_schema must be an object with name and schema, got {named!r}", "json_schema")
+    if unknown := sorted(named.keys() - {"name", "description", "schema", "strict"}):
+        raise RequestError(f"unknown field {unknown[0]!r}; known: name, description, schema, strict", "json_schema")
+    if not isinstance(named.get("name"), str):
+        raise RequestError(f"name must be a string, got {named.get('name')!r}", "json_schema.name")
+    if named.get("strict") not in (None, True, False):
+        raise RequestError(f"strict must be true or false, got {named['strict']!r}", "json_schema.strict")
+    schema = named.get("schema")
+    return StructuredOutput(json=True if schema is None else schema, name="response_format")
+
+
+def _of_options(given: dict[str, Any]) -> StructuredOutput:
+    """vLLM's `structured_outputs`. Fields that are null count as left out, and so does what changes nothing here."""
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
+        if options.pop(name, False):
+            raise RequestError(f"{name} is not supported; leave it out", name)
+    known = (*KEYWORDS, "json_object", "whitespace_pattern")
+    if unknown := sorted(options.keys() - set(known)):
+        raise RequestError(f"unknown field {unknown[0]!r}; known: {', '.join(known)}", unknown[0])
+    if options.pop("json_object", False):
+        if "json" in options:
+            raise RequestError("json and json_object each say what the text must be; send one", "json_object")
+        options["json"] = True
+    return StructuredOutput(**options, name="structured_outputs")
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Within, errors of `StructuredOutput` name the body's field, and what of it is wrong."""
+    try:
+        yield
+    except RequestError as error:
+        inner = error.param if error.param not in (None, "structured", field) else None
+        inner = None if field in NAMES else inner
+        raise RequestError(str(error), f"{field}.{inner}" if inner else field) from error

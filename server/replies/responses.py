@@ -1,0 +1,209 @@
+"""The response of `/v1/responses`: items of reasoning, text and function calls, whole or as OpenAI's typed events.
+
+Invariant: there is one way from pieces to items, and events tell of its steps. So the events, accumulated, say what the
+whole response says; each item is done before the next is added, and sequence numbers count from 0 without a gap.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxspec.request import Delta, SamplingParams, TokenLogprobs
+from server.logprobs import TokenNames, chat_logprobs
+from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
+from server.replies.reply import Job, Prompt, encode
+from server.replies.speculation import Speculation
+from server.speech import Speech
+
+PARTS = {CONTENT: "output_text", REASONING: "reasoning_text"}
+
+
+class ResponsesReply:
+    """**Arguments:** `head` has the fields of the response that the request decides; `speech` reads the text;
+    `done` is called with the response once it has ended without failing.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        names: TokenNames,
+        head: dict[str, Any],
+        speech: Speech,
+        *,
+        stream: bool = False,
+        done: Callable[[dict[str, Any]], None] = lambda response: None,
+    ):
+        self.id = _new_id("resp")
+        self._prompt, self._params, self._names = prompt, params, names
+        self._speech, self._parser, self._stream, self._done = speech, speech.parser(), stream, done
+        self._response = {"id": self.id, "object": "response", "created_at": int(time.time()), "status": "in_progress"}
+        self._response |= {"error": None, "incomplete_details": None, **head, "output": [], "usage": None}
+        self._sequence = 0
+        self._kind: str | None = None  # of the item that is open
+        self._text: list[str] = []  # of its part, or its arguments
+        self._logprobs: list[TokenLogprobs] = []  # of its part
+        self._untold: list[TokenLogprobs] = []  # of tokens whose text hasn't come yet
+        self._tokens = self._reasoning_tokens = self._cached = 0
+        self._speculation = Speculation()
+
+    def jobs(self) -> list[Job]:
+        return [Job(self._prompt.ids, self._params, self.id)]
+
+    def chunks(self, prompt: int, delta: Delta) -> str:
+        """The events to send for a delta."""
+        events = ""
+        if self._sequence == 0:
+            events += self._event("response.created", response=self._response)
+            events += self._event("response.in_progress", response=self._response)
+        return events + self._advance(delta)
+
+    def take(self, prompt: int, delta: Delta) -> None:
+        """Gather a delta for `whole`."""
+        self._advance(delta)
+
+    def whole(self) -> dict[str, Any]:
+        return self._response
+
+    def closing(self) -> str:
+        """The last event of a stream that went well: what became of the response is its name."""
+        return self._event(f"response.{self._response['status']}", response=self._response)
+
+    def failed(self, body: dict[str, Any]) -> str:
+        """The last events of a stream that failed, with an error's `body`."""
+        error = {"code": "server_error", "message": body["error"]["message"]}
+        events = self._close("incomplete")
+        self._response |= {"status": "failed", "error": error, "usage": self._usage()}
+        return events + self._event("response.failed", response=self._response)
+
+    # -- deltas to items -----------------------------------------------------------------------------------------------
+
+    def _advance(self, delta: Delta) -> str:
+        self._tokens += len(delta.token_ids)
+        self._untold += delta.logprobs or ()
+        pieces = self._parser.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += self._parser.finish()
+        events = "".join([self._take(piece) for piece in self._speech.kept(pieces)])
+        if self._kind == REASONING:
+            self._reasoning_tokens += len(delta.token_ids)
+        return events if delta.finish_reason is None else events + self._end(delta)
+
+    def _take(self, piece: Piece) -> str:
+        events = ""
+        if piece.kind == CALL or (piece.kind in PARTS and piece.kind != self._kind):
+            events = self._close("completed") + self._open(piece)
+        if piece.kind == CALL:
+            return events
+        self._text.append(piece.text)
+        told, self._untold = self._untold, []
+        if piece.kind == ARGUMENTS:
+            return events + self._of_item("response.function_call_arguments.delta", delta=piece.text)
+        more: dict[str, Any] = {}
+        if piece.kind == CONTENT:
+            more["logprobs"] = self._names_of(told)
+            self._logprobs += told
+        return events + self._of_part(f"response.{PARTS[piece.kind]}.delta", delta=piece.text, **more)
+
+    def _open(self, piece: Piece) -> str:
+        """Add the item that a piece begins."""
+        self._kind, self._text, self._logprobs = piece.kind, [], []
+        item: dict[str, Any] = {"id": _new_id({CONTENT: "msg", REASONING: "rs", CALL: "fc"}[piece.kind])}
+        if piece.kind == CALL:
+            item |= {"type": "function_call", "call_id": piece.id, "name": piece.text, "arguments": ""}
+        elif piece.kind == REASONING:
+            item |= {"type": "reasoning", "summary": [], "content": []}
+        else:
+            item |= {"type": "message", "role": "assistant", "content": []}
+        self._response["output"].append(item | {"status": "in_progress"})
+        events = self._event("response.output_item.added", output_index=self._index, item=self._item)
+        if piece.kind == CALL:
+            return events
+        return events + self._of_part("response.content_part.added", part=self._part())
+
+    def _close(self, status: str) -> str:
+        """Finish the item that is open, if one is."""
+        if self._kind is None:
+            return ""
+        text, item = "".join(self._text), self._item
+        if self._kind == CALL:
+            item["arguments"] = text
+            events = self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            part = self._part()
+            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            events = self._of_part(f"response.{PARTS[self._kind]}.done", text=text, **more)
+            events += self._of_part("response.content_part.done", part=part)
+            item["content"] = [part]
+        item["status"] = status
+        self._kind = None
+        return events + self._event("response.output_item.done", output_index=self._index, item=item)
+
+    def _end(self, last: Delta) -> str:
+        """Finish the response."""
+        status = {"stop": "completed", "length": "incomplete"}.get(last.finish_reason, "failed")
+        events = ""
+        if self._kind == CONTENT:
+            self._logprobs += self._untold
+        if not self._response["output"] and status != "failed":  # a reply that is empty is an empty message
+            events += self._open(Piece(CONTENT, ""))
+        events += self._close("completed" if status == "completed" else "incomplete")
+        self._cached = last.metrics.cached_tokens
+        self._speculation.add(last.metrics)
+        self._response |= {"status": status, "usage": self._usage(), "completed_at": int(time.time())}
+        if status == "incomplete":
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if status == "failed":
+            self._response["error"] = {"code": "server_error", "message": "the request was aborted"}
+        else:
+            self._done(self._response)
+        self._response |= self._speculation.fields()
+        return events
+
+    def _usage(self) -> dict[str, Any]:
+        given = len(self._prompt.ids)
+        return {
+            "input_tokens": given,
+            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
+            "output_tokens": self._tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": given + self._tokens,
+        }
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _index(self) -> int:
+        return len(self._response["output"]) - 1
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        return self._response["output"][-1]
+
+    def _part(self) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": PARTS[self._kind], "text": "".join(self._text)}
+        if self._kind == CONTENT:
+            part |= {"annotations": [], "logprobs": self._names_of(self._logprobs)}
+        return part
+
+    def _names_of(self, entries: list[TokenLogprobs]) -> list[dict[str, Any]]:
+        return chat_logprobs(self._names, entries)["content"] if entries else []
+
+    def _of_part(self, kind: str, **fields: Any) -> str:
+        return self._of_item(kind, content_index=0, **fields)
+
+    def _of_item(self, kind: str, **fields: Any) -> str:
+        return self._event(kind, item_id=self._item["id"], output_index=self._index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        if not self._stream:
+            return ""
+        number, self._sequence = self._sequence, self._sequence + 1
+        return f"event: {kind}\ndata: {encode({'type': kind, 'sequence_number': number, **fields})}\n\n"
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"

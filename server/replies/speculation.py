@@ -1,0 +1,51 @@
+"""What speculation did for one request, as vLLM reports it in `metrics.speculative_decoding`.
+
+Invariant: the figures are sums over the request's completions, so a mean weighs every draft alike. A request for which
+nothing was drafted has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxspec.request import RequestMetrics
+
+
+class Speculation:
+    """The drafts of a request so far: how many tokens they had, and how many of each were accepted."""
+
+    def __init__(self):
+        self.drafted = 0
+        self.histogram: list[int] = []  # [j]: drafts of which exactly j tokens were accepted
+
+    def add(self, metrics: RequestMetrics) -> None:
+        """Count a completion that has ended."""
+        if not metrics.drafted_tokens:
+            return
+        self.drafted += metrics.drafted_tokens
+        before = self.histogram or [0] * len(metrics.acceptance_histogram)
+        self.histogram = [a + b for a, b in zip(before, metrics.acceptance_histogram, strict=True)]
+
+    @property
+    def drafts(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens accepted."""
+        return sum(tokens * count for tokens, count in enumerate(self.histogram))
+
+    def fields(self) -> dict[str, Any]:
+        """The field `metrics` of a response, or nothing."""
+        if not self.drafted:
+            return {}
+        figures = {
+            "mean_acceptance_length": 1 + self.accepted / self.drafts,
+            "draft_acceptance_rate": self.accepted / self.drafted,
+            "acceptance_histogram": self.histogram,
+            "num_spec_steps": self.drafts,
+            "num_accepted_draft_tokens": self.accepted,
+            "num_draft_tokens": self.drafted,
+            "num_spec_tokens": len(self.histogram) - 1,
+        }
+        return {"metrics": {"speculative_decoding": figures}}

@@ -1,0 +1,75 @@
+"""What every route that generates shares: the engine, the checks before it, and the way from a reply to a response.
+
+Invariant: a request for another model, or to an engine that is dead, is refused before anything else is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from jaxspec import AsyncLLM, RequestError
+from server.errors import GONE, ApiError, describe, engine_died
+from server.generate import ClientGone, EventStream, chat_prompt, collect, completion_prompts, run, unless_gone
+from server.logprobs import TokenNames
+from server.metrics import Metrics
+from server.protocol import ChatRequest, CompletionRequest
+from server.protocol.base import shown
+from server.replies import Answer, Prompt, encode
+from server.speech import Formats, Speech
+
+
+@dataclass
+class Serving:
+    """An engine under its name in the API. `sampling` holds of `SamplingParams` where a request doesn't say; `formats`
+    is how its model speaks in chats."""
+
+    llm: AsyncLLM
+    name: str
+    metrics: Metrics
+    sampling: Mapping[str, Any]
+    formats: Formats
+
+    def __post_init__(self):
+        self.texts, self.ids = TokenNames(self.llm.tokenizer), TokenNames(self.llm.tokenizer, as_ids=True)
+
+    def check(self, model: str | None = None) -> None:
+        """**Raises:** `ApiError` if the engine is dead, or the request is for another model."""
+        if self.llm.error is not None:
+            raise engine_died(self.llm.error)
+        if model is not None and model != self.name:
+            message = f"the model {shown(model)} does not exist; this server serves {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def chat_prompt(self, body: ChatRequest) -> Prompt:
+        """A chat's prompt. **Raises:** `RequestError`."""
+        return await chat_prompt(body, self.llm.tokenizer, self.formats, self.llm.config.context_length)
+
+    async def prompts(self, body: CompletionRequest) -> list[Prompt]:
+        """A completion's prompts. **Raises:** `RequestError`."""
+        return await completion_prompts(body, self.llm.tokenizer, self.llm.config.context_length)
+
+    def speech(self, body: ChatRequest, prompt: Prompt) -> Speech:
+        """How the replies to a chat are read. **Raises:** `RequestError` for a demand that can't be met."""
+        return self.formats.speech(body, prompt.ids, self.llm.tokenizer)
+
+    async def answer(self, request: Request, making: Awaitable[Answer], stream: bool | None) -> Response:
+        """Make a reply, run its prompts and send it, whole or as events. **Raises:** `RequestError`, `ApiError`."""
+        try:
+            reply = await unless_gone(request.receive, making)
+            deltas = run(self.llm, reply.jobs(), self.metrics)
+            if stream:
+                first = await unless_gone(request.receive, anext(deltas))
+                return EventStream(self.llm, reply, first, deltas)
+            whole = await unless_gone(request.receive, collect(deltas, reply))
+            return Response(encode(whole), media_type="application/json")
+        except ClientGone:
+            return Response(status_code=GONE)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise describe(error, self.llm.error) from error

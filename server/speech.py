@@ -1,0 +1,170 @@
+"""How the served model speaks in a chat: which formats it has, how tools reach its prompt, how its replies are read.
+
+Invariant: a request with tools is served so that the model sees them and its calls are found, or it is refused with the
+reason. What `tool_choice` demands is demanded of the model, never hoped for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxspec.request import RequestError, SamplingParams, StructuredOutput
+from jaxspec.tokenizer import Tokenizer
+from server.parsers import CALL, PARSERS, REASONING_PARSERS, Parser, Piece
+from server.parsers.defaults import mentions_tools, reasoning_default, tool_default
+from server.parsers.think import Think
+from server.protocol.chat import ChatRequest
+from server.protocol.tools import Named
+from server.structured import tool_call_grammar
+from server.tool_prompt import write_tools
+
+log = logging.getLogger("jaxspec.server")
+
+TAIL = 32  # tokens at the end of a prompt in which markers of reasoning are looked for
+
+
+@dataclass(frozen=True)
+class Speech:
+    """How one chat's replies are read.
+
+    `parallel`: all calls count, not the first alone. `named`: the request named the function to call, which OpenAI's
+    finish_reason doesn't count as the model's wish to call. `grammar`: of the calls that the request demands.
+    """
+
+    reasoning: str | None
+    tools_format: str | None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    thinking: str | None = None
+    parallel: bool = True
+    named: bool = False
+    grammar: StructuredOutput | None = None
+
+    def parser(self) -> Parser:
+        """A new parser, for one choice."""
+        return Parser(self.reasoning, self.tools_format, self.tools, self.thinking)
+
+    def kept(self, pieces: list[Piece]) -> list[Piece]:
+        """These pieces without calls that the request doesn't take."""
+        return pieces if self.parallel else [p for p in pieces if p.index == 0]
+
+    def finish_reason(self, given: str | None, called: bool) -> str | None:
+        return "tool_calls" if called and given == "stop" and not self.named else given
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """`params` so that the text has the calls that are demanded, and the markers that the parsers look for, which
+        may be special tokens. **Raises:** `RequestError` if the text is constrained already."""
+        if self.grammar is not None and params.structured is not None:
+            raise RequestError("tool_choice demands a call, and the request a text of another form", "tool_choice")
+        markers: list[str] = []
+        if self.reasoning and issubclass(kind := REASONING_PARSERS[self.reasoning], Think):
+            markers += (kind.OPENS, kind.CLOSES)
+        elif self.reasoning:
+            markers += REASONING_PARSERS[self.reasoning].MARKERS
+        if self.tools_format:
+            markers += PARSERS[self.tools_format].MARKERS
+        structured = self.grammar or (params.structured and self._behind_reasoning(params.structured))
+        return replace(params, kept_special_tokens=tuple(dict.fromkeys(markers)), structured=structured)
+
+    def _behind_reasoning(self, grammar: StructuredOutput) -> StructuredOutput:
+        """A grammar is of what the model answers: it may reason before."""
+        kind = REASONING_PARSERS[self.reasoning] if self.reasoning else None
+        if kind is None or self.thinking == "off":
+            return grammar
+        if not issubclass(kind, Think):
+            raise RequestError(
+                f"structured output can't be served where replies are in the format {self.reasoning}",
+                grammar.name or grammar.kind,
+            )
+        begun = self.thinking == "prompt" or kind.FORCED
+        return grammar.after("" if begun else kind.OPENS, kind.CLOSES)
+
+
+PLAIN = Speech(None, None)  # text as it comes
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The served model's formats (names of `REASONING_PARSERS` and `PARSERS`, or None), and whether its chat template
+    writes `tools` itself."""
+
+    reasoning: str | None
+    tools: str | None
+    in_template: bool
+
+    @classmethod
+    def of(cls, model_type: str, template: str | None, reasoning: str = "auto", tools: str = "auto") -> Formats:
+        """What the flags say, and for "auto" what the chat template shows; "none" is none."""
+        found = reasoning_default(model_type, template), tool_default(model_type, template)
+        chosen = [
+            default if given == "auto" else given for given, default in zip((reasoning, tools), found, strict=True)
+        ]
+        return cls(*(None if name == "none" else name for name in chosen), mentions_tools(template or ""))
+
+    def log(self, reasoning: str, tools: str) -> None:
+        """Say at start what was chosen, and whether by flag."""
+        for kind, name, given in (("reasoning", self.reasoning, reasoning), ("tool call", self.tools, tools)):
+            why = "the default for this chat template" if given == "auto" else "by flag"
+            log.info("%s parser: %s, %s", kind, name or "none", why)
+        if self.tools and not self.in_template:
+            log.warning("the chat template doesn't mention tools: they are described to the model in a system message")
+
+    def messages(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The messages and tools for the chat template. **Raises:** `RequestError` if it can't show them."""
+        messages = [message.as_dict() for message in body.messages]
+        tools = body.tools if body.tool_choice != "none" else None
+        if tools and self.tools is None:
+            raise RequestError(
+                "tools need a tool call parser, and this server has none for its model; start it with "
+                f"--tool-call-parser and one of {', '.join(PARSERS)}, or leave tools out",
+                "tools",
+            )
+        history = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+        if self.in_template or not (tools or history):
+            return messages, tools or None
+        if self.tools is not None and not self._is_hermes:
+            raise RequestError(
+                f"the model's chat template doesn't mention tools, and they can't be described for the parser "
+                f"{self.tools}; start the server with --tool-call-parser hermes, or leave tools out",
+                "tools",
+            )
+        return write_tools(messages, tools), None
+
+    @property
+    def _is_hermes(self) -> bool:
+        return self.tools is not None and PARSERS[self.tools] is PARSERS["hermes"]
+
+    def speech(self, body: ChatRequest, prompt: Sequence[int], tokenizer: Tokenizer | None) -> Speech:
+        """How the replies to this prompt are read. **Raises:** `RequestError` for a demand that can't be met."""
+        if tokenizer is None:
+            return PLAIN
+        calls = bool(body.tools) and body.tool_choice != "none"
+        named = body.tool_choice.name if isinstance(body.tool_choice, Named) else None
+        parallel, thinking = body.parallel_tool_calls is not False, self._thinking(prompt, tokenizer)
+        grammar = None
+        if named is not None or body.tool_choice == "required":
+            how = {"special_ids": tokenizer.added_tokens, "reasoning": self.reasoning, "thinking": thinking}
+            grammar = tool_call_grammar(body.tools, self.tools, named, parallel, **how)
+        return Speech(
+            self.reasoning,
+            self.tools if calls else None,
+            body.tools if calls else None,
+            thinking,
+            parallel,
+            named is not None,
+            grammar,
+        )
+
+    def _thinking(self, prompt: Sequence[int], tokenizer: Tokenizer) -> str | None:
+        """Whether the prompt has opened a block of reasoning ("prompt"), closed one ("off"), or neither."""
+        kind = REASONING_PARSERS[self.reasoning] if self.reasoning else None
+        if kind is None or not issubclass(kind, Think):
+            return None
+        tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
+        return "prompt" if tail.endswith(kind.OPENS) else "off" if tail.endswith(kind.CLOSES) else None
+
+
+def called(pieces: list[Piece]) -> bool:
+    return any(piece.kind == CALL for piece in pieces)

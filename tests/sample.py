@@ -1,0 +1,24 @@
+"""Which cases of a large product `make test` runs; `make exhaustive` runs the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def one_in(k: int, *axes: Sequence[Any]) -> list[Any]:
+    """Cases of a product of axes for `parametrize`, of which one in `k` runs by default: those whose indices add up to
+    a multiple of `k`.
+
+    If `k` is the length of one axis, each combination of values of the other axes runs exactly once, and each value of
+    that axis runs with many of them. Tuples in an axis stand for several arguments.
+    """
+    cases = []
+    for case in itertools.product(*(enumerate(axis) for axis in axes)):
+        values = [value if isinstance(value, tuple) else (value,) for _, value in case]
+        marks = () if sum(index for index, _ in case) % k == 0 else pytest.mark.exhaustive
+        cases.append(pytest.param(*itertools.chain(*values), marks=marks))
+    return cases

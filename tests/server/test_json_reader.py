@@ -1,0 +1,96 @@
+"""The interruptible JSON parser: what `json.loads` says of a document, within limits that hold early."""
+
+import contextlib
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.request import RequestError
+from server.json_reader import MAX_DEPTH, MAX_DIGITS, MAX_ITEMS, MAX_KEY, MAX_STRING, MAX_VALUES, parse
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=9), inner), max_leaves=10
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(VALUES, st.booleans(), st.sampled_from([None, 0, 1]))
+def test_what_json_writes_is_read(value, ascii_only, indent):
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    assert parse(text.encode()) == json.loads(text) == value
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.text(alphabet='[]{}:,"\\01e.-+ \nutrfalsn/é', max_size=12))
+def test_whatever_json_refuses_is_refused(text):
+    try:
+        expected = json.loads(text)
+    except ValueError:
+        with pytest.raises(RequestError):
+            parse(text.encode())
+    else:
+        assert repr(parse(text.encode())) == repr(expected)
+
+
+@pytest.mark.parametrize("text", [
+    '{"a":1,"a":2}', '"\\ud83d\\ude00"', '"\\ud800"', "[1,2,-3 , 4\n,5]", "[1,-0,1e3,1.50E-2]", '["\\\\","\\\\\\"",""]',
+    "-0", "[NaN,Infinity,-Infinity]", "[" + "12," * 5000 + "1]", '"' + "\\\\" * 200 + '"', '"' + "\\\\" * 200 + '\\""',
+    "[9223372036854775808,99999999999999999999999999]", " \t\r\n{ } ", " " * 9000 + "1", '"😀é"', "\ufeff[]",
+])  # fmt: skip
+def test_a_document_is_read_as_json_reads_it(text):
+    assert repr(parse(text.encode())) == repr(json.loads(text.encode()))
+
+
+@pytest.mark.parametrize(("body", "says"), [
+    (b"", "a value is missing at byte 0"),
+    (b"[1,2,]", "a value is missing at byte 5"),
+    (b"[1 2]", "a comma or ] is missing at byte 3"),
+    (b'{"a":1,}', "a key in double quotes is missing at byte 7"),
+    (b'{"a" 1}', "a colon is missing at byte 5"),
+    (b"[] []", "nothing may follow the value at byte 3"),
+    (b"[01]", "a number begins with 0 at byte 1"),
+    (b'"abc', "a string doesn't end that begins at byte 0"),
+    (b'"a\nb"', "in the string at byte 0"),
+    (b'"\\x"', "in the string at byte 0"),
+    (b'["\xff"]', "isn't UTF-8 in the string that begins at byte 1"),
+    (b"[" * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} arrays and objects"),
+    (b"9" * (MAX_DIGITS + 2), "a number of thousands of digits"),
+    (b"0." + b"9" * (MAX_DIGITS + 2), "a number of thousands of digits"),
+    (b'"' + b"a" * (MAX_STRING + 1) + b'"', f"a string of more than {MAX_STRING} bytes begins at byte 0"),
+    (b'{"' + b"k" * (MAX_KEY + 1) + b'":1}', f"a key of more than {MAX_KEY} bytes begins at byte 1"),
+    (b"[" + b"{}," * MAX_ITEMS + b"{}]", f"more than {MAX_ITEMS} strings, objects"),
+    (b"[" + b"1," * MAX_VALUES + b"1]", f"more than {MAX_VALUES} values"),
+    (b"[" + b'1,"a",' * MAX_ITEMS + b"1]", f"more than {MAX_ITEMS} strings, objects"),
+])  # fmt: skip
+def test_a_refusal_says_what_and_where(body, says):
+    with pytest.raises(RequestError) as error:
+        parse(body)
+    assert says in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("unit", ["\\ud83d\\ude00", "😀", "é\\u00e9", "\\\\", '\\"', "\\ud83d", "\\ud83d\\u0041"])
+@pytest.mark.parametrize("before", ["", "a", "\\n", "ab" * 2047 + "a"])
+def test_a_long_string_is_read_in_parts(unit, before):
+    text = f'"{before}{unit * 3000}"'
+    assert parse(text.encode()) == json.loads(text)
+
+
+def test_what_is_at_a_limit_is_read():
+    assert len(parse(b'"' + b"a" * MAX_STRING + b'"')) == MAX_STRING
+    assert parse(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+    assert parse(b"9" * MAX_DIGITS) == int("9" * MAX_DIGITS)
+    assert len(parse(b"[" + b"1," * (MAX_VALUES - 2) + b"1]")) == MAX_VALUES - 1
+    assert parse(b'{"' + b"k" * MAX_KEY + b'":1}')
+
+
+def test_no_document_takes_long():
+    """Runs that stop short of their end, quotes that end nothing, and space that goes on."""
+    start = time.perf_counter()
+    for unit in (b"1," * 1000 + b'"a",', b'"' + b'\\"' * 1000 + b'",', b'"' + b"\\\\" * 1000 + b'",', b" " * 5000):
+        with contextlib.suppress(RequestError):
+            parse(b"[" + unit * (4 * 2**20 // len(unit)) + b"1]")
+    assert time.perf_counter() - start < 20  # about 2 s

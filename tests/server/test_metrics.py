@@ -1,0 +1,169 @@
+"""`/metrics`: vLLM's names with the model's label, our own without, and the dashboard that reads them."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import server.metrics
+from jaxspec.request import Delta, RequestMetrics, SamplingParams
+from server.metrics import Metrics
+from tests.server.fake import CONTEXT, FakeLLM
+
+ROOT = Path(__file__).parents[2]
+
+
+def parsed(text):
+    families = text_string_to_metric_families(text)
+    return {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def samples(http):
+    return parsed(http.get("/metrics").text)
+
+
+def of_model(name, **labels):
+    return (name, *sorted({"model_name": "fake/model", **labels}.items()))
+
+
+def test_requests_are_observed_as_they_pass(http):
+    before = samples(http)
+    http.post("/v1/completions", json={"prompt": "a", "n": 2, "max_tokens": 5})
+    after = samples(http)
+    gained = {key: after[key] - before.get(key, 0) for key in after}
+    for name, observed in {
+        "vllm:time_to_first_token_seconds": 2,
+        "vllm:inter_token_latency_seconds": 8,  # five deltas each have four gaps
+        "vllm:request_time_per_output_token_seconds": 2,
+        "vllm:e2e_request_latency_seconds": 2,
+        "vllm:request_queue_time_seconds": 2,
+        "vllm:request_prefill_time_seconds": 2,
+        "vllm:request_decode_time_seconds": 2,
+        "vllm:request_inference_time_seconds": 2,
+        "vllm:request_params_n": 1,
+    }.items():
+        assert gained[of_model(f"{name}_count")] == observed, name
+    for name, total in {
+        "vllm:request_queue_time_seconds": 2 * 0.004,
+        "vllm:request_prefill_time_seconds": 2 * (0.01 - 0.004),
+        "vllm:request_decode_time_seconds": 2 * (0.05 - 0.01),
+        "vllm:request_inference_time_seconds": 2 * (0.05 - 0.004),
+        "vllm:e2e_request_latency_seconds": 2 * 0.05,
+        "vllm:request_time_per_output_token_seconds": 2 * (0.05 - 0.01) / 4,
+        "vllm:request_prompt_tokens": 2,
+        "vllm:request_generation_tokens": 10,
+        "vllm:request_params_max_tokens": 10,
+        "vllm:request_params_n": 2,
+    }.items():
+        assert gained[of_model(f"{name}_sum")] == pytest.approx(total), name
+    assert gained[("jaxspec_time_to_first_token_seconds_count",)] == 2
+    assert gained[("jaxspec_request_latency_seconds_count",)] == 2
+    assert gained[("jaxspec_inter_token_seconds_count",)] == 8
+    assert gained[of_model("vllm:request_queue_time_seconds_bucket", le="0.01")] == 2
+    assert gained[of_model("vllm:request_queue_time_seconds_bucket", le="+Inf")] == 2
+
+
+def test_what_the_engine_counts_is_read_when_scraped(http):
+    found = samples(http)
+    for name, value in {
+        "vllm:num_requests_running": 0,
+        "vllm:num_requests_waiting": 0,
+        "vllm:kv_cache_usage_perc": 0.2,
+        "vllm:prompt_tokens_total": 5,
+        "vllm:generation_tokens_total": 9,
+        "vllm:prefix_cache_queries_total": 5,
+        "vllm:prefix_cache_hits_total": 2,
+        "vllm:num_preemptions_total": 0,
+        "vllm:spec_decode_num_drafts_total": 4,
+        "vllm:spec_decode_num_draft_tokens_total": 7,
+        "vllm:spec_decode_num_accepted_tokens_total": 4,
+        "vllm:iteration_tokens_total_count": 3,
+        "vllm:iteration_tokens_total_sum": 25,
+    }.items():
+        assert found[of_model(name)] == value, name
+    assert found[of_model("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="1")] == 1
+    reasons = {reason: found[of_model("vllm:request_success_total", finished_reason=reason)] for reason in REASONS}
+    assert reasons == {"stop": 3, "length": 0, "abort": 1}
+    assert found[of_model("vllm:iteration_tokens_total_bucket", le="8.0")] == 2
+    (info,) = [dict(labels) for name, *labels in found if name == "vllm:cache_config_info"]
+    assert (info["block_size"], info["num_gpu_blocks"]) == ("16", "10")
+    assert found[("jaxspec_requests_total", ("reason", "stop"))] == 3
+    assert found[("jaxspec_spec_accepted_total", ("position", "1"))] == 1
+    assert found[("jaxspec_dispatches_total", ("program", "round"))] == 4
+    assert found[("jaxspec_kv_page_usage",)] == 0.2
+    assert found[("jaxspec_spec_accept_length",)] == 2.25
+    assert found[("process_resident_memory_bytes",)] > 0
+
+
+REASONS = ("stop", "length", "abort")
+
+
+@pytest.fixture
+def metrics():
+    llm = FakeLLM()
+    return Metrics(llm.stats, llm.config, "m")
+
+
+def value(metrics, name):
+    return parsed(metrics.text().decode())[(name, ("model_name", "m")) if name.startswith("vllm:") else (name,)]
+
+
+def test_a_rounds_time_is_shared_by_its_tokens(metrics, monkeypatch):
+    clock = iter([1.0, 3.0, 3.4, 9.0])
+    monkeypatch.setattr(server.metrics.time, "monotonic", lambda: next(clock))
+    watch = metrics.watch(SamplingParams())
+    for tokens in ([1], [1, 2, 3, 4], []):
+        watch.see(Delta("id", 0, token_ids=tokens))
+    assert value(metrics, "vllm:time_to_first_token_seconds_sum") == 2.0
+    assert value(metrics, "vllm:inter_token_latency_seconds_sum") == pytest.approx(0.4), "vLLM's is between outputs"
+    assert value(metrics, "jaxspec_inter_token_seconds_sum") == pytest.approx(0.1)
+    assert value(metrics, "jaxspec_inter_token_seconds_count") == 1
+
+
+def test_a_completion_aborted_in_the_queue_has_no_times_but_its_latency(metrics):
+    watch = metrics.watch(SamplingParams(max_tokens=None))
+    watch.see(Delta("id", 0, finish_reason="abort", metrics=RequestMetrics(latency=2.0, prompt_tokens=3)))
+    assert value(metrics, "vllm:e2e_request_latency_seconds_sum") == 2.0
+    for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "request_decode_time"):
+        assert value(metrics, f"vllm:{name}_seconds_count") == 0
+    assert value(metrics, "vllm:request_params_max_tokens_count") == 0, "none was given"
+
+
+def test_bounds_of_lengths_reach_the_context(metrics):
+    bounds = re.findall(r'vllm:request_prompt_tokens_bucket{le="([\d.]+)"', metrics.text().decode())
+    assert [float(bound) for bound in bounds] == [1, 2, 5, 10, 20, 50, 100, 200] and CONTEXT == 256
+
+
+def test_a_delta_costs_a_few_microseconds(metrics):
+    """At 128 requests the event loop has a thousand of these a round; the limit is generous for a busy machine."""
+    watch, delta = metrics.watch(SamplingParams()), Delta("id", 0, token_ids=[1, 2, 3])
+    fastest = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(2000):
+            watch.see(delta)
+        fastest = min(fastest, time.perf_counter() - start)
+    assert fastest / 2000 < 5e-6
+
+
+def test_every_metric_of_the_dashboard_exists(http):
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    known = {name for name, *_ in samples(http)}
+    dashboard = json.loads((ROOT / "deploy/grafana/jaxspec.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    queries += [entry["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
+    used = {name for query in queries for name in re.findall(r"\b(?:vllm:|jaxspec_|process_)\w+", str(query))}
+    assert len(queries) > 15 and used <= known, sorted(used - known)
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_document_lists_every_metric(http):
+    """docs/metrics.md has a row for each family, and no other."""
+    families = {family.name for family in text_string_to_metric_families(http.get("/metrics").text)}
+    ours = {name for name in families if name.startswith(("vllm:", "jaxspec_"))}
+    rows = re.findall(r"^\| `([\w:]+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert {row.removesuffix("_total") for row in rows} == {name.removesuffix("_total") for name in ours}

@@ -1,0 +1,382 @@
+"""`/v1/responses` through the official client, against the fake engine."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from openai import NotFoundError, OpenAI
+from pydantic import BaseModel
+
+from jaxspec.config import EngineConfig
+from jaxspec.request import Delta, RequestMetrics, SamplingParams, TokenLogprobs
+from server.app import create_app
+from server.logprobs import TokenNames
+from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
+from server.protocol.responses import messages
+from server.replies import Prompt
+from server.replies.responses import ResponsesReply
+from server.responses_store import ResponseStore
+from server.speech import Speech
+from tests.server.fake import TEXT, byte_tokenizer
+from tests.server.live import serving
+from tests.server.test_tools import Scripted
+
+MODEL = {"model": "fake/model"}
+ASK = {**MODEL, "input": "hello"}
+
+
+def prompt_text(fake):
+    return byte_tokenizer().decode(fake.started[-1][0], skip_special_tokens=False)
+
+
+def test_text(client, fake):
+    reply = client.responses.create(**ASK, instructions="Be brief.", temperature=0.5, metadata={"a": "b"}, user="me")
+    assert reply.output_text == TEXT and reply.status == "completed" and reply.id.startswith("resp_")
+    (message,) = reply.output
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    assert prompt_text(fake).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>")
+    assert fake.started[-1][1].temperature == 0.5 and fake.names == [reply.id]
+    usage = reply.usage
+    assert (usage.output_tokens, usage.input_tokens_details.cached_tokens) == (len(TEXT.encode()), 2)
+    assert usage.input_tokens == len(fake.started[-1][0]) and usage.total_tokens == sum(
+        (usage.input_tokens, usage.output_tokens)
+    )
+    assert (reply.instructions, reply.metadata, reply.model) == ("Be brief.", {"a": "b"}, "fake/model")
+    assert reply.model_dump()["metrics"]["speculative_decoding"]["num_draft_tokens"] == 8
+
+
+def test_items_become_a_chat(client, fake):
+    client.responses.create(
+        **MODEL,
+        input=[
+            {"role": "developer", "content": "one"},
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c"}]},
+            {"role": "user", "content": "d"},
+        ],
+        instructions="zero",
+    )
+    assert prompt_text(fake) == (
+        "<|im_start|>system\nzero\n\none<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+        "<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_turn_of_reasoning_text_and_calls_is_one_message():
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    turn = [
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": "let me see"},
+        call,
+        call | {"call_id": "c2"},
+    ]
+    result = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "7"}]}
+    first, *others = messages(None, [*turn, result, *turn, {"role": "assistant", "content": "again"}])
+    assert (first["role"], first["reasoning_content"], first["content"]) == ("assistant", "hm", "let me see")
+    assert [each["id"] for each in first["tool_calls"]] == ["c1", "c2"]
+    assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert others[0] == {"role": "tool", "tool_call_id": "c1", "content": "7"}
+    assert others[1] == first and others[2] == {"role": "assistant", "content": "again"}
+    assert messages(None, [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]) == [
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+
+
+class Answer(BaseModel):
+    city: str
+    population: int
+
+
+def test_parse_gives_the_clients_own_type(client, fake):
+    fake.text = '{"city": "Rome", "population": 3}'
+    reply = client.responses.parse(**ASK, text_format=Answer)
+    assert reply.output_parsed == Answer(city="Rome", population=3)
+    structured = fake.started[-1][1].structured
+    assert structured.kind == "json" and set(json.loads(structured.text)["properties"]) == {"city", "population"}
+    assert reply.text.format.type == "json_schema" and reply.text.format.name == "Answer"
+    with client.responses.stream(**ASK, text_format=Answer) as stream:
+        stream.until_done()
+        assert stream.get_final_response().output_parsed == reply.output_parsed
+
+
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_a_function_is_called_and_its_result_goes_back(step):
+    """The whole turn through the model's own format, here Hermes': whole, streamed, and with history."""
+    fake = Scripted(EngineConfig(model="fake/model", context_length=4096), text=CALL_TEXT, step=step)
+    with serving(create_app(fake)) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        talk(client, fake)
+
+
+def talk(client, fake):
+    reply = client.responses.create(**ASK, tools=[TOOL])
+    (call,) = reply.output
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Rome"})
+    assert reply.tools[0].name == "weather" and '"weather"' in prompt_text(fake)
+    with client.responses.stream(**ASK, tools=[TOOL]) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (streamed,) = stream.get_final_response().output
+    assert "".join(deltas) == streamed.arguments == call.arguments
+    fake.text = TEXT
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    again = client.responses.create(**MODEL, input=[result], previous_response_id=reply.id, tools=[TOOL])
+    assert again.output_text == TEXT and "sunny" in prompt_text(fake) and '{"city": "Rome"}' in prompt_text(fake)
+    whole = [{"role": "user", "content": "hello"}, call.model_dump(exclude_none=True), result]
+    prompt = prompt_text(fake)
+    client.responses.create(**MODEL, input=whole, tools=[TOOL], store=False)
+    assert prompt_text(fake) == prompt, "the same conversation sent whole"
+
+
+def test_too_short_a_limit_leaves_it_incomplete(client):
+    reply = client.responses.create(**ASK, max_output_tokens=3)
+    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert reply.output_text == TEXT.encode()[:3].decode() and reply.output[0].status == "incomplete"
+    *_, last = client.responses.create(**ASK, max_output_tokens=3, stream=True)
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+
+
+def test_events_come_in_openais_order_and_say_what_the_whole_says(client):
+    events = list(client.responses.create(**ASK, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    shown = [kind for before, kind in zip([None, *kinds], kinds, strict=False) if kind != before]
+    assert shown == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
+    created, last = events[0].response, events[-1].response
+    assert (created.status, created.output, created.usage) == ("in_progress", [], None)
+    assert last.output_text == TEXT and last.usage.output_tokens == len(TEXT.encode())
+    assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
+
+
+def test_the_clients_own_stream_accumulates(client):
+    with client.responses.stream(**ASK) as stream:
+        deltas = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert deltas[-1] == final.output_text == TEXT
+
+
+def test_log_probabilities_come_when_included(client, fake):
+    asked = {**ASK, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 4}
+    whole = client.responses.create(**asked).output[0].content[0].logprobs
+    assert [entry.token for entry in whole] == ["h", "\ufffd", "\ufffd", "l"]
+    assert (whole[0].logprob, len(whole[0].top_logprobs)) == (-1.5, 2)
+    events = list(client.responses.create(**asked, stream=True))
+    assert [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs] != []
+    done = next(event for event in events if event.type == "response.output_text.done")
+    assert [entry.token for entry in done.logprobs] == [entry.token for entry in whole]
+    assert fake.started[0][1].logprobs == 2
+    assert client.responses.create(**ASK).output[0].content[0].logprobs == []
+
+
+def test_a_response_is_gone_on_from(client, fake):
+    first = client.responses.create(**ASK, instructions="only now")
+    second = client.responses.create(**MODEL, input="more", previous_response_id=first.id)
+    assert prompt_text(fake) == (
+        f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{TEXT}<|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    ), "the conversation without the former instructions"
+    assert second.previous_response_id == first.id
+    *_, last = client.responses.create(**MODEL, input="third", previous_response_id=second.id, stream=True)
+    assert prompt_text(fake).count("<|im_start|>user") == 3
+    assert client.responses.retrieve(last.response.id).output_text == TEXT, "a streamed one is kept too"
+
+
+def test_responses_are_kept_deleted_and_not_kept(client):
+    kept = client.responses.create(**ASK)
+    assert client.responses.retrieve(kept.id) == kept
+    client.responses.delete(kept.id)
+    loose = client.responses.create(**ASK, store=False)
+    for name in (kept.id, loose.id):
+        with pytest.raises(NotFoundError, match="not kept"):
+            client.responses.retrieve(name)
+        with pytest.raises(NotFoundError, match="not kept"):
+            client.responses.create(**ASK, previous_response_id=name)
+
+
+def test_the_store_forgets_what_was_used_longest_ago():
+    store = ResponseStore(max_count=2)
+    for name in "ab":
+        store.put({"id": name}, [])
+    assert store.get("a") is not None
+    store.put({"id": "c"}, [])
+    assert [store.get(name) is not None for name in "abc"] == [True, False, True]
+    small = ResponseStore(max_chars=60)
+    for name in "ab":
+        small.put({"id": name}, [{"text": "x" * 20}])
+    assert small.get("a") is None and small.get("b") is not None
+    small.put({"id": "c"}, [{"text": "x" * 100}])
+    assert small.get("c") is None and small.get("b") is not None, "what is too large displaces nothing"
+    assert small.remove("b") and not small.remove("b")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"input": []}, "input", "not empty"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input", "item 0: the role must be one of"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "'input_image'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference' are not supported"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input", "as its arguments"),
+        ({"input": [{"role": "user", "content": "\ud800"}]}, "input", "surrogate"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'; this server takes functions only"),
+        ({"include": ["file_search_call.results"]}, "include", "can't be included"),
+        ({"background": True}, "background", "not supported"),
+        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"conversation": "c"}, "conversation", "not supported"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort is not supported"),
+        ({"text": {"format": {"type": "json"}}}, "text.format.type", "text.format.type must be one of"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "name must be a string"),
+        ({"tools": [{"type": "function", "name": "?"}]}, "tools", "tool 0 needs a name"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "which needs tools"),
+        ({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be"),
+        ({"max_output_tokens": 1000}, "max_output_tokens", "lower max_output_tokens"),
+        ({"temperature": -1}, "temperature", "temperature must be"),
+        ({"max_tokens": 1}, "max_tokens", "did you mean"),
+        ({"stream": True, "temperature": -1}, "temperature", "temperature must be"),
+    ],
+)
+def test_bad_requests_are_named_in_this_routes_words(http, fake, fields, param, says):
+    body = json.dumps({"input": "hi", **fields})
+    reply = http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param) and says in error["message"], error
+    assert fake.started == []
+
+
+def test_a_late_failure_is_a_failed_response(client, http, fake, monkeypatch):
+    async def fails(prompt, params):
+        yield Delta("id", 0, "h", [104])
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(fake, "_deltas", fails, raising=False)
+    *_, last = client.responses.create(**ASK, stream=True)
+    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+    assert last.response.output[0].status == "incomplete" and "secret" not in str(last)
+    assert http.post("/v1/responses", json={"input": "hello"}).status_code == 500
+
+
+@dataclass(frozen=True)
+class Recited(Speech):
+    """A speech, and its parser, that gives these pieces, one for each push."""
+
+    pieces: list = field(default_factory=list)
+
+    def parser(self):
+        return self
+
+    def push(self, text):
+        return [self.pieces.pop(0)]
+
+    def finish(self):
+        return []
+
+
+SCRIPT = [
+    Piece(REASONING, "hm"),
+    Piece(REASONING, "m"),
+    Piece(CONTENT, "So"),
+    Piece(CALL, "f", 0, "call_1"),
+    Piece(ARGUMENTS, '{"a"', 0),
+    Piece(ARGUMENTS, ":1}", 0),
+    Piece(CALL, "g", 1, "call_2"),
+]
+
+
+def scripted(script=SCRIPT, finish="stop", parallel=True, **options):
+    speech = Recited(None, None, parallel=parallel, pieces=list(script))
+    reply = ResponsesReply(Prompt([1, 2, 3]), SamplingParams(), TokenNames(None), {"model": "m"}, speech, **options)
+    deltas = [Delta("id", 0, "x", [1, 2], [TokenLogprobs(1, -1.0, ())]) for _ in script]
+    deltas[-1].finish_reason, deltas[-1].metrics = finish, RequestMetrics(cached_tokens=1)
+    return reply, deltas
+
+
+def told(script=SCRIPT, finish="stop", **options):
+    """The events of a stream, and the response that a whole one is."""
+    reply, deltas = scripted(script, finish, stream=True, **options)
+    text = "".join(reply.chunks(0, delta) for delta in deltas) + reply.closing()
+    events = [json.loads(block.partition("data: ")[2]) for block in text.split("\n\n") if block]
+    whole, deltas = scripted(script, finish, **options)
+    for delta in deltas:
+        whole.take(0, delta)
+    return events, whole.whole()
+
+
+def test_reasoning_text_and_calls_are_items():
+    events, whole = told()
+    thought, said, first, second = whole["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "hmm"}] and thought["summary"] == []
+    assert (said["content"][0]["text"], len(said["content"][0]["logprobs"])) == ("So", 1)
+    assert (first["name"], first["call_id"], first["arguments"]) == ("f", "call_1", '{"a":1}')
+    assert (second["name"], second["arguments"], second["status"]) == ("g", "", "completed")
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]["response"]
+
+    def same(response):
+        return [{key: value for key, value in item.items() if key != "id"} for item in response["output"]]
+
+    assert events[-1]["type"] == "response.completed" and same(last) == same(whole)
+
+
+def test_each_item_is_done_before_the_next_is_added():
+    events, _ = told()
+    steps = [(event["type"].removeprefix("response."), event.get("output_index")) for event in events[2:-1]]
+    assert steps == [
+        ("output_item.added", 0),
+        ("content_part.added", 0),
+        ("reasoning_text.delta", 0),
+        ("reasoning_text.delta", 0),
+        ("reasoning_text.done", 0),
+        ("content_part.done", 0),
+        ("output_item.done", 0),
+        ("output_item.added", 1),
+        ("content_part.added", 1),
+        ("output_text.delta", 1),
+        ("output_text.done", 1),
+        ("content_part.done", 1),
+        ("output_item.done", 1),
+        ("output_item.added", 2),
+        ("function_call_arguments.delta", 2),
+        ("function_call_arguments.delta", 2),
+        ("function_call_arguments.done", 2),
+        ("output_item.done", 2),
+        ("output_item.added", 3),
+        ("function_call_arguments.done", 3),
+        ("output_item.done", 3),
+    ]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item["status"] for item in added] == ["in_progress"] * 4 and added[2]["arguments"] == ""
+
+
+def test_without_parallel_calls_the_first_alone_counts():
+    _, whole = told(parallel=False)
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
+
+
+def test_an_empty_reply_is_an_empty_message():
+    events, whole = told([Piece(CONTENT, "")])
+    assert [item["content"][0]["text"] for item in whole["output"]] == [""]
+    assert "response.output_item.done" in [event["type"] for event in events]
+
+
+def test_an_aborted_response_has_failed():
+    kept = []
+    events, whole = told(SCRIPT[:2], "abort", done=kept.append)
+    assert (whole["status"], whole["error"]["message"]) == ("failed", "the request was aborted") and kept == []
+    assert events[-1]["type"] == "response.failed" and whole["output"][0]["status"] == "incomplete"

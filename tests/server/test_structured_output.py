@@ -1,0 +1,182 @@
+"""Structured output over HTTP: every spelling means one grammar; the real engine keeps to it; tool calls read back."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from jaxspec import AsyncLLM, SamplingParams, StructuredOutput
+from jaxspec.structured.grammar import Grammars
+from server.app import create_app
+from server.speech import Speech
+from tests.server.fake import byte_tokenizer
+from tests.server.live import serving
+from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+SMALL = {"type": "integer", "minimum": 0, "maximum": 9}
+ASK = {"model": "fake/model", "messages": [{"role": "user", "content": "hello"}]}
+NAMED = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+BOTH = [{"regex": "a", "ebnf": 'root ::= "a"'}, {"response_format": NAMED, "guided_choice": ["a"]}]
+
+
+@pytest.mark.parametrize("fields,expected", [
+    ({}, None),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": None, "regex": None}, None),
+    ({"response_format": {"type": "json_object"}}, {"json": True}),
+    ({"response_format": NAMED}, {"json": SCHEMA}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, {"json": SCHEMA}),
+    ({"structured_outputs": {"json_object": True}}, {"json": True}),
+    ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "x"}}, {"json": SCHEMA, "whitespace_pattern": "x"}),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": ""}, {"json": SCHEMA, "whitespace_pattern": ""}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+    ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+    ({"regex": "a+"}, {"regex": "a+"}),
+    ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+])  # fmt: skip
+def test_spellings(client, fake, fields, expected):
+    client.chat.completions.create(**ASK, extra_body=fields)
+    assert fake.started[-1][1].structured == (expected and StructuredOutput(**expected))
+
+
+@pytest.mark.parametrize("fields,param,words", [
+    *((fields, list(fields)[1], "send one") for fields in BOTH),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object, json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "name and schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+     "response_format.json_schema.name", "string"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "scheme": {}}}},
+     "response_format.json_schema", "scheme"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "whitespace_pattern"),
+    ({"guided_choice": []}, "guided_choice", "non-empty"),
+    ({"json_schema": "{"}, "json_schema", "not a JSON text"),
+    ({"guided_json": [1]}, "guided_json", "guided_json"),
+    ({"structured_outputs": {"json": {"a": [[]]}, "whitespace_pattern": 3}},
+     "structured_outputs.whitespace_pattern", "string"),
+])  # fmt: skip
+def test_what_is_refused(client, fields, param, words):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASK, extra_body=fields)
+    assert caught.value.param.startswith(param) and words in caught.value.body["message"]
+
+
+# -- the real engine ---------------------------------------------------------------------------------------------------
+
+
+class Item(BaseModel):
+    name: str = Field(max_length=5)
+    sizes: list[int] = Field(max_length=2)
+
+
+@pytest.fixture(scope="module")
+def engine_url():
+    folder = tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True)
+    options = {"max_running_requests": 2, "max_total_tokens": 2048, "chunked_prefill_size": 64}
+    llm = AsyncLLM(str(folder), "ngram", context_length=1024, skip_warmup=True, few_programs=True, **options)
+    with serving(create_app(llm, served_name="tiny")) as address:
+        yield address
+    llm.close()
+
+
+@pytest.fixture
+def real(engine_url):
+    with OpenAI(base_url=f"{engine_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "an item"}], "seed": 1}
+
+
+def test_parse_gives_the_model_of_the_official_client(real):
+    bias = {str(ord(char)): 8 for char in '"]}'}  # so that a random model comes to an end
+    reply = real.chat.completions.parse(**CHAT, response_format=Item, max_tokens=200, logit_bias=bias)
+    assert isinstance(reply.choices[0].message.parsed, Item)
+
+
+def test_streams_and_completions_keep_to_the_grammar(real):
+    asked = {"extra_body": {"structured_outputs": {"regex": "[ab]{3}-[0-9]{2}"}}, "max_tokens": 30}
+    whole = real.completions.create(model="tiny", prompt=["x", "y"], **asked)
+    chunks = real.chat.completions.create(**CHAT, stream=True, **asked)
+    texts = [choice.text for choice in whole.choices]
+    texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+    for text in texts:
+        assert len(text) == 6 and set(text[:3]) <= set("ab") and text[3] == "-" and text[4:].isdigit()
+
+
+@pytest.mark.parametrize("fields,param,words", [
+    ({"regex": "(a"}, "regex", "unclosed"),
+    ({"regex": "(a{1000}){1000}"}, "regex", "1000000 characters"),
+    ({"guided_json": {"type": "strange"}}, "guided_json", "strange"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"multipleOf": 1e9}}}},
+     "response_format", "multipleOf"),
+    ({"ebnf": "root ::= ("}, "ebnf", "Expected"),
+    ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs", "missing"),
+])  # fmt: skip
+def test_grammars_that_do_not_compile_are_named(real, engine_url, fields, param, words):
+    with pytest.raises(openai.BadRequestError) as caught:
+        real.chat.completions.create(**CHAT, extra_body=fields)
+    assert caught.value.param == param and words in caught.value.body["message"]
+    assert "\n" not in caught.value.body["message"]
+    assert httpx.get(f"{engine_url}/health").status_code == 200
+
+
+# -- demands and reasoning ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_demanded_call_is_made(real, choice, stream):
+    tools = [{"type": "function", "function": {"name": "now", "parameters": SCHEMA | {"properties": {"a": SMALL}}}}]
+    asked = {**CHAT, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 150}
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in real.chat.completions.create(**asked, stream=True)]
+        calls = [call.function for delta in deltas for call in delta.tool_calls or ()]
+        name, arguments = calls[0].name, "".join(call.arguments or "" for call in calls)
+    else:
+        (call,) = real.chat.completions.create(**asked).choices[0].message.tool_calls
+        name, arguments = call.function.name, call.function.arguments
+    assert name == "now" and 0 <= json.loads(arguments)["a"] <= 9
+
+
+def test_a_demanded_call_and_a_format_are_too_much(real):
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    with pytest.raises(openai.BadRequestError, match="another form"):
+        real.chat.completions.create(**CHAT, tools=tools, tool_choice="required", response_format=NAMED)
+
+
+@pytest.mark.parametrize("thinking,grammar_is", [
+    (None, ("<think>", "</think>")), ("prompt", ("", "</think>")), ("off", None),
+])  # fmt: skip
+def test_a_grammar_is_of_the_answer_behind_the_reasoning(thinking, grammar_is):
+    params = Speech("qwen3", None, thinking=thinking).sampling(SamplingParams(structured=StructuredOutput(json=SCHEMA)))
+    assert params.structured.prefix == grammar_is
+
+
+@pytest.mark.parametrize("markers,texts,others", [
+    (("<think>", "</think>"), ['{"a":1}', '<think>{"a"</think>\n\n{"a":1}'], ['hm{"a":1}', '<think>{"a":1}']),
+    (("", "</think>"), ['</think>{"a":1}', 'hm</think>\n{"a":1}'], ['{"a":1}']),
+    (("<think>", "<|im_start|>"), ['<think>hm<|im_start|>{"a":1}'], ['<think></think>{"a":1}']),
+])  # fmt: skip
+@pytest.mark.parametrize("wanted", [
+    StructuredOutput(json=SCHEMA), StructuredOutput(regex='\\{"a":1\\}'), StructuredOutput(choice=['{"a":1}', "b"]),
+    StructuredOutput(grammar='start: "{" x "1}"\nx: "\\"a\\":"'),
+    StructuredOutput(grammar='root ::= "{" x "1}"\nx ::= "\\"a\\":"'),
+])  # fmt: skip
+def test_reasoning_may_come_before(wanted, markers, texts, others):
+    tokenizer = byte_tokenizer()
+    compiled = Grammars(tokenizer, BYTE_VOCAB, [258]).compile(wanted.after(*markers))
+    for text in (*texts, *others):
+        matcher, tokens = compiled.deep_copy(), tokenizer.encode(text)
+        whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert whole == (text in texts), text

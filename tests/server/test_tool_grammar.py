@@ -1,0 +1,125 @@
+"""Demanded calls: every text that follows their grammar is read as calls, valid by the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from jaxspec.request import RequestError
+from jaxspec.structured.grammar import source
+from server.parsers import parse
+from server.structured import tool_call_grammar
+from tests.server.fake import byte_tokenizer
+from tests.server.parsers.cases import tool
+
+END = 258
+KINDS = {"type": "string", "enum": ["a", 'b"', "<c>"]}
+TOOLS = [
+    tool("pick", kind=KINDS, size={"type": "integer", "minimum": 0, "maximum": 99}),
+    tool("mark", on={"type": "boolean"}, deep={"type": "array", "items": {"$ref": "#/$defs/k"}, "maxItems": 2}),
+    {"type": "function", "function": {"name": "stop"}},
+]
+for each in TOOLS[:2]:
+    each["function"]["parameters"]["additionalProperties"] = False
+TOOLS[0]["function"]["parameters"]["required"] = ["kind"]
+TOOLS[1]["function"]["parameters"]["$defs"] = {"k": KINDS}
+SCHEMAS = {each["function"]["name"]: each["function"].get("parameters", {"maxProperties": 0}) for each in TOOLS}
+FORMATS = ["hermes", "qwen3_coder", "llama3_json", "mistral"]
+
+
+def matcher(wanted) -> LLMatcher:
+    made = LLMatcher(LLTokenizer(byte_tokenizer().to_json(), eos_token=[END]), source(wanted))
+    assert not made.is_error(), made.get_error()
+    return made
+
+
+def follow(made: LLMatcher, draw: random.Random) -> str:
+    """A random text of the grammar."""
+    text = bytearray()
+    while True:
+        allowed = np.flatnonzero(np.frombuffer(made.compute_logit_bias(), np.uint8))
+        token = int(draw.choice(allowed))
+        if token == END:
+            return text.decode()
+        assert made.consume_token(token)
+        text.append(token)
+
+
+def accepts(wanted, text: str) -> bool:
+    made = matcher(wanted)
+    return made.try_consume_tokens(list(text.encode())) == len(text.encode()) and made.is_accepting()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("named", "parallel"), [(None, True), (None, False), ("pick", True)])
+def test_a_text_of_the_grammar_is_calls_valid_by_their_schemas(format, named, parallel):
+    draw, most, names = random.Random(format), 0, set()
+    for _ in range(20):
+        text = follow(matcher(tool_call_grammar(TOOLS, format, named, parallel)), draw)
+        found = parse(format, [text], TOOLS)
+        assert found["tool_calls"] and found["content"] is None, text
+        for call in found["tool_calls"]:
+            jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+            names.add(call["name"])
+        most = max(most, len(found["tool_calls"]))
+    assert (most > 1) == (parallel and named is None)
+    assert names == ({"pick"} if named else set(SCHEMAS))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_text_that_calls_nothing_is_no_text_of_the_grammar(format):
+    wanted = tool_call_grammar(TOOLS, format)
+    for text in ("", "Sure!", '{"name": "fly", "arguments": {}}', "<tool_call>\n</tool_call>"):
+        assert not accepts(wanted, text)
+
+
+def test_strings_of_any_text_end_at_their_marker():
+    wanted = tool_call_grammar([tool("say", text={"type": "string"})], "qwen3_coder")
+    text = "<tool_call>\n<function=say>\n<parameter=text>\n<b>\n</x> y\n\n</parameter>\n</function>\n</tool_call>"
+    assert accepts(wanted, text)
+    assert json.loads(parse("qwen3_coder", [text])["tool_calls"][0]["arguments"]) == {"text": "<b>\n</x> y\n"}
+    assert not accepts(wanted, text.replace("\n</parameter>", ""))
+    for end in ("</parameter>", "\n</function>", "\n<parameter="):
+        assert not accepts(wanted, text.replace("</x>", end)), "the parser would end the value there"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "thinking", "begins", "never"),
+    [
+        (None, None, "", "<think>a</think>\n\n"),
+        ("qwen3", None, "<think>\na < b\n</think>\n\n", "a</think>"),
+        ("qwen3", None, "", "<think>a"),
+        ("qwen3", "prompt", "\na\n</think>\n\n", ""),
+        ("qwen3", "off", "", "<think>a</think>\n\n"),
+        ("deepseek_r1", None, "a</think>", ""),
+    ],
+)
+def test_a_model_may_reason_before_it_calls(reasoning, thinking, begins, never):
+    wanted = tool_call_grammar(TOOLS, "hermes", reasoning=reasoning, thinking=thinking)
+    call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    assert accepts(wanted, begins + call)
+    assert not accepts(wanted, never + call)
+
+
+def test_a_marker_that_is_a_token_is_that_token():
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer.added_tokens
+    assert tokens["<|im_start|>"] == 257
+    made = matcher(tool_call_grammar(TOOLS, "hermes", special_ids={"<tool_call>": 257, "</tool_call>": 256}))
+    body = list(b'\n{"name": "stop", "arguments": {}}\n')
+    assert made.try_consume_tokens([257, *body, 256]) == len(body) + 2 and made.is_accepting()
+
+
+def test_what_cannot_be_demanded_is_refused():
+    with pytest.raises(RequestError, match="harmony"):
+        tool_call_grammar(TOOLS, "harmony")
+    with pytest.raises(RequestError, match="'absent'"):
+        tool_call_grammar(TOOLS, "hermes", "absent")
+    huge = [tool("f", x={"type": "string", "description": "x" * 2**18})]
+    with pytest.raises(RequestError, match="at most"):
+        tool_call_grammar(huge, "hermes")

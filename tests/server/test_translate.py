@@ -1,0 +1,94 @@
+"""Command lines of vLLM's and SGLang's, as their users have them, and what they are here."""
+
+import shlex
+
+import pytest
+
+from jaxspec.config import EngineConfig
+from jaxspec.flags import engine_options
+from server.options import UsageError, parse
+
+
+def answer(line):
+    """What is said of a command line: the translation's words, and what it leaves out."""
+    with pytest.raises(UsageError) as error:
+        parse(shlex.split(line))
+    before, _, after = str(error.value).partition("In jaxspec's flags:\n  ")
+    command, *left = after.split("\n")
+    assert before and command.startswith("python -m server")
+    EngineConfig(**engine_options(parse(shlex.split(command)[3:])))
+    return command.removeprefix("python -m server").strip(), left
+
+
+VLLM = "vllm serve Qwen/Qwen3-8B"
+SGLANG = "python -m sglang.launch_server --model-path Qwen/Qwen3-8B"
+HERE = "--model Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("line", "here"),
+    [
+        (f"{VLLM} --port 9", f"{HERE} --port 9"),
+        (f"{VLLM} --tensor-parallel-size 1 --max-model-len 8192 --speculative-config "
+         ''''{"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3}' ''',
+         f"{HERE} --context-length 8192 --draft eagle3:a/b --num-draft-tokens 3 --port 8000"),
+        (f"CUDA_VISIBLE_DEVICES=0 {VLLM} -tp 1 --enforce-eager --gpu-memory-utilization=0.8",
+         f"{HERE} --mem-fraction-static 0.8 --port 8000"),
+        (f'''{VLLM} --speculative-config='{{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4}}' ''',
+         f"{HERE} --draft ngram --num-draft-tokens 5 --ngram-max 4 --port 8000"),
+        (f'''{VLLM} --speculative-config '{{"model":"a/b","num_speculative_tokens":5}}' ''',
+         f"{HERE} --draft a/b --num-draft-tokens 5 --port 8000"),
+        (f'''{VLLM} --speculative-config '{{"method":"qwen3_next_mtp","num_speculative_tokens":2}}' ''',
+         f"{HERE} --draft mtp --num-draft-tokens 2 --port 8000"),
+        (f'''{VLLM} --speculative_config '{{"method":"draft_model","model":"a/b"}}' --max-num-seqs 4''',
+         f"{HERE} --max-running-requests 4 --draft standalone:a/b --port 8000"),
+        (f"{VLLM} --speculative-model [ngram] --num-speculative-tokens 4 --generation-config vllm",
+         f"{HERE} --sampling-defaults openai --draft ngram --num-draft-tokens 4 --port 8000"),
+        (f"{VLLM} --no-enable-prefix-caching --kv-cache-dtype fp8 --dtype half --block-size 32",
+         f"{HERE} --disable-prefix-cache --kv-cache-dtype fp8 --dtype half --page-size 32 --port 8000"),
+        ("python3 -m vllm.entrypoints.openai.api_server --model a/b --host 0.0.0.0 --port 1",
+         "--model a/b --host 0.0.0.0 --port 1"),
+        (f"{SGLANG} --tp-size 1 --speculative-algorithm EAGLE3 --speculative-draft-model-path a/b "
+         "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+         f"{HERE} --draft eagle3:a/b --num-draft-tokens 3"),
+        (f"{SGLANG} --speculative-algorithm EAGLE3 --speculative-draft-model-path a/b "
+         "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16",
+         f"{HERE} --draft eagle3:a/b --topk 4 --num-steps 5 --num-draft-tokens 15"),
+        (f"{SGLANG} --speculative-algorithm NEXTN --speculative-num-steps 3",
+         f"{HERE} --draft mtp --num-draft-tokens 3"),
+        (f"{SGLANG} --speculative-algorithm EAGLE --speculative-num-steps 3",
+         f"{HERE} --draft mtp --num-draft-tokens 3"),
+        (f"{SGLANG} --speculative-algorithm NGRAM --speculative-num-draft-tokens 8 --disable-radix-cache",
+         f"{HERE} --disable-prefix-cache --draft ngram --num-draft-tokens 7"),
+        (f"{SGLANG} --speculative-algorithm STANDALONE --speculative-draft-model-path a/b --mem-fraction-static 0.7",
+         f"{HERE} --mem-fraction-static 0.7 --draft standalone:a/b"),
+        (f"{SGLANG} --speculative-algorithm DFLASH --speculative-draft-model-path a/b --trust-remote-code",
+         f"{HERE} --draft dflash:a/b"),
+        ("sglang serve --model-path a/b --chunked-prefill-size -1 --load-format safetensors", "--model a/b"),
+        (f"{SGLANG} --tool-call-parser qwen25 --reasoning-parser deepseek-r1",
+         f"{HERE} --tool-call-parser qwen25 --reasoning-parser deepseek_r1"),
+        ("a/b --max-model-len 99", "--model a/b --context-length 99"),
+    ],
+)  # fmt: skip
+def test_translations(line, here):
+    assert answer(line)[0] == here
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--quantization awq", "--quantization: quantized weights are not supported"),
+        ("--enable-lora --lora-modules a=b", "--enable-lora: LoRA"),
+        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: jaxspec serves on one GPU"),
+        ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: supported are"),
+        ("--speculative-config nonsense", "--speculative-config 'nonsense': it isn't a JSON object"),
+        ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are dflash, eagle"),
+        ("--enforce-eager", "--enforce-eager: every step is one compiled program"),
+        ("--reasoning-parser kimi_k9", "--reasoning-parser kimi_k9: it may be auto, none, qwen3"),
+        ("--made-up 3", "--made-up: it has no counterpart here"),
+    ],
+)
+def test_what_a_translation_leaves_out_is_said(flags, said):
+    command, left = answer(f"{VLLM} {flags}")
+    assert command == f"{HERE} --port 8000"
+    assert left[0].startswith(f"left out: {said}")

@@ -1,0 +1,121 @@
+"""What `deploy/` says of the server, against the server: flags, paths, ports, times. Nothing is built or started."""
+
+import configparser
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.run_dockerfile import ignored, instructions
+from server.__main__ import LAST_SECONDS
+from server.gate import OPEN_PATHS
+from server.options import parse
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+STEPS = instructions((DEPLOY / "Dockerfile").read_text())
+LAST = dict(STEPS)
+PATTERNS = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def flags(argv):
+    """The flags of a command line that runs the server, as the server reads them."""
+    place = argv.index("server")
+    assert argv[place - 1] == "-m"
+    return parse(argv[place + 1 :])
+
+
+def test_the_image_copies_what_is_there_and_sent():
+    copied = [rest.split()[:-1] for keyword, rest in STEPS if keyword == "COPY" and "--from" not in rest]
+    names = [name for sources in copied for name in sources]
+    assert {"jaxspec", "server", "pyproject.toml", "requirements.lock"} <= set(names)
+    assert [name for name in names if not (ROOT / name).exists() or ignored(name, PATTERNS)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [
+        ("server/playground/index.html", True),
+        ("jaxspec/drafters/shipped/smollm2-135m-instruct-eagle3/config.json", True),
+        ("jaxspec/__pycache__/engine.cpython-312.pyc", False),
+        (".git/config", False),
+        (".venv/bin/python", False),
+        ("tests/conftest.py", False),
+        ("deploy/Dockerfile", False),
+    ],
+)
+def test_the_image_is_sent_the_packages_and_no_more(path, kept):
+    assert ignored(path, PATTERNS) == (not kept)
+
+
+def test_the_image_runs_the_server_itself_as_a_plain_user():
+    """In exec form: a shell in between would keep SIGTERM from it."""
+    args = flags(json.loads(LAST["ENTRYPOINT"]))
+    assert (args.host, args.port) == ("0.0.0.0", int(LAST["EXPOSE"]))
+    assert LAST["USER"] not in ("root", "0")
+
+
+def test_the_image_asks_for_health_where_no_key_is_needed():
+    check = json.loads(LAST["HEALTHCHECK"].partition("CMD ")[2])
+    (port, path) = re.search(r"http://127\.0\.0\.1:(\d+)(/\w+)", check[-1]).groups()
+    assert port == LAST["EXPOSE"] and path in OPEN_PATHS
+
+
+def test_every_build_argument_has_its_lock():
+    (build,) = [rest for keyword, rest in STEPS if keyword == "RUN" and "--require-hashes" in rest]
+    for cuda, lock in (("none", "requirements.lock"), ("12", "requirements-cuda12.lock")):
+        shown = build.partition("&&")[0] + '; printf %s "$lock"'
+        chosen = subprocess.run(["sh", "-c", shown], env={"CUDA": cuda}, capture_output=True, text=True).stdout
+        assert chosen == lock and (ROOT / lock).exists()
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_compose_runs_the_image_and_prometheus_finds_it(profile):
+    service = COMPOSE["services"][profile]
+    assert service["profiles"] == [profile] and service["build"]["dockerfile"] == "deploy/Dockerfile"
+    shell, _, command = service["entrypoint"]
+    argv = shlex.split(command.removeprefix("exec ").replace("$$JAXSPEC_ARGS", "--model m --draft none"))
+    assert shell == "/bin/sh" and flags(argv).draft == "none"
+    assert int(service["stop_grace_period"].removesuffix("s")) > flags(argv).drain_seconds + LAST_SECONDS
+    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    (alias,) = service["networks"]["default"]["aliases"]
+    assert job["static_configs"] == [{"targets": [f"{alias}:{flags(argv).port}"]}]
+    assert job["metrics_path"] in OPEN_PATHS
+
+
+def test_compose_mounts_files_that_are_there():
+    mounts = [each for service in COMPOSE["services"].values() for each in service["volumes"]]
+    for mount in mounts:
+        source = mount.split(":")[0]
+        assert (DEPLOY / source).is_file() if source.startswith(".") else source in COMPOSE["volumes"], mount
+
+
+def test_nothing_but_the_server_is_open_to_other_machines():
+    ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", [])]
+    assert ports and all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_the_unit_starts_the_server_and_gives_it_time_to_drain():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str
+    unit.read(DEPLOY / "jaxspec.service")
+    service = unit["Service"]
+    argv = shlex.split(service["ExecStart"])
+    assert argv[argv.index("-m") + 1] == "server" and "--config" in argv
+    assert service["Restart"] == "on-failure" and service["RestartPreventExitStatus"] == "2"
+    drain = float(argv[argv.index("--drain-seconds") + 1])
+    assert int(service["TimeoutStopSec"]) > drain + LAST_SECONDS
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool not found; on Debian: apt install prometheus")
+def test_prometheus_takes_its_configuration():
+    done = subprocess.run(
+        ["promtool", "check", "config", str(DEPLOY / "prometheus.yml")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
