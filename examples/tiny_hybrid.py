@@ -10,7 +10,7 @@
 
 The demo model answers a few hundred prompts; a tokenizer and a model are made for these texts alone. Three layers of
 gated delta-rule attention and one of full attention learn to write them, while the MTP module learns to guess what they
-will write. Nothing of it is defined here: layers are those that serving runs (`jaxspec.models.qwen3_5`), the module is
+will write. Nothing of it is defined here: layers are those that serving runs (`jaxspec.decoder`), the module is
 the drafter (`jaxspec.drafters.mtp`), unrolled on its own outputs as EAGLE-3's training does it, and loop and export are
 the trainer's. The folder is in the public layout, with the module as its tensors `mtp.*`.
 
@@ -32,10 +32,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.checkpoint import Model
 from jaxspec.config import EngineConfig
+from jaxspec.decoder.forward import forward, unembed
 from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.mtp import parameters as mtp_parameters
 from jaxspec.mixers import WholeTexts
-from jaxspec.models import MODELS
 from jaxspec.train import loop
 from jaxspec.train.data import Text
 from jaxspec.train.eagle3 import Eagle3Objective
@@ -138,7 +138,7 @@ def fresh(folder: Path, model: Model, seed: int) -> Fresh:
     for layer in trained["layers"]:
         if "decay_bias" in layer:  # heads that forget within a token or two, and heads that remember for hundreds
             layer["decay_bias"] = jnp.linspace(-6.0, 1.0, len(layer["decay_bias"]))
-    return Fresh(folder, drafter, {**model.family.parameters(model.config), "mtp": declared}, trained, {})
+    return Fresh(folder, drafter, {**model.family.tensors(model.config.decoder), "mtp": declared}, trained, {})
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ class HybridObjective(Eagle3Objective):
     """
 
     def loss(self, trained, frozen, target_params, batch, keys):
-        family, layers = MODELS[self.target.model_type], self.drafter.feature_layers
-        hidden = family.forward(trained, self.target, batch.tokens, batch.positions, WholeTexts(), None, layers)
-        logits, answers = family.unembed(trained, hidden.last)[:, :-1], batch.answer[:, 1:]
+        layers = self.drafter.feature_layers
+        hidden = forward(self.target.decoder, trained, batch.tokens, batch.positions, WholeTexts(), None, layers)
+        logits, answers = unembed(trained, hidden.last)[:, :-1], batch.answer[:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
         own = (losses * answers).sum() / answers.sum()
         shared = {"embed": trained["embed"], "head": {"embed": trained["embed"]}}

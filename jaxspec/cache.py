@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.pallas import kv_write
-from jaxspec.pallas.paged_attention import paged_attention
-from jaxspec.pallas.target import chosen
+from jaxspec.pallas.hopper import chosen
+from jaxspec.pallas.paged_attention import paged_attention, span_attention
 
 log = logging.getLogger("jaxspec")
 
@@ -79,12 +79,12 @@ class Rows:
     def attend(self, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, KV]:
         """Write these rows' keys and values, then attend to everything that each row sees.
 
-        As in `models.layers.Mixer`, with the pages as its cache.
+        As in `decoder.mixer.Mixer`, with the pages as its cache.
         """
         return self._look(self.write(kv, layer, k, v), layer, q)
 
     def only(self, asked: Bool[Array, " b"]) -> Rows:
-        """As in `models.layers.Mixer`."""
+        """As in `decoder.mixer.Mixer`."""
         return self.replace(asked=asked)
 
     def pages(self, kv: KV) -> KV:
@@ -93,7 +93,7 @@ class Rows:
     def attend_written(
         self, kv: KV, layer: Int[Array, ""], t: int, write: Callable[[KV, Array], tuple[Array, KV]]
     ) -> tuple[Array, KV]:
-        """As in `models.layers.PagedMixer`. The dummy page is padding's, and nothing is written there."""
+        """As in `decoder.mixer.PagedMixer`. The dummy page is padding's, and nothing is written there."""
         q, kv = write(kv, self.written(kv, t))
         return self._look(kv, layer, q)
 
@@ -110,11 +110,21 @@ class Rows:
             mask = jnp.pad(mask, ((0, 0), (0, q.shape[1] - mask.shape[1]), (0, 0)))
         return paged_attention(q, kv, layer, self.table, window, mask), kv
 
+    def look(self, kv: KV, layer: Int[Array, ""], q: Array, mask: Bool[Array, "b t w"]) -> Array:
+        """Attention to all before these rows, and to those of them that each row's `mask` names."""
+        return paged_attention(q, kv, layer, self.table, self.start, mask)
+
+    def look_between(
+        self, kv: KV, layer: Int[Array, ""], q: Array, first: Int[Array, "b t"], last: Int[Array, "b t"]
+    ) -> Array:
+        """Attention of each row to places `first` to `last`."""
+        return span_attention(q, kv, layer, self.table, first, last)
+
     def write(self, kv: KV, layer: Array, k: Float[Array, "*l b t m h"], v: Float[Array, "*l b t m h"]) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
         page, slot = self._slots(kv, k.shape[-3])
         fits = kv_write.supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
-        if layer.ndim == 0 and chosen("kv_write", fits):
+        if layer.ndim == 0 and chosen(fits):
             return kv_write.kv_write(kv, layer, page, slot, k, v)
         new = jnp.stack([k, v], axis=-3)
         largest = min(float(jnp.finfo(dtype).max) for dtype in (kv.dtype, new.dtype))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, LinearScaling, Yarn
 from jaxspec.elsewhere import METHODS, meant
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,87 +37,78 @@ LARGEST = {
 }
 
 
+# By model_type, what reads a config.json into a decoder. Each family of `jaxspec.models` enters itself.
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], Decoder]] = {}
+
+
 class ConfigError(ValueError):
     """A model config, engine option or combination of them that can't work. Names the option or key."""
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's rope frequency scaling (config.json `rope_scaling` / `rope_parameters`, rope_type "llama3")."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True)
-class LinearAttention:
-    """Layers that mix tokens by a gated delta rule (https://arxiv.org/abs/2412.06464): which they are, and how wide.
-
-    Each of `key_heads` serves as many of `value_heads`; `taps` is the width of the convolution before them.
-    """
-
-    layers: tuple[int, ...]
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: queries, keys and values of all heads."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-
-@dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer. Field names follow the axis letters' meaning, not Hugging Face's spelling."""
+    """A model: what its decoder computes, and what its checkpoint says beside that."""
 
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    mlp_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
+    decoder: Decoder
     max_position: int
-    rope_scaling: RopeScaling | None = None
-    tie_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    rotary_fraction: float = 1.0  # of each head's columns, the first that rotate
-    linear: LinearAttention | None = None  # None: every layer attends to all tokens
     mtp_layers: int = 0  # multi-token prediction modules that the checkpoint brings, by its config
-    num_experts: int = 0  # 0: every layer's MLP is dense
-    experts_per_token: int = 0
-    expert_size: int = 0
-    norm_topk_prob: bool = False
-    shared_expert_size: int = 0  # 0: there is none
-    dense_layers: tuple[int, ...] = ()  # of a model with experts, the layers whose MLP is dense all the same
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "bfloat16"  # what the checkpoint was saved in
 
     @property
-    def rotary_dim(self) -> int:
-        """How many of a head's columns rotate."""
-        return int(self.head_dim * self.rotary_fraction)
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.width
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.decoder.attention.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.decoder.attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.decoder.attention.head_dim
+
+    @property
+    def linear(self) -> DeltaRule | None:
+        """The linear attention of some layers; None: every layer attends to all tokens."""
+        return self.decoder.delta_rule
 
     @property
     def num_linear_layers(self) -> int:
         """Layers whose past is a state of fixed size."""
-        return len(self.linear.layers) if self.linear else 0
+        return self.decoder.count(DeltaRule)
 
     @property
     def num_kv_layers(self) -> int:
         """Layers whose past is keys and values of all tokens."""
-        return self.num_layers - self.num_linear_layers
+        return self.decoder.count(Attention)
+
+    def summary(self) -> dict[str, Any]:
+        """Sizes and tokens, without the description of each layer."""
+        told = [field.name for field in dataclasses.fields(self) if field.name != "decoder"]
+        told += [
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_linear_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ]
+        return {name: getattr(self, name) for name in told}
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
@@ -125,34 +117,13 @@ class ModelConfig:
         **Raises:** `ConfigError` for a model family, activation, rope type or attention variant that isn't supported,
         or a missing or senseless size; the message names the key, its value and what is supported.
         """
-        from jaxspec.models import MODELS
-
         hf = _text_model(hf)
         model_type = hf.get("model_type")
-        if not isinstance(model_type, str) or model_type not in MODELS:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise ConfigError(
-                f"model_type {shown(model_type)} is not supported; supported: {', '.join(sorted(MODELS))}"
+                f"model_type {shown(model_type)} is not supported; supported: {', '.join(sorted(FAMILIES))}"
             )
-        need = lambda key: _positive(hf, key)  # noqa: E731
-        heads = need("num_attention_heads")
-        kv_heads = _positive(hf, "num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-        head_dim = _positive(hf, "head_dim", need("hidden_size") // heads)
-        if head_dim % 2:
-            raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
-        if (act := hf.get("hidden_act", "silu")) != "silu":
-            raise ConfigError(f"hidden_act {shown(act)} is not supported; supported: silu")
-        hybrid = getattr(MODELS[model_type], "HYBRID", False)
-        _refuse_other_attention(hf, model_type, hybrid)
-        theta, scaling, fraction = _rope(hf, 0.25 if hybrid else 1.0)
-        if (rotary := int(head_dim * fraction)) % 2 or not 0 < rotary <= head_dim:
-            raise ConfigError(
-                f"partial_rotary_factor {fraction:g} of head_dim {head_dim} is {rotary}, not an even number from 2 to "
-                f"{head_dim}"
-            )
-        experts = _experts(hf, getattr(MODELS[model_type], "NORM_TOPK_PROB", None))
-        only_experts = experts and not experts["dense_layers"]
+        decoder = FAMILIES[model_type](hf)
         eos = hf.get("eos_token_id")
         eos = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
         if bad := [token for token in eos if not _is_token(token)]:
@@ -161,25 +132,9 @@ class ModelConfig:
             raise ConfigError(f"config.json: bos_token_id must be a token id, got {shown(bos)}")
         return cls(
             model_type=model_type,
-            vocab_size=need("vocab_size"),
-            hidden_size=need("hidden_size"),
-            mlp_size=_positive(hf, "intermediate_size", experts["expert_size"] if only_experts else None),
-            num_layers=need("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=_positive_float(hf, "rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_position=_positive(hf, "max_position_embeddings", 2048),
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            attention_bias=bool(hf.get("attention_bias", False)),
-            mlp_bias=bool(hf.get("mlp_bias", False)),
-            qk_norm=MODELS[model_type].QK_NORM,
-            rotary_fraction=fraction,
-            linear=_linear(hf) if hybrid else None,
+            decoder=decoder,
+            max_position=_longest(decoder, positive(hf, "max_position_embeddings", 2048)),
             mtp_layers=_mtp_layers(hf),
-            **experts,
             eos_token_ids=tuple(eos),
             bos_token_id=bos,
             dtype=_dtype(hf),
@@ -202,25 +157,6 @@ def _is_token(token: Any) -> bool:
     return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
 
 
-def _refuse_other_attention(hf: Mapping[str, Any], model_type: str, hybrid: bool) -> None:
-    """Whatever is neither full attention nor, in a hybrid, linear attention (see `_linear`)."""
-    kinds = hf.get("layer_types") or ()
-    if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
-        raise ConfigError(f"config.json: layer_types must be a list of names, got {shown(kinds)}")
-    kinds = set(kinds)
-    if hf.get("use_sliding_window") or "sliding_attention" in kinds:
-        raise ConfigError(
-            "use_sliding_window or layer_types: sliding-window attention is not supported; "
-            "every layer attends to the whole context"
-        )
-    if not hybrid and (other := kinds - {"full_attention"}):
-        raise ConfigError(
-            f"layer_types: {min(other)!r} is not supported for model_type {model_type!r}; supported: full_attention"
-        )
-    if hybrid and hf.get("attention_bias"):
-        raise ConfigError(f"attention_bias true is not supported for model_type {model_type!r}")
-
-
 def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's part of a multimodal config, under the model type that it has alone.
 
@@ -238,70 +174,24 @@ def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     return hf
 
 
-def _linear(hf: Mapping[str, Any]) -> LinearAttention:
-    """Linear-attention layers as Qwen3-Next and Qwen3.5 name them: by `layer_types`, or all but each n-th."""
-    layers, kinds = _positive(hf, "num_hidden_layers"), hf.get("layer_types")
-    if kinds is None:
-        interval = _positive(hf, "full_attention_interval", 4)
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    known = ("full_attention", "linear_attention")
-    if not isinstance(kinds, list | tuple) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise ConfigError(
-            f"config.json: layer_types must name {layers} layers, each {' or '.join(known)}; got {shown(kinds)}"
-        )
-    if set(kinds) != set(known):
-        raise ConfigError(f"config.json: layer_types has no {set(known).difference(kinds).pop()} layer, and needs both")
-    if hf.get("attn_output_gate", True) is not True:
-        raise ConfigError("config.json: attn_output_gate false is not supported; attention is gated in these models")
-    keys, values = _positive(hf, "linear_num_key_heads"), _positive(hf, "linear_num_value_heads")
-    if values % keys:
-        raise ConfigError(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys})")
-    return LinearAttention(
-        layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
-        key_heads=keys,
-        value_heads=values,
-        key_dim=_positive(hf, "linear_key_head_dim"),
-        value_dim=_positive(hf, "linear_value_head_dim"),
-        taps=_positive(hf, "linear_conv_kernel_dim"),
-    )
+def _longest(decoder: Decoder, positions: int) -> int:
+    """The most positions, of a config whose rope scaling a user may have added without raising `positions`."""
+    match decoder.attention.rope.scaling:
+        case Yarn(factor, original):
+            return max(positions, int(factor * original))
+        case LinearScaling(factor):
+            return int(factor * positions)
+    return positions
 
 
 def _mtp_layers(hf: Mapping[str, Any]) -> int:
     """Under whichever name the config counts multi-token prediction modules."""
     names = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
-    return next((_positive(hf, name) for name in names if hf.get(name)), 0)
+    return next((positive(hf, name) for name in names if hf.get(name)), 0)
 
 
-def _experts(hf: Mapping[str, Any], norm_topk_prob: bool | None) -> dict[str, Any]:
-    """What `ModelConfig` says of experts. `norm_topk_prob` is the family's default; None: it has no experts.
-
-    Keys as in transformers' Qwen3-MoE and Qwen3-Next: layer i has experts if it isn't in `mlp_only_layers` and i + 1 is
-    a multiple of `decoder_sparse_step`. Version 5 of transformers saves `num_experts` as `num_local_experts`.
-    """
-    if norm_topk_prob is None:
-        return {}
-    key = "num_experts" if "num_experts" in hf else "num_local_experts"
-    experts, chosen = _positive(hf, key), _positive(hf, "num_experts_per_tok")
-    if chosen > experts:
-        raise ConfigError(f"config.json: num_experts_per_tok ({chosen}) must not exceed {key} ({experts})")
-    layers, sparse_step = _positive(hf, "num_hidden_layers"), _positive(hf, "decoder_sparse_step", 1)
-    named = hf.get("mlp_only_layers") or ()
-    if not isinstance(named, list | tuple) or any(i not in range(layers) for i in named):
-        raise ConfigError(
-            f"config.json: mlp_only_layers must be a list of layers, 0 to {layers - 1}, got {shown(named)}"
-        )
-    shared = hf.get("shared_expert_intermediate_size") or 0
-    return {
-        "num_experts": experts,
-        "experts_per_token": chosen,
-        "expert_size": _positive(hf, "moe_intermediate_size"),
-        "norm_topk_prob": bool(hf.get("norm_topk_prob", norm_topk_prob)),
-        "shared_expert_size": _positive(hf, "shared_expert_intermediate_size") if shared else 0,
-        "dense_layers": tuple(i for i in range(layers) if i in named or (i + 1) % sparse_step),
-    }
-
-
-def _positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A size of config.json. **Raises:** `ConfigError` naming the key."""
     value = hf.get(key)
     value = default if value is None else value
     most = LARGEST.get(key, 2**31 - 1)
@@ -311,7 +201,8 @@ def _positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
-def _positive_float(mapping: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def positive_float(mapping: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number of config.json. **Raises:** `ConfigError` naming the key."""
     value = mapping.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= FLOAT32_MAX:
         raise ConfigError(f"config.json: {key} must be a positive number within float32, got {shown(value)}")
@@ -323,33 +214,6 @@ def _dtype(hf: Mapping[str, Any]) -> str:
     if dtype not in DTYPES:
         raise ConfigError(f"config.json: dtype {shown(dtype)} is not supported; supported: {', '.join(DTYPES)}")
     return dtype
-
-
-def _rope(hf: Mapping[str, Any], whole: float) -> tuple[float, RopeScaling | None, float]:
-    """Base frequency, scaling, and the share of columns that rotate (`whole` where the config doesn't say), from
-    transformers 5's `rope_parameters` and the older `rope_theta`/`rope_scaling`, which wins as it does there."""
-    parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
-    for part in parts:
-        if not isinstance(part, Mapping):
-            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {shown(part)}")
-        if nested := next((key for key, value in part.items() if isinstance(value, Mapping)), None):
-            raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
-    rope = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
-    named = (part.get(key) for part in reversed(parts) for key in ("rope_type", "type"))
-    kind = next(filter(None, named), "default")
-    theta = _positive_float(rope if "rope_theta" in rope else hf, "rope_theta", 10_000.0)
-    fraction = _positive_float(rope if "partial_rotary_factor" in rope else hf, "partial_rotary_factor", whole)
-    if kind == "default":
-        return theta, None, fraction
-    if kind != "llama3":
-        raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: default, llama3")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [key for key in keys if key not in rope]:
-        raise ConfigError(f"rope_scaling of type llama3 lacks {', '.join(missing)}")
-    factor, low, high, original = (_positive_float(rope, key) for key in keys)
-    if low >= high:
-        raise ConfigError(f"rope_scaling: low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
-    return theta, RopeScaling(factor, low, high, int(original)), fraction
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import EngineConfig
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 from jaxspec.request import (
     MAX_LOGPROBS,
     MAX_STOP_IDS,
@@ -487,6 +487,7 @@ class Engine:
             "compiles_since_start": self.runner.compiles["compiles"] - self._compiles_at_start,
             "dispatches": dict(self.runner.programs.dispatches),
             "kernels": dict(KERNELS),
+            "paths": self.runner.paths,
             "requests_total": dict(self.finished),
             "memory_plan": dataclasses.asdict(self.runner.plan),
         }

@@ -17,6 +17,7 @@ from jaxspec.batch import empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.checkpoint import Model
 from jaxspec.config import ConfigError
+from jaxspec.decoder.forward import forward, unembed
 from jaxspec.draft import DraftBatch
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.mixers import NOTHING, WholeTexts
@@ -75,19 +76,17 @@ def _checked(model: Model, tokens: Any) -> np.ndarray:
 
 def _forward(config, params, tokens, capture=()):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    family = rounds.MODELS[config.model_type]
-    return family, family.forward(params, config, tokens, positions, WholeTexts(), None, capture)
+    return forward(config.decoder, params, tokens, positions, WholeTexts(), None, capture)
 
 
 @partial(jax.jit, static_argnums=0)
 def _logits(config, params, tokens):
-    family, hidden = _forward(config, params, tokens)
-    return family.unembed(params, hidden.last)
+    return unembed(params, _forward(config, params, tokens).last)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _hidden_states(config, layers, params, tokens):
-    return jnp.stack(_forward(config, params, tokens, layers)[1].features).astype(jnp.float32)
+    return jnp.stack(_forward(config, params, tokens, layers).features).astype(jnp.float32)
 
 
 @flax.struct.dataclass

@@ -17,10 +17,9 @@ from jaxtyping import Array, Int
 
 from jaxspec.cache import KV, PageLayout, Rows
 from jaxspec.config import ModelConfig
-from jaxspec.models import causal_conv
-from jaxspec.models.causal_conv import Windows, conv_chunk, empty_windows, split_heads
-from jaxspec.models.layers import causal_attention
-from jaxspec.pallas import gated_delta
+from jaxspec.decoder.functions import causal_attention
+from jaxspec.pallas import causal_conv, gated_delta
+from jaxspec.pallas.causal_conv import Windows, conv_chunk, empty_windows, split_heads
 from jaxspec.pallas.gated_delta import DeltaPool
 
 NOTHING = -1  # as a state slot to start from: the state before any token; to keep a snapshot in: none is kept
@@ -84,6 +83,9 @@ class WholeTexts:
 
     def attend(self, cache, layer, q, k, v):
         return causal_attention(cache, layer, q, k, v)
+
+    def pages(self, cache):
+        return None
 
     def convolve(self, cache, layer, x, weight, mix):
         b, t, _ = x.shape

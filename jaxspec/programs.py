@@ -26,7 +26,7 @@ from jaxspec.batch import Shapes
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.executables import Executables
-from jaxspec.pallas.target import KERNELS, counting
+from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 from jaxspec.structured import programs as structured
 

@@ -21,10 +21,10 @@ from jaxspec import sampling, verify
 from jaxspec.batch import Slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
+from jaxspec.decoder.functions import row_of
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
-from jaxspec.models import MODELS, few_rows
-from jaxspec.models.layers import Hidden, row_of
 from jaxspec.request import MAX_LOGPROBS
 from jaxspec.verify import Tree
 
@@ -96,12 +96,11 @@ def prefill(
     (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
     rows = Rows(start, count, table)
-    family = MODELS[config.model_type]
     mixer, marked = PromptBlocks(rows, slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
     every = score or any(i >= config.num_layers - 1 for i in drafter.feature_layers)  # what the last layer makes of it
     wanted = None if every else jnp.where(newest > 0, last, -1)
-    hidden = family.forward(params, config, tokens, marked, mixer, state.cache, drafter.feature_layers, wanted)
+    hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, drafter.feature_layers, wanted)
 
     shown = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=count - newest))
     draft = drafter.prefill(draft_params, state.draft, shown, hidden.features)
@@ -113,7 +112,7 @@ def prefill(
     state = state.replace(cache=hidden.cache, replay=replay, draft=draft, hidden=final, features=features)
     if not score:
         return state, None
-    return state, _pack_logprobs(family.unembed(params, hidden.last), next_tokens)
+    return state, _pack_logprobs(unembed(params, hidden.last), next_tokens)
 
 
 def first(
@@ -198,9 +197,7 @@ def run_rows(
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
     positions = rows.marked_positions(tokens.shape[1])
     mixer = RoundRows(rows, batch.slots, state.replay[batch.slots])
-    hidden = MODELS[config.model_type].forward(
-        params, config, tokens, positions, mixer, state.cache, drafter.feature_layers
-    )
+    hidden = forward(config.decoder, params, tokens, positions, mixer, state.cache, drafter.feature_layers)
     return hidden, state.replace(cache=hidden.cache)
 
 
@@ -229,10 +226,10 @@ def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode
 def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array:
     """The logits, f32[b, q, v]; in mode greedy all that is asked of them, the tokens they are highest at, i32[b, q]."""
     if mode == GREEDY:
-        top = few_rows.top_tokens(params, params["norm"], hidden.unnormed, config.rms_norm_eps)
+        top = top_tokens(params, config.decoder.norm, params["norm"], hidden.unnormed)
         if top is not None:
             return top
-    logits = MODELS[config.model_type].unembed(params, hidden.last)
+    logits = unembed(params, hidden.last)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32) if mode == GREEDY else logits
 
 

@@ -29,11 +29,13 @@ from jaxspec.cache import (
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.decoder.forward import describe, path_table
+from jaxspec.decoder.spec import Mixture
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables
 from jaxspec.mixers import state_bytes
-from jaxspec.pallas.target import kernels_here
+from jaxspec.pallas.hopper import kernels_here
 from jaxspec.programs import Programs, compile_counter
 from jaxspec.round import State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
@@ -151,6 +153,9 @@ class Runner:
             if not self.config.skip_warmup:  # beside the programs, which XLA compiles meanwhile
                 threading.Thread(target=self.grammars.warm_up, name="jaxspec-vocabulary", daemon=True).start()
         self.plan, self._layout = self._plan()
+        decoder, layers = self.model.config.decoder, self.model.params["layers"]
+        self.paths = path_table(decoder, layers, self.shapes.batches, self.width, self._layout.dtype)
+        log.info("%s", describe(self.paths))
         self.programs = Programs(
             self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
         )
@@ -336,7 +341,8 @@ class Runner:
 
 def _widest(config: ModelConfig) -> int:
     """Numbers per token that a layer's MLP holds at once: a dense one's activations, or each chosen expert's rows."""
-    return max(4 * config.mlp_size, config.experts_per_token * (2 * config.hidden_size + config.expert_size))
+    rows = lambda m: m.per_token * (2 * config.hidden_size + m.width) if isinstance(m, Mixture) else 4 * m.width  # noqa: E731
+    return max(rows(layer.feed) for layer in config.decoder.layers)
 
 
 def _bytes(tree: Any, beside: Any = None) -> int:
@@ -363,7 +369,7 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
             "the next, so drafts must be a chain. Drop --topk"
         )
     chunk = options.chunked_prefill_size or (
-        defaults.mixture_prefill_size if model.config.num_experts else defaults.chunked_prefill_size
+        defaults.mixture_prefill_size if model.config.decoder.mixture else defaults.chunked_prefill_size
     )
     small = small_model(model)
     return dataclasses.replace(

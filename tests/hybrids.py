@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.cache import PageLayout, Rows
+from jaxspec.decoder.forward import forward
 from jaxspec.mixers import NOTHING, PromptBlocks, empty_cache
 from tests.tiny import tiny_checkpoint
 
@@ -59,14 +60,11 @@ def state_after(model, tokens: list[int], capacity: int) -> tuple[np.ndarray, np
 
 @functools.partial(jax.jit, static_argnums=0)
 def _state_after(config, params, tokens, count):
-    from jaxspec.models import MODELS
-
     capacity = tokens.shape[1]
     cache = empty_cache(config, PageLayout(2, capacity, "float32"), 1, 1, "float32")
     rows = Rows(jnp.zeros((1,), jnp.int32), count, jnp.ones((1, 1), jnp.int32))
     none = jnp.full((1,), NOTHING, jnp.int32)
     mixer = PromptBlocks(rows, jnp.zeros((1,), jnp.int32), none, none)
-    family = MODELS[config.model_type]
-    cache = family.forward(params, config, tokens, rows.positions(capacity), mixer, cache).cache
+    cache = forward(config.decoder, params, tokens, rows.positions(capacity), mixer, cache).cache
     back = config.linear.taps - 1
     return cache.states.delta.state[:, 0], cache.states.windows[:, 0, :back]

@@ -26,9 +26,11 @@ from jaxspec.checkpoint import CheckpointError, demo, load_model, resolve
 from jaxspec.checkpoint.params import assemble
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.decoder.forward import forward, unembed
+from jaxspec.decoder.functions import rope_frequencies
+from jaxspec.decoder.spec import Norm
 from jaxspec.mixers import WholeTexts
 from jaxspec.models import MODELS
-from jaxspec.models.layers import rope_frequencies
 from tests.tiny import BYTE_VOCAB, random_tensors, tiny_checkpoint, tiny_config
 
 LLAMA3 = {
@@ -118,7 +120,7 @@ def test_host_memory_stays_under_one_shard(tmp_path):
     write_shards(tmp_path, tensors, shards)
     del tensors
     files = ModelFolder(tmp_path, tmp_path / "config.json")
-    declared = MODELS["llama"].parameters(files.config)
+    declared = MODELS["llama"].tensors(files.config.decoder)
     assemble(declared, files.read(), "float32")  # compiles, which allocates too
     shard = min(file.stat().st_size for file in files.files)
     tracemalloc.start()
@@ -335,7 +337,10 @@ def test_gguf_equals_safetensors(tmp_path, family, options):
     write_gguf(tmp_path / "m.gguf", hf, load_file(source / "model.safetensors"))
     model, expected = load(tmp_path / "m.gguf"), load(source)
     assert_same(model.params, expected.params)
-    differ = {"eos_token_ids": (5, 6), "rms_norm_eps": pytest.approx(1e-6)}
+    decoder, norm = model.config.decoder, model.config.decoder.norm
+    assert norm.eps == pytest.approx(1e-6)  # stored as float32
+    assert repr(decoder).replace(repr(norm), repr(Norm(1e-6))) == repr(expected.config.decoder)
+    differ = {"eos_token_ids": (5, 6), "decoder": decoder}
     assert {**vars(expected.config), **differ} == vars(model.config)
     assert_same(load(tmp_path).params, expected.params)  # a folder with this one file
     assert model.tokenizer is None
@@ -364,8 +369,8 @@ def test_gguf_rope_factors_become_llama3_scaling(tmp_path):
     tensors, divisors = random_tensors(hf, 0), rope_divisors(5e5, 64)
     write_gguf(tmp_path / "m.gguf", hf, tensors, rope_freqs=divisors)
     expected, found = ModelConfig.from_hf(hf), resolve(str(tmp_path / "m.gguf")).config
-    assert found.rope_scaling == expected.rope_scaling
-    np.testing.assert_allclose(rope_frequencies(found), rope_frequencies(expected))
+    assert found.decoder.attention.rope == expected.decoder.attention.rope
+    np.testing.assert_allclose(*(rope_frequencies(each.decoder.attention) for each in (found, expected)))
     write_gguf(tmp_path / "odd.gguf", hf, tensors, rope_freqs=divisors[::-1].copy())
     with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight scales .* isn't Llama 3's"):
         load(tmp_path / "odd.gguf")
@@ -496,7 +501,7 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
     hf = tiny_config("qwen3", attention_bias=True)
     (tmp_path / "config.json").write_text(json.dumps(hf))
     model = load(tmp_path, load_format="dummy", dtype="bfloat16")
-    declared = MODELS["qwen3"].parameters(ModelConfig.from_hf(hf))
+    declared = MODELS["qwen3"].tensors(ModelConfig.from_hf(hf).decoder)
     assert jax.tree.map(lambda param: param.shape, declared) == jax.tree.map(lambda array: array.shape, model.params)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("bfloat16")}
     assert_same(load(tmp_path / "config.json", load_format="dummy", dtype="bfloat16").params, model.params)
@@ -518,11 +523,11 @@ def test_dummy_activations_stay_moderate_in_a_deep_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(num_hidden_layers=36)))
     model = load(tmp_path, load_format="dummy")
     tokens = jnp.arange(16)[None]
-    hidden = jax.jit(
-        lambda params: model.family.forward(params, model.config, tokens, tokens, WholeTexts(), capture=(35,))
-    )(model.params)
+    hidden = jax.jit(lambda params: forward(model.config.decoder, params, tokens, tokens, WholeTexts(), capture=(35,)))(
+        model.params
+    )
     assert 0.3 < jnp.std(hidden.features[0]) < 30
-    assert 0.1 < jnp.std(model.family.unembed(model.params, hidden.last)) < 10
+    assert 0.1 < jnp.std(unembed(model.params, hidden.last)) < 10
 
 
 def test_dummy_still_refuses_what_it_does_not_know(tmp_path):
@@ -593,6 +598,6 @@ def test_the_demo_knows_its_next_token():
         [model.tokenizer.apply_chat_template(question) + model.tokenizer.encode("The capital of France is")]
     )
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden = jax.jit(lambda p: model.family.forward(p, model.config, tokens, positions, WholeTexts()).last[:, -1])
-    likeliest = int(model.family.unembed(model.params, hidden(model.params)).argmax())
+    hidden = jax.jit(lambda p: forward(model.config.decoder, p, tokens, positions, WholeTexts()).last[:, -1])
+    likeliest = int(unembed(model.params, hidden(model.params)).argmax())
     assert model.tokenizer.token_text(likeliest) == " Paris"

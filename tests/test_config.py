@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig, RopeScaling, flag
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig, flag
+from jaxspec.decoder.spec import (
+    Attention,
+    Decoder,
+    DeltaRule,
+    Layer,
+    LinearScaling,
+    Mixture,
+    Mlp,
+    Norm,
+    Rope,
+    RopeScaling,
+    Yarn,
+)
 from jaxspec.drafters import DRAFTERS
 from jaxspec.elsewhere import ELSEWHERE, METHODS, SEVERAL_GPUS
 from tests.tiny import tiny_config
@@ -95,19 +110,12 @@ def as_transformers_5(hf: dict) -> dict:
 
 @pytest.mark.parametrize("spelling", [dict, as_transformers_5])
 def test_llama_31_8b(spelling):
+    norm, rope = Norm(1e-5), Rope(500000.0, RopeScaling(8.0, 1.0, 4.0, 8192))
+    layer = Layer(Attention(32, 8, 128, rope), Mlp(14336), norm)  # heads are hidden/heads wide
     assert ModelConfig.from_hf(spelling(LLAMA_31_8B)) == ModelConfig(
         model_type="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        mlp_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,  # not in the file: hidden/heads
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
+        decoder=Decoder(vocab_size=128256, width=4096, layers=(layer,) * 32, norm=norm),
         max_position=131072,
-        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
         eos_token_ids=(128001, 128008, 128009),
         bos_token_id=128000,
         dtype="bfloat16",
@@ -117,43 +125,44 @@ def test_llama_31_8b(spelling):
 @pytest.mark.parametrize("spelling", [dict, as_transformers_5])
 def test_llama_32_1b(spelling):
     config = ModelConfig.from_hf(spelling(LLAMA_32_1B))
-    assert (config.head_dim, config.tie_embeddings, config.qk_norm) == (64, True, False)
-    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    decoder = config.decoder
+    assert (config.head_dim, decoder.tied, decoder.attention.qk_norm) == (64, True, None)
+    assert decoder.attention.rope.scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize("spelling", [dict, as_transformers_5])
 def test_qwen3_8b(spelling):
     config = ModelConfig.from_hf(spelling(QWEN3_8B))
-    assert (config.model_type, config.qk_norm, config.tie_embeddings) == ("qwen3", True, False)
-    assert (config.rope_theta, config.rope_scaling, config.rms_norm_eps) == (1e6, None, 1e-6)
-    assert (config.eos_token_ids, config.max_position, config.mlp_size) == ((151645,), 40960, 12288)
+    decoder = config.decoder
+    assert (config.model_type, decoder.attention.qk_norm, decoder.tied) == ("qwen3", Norm(1e-6), False)
+    assert (decoder.attention.rope, decoder.norm) == (Rope(1e6), Norm(1e-6))
+    assert (config.eos_token_ids, config.max_position, decoder.layers[0].feed) == ((151645,), 40960, Mlp(12288))
 
 
 @pytest.mark.parametrize("spelling", [dict, as_transformers_5])
 def test_qwen3_06b_heads_are_wider_than_hidden_over_heads(spelling):
     config = ModelConfig.from_hf(spelling(QWEN3_06B))
     assert (config.hidden_size, config.num_heads, config.head_dim) == (1024, 16, 128)
-    assert config.tie_embeddings
+    assert config.decoder.tied
 
 
 @pytest.mark.parametrize("spelling", [dict, as_transformers_5])
 def test_qwen3_30b_a3b(spelling):
     config = ModelConfig.from_hf(spelling(QWEN3_30B_A3B))
-    assert (config.num_experts, config.experts_per_token, config.expert_size) == (128, 8, 768)
-    assert (config.norm_topk_prob, config.shared_expert_size, config.dense_layers) == (True, 0, ())
-    assert (config.qk_norm, config.num_layers, config.num_kv_heads) == (True, 48, 4)
+    assert {layer.feed for layer in config.decoder.layers} == {Mixture(128, 8, 768, renormalised=True, shared=0)}
+    assert (config.decoder.attention.qk_norm, config.num_layers, config.num_kv_heads) == (Norm(1e-6), 48, 4)
 
 
 def test_experts_in_other_spellings():
     read = lambda **change: ModelConfig.from_hf({**QWEN3_30B_A3B, **change})  # noqa: E731
     renamed = {k: v for k, v in QWEN3_30B_A3B.items() if k not in ("num_experts", "norm_topk_prob")}
     config = ModelConfig.from_hf(renamed | {"num_local_experts": 64})
-    assert (config.num_experts, config.norm_topk_prob) == (64, False)
-    layers = tuple(range(48))
-    assert read(decoder_sparse_step=2).dense_layers == layers[::2]
-    assert read(mlp_only_layers=[0, 3], decoder_sparse_step=1).dense_layers == (0, 3)
-    assert read(shared_expert_intermediate_size=512).shared_expert_size == 512
-    assert read(intermediate_size=None).mlp_size == 768  # no layer reads it
+    assert (config.decoder.mixture.experts, config.decoder.mixture.renormalised) == (64, False)
+    dense = lambda config: [i for i, layer in enumerate(config.decoder.layers) if isinstance(layer.feed, Mlp)]  # noqa: E731
+    assert dense(read(decoder_sparse_step=2)) == list(range(0, 48, 2))
+    assert dense(read(mlp_only_layers=[0, 3], decoder_sparse_step=1)) == [0, 3]
+    assert read(shared_expert_intermediate_size=512).decoder.mixture.shared == 512
+    assert dense(read(intermediate_size=None)) == []  # no layer reads it
     with pytest.raises(ConfigError, match="intermediate_size"):
         read(intermediate_size=None, mlp_only_layers=[0])
 
@@ -175,8 +184,9 @@ def test_keys_that_a_file_may_leave_out():
     required = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     hf = {key: LLAMA_31_8B[key] for key in (*required, "num_attention_heads")}
     config = ModelConfig.from_hf(hf)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (32, 128, 10000.0)
-    assert (config.rope_scaling, config.tie_embeddings, config.attention_bias, config.mlp_bias) == (None, *[False] * 3)
+    decoder = config.decoder
+    assert decoder.attention == Attention(32, 32, 128, Rope(10000.0), bias=False)
+    assert (decoder.tied, decoder.layers[0].feed.bias) == (False, False)
     assert (config.eos_token_ids, config.bos_token_id, config.dtype) == ((), None, "bfloat16")
     for key in hf:
         with pytest.raises(ConfigError, match=key):
@@ -185,19 +195,47 @@ def test_keys_that_a_file_may_leave_out():
 
 def test_biases_and_a_null_head_dim():
     config = ModelConfig.from_hf({**LLAMA_31_8B, "attention_bias": True, "mlp_bias": True, "head_dim": None})
-    assert (config.attention_bias, config.mlp_bias, config.head_dim) == (True, True, 128)
+    decoder = config.decoder
+    assert (decoder.attention.bias, decoder.layers[0].feed.bias, config.head_dim) == (True, True, 128)
 
 
 def test_rope_scaling_counts_beside_rope_parameters():
     saved = as_transformers_5({**LLAMA_31_8B, "rope_scaling": None})
     config = ModelConfig.from_hf({**saved, "rope_scaling": LLAMA_31_8B["rope_scaling"]})
-    assert (config.rope_theta, config.rope_scaling) == (500000.0, RopeScaling(8.0, 1.0, 4.0, 8192))
+    assert config.decoder.attention.rope == Rope(500000.0, RopeScaling(8.0, 1.0, 4.0, 8192))
+
+
+def test_scaling_that_a_model_page_tells_users_to_add():
+    """As Qwen's: the config's positions stay as they are, and the context grows by the factor."""
+    read = lambda **scaling: ModelConfig.from_hf({**QWEN3_8B, "rope_scaling": scaling})  # noqa: E731
+    config = read(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    yarn = Yarn(4.0, 32768, attention_factor=0.1 * math.log(4) + 1)
+    assert config.decoder.attention.rope == Rope(1e6, yarn) and config.max_position == 131072
+    given = read(rope_type="yarn", factor=2.0, original_max_position_embeddings=1024, attention_factor=1.5, beta_slow=2)
+    assert given.decoder.attention.rope.scaling == Yarn(2.0, 1024, attention_factor=1.5, beta_slow=2.0)
+    assert given.max_position == 40960
+    config = read(type="linear", factor=2.0)
+    assert (config.decoder.attention.rope.scaling, config.max_position) == (LinearScaling(2.0), 81920)
+    with pytest.raises(ConfigError, match="factor must be a positive number"):
+        read(rope_type="linear")
+
+
+def test_qwen2_has_biases_on_queries_keys_and_values():
+    attention = ModelConfig.from_hf(tiny_config("qwen2")).decoder.attention
+    assert (attention.bias, attention.out_bias) == (True, False)
+
+
+def test_mistral_is_served_where_its_window_holds_the_context():
+    assert ModelConfig.from_hf(tiny_config("mistral", sliding_window=None)).decoder.attention.bias is False
+    assert ModelConfig.from_hf(tiny_config("mistral", sliding_window=1024)).max_position == 1024
+    with pytest.raises(ConfigError, match=r"sliding_window 512 with max_position_embeddings 1024: .* lower"):
+        ModelConfig.from_hf(tiny_config("mistral", sliding_window=512))
 
 
 def test_older_name_of_the_rope_kind():
     scaling = {key: value for key, value in LLAMA_31_8B["rope_scaling"].items() if key != "rope_type"}
     config = ModelConfig.from_hf({**LLAMA_31_8B, "rope_scaling": {**scaling, "type": "llama3"}})
-    assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert config.decoder.attention.rope.scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
 
 
 def test_a_torch_prefix_on_the_dtype_is_dropped():
@@ -207,8 +245,8 @@ def test_a_torch_prefix_on_the_dtype_is_dropped():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(model_type="gpt2"), ["'gpt2'", "llama, qwen3"]),
-        (dict(model_type=None), ["None", "llama, qwen3"]),
+        (dict(model_type="gpt2"), ["'gpt2'", "llama, mistral, qwen2"]),
+        (dict(model_type=None), ["None", "llama, mistral, qwen2"]),
         (dict(hidden_size=0), ["hidden_size", "positive integer", "0"]),
         (dict(num_hidden_layers="36"), ["num_hidden_layers", "'36'"]),
         (dict(vocab_size=True), ["vocab_size", "True"]),
@@ -216,11 +254,14 @@ def test_a_torch_prefix_on_the_dtype_is_dropped():
         (dict(head_dim=127), ["head_dim", "even", "127"]),
         (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
         (dict(use_sliding_window=True), ["use_sliding_window"]),
-        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), ["'yarn'", "default, llama3"]),
-        (dict(rope_scaling=dict(type="linear", factor=2.0)), ["'linear'"]),
+        (dict(rope_scaling=dict(rope_type="longrope", factor=4.0)), ["'longrope'", "default, linear, llama3"]),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ["'dynamic'"]),
         (  # as a model's page tells users to add, beside what transformers 5 saved
-            dict(rope_parameters=dict(rope_type="default", rope_theta=1e6), rope_scaling=dict(type="yarn", factor=4.0)),
-            ["'yarn'"],
+            dict(
+                rope_parameters=dict(rope_type="default", rope_theta=1e6),
+                rope_scaling=dict(type="longrope", factor=4.0),
+            ),
+            ["'longrope'"],
         ),
         (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), ["rope_parameters", "full_attention"]),
         (
@@ -363,15 +404,16 @@ def test_hybrids():
     text |= {"model_type": "qwen3_5_moe_text", "eos_token_id": 3}
     whole = {"model_type": "qwen3_5_moe", "text_config": text, "eos_token_id": [4]}
     config = ModelConfig.from_hf(whole | {"tie_word_embeddings": True})
-    assert (config.model_type, config.eos_token_ids, config.tie_embeddings) == ("qwen3_5_moe", (4, 3), True)
-    assert (config.rope_theta, config.rotary_dim, config.num_experts) == (5e6, 8, 4)
-    assert config.linear.layers == (0, 1, 3, 4) and (config.num_kv_layers, config.num_linear_layers) == (2, 4)
+    assert (config.model_type, config.eos_token_ids, config.decoder.tied) == ("qwen3_5_moe", (4, 3), True)
+    assert (config.decoder.attention.rope, config.decoder.mixture.experts) == (Rope(5e6, columns=8), 4)
+    assert [isinstance(layer.mixing, DeltaRule) for layer in config.decoder.layers] == [True, True, False] * 2
+    assert (config.num_kv_layers, config.num_linear_layers) == (2, 4)
     assert config.linear.channels == 2 * 2 * 8 + 4 * 12
     del text["torch_dtype"]
     assert ModelConfig.from_hf(whole | {"torch_dtype": "float16"}).dtype == "float16"
     named = {key: value for key, value in text.items() if key != "full_attention_interval"}
     kinds = ["linear_attention", "linear_attention", "full_attention"] * 2
-    assert ModelConfig.from_hf({**named, "layer_types": kinds}).linear == config.linear
+    assert ModelConfig.from_hf({**named, "layer_types": kinds}).decoder.layers == config.decoder.layers
 
 
 @pytest.mark.parametrize("change,words", [

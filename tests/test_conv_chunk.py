@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.config import LinearAttention
-from jaxspec.models import causal_conv
-from jaxspec.pallas import conv_chunk, target
+from jaxspec.decoder.spec import DeltaRule
+from jaxspec.pallas import causal_conv, conv_chunk, hopper
 from jaxspec.pallas.conv_chunk import BLOCK, supported
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 
-MIX = LinearAttention((0,), key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
+MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 6
 
 
-def operands(b: int, mix: LinearAttention = MIX, seed: int = 0):
+def operands(b: int, mix: DeltaRule = MIX, seed: int = 0):
     """Of `causal_conv.chunk`: blocks that go on from slots of any kind, with columns of x that aren't its own."""
     rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), 3)
     normal = lambda key, *shape: jax.random.normal(key, shape).astype(jnp.bfloat16)  # noqa: E731
@@ -32,7 +31,7 @@ def operands(b: int, mix: LinearAttention = MIX, seed: int = 0):
     return windows, jnp.int32(1), *(jnp.asarray(each, jnp.int32) for each in (slots, source, keep, count)), x, weight
 
 
-def check(monkeypatch, b: int, mix: LinearAttention = MIX, **options):
+def check(monkeypatch, b: int, mix: DeltaRule = MIX, **options):
     """With the kernel in place of what `causal_conv.chunk` would do here; only real rows mean anything."""
     given = operands(b, mix)
     expected, expected_windows = jax.jit(lambda *given: causal_conv.chunk(*given, mix))(*given)
@@ -52,7 +51,7 @@ def test_matches_the_plain_form(monkeypatch):
 
 
 def test_a_prompt_takes_the_kernel_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     before = KERNELS["conv_chunk"]
     traced = jax.jit(lambda *given: causal_conv.chunk(*given, MIX)).trace(*operands(9))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1

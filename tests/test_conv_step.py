@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.config import LinearAttention
-from jaxspec.models import causal_conv
-from jaxspec.pallas import target
+from jaxspec.decoder.spec import DeltaRule
+from jaxspec.pallas import causal_conv, hopper
 from jaxspec.pallas.conv_step import conv_step, supported
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 
-MIX = LinearAttention((0,), key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
+MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 5
 
 
-def operands(rows: int, replay: tuple[int, ...], mix: LinearAttention = MIX):
+def operands(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX):
     """Of `causal_conv.step`, with windows for rounds of `rows` rows and columns of x that aren't the convolution's."""
     keys = jax.random.split(jax.random.key(rows), 3)
     b, normal = len(replay), lambda key, *shape: jax.random.normal(key, shape).astype(jnp.bfloat16)
@@ -30,7 +29,7 @@ def operands(rows: int, replay: tuple[int, ...], mix: LinearAttention = MIX):
     return windows, jnp.int32(1), slots, jnp.array(replay, jnp.int32), x, weight
 
 
-def check(rows: int, replay: tuple[int, ...], mix: LinearAttention = MIX, **options):
+def check(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX, **options):
     windows, layer, slots, at, x, weight = given = operands(rows, replay, mix)
     got, window = conv_step(*given, key_heads=mix.key_heads, eps=causal_conv.L2_EPS, **options)
     out, expected_window = causal_conv.conv_step(windows, layer, slots, at, x[..., : mix.channels], weight.T)
@@ -47,7 +46,7 @@ def test_matches_the_plain_form(rows, replay):
 
 
 def test_a_round_takes_the_kernel_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     before = KERNELS["conv_step"]
     traced = jax.jit(lambda *given: causal_conv.step(*given, MIX)).trace(*operands(4, (0, 3)))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1

@@ -22,12 +22,14 @@ from jaxspec import round as rounds
 from jaxspec.batch import Shapes, empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.config import ModelConfig
+from jaxspec.decoder.forward import forward, unembed
+from jaxspec.decoder.functions import rms_norm, rope
+from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.draft import DraftBatch
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.models import qwen3
-from jaxspec.models.layers import Attention, Param, rms_norm, rope, rope_frequencies
-from jaxspec.pallas import target
+from jaxspec.pallas import hopper
 from jaxspec.programs import Programs
+from jaxspec.weights import Param
 from tests import test_distribution as sampled
 from tests import test_lossless as lossless
 from tests.exact import ALPHA, slots_for
@@ -194,8 +196,9 @@ def drafts_everywhere(loaded, text, features):
     """Logits of the drafts behind each token of a text, f32[t, n, v], by one dense attention without pages."""
     drafter, params, c, t = loaded.drafter, loaded.params, loaded.drafter.config, len(text)
     n, m, h = drafter.num_draft_tokens, c.num_kv_heads, c.head_dim
-    context = rms_norm(jnp.concatenate(list(features), -1) @ params["fc"], params["hidden_norm"], c.rms_norm_eps)
-    position, frequencies = jnp.arange(t), rope_frequencies(c)
+    eps = c.decoder.norm.eps
+    context = rms_norm(jnp.concatenate(list(features), -1) @ params["fc"], params["hidden_norm"], eps)
+    position = jnp.arange(t)
     block = jnp.full((t, n + 1), drafter.mask_token).at[:, 0].set(text)
     positions = position[:, None] + jnp.arange(n + 1)
 
@@ -203,7 +206,7 @@ def drafts_everywhere(loaded, text, features):
         weights = jnp.stack([p["qkv"] for p in params["layers"]])[layer][:, c.num_heads * h :]
         norm = jnp.stack([p["k_norm"] for p in params["layers"]])[layer]
         k_context, v_context = jnp.split((context @ weights).reshape(1, t, 2 * m, h), 2, axis=2)
-        k_context = rope(rms_norm(k_context, norm, c.rms_norm_eps), position[None], frequencies)
+        k_context = rope(rms_norm(k_context, norm, eps), position[None], c.decoder.attention)
         each = lambda x: jnp.broadcast_to(x, (t, t, m, h))  # noqa: E731
         keys, values = jnp.concatenate([each(k_context), k], 1), jnp.concatenate([each(v_context), v], 1)
         at = jnp.concatenate([jnp.broadcast_to(position, (t, t)), positions], 1)
@@ -216,8 +219,8 @@ def drafts_everywhere(loaded, text, features):
         weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("bnts,bsnh->btnh", weights, values), None
 
-    hidden = qwen3.forward(params, c, block, positions, Attention(attention))
-    return qwen3.unembed(params, hidden.last[:, 1:])
+    hidden = forward(c.decoder, params, block, positions, OnlyAttention(attention))
+    return unembed(params, hidden.last[:, 1:])
 
 
 @dataclass(frozen=True)
@@ -314,11 +317,11 @@ def test_full_layers_take_the_kernel_and_sliding_ones_do_not(sliding, monkeypatc
     args = loaded.params, loaded.drafter.init_state(PageLayout(9, PAGE, "bfloat16"), 2), batch
     compiled = jax.jit(loaded.drafter.propose).lower(*args).compile().as_text()
     assert "conditional" not in compiled
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
-    monkeypatch.setattr(target, "KERNELS", target.Counter())
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "KERNELS", hopper.Counter())
     again = jax.jit(lambda *args: loaded.drafter.propose(*args))  # a trace of its own, in which the choice is made anew
     lowered = again.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert target.KERNELS["decode_attention"] == lowered.count("@mosaic_gpu") == (sliding < 2)
+    assert hopper.KERNELS["decode_attention"] == lowered.count("@mosaic_gpu") == (sliding < 2)
     assert lowered.count("stablehlo.case") == (sliding == 1)
 
 

@@ -176,7 +176,7 @@ def test_a_drafter_of_another_width_than_its_target(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf))
     save_file(tensors, tmp_path / "model.safetensors")
     loaded = load(tmp_path)
-    assert loaded.params["fc_bias"].shape == (d,) and loaded.drafter.config.attention_bias
+    assert loaded.params["fc_bias"].shape == (d,) and loaded.drafter.config.decoder.attention.bias
     assert jaxspec.propose(target(), loaded, [1, 2], 3).logits.shape == (3, v)
 
 
@@ -206,7 +206,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
     ("specforge-eagle3", {"config": {"eagle_config": {"use_aux_hidden_state": False}}}, ["use_aux_hidden_state"]),
     ("safeailab-eagle3", {"config": {"num_hidden_layers": 2}}, ["num_hidden_layers is 2"]),
     ("safeailab-eagle3", {"config": {"draft_vocab_size": 97}}, ["draft_vocab_size", "1 to 96", "97"]),
-    ("safeailab-eagle3", {"config": {"rope_scaling": {"rope_type": "yarn"}}}, ["drafter", "rope_type 'yarn'"]),
+    ("safeailab-eagle3", {"config": {"rope_scaling": {"rope_type": "longrope"}}}, ["drafter", "rope_type 'longrope'"]),
     ("safeailab-eagle3", {"drop": ["fc.weight"]}, ["missing fc.weight [32, 96]"]),
     ("safeailab-eagle3", {"drop": ["midlayer.mlp.up_proj.weight"]}, ["missing layers.0.mlp.up_proj.weight"]),
     ("safeailab-eagle3", {"drop": ["d2t"]}, ["missing d2t", "40 of 96"]),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import expert_few, experts, target
+from jaxspec.pallas import expert_few, experts, hopper
 from jaxspec.pallas.expert_few import MOST, PARTS, ROWS, STEP, TILE, mix, supported
 from jaxspec.pallas.experts import NOBODY
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
 from tests.test_moe import naive, random_case
 
@@ -79,16 +79,16 @@ def test_blocks_share_all_parts(f):
 @pytest.mark.parametrize("model", MODELS)
 def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, monkeypatch):
     """Nothing stands before or after it, but for the counters' zeros."""
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     d, f, e, k, shared = MODELS[model]
     shape = jax.ShapeDtypeStruct
     stack = lambda e: (shape((e, 2 * f, d), jnp.bfloat16), shape((e, d, f), jnp.bfloat16))  # noqa: E731
     stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    before = KERNELS["experts"]
+    before = KERNELS["expert_few"]
     traced = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert KERNELS["experts"] == before + 1
+    assert KERNELS["expert_few"] == before + 1
     assert text.count("custom_call @mosaic_gpu") == 1 and "gather" not in text and "stablehlo.pad" not in text
 
 

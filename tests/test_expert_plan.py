@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import expert_plan, experts, target
+from jaxspec.pallas import expert_plan, experts, hopper
 from jaxspec.pallas.expert_stream import COUNT
 from jaxspec.pallas.experts import NOBODY
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 from tests.test_expert_stream import MODELS
 from tests.test_moe import random_case
 
@@ -68,7 +68,7 @@ def test_padding_has_no_place(nobody):
 ])  # fmt: skip
 def test_the_mixture_takes_it_where_there_is_one(model, tokens, monkeypatch):
     """From what the router's kernel gives, with nothing else before the experts' kernel."""
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     d, _, e, k, shared = MODELS[model]
     before = KERNELS["expert_plan"]
     x, ids = jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16), jax.ShapeDtypeStruct((tokens, 128), jnp.int32)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import experts, target
+from jaxspec.pallas import experts, hopper
 from jaxspec.pallas.expert_rows import FEWEST, MOST, supported, take_rows, weighted_rows
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 
 
 def check(t: int, k: int, d: int, **options):
@@ -47,14 +47,14 @@ def test_rows_are_added_up(t, k, d):
 
 
 def test_many_tokens_take_it_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     shape = jax.ShapeDtypeStruct
-    before = KERNELS["expert_rows"]
+    before = KERNELS["weighted_rows"]
     for tokens, kernels in ((FEWEST - 1, 0), (FEWEST, 1)):
         place, weights = shape((tokens, 9), jnp.int32), shape((tokens, 9), jnp.float32)
         traced = jax.jit(experts.combine).trace(shape((9 * tokens, 2048), jnp.bfloat16), place, weights)
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == kernels
-        assert KERNELS["expert_rows"] == before + kernels
+        assert KERNELS["weighted_rows"] == before + kernels
 
 
 def test_what_it_leaves_to_others_is_named():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,22 @@ from jaxspec.batch import empty_slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
+from jaxspec.decoder import forward as forward_module
+from jaxspec.decoder import layer as equations
+from jaxspec.decoder.few_rows import FEW_ROWS
+from jaxspec.decoder.functions import centred_rms_norm, cos_sin, rms_norm, rope
+from jaxspec.decoder.fused_norms import FUSED_NORMS
+from jaxspec.decoder.path import Call
+from jaxspec.decoder.spec import Attention, Rope
 from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters import dflash, eagle, mtp
-from jaxspec.mixers import Cache, RoundRows, WholeTexts, empty_cache
-from jaxspec.models import MODELS, llama, moe, qwen3_next
-from jaxspec.models import few_rows as layers
-from jaxspec.models.layers import centred_rms_norm, rms_norm, rope
+from jaxspec.mixers import Cache, RoundRows, empty_cache
+from jaxspec.models import MODELS, llama
 from jaxspec.pallas import few_rows as op
-from jaxspec.pallas import project, target
+from jaxspec.pallas import hopper, project
 from jaxspec.pallas.few_rows import top
 from jaxspec.pallas.few_rows.share import share_out
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 from tests.test_weight_stream import assert_close
 from tests.tiny import tiny_config
 
@@ -40,14 +46,18 @@ def normal(key, *shape):
     return jax.random.normal(key, shape).astype(jnp.bfloat16)
 
 
+def rotating(width: int) -> Attention:
+    """The description that rope tables are made from."""
+    return Attention(1, 1, width, Rope(1e4))
+
+
 def operands(
     rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int = 128, width: int = 64
 ) -> dict[str, jax.Array]:
     """Of all operations; rows stand in scattered slots of pages, but for the third, which is padding."""
     keys = iter(jax.random.split(jax.random.key(rows), 10))
-    frequencies = 1e4 ** (-jnp.arange(width // 2) / (width // 2))
     position = jax.random.randint(next(keys), (rows,), 0, 500)
-    angle = position[:, None] * frequencies
+    cos, sin = cos_sin(position, rotating(width))
     return dict(
         x=normal(next(keys), rows, d),
         scale=(1 + 0.1 * normal(next(keys), d)),
@@ -55,10 +65,9 @@ def operands(
         gate_up=normal(next(keys), d, 2 * f) * d**-0.5,
         hidden=normal(next(keys), rows, f),
         down=normal(next(keys), f, d) * f**-0.5,
-        cos=jnp.cos(angle),
-        sin=jnp.sin(angle),
+        cos=cos,
+        sin=sin,
         position=position,
-        frequencies=frequencies,
         kv=normal(next(keys), LAYERS, 2 + rows // PAGE, 2, kv_heads, PAGE, width),
         place=(PAGE + jax.random.permutation(next(keys), rows)).at[2].set(-1).astype(jnp.int32),
         norms=1 + 0.1 * normal(next(keys), LAYERS, width),
@@ -86,7 +95,7 @@ def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = Fal
     if normed:
         turned = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
         turned = jnp.concatenate([rms_norm(*each, EPS) for each in zip(turned, given["norms"], strict=True)], axis=2)
-    turned = rope(turned, given["position"][:, None], given["frequencies"])[:, 0]
+    turned = rope(turned, given["position"][:, None], rotating(width))[:, 0]
     assert_close(q, turned[:, :-kv_heads].reshape(rows, -1))
     new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
     assert_written(given, kv, [1], new[:, None])
@@ -99,7 +108,7 @@ def check_keys_values(given: dict[str, jax.Array], **options):
     kv = op.keys_values(*of[0], weight, *of[1], norm, eps=EPS, **options)
     both = (rms_norm(given["x"], given["scale"], EPS) @ weight).reshape(-1, LAYERS, 2, kv_heads, 64)
     k = rms_norm(both[:, :, 0], norm[:, None], EPS)
-    k = rope(k, given["position"][:, None], given["frequencies"])
+    k = rope(k, given["position"][:, None], rotating(64))
     assert_written(given, kv, range(LAYERS), jnp.stack([k, both[:, :, 1]], axis=2))
 
 
@@ -208,7 +217,7 @@ def test_gated(rows):
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gated_with_more_weights_than_shared_memory_holds(scaled):
-    share = replace(share_out(8, [2048], 256, normed=not scaled), splits=1)
+    share = dataclasses.replace(share_out(8, [2048], 256, normed=not scaled), splits=1)
     assert share.slots < share.chunks
     check_gated(operands(8, d=2048), scaled, splits=1, **INTERPRET)
 
@@ -287,7 +296,7 @@ def small_model(family="llama", **overrides):
     """Config and parameters of a small model with heads of 64."""
     given = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
     config = ModelConfig.from_hf(tiny_config(family, **(given | overrides)))
-    return config, dummy(llama.parameters(config), "bfloat16", seed=0)
+    return config, dummy(llama.tensors(config.decoder), "bfloat16", seed=0)
 
 
 def rounds(tree: bool) -> Rows:
@@ -304,7 +313,7 @@ def forward(config, params, rows: Rows):
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, PAGE, "bfloat16").kv(config).shape)
     tokens = jnp.arange(9).reshape(3, 3) if len(rows.count) == 3 else jnp.arange(8).reshape(2, 4)
     positions = rows.marked_positions(tokens.shape[1])
-    return llama.forward(params, config, tokens, positions, rows, kv.astype("bfloat16"), (0, 2))
+    return forward_module.forward(config.decoder, params, tokens, positions, rows, kv.astype("bfloat16"), (0, 2))
 
 
 def assert_same_forward(got, expected, rows: Rows, tolerance: float):
@@ -318,19 +327,18 @@ def assert_same_forward(got, expected, rows: Rows, tolerance: float):
 def take_few_rows(monkeypatch):
     """The kernels serve from here on, interpreted."""
 
-    def chosen(operation, reason, *_):
-        assert operation != "few_rows" or reason is None, reason
-        return operation == "few_rows"
+    def chosen(reason, *_):
+        assert reason is None, reason
+        return True
 
-    for module in (llama, layers, qwen3_next, eagle, dflash, mtp):
-        monkeypatch.setattr(module, "chosen", chosen)
+    monkeypatch.setattr(forward_module, "hopper", SimpleNamespace(chosen=chosen, multiprocessors=lambda: 132))
+    few = [dataclasses.replace(path, processors=0) for path in (FEW_ROWS, FUSED_NORMS)]
+    monkeypatch.setattr(forward_module, "PATHS", few)
+    monkeypatch.setattr(forward_module, "FEW_ROWS", few[0])
     whole = dict(heads={}, keys_values={}, gated={}, normed={}, top_tokens={})
     options = whole | dict(add_product={"splits": 1}, product={"splits": 1})
     for name, given in options.items():
         monkeypatch.setattr(op, name, partial(getattr(op, name), **given, **INTERPRET))
-    monkeypatch.setattr(dflash, "keys_values", op.keys_values)
-    for name in ("normed", "add_product"):
-        monkeypatch.setattr(qwen3_next, name, getattr(op, name))
 
 
 @pytest.mark.parametrize("family,tree", [("llama", False), ("llama", True), ("qwen3", False)])
@@ -361,7 +369,7 @@ def small_hybrid(family: str, hidden_size: int = 64):
     if family == "qwen3_5_moe":
         given |= dict(num_experts=64, num_experts_per_tok=4)
     config = ModelConfig.from_hf(tiny_config(family, **given))
-    return config, dummy(MODELS[family].parameters(config), "bfloat16", seed=0)
+    return config, dummy(MODELS[family].tensors(config.decoder), "bfloat16", seed=0)
 
 
 def hybrid_round(config, params, t: int, requests: int):
@@ -375,7 +383,7 @@ def hybrid_round(config, params, t: int, requests: int):
     def run(cache, tokens, start, replay):
         rows = Rows(jnp.where(first, start, 0), jnp.where(first, t, 0), table)
         mixer, tokens = RoundRows(rows, slots, jnp.where(first, replay, 0)), jnp.where(first[:, None], tokens, 0)
-        return MODELS[config.model_type].forward(params, config, tokens, rows.marked_positions(t), mixer, cache, (1,))
+        return forward_module.forward(config.decoder, params, tokens, rows.marked_positions(t), mixer, cache, (1,))
 
     for i in range(2):
         hidden = jax.block_until_ready(run(cache, 7 + 5 * i + np.arange(t), 3 + i, i))  # before more is queued behind
@@ -399,8 +407,8 @@ def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, fam
         return read.at[:, t:].set(jnp.nan), cache
 
     monkeypatch.setattr(RoundRows, "recur", anything)
-    mixed = moe.experts_mlp
-    monkeypatch.setattr(moe, "experts_mlp", lambda rows, *rest: counted.append(len(rows)) or mixed(rows, *rest))
+    mixed = equations.experts_mlp
+    monkeypatch.setattr(equations, "experts_mlp", lambda rows, *rest: counted.append(len(rows)) or mixed(rows, *rest))
     alone, among = (hybrid_round(config, params, t, requests) for requests in (1, 8 // t))
     assert set(counted) == ({t, 8 // t * t} if family == "qwen3_5_moe" else set())
     for got, padded, expected in zip(alone, among, plain, strict=True):
@@ -421,10 +429,10 @@ def small_drafter(method: str):
     """An EAGLE-3 or a DFlash drafter with heads of 64, or an MTP module, and its parameters."""
     if method == "mtp":
         target, _ = small_hybrid("qwen3_5")
-        config = replace(target, num_layers=1, linear=None)
+        config = mtp.module_config(target)
         own = dummy(mtp.parameters(config), "bfloat16", seed=0)
         embed = normal(jax.random.key(6), config.vocab_size, config.hidden_size)
-        return mtp.Mtp(config, "qwen3_5", "bfloat16", (2,), 3), own | {"embed": embed, "head": {"embed": embed}}
+        return mtp.Mtp(config, "bfloat16", (2,), 3), own | {"embed": embed, "head": {"embed": embed}}
     config, params = small_model("qwen3" if method == "dflash" else "llama", num_key_value_heads=2)
     d, fc = config.hidden_size, 0.05 * normal(jax.random.key(5), 3 * config.hidden_size, config.hidden_size)
     head = {"embed": normal(jax.random.key(6), config.vocab_size, d)}
@@ -437,7 +445,7 @@ def small_drafter(method: str):
     layer = params["layers"][0] | {"hidden_norm": 1 + 0.1 * normal(jax.random.key(7), d)}
     layer["qkv"] = jnp.concatenate([layer["qkv"], layer["qkv"][::-1]])
     own = {"fc": fc, "layer": layer, "norm": params["norm"], "head": head, **head}
-    return eagle.Eagle3(config, "llama", "bfloat16"), own
+    return eagle.Eagle3(config, "bfloat16"), own
 
 
 def drafted(drafter, params):
@@ -474,17 +482,19 @@ def test_drafts_are_those_of_plain_layers(monkeypatch, method):
 
 
 def test_a_round_takes_them_where_there_are_kernels(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     config, params = small_model()
     rows, layout = Rows(jnp.zeros(8, int), jnp.ones(8, int), jnp.zeros((8, 1), int)), PageLayout(2, 64, "bfloat16")
     cache, mixer = Cache(layout.kv(config)), RoundRows(rows, jnp.arange(8), jnp.zeros(8, int))
 
     def run(cache):
-        return llama.forward(params, config, jnp.zeros((8, 1), int), rows.marked_positions(1), mixer, cache)
+        return forward_module.forward(
+            config.decoder, params, jnp.zeros((8, 1), int), rows.marked_positions(1), mixer, cache
+        )
 
-    before = KERNELS["few_rows"]
+    before = KERNELS["few_rows_heads"]
     text = jax.jit(run).trace(cache).lower(lowering_platforms=("cuda",)).as_text()
-    assert KERNELS["few_rows"] == before + 1
+    assert KERNELS["few_rows_heads"] == before + 1
     assert text.count("custom_call @mosaic_gpu") == 5  # attention's and four, however many layers
 
 
@@ -505,12 +515,12 @@ def test_what_cannot_run_is_named():
 
 def test_models_that_keep_the_plain_layers():
     config, params = small_model()
-    rows = rounds(False)
-    kv = PageLayout(5, PAGE, "bfloat16").kv(config)
-    assert layers.supported(params["layers"][0], config, (3, 3), rows, kv) is None
-    assert "no pages" in layers.supported(params["layers"][0], config, (3, 3), WholeTexts(), None)
-    assert "float32" in layers.supported(params["layers"][0], config, (3, 3), rows, kv.astype("float32"))
-    biased, with_biases = small_model(attention_bias=True)
-    assert "biases" in layers.supported(with_biases["layers"][0], biased, (3, 3), rows, kv)
-    narrow, other = small_model(intermediate_size=80)
-    assert "80 wide" in layers.supported(other["layers"][0], narrow, (3, 3), rows, kv)
+    refuses = lambda config, params, call: FEW_ROWS.refuses(config.decoder, params["layers"], call)  # noqa: E731
+    call = Call(3, 3, "bfloat16", processors=132)
+    assert refuses(config, params, call) is None
+    assert "no pages" in refuses(config, params, dataclasses.replace(call, pages=None))
+    assert "float32" in refuses(config, params, dataclasses.replace(call, pages="float32"))
+    assert "0 Hopper multiprocessors" in refuses(config, params, dataclasses.replace(call, processors=0))
+    assert "64 rows of a request" in refuses(config, params, dataclasses.replace(call, rows=64))
+    assert "Attention.bias=True" in refuses(*small_model(attention_bias=True), call)
+    assert "80 wide" in refuses(*small_model(intermediate_size=80), call)

@@ -8,9 +8,9 @@ import pytest
 
 import jaxspec
 from jaxspec import ConfigError, RequestError, load_drafter, load_model
+from jaxspec.decoder.forward import unembed
+from jaxspec.decoder.functions import rms_norm
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.models import MODELS
-from jaxspec.models.layers import rms_norm
 from tests.tiny import tiny_checkpoint
 
 PROMPT = [5, 9, 2, 33, 60, 9, 2]
@@ -63,8 +63,8 @@ def test_logits_are_causal_and_float32(model):
 def test_hidden_states_lead_to_the_logits(model):
     first, last = jaxspec.hidden_states(model, [PROMPT], (0, 1))
     assert first.shape == last.shape == (1, len(PROMPT), 32) and last.dtype == jnp.float32
-    normed = rms_norm(last, model.params["norm"], model.config.rms_norm_eps)
-    logits = MODELS[model.config.model_type].unembed(model.params, normed)
+    normed = rms_norm(last, model.params["norm"], model.config.decoder.norm.eps)
+    logits = unembed(model.params, normed)
     np.testing.assert_allclose(logits, jaxspec.logits(model, [PROMPT]), atol=1e-5)
     swapped = jaxspec.hidden_states(model, [PROMPT], [1, 0])
     np.testing.assert_array_equal(swapped, np.stack([last, first]))

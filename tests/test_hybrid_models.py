@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams, load_drafter
+from jaxspec.decoder.forward import forward, unembed
 from jaxspec.mixers import WholeTexts
 from tests.tiny import tiny_config
 
@@ -59,12 +60,12 @@ def test_a_wanted_row_is_what_it_is_among_all(variant):
     model, expected = golden(variant)
     tokens, wanted = np.stack([expected["ids"]] * 3), np.array([149, 0, 70])
     positions = np.broadcast_to(np.arange(150), tokens.shape)
-    run = jax.jit(lambda params: model.family.forward(
-        params, model.config, tokens, positions, WholeTexts(), None, (), wanted
+    run = jax.jit(lambda params: forward(
+        model.config.decoder, params, tokens, positions, WholeTexts(), None, (), wanted
     ).last)  # fmt: skip
     last = run(model.params)
     assert last.shape == (3, 1, model.config.hidden_size)
-    np.testing.assert_allclose(model.family.unembed(model.params, last)[:, 0], expected["logits"][wanted], **CLOSE)
+    np.testing.assert_allclose(unembed(model.params, last)[:, 0], expected["logits"][wanted], **CLOSE)
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(

@@ -9,9 +9,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.cache import Rows
-from jaxspec.pallas import target
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.kv_write import FEWEST, kv_write, supported
-from jaxspec.pallas.target import KERNELS
 
 LAYERS = 3
 
@@ -34,7 +34,7 @@ def test_matches_the_scatter(blocks, t, heads, width):
 
 
 def test_long_prompts_take_it_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     shape, bfloat16 = jax.ShapeDtypeStruct, jnp.bfloat16
     for blocks, layer, dtype, kernels in (
         (16, shape((), jnp.int32), bfloat16, 1),

@@ -17,14 +17,19 @@ from safetensors.numpy import load_file
 
 import jaxspec
 from jaxspec.config import ModelConfig
+from jaxspec.decoder.forward import forward as decoder_forward
+from jaxspec.decoder.forward import unembed
+from jaxspec.decoder.functions import rope_frequencies
+from jaxspec.decoder.spec import LinearScaling, Yarn
 from jaxspec.mixers import WholeTexts
 from jaxspec.models import MODELS
-from jaxspec.models.layers import Param
+from jaxspec.weights import Param
 from tests.tiny import tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
+HYBRIDS = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
 VARIANTS = sorted(folder.name for folder in (GOLDEN / "checkpoints").iterdir())
-PLAIN = sorted(name for name, family in MODELS.items() if not getattr(family, "HYBRID", False))
+PLAIN = sorted(name for name, family in MODELS.items() if name not in HYBRIDS)
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
 LAYERS = (0, 2)  # whose outputs the expected `hidden_*` tensors hold
 CLOSE = dict(rtol=0, atol=5e-4)  # float32 noise is about 1e-5 here
@@ -37,14 +42,14 @@ def golden(variant: str, dtype: str = "float32") -> tuple[jaxspec.Model, dict[st
 
 
 def forward(model, tokens, positions=None, capture=(), config=None, wanted=None):
-    """The family's own forward, for what the public functions don't show: positions, dtypes, another config."""
+    """The decoder's own forward, for what the public functions don't show: positions, dtypes, another config."""
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
     return _forward(config or model.config, capture, model.params, tokens, positions, wanted)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(config, capture, params, tokens, positions, wanted):
-    return MODELS[config.model_type].forward(params, config, tokens, positions, WholeTexts(), None, capture, wanted)
+    return decoder_forward(config.decoder, params, tokens, positions, WholeTexts(), None, capture, wanted)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -120,9 +125,7 @@ def test_a_wanted_row_is_what_it_is_among_all(variant):
     tokens, wanted = np.stack([expected["ids_64"]] * 3), np.array([63, 0, 30])
     hidden = forward(model, tokens, capture=(0,), wanted=wanted)
     assert hidden.last.shape == (3, 1, model.config.hidden_size)
-    np.testing.assert_allclose(
-        model.family.unembed(model.params, hidden.last)[:, 0], expected["logits_64"][wanted], **CLOSE
-    )
+    np.testing.assert_allclose(unembed(model.params, hidden.last)[:, 0], expected["logits_64"][wanted], **CLOSE)
     np.testing.assert_allclose(hidden.features[0][0], expected["hidden_64"][0], **CLOSE)
 
 
@@ -135,13 +138,16 @@ def test_captured_layers_come_in_the_order_asked():
 def test_golden_llama3_scaling_is_in_play():
     """Each of its three regimes holds a frequency, and without it the logits are far off."""
     model, expected = golden("llama-tied-llama3")
-    scaling, half = model.config.rope_scaling, model.config.head_dim // 2
-    wavelengths = 2 * np.pi * model.config.rope_theta ** (np.arange(half) / half)
+    layer, half = model.config.decoder.layers[0], model.config.head_dim // 2
+    rope = layer.mixing.rope
+    scaling, wavelengths = rope.scaling, 2 * np.pi * rope.theta ** (np.arange(half) / half)
     kept = wavelengths < scaling.original_max_position / scaling.high_freq_factor
     divided = wavelengths > scaling.original_max_position / scaling.low_freq_factor
     assert kept.any() and divided.any() and (~kept & ~divided).any()
-    plain = dataclasses.replace(model.config, rope_scaling=None)
-    logits = model.family.unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last)
+    mixing = dataclasses.replace(layer.mixing, rope=dataclasses.replace(rope, scaling=None))
+    layers = (dataclasses.replace(layer, mixing=mixing),) * model.config.num_layers
+    plain = dataclasses.replace(model.config, decoder=dataclasses.replace(model.config.decoder, layers=layers))
+    logits = unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last)
     assert abs(logits[0] - expected["logits_150"]).max() > 0.5
 
 
@@ -149,11 +155,13 @@ def test_goldens_cover_what_a_config_can_say():
     configs = [golden(variant)[0].config for variant in VARIANTS]
     for family in PLAIN:
         mine = [c for c in configs if c.model_type == family]
-        assert {c.tie_embeddings for c in mine} == {True, False}
-        assert any(c.head_dim * c.num_heads != c.hidden_size for c in mine)
-        assert any(c.attention_bias for c in mine)
+        assert {c.decoder.tied for c in mine} == {True, False}
+        if family != "qwen2":  # whose configs have no head_dim
+            assert any(c.head_dim * c.num_heads != c.hidden_size for c in mine)
+        if family != "mistral":  # which has none
+            assert any(c.decoder.attention.bias for c in mine)
         assert any(1 < c.num_kv_heads < c.num_heads for c in mine)
-    assert any(c.mlp_bias for c in configs)
+    assert any(getattr(c.decoder.layers[0].feed, "bias", False) for c in configs)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -161,11 +169,28 @@ def test_bfloat16_stays_bfloat16_but_logits_are_float32(variant):
     model, expected = golden(variant, "bfloat16")
     hidden = forward(model, expected["ids_64"][None], capture=(1,))
     assert hidden.last.dtype == hidden.features[0].dtype == jnp.bfloat16
-    logits = model.family.unembed(model.params, hidden.last)
+    logits = unembed(model.params, hidden.last)
     assert logits.dtype == jnp.float32
     # 8 bits of mantissa through three layers: each logit is off by a few hundredths of their spread.
     error = np.asarray(logits[0]) - expected["logits_64"]
     assert error.std() < 0.05 * expected["logits_64"].std()
+
+
+@pytest.mark.parametrize("variant,scaling", [("qwen2-yarn", Yarn), ("mistral-tied-linear", LinearScaling)])
+def test_golden_rope_scaling_is_in_play(variant, scaling):
+    """Without it the logits are far off. YaRN's keeps a frequency, divides one, and has one on the ramp between."""
+    model, expected = golden(variant)
+    attention = model.config.decoder.attention
+    assert isinstance(attention.rope.scaling, scaling)
+    bare = dataclasses.replace(attention, rope=dataclasses.replace(attention.rope, scaling=None))
+    ratio = np.asarray(rope_frequencies(bare) / rope_frequencies(attention))
+    if scaling is Yarn:
+        assert ratio[0] == 1 and np.isclose(ratio[-1], 4) and ((ratio > 1.01) & (ratio < 3.99)).any()
+        assert attention.rope.scaling.attention_factor > 1.1
+    layers = tuple(dataclasses.replace(layer, mixing=bare) for layer in model.config.decoder.layers)
+    plain = dataclasses.replace(model.config, decoder=dataclasses.replace(model.config.decoder, layers=layers))
+    logits = unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last)
+    assert abs(logits[0] - expected["logits_150"]).max() > 0.3
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -174,14 +199,15 @@ def test_bfloat16_stays_bfloat16_but_logits_are_float32(variant):
 def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     hf = tiny_config(family, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
     declared = jax.tree.leaves(
-        MODELS[family].parameters(ModelConfig.from_hf(hf)), is_leaf=lambda p: isinstance(p, Param)
+        MODELS[family].tensors(ModelConfig.from_hf(hf).decoder), is_leaf=lambda p: isinstance(p, Param)
     )
     names = [name for param in declared for name in param.sources]
     assert len(set(names)) == len(names)
     assert ("lm_head.weight" in names) == (not tied)
-    assert ("model.layers.1.self_attn.o_proj.bias" in names) == bias
+    assert ("model.layers.1.self_attn.o_proj.bias" in names) == (bias and family != "qwen2")
+    assert ("model.layers.1.self_attn.q_proj.bias" in names) == (bias or family == "qwen2")
     assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and "moe" not in family)
-    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family != "llama")
+    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family in ("qwen3", "qwen3_moe"))
     for param in declared:
         assert len(param.splits) == len(param.sources)
         assert sum(param.splits) == (param.shape[0] * param.shape[1] if param.stacked else param.shape[-1])

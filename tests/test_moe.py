@@ -18,12 +18,15 @@ from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.checkpoint.load import read_params
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
-from jaxspec.models import moe
-from jaxspec.models.layers import Attention, Param
+from jaxspec.decoder import layer as equations
+from jaxspec.decoder.forward import forward
+from jaxspec.decoder.mixer import OnlyAttention
+from jaxspec.models.declaring import mixture_tensors
 from jaxspec.pallas import experts
 from jaxspec.pallas.expert_stream import COUNT
 from jaxspec.pallas.top_experts import top_experts
 from jaxspec.train.objective import matmul_weights
+from jaxspec.weights import Param
 from tests.tiny import tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -85,19 +88,26 @@ def test_a_block_with_a_shared_expert_matches_transformers():
     config = config_of(
         hidden_size=48, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40
     )
-    layer = read_params(moe.parameters(config, ""), Tensors(golden), "shared", "float32", progress=False)
-    run, positions = jax.jit(moe.moe, static_argnums=1), jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    np.testing.assert_allclose(run(layer, config, x, positions, x), x + out, rtol=0, atol=2e-5)
-    assert abs(x + out - run(layer, dataclasses.replace(config, shared_expert_size=0), x, positions, x)).max() > 0.1
+    layer = read_params(
+        mixture_tensors(config.decoder.mixture, config.hidden_size, ""),
+        Tensors(golden),
+        "shared",
+        "float32",
+        progress=False,
+    )
+    run, positions = jax.jit(equations.mixture, static_argnums=0), jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    mixture = config.decoder.mixture
+    np.testing.assert_allclose(run(mixture, layer, x, x, positions), x + out, rtol=0, atol=2e-5)
+    assert abs(x + out - run(dataclasses.replace(mixture, shared=0), layer, x, x, positions)).max() > 0.1
 
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_router_probabilities_are_float32_whatever_the_dtype(norm):
-    config = dataclasses.replace(config_of(), norm_topk_prob=norm)
+    per_token = config_of().decoder.mixture.per_token
     rows = jax.random.normal(jax.random.key(0), (5, 32), jnp.bfloat16)
     router = jax.random.normal(jax.random.key(1), (32, 8), jnp.bfloat16)
     logits = jnp.matmul(rows, router, preferred_element_type=jnp.float32)
-    ids, weights = top_experts(logits, jnp.arange(5), None, config.experts_per_token, config.norm_topk_prob)
+    ids, weights = top_experts(logits, jnp.arange(5), None, per_token, norm)
     logits = np.asarray(rows, np.float64) @ np.asarray(router, np.float64)
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     best = np.argsort(-probs, axis=-1)[:, :2]
@@ -111,13 +121,13 @@ def test_padding_reads_no_experts(monkeypatch):
     """The rows of a program that aren't real are marked all the way down to their experts."""
     seen = []
     noted = lambda x, stacks, ids, weights, each, residual: seen.append(ids) or residual  # noqa: E731
-    monkeypatch.setattr(moe, "experts_mlp", noted)
+    monkeypatch.setattr(equations, "experts_mlp", noted)
     model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
     rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))
     attend = lambda kv, layer, q, k, v: (q, kv)  # noqa: E731
     with jax.disable_jit():
         tokens = jnp.zeros((2, 3), jnp.int32)
-        model.family.forward(model.params, model.config, tokens, rows.marked_positions(3), Attention(attend))
+        forward(model.config.decoder, model.params, tokens, rows.marked_positions(3), OnlyAttention(attend))
     (ids,) = seen
     assert (ids == experts.NOBODY).all(axis=1).tolist() == [False, False, True, True, True, True]
 
@@ -130,11 +140,11 @@ def test_equal_probabilities_choose_the_first_experts():
 
 @pytest.mark.parametrize("t", [5, 40])
 def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
-    config, router = config_of(), jax.random.normal(jax.random.key(0), (32, 8))
+    mixture, router = config_of().decoder.mixture, jax.random.normal(jax.random.key(0), (32, 8))
     ((gate_up, down),) = random_case(1, 8, 2)[1]
     layer = {"router": router, "experts_gate_up": gate_up, "experts_down": down}
     rows = jax.random.normal(jax.random.key(1), (t, 32))
-    run = jax.jit(lambda x: moe.moe(layer, config, x[None], jnp.arange(t)[None], x[None])[0])
+    run = jax.jit(lambda x: equations.mixture(mixture, layer, x[None], x[None], jnp.arange(t)[None])[0])
     broken = run(rows.at[3].set(jnp.nan))
     assert jnp.isnan(broken[3]).all()
     np.testing.assert_allclose(jnp.delete(broken, 3, axis=0), jnp.delete(run(rows), 3, axis=0), rtol=0, atol=1e-6)
@@ -193,7 +203,7 @@ def test_item_rows_follow_the_mean():
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_both_layouts_give_the_same_stack(stacked):
-    declared, rng = moe.parameters(config_of(), "mlp."), np.random.default_rng(0)
+    declared, rng = mixture_tensors(config_of().decoder.mixture, 32, "mlp."), np.random.default_rng(0)
     whole = {name: rng.standard_normal(p.shape, np.float32) for name, p in declared.items() if p.stacked}
     tensors = {"mlp.gate.weight": np.zeros((8, 32), np.float32)}
     if stacked:
@@ -210,7 +220,7 @@ def test_both_layouts_give_the_same_stack(stacked):
 
 def test_dummy_stacks_are_made_matrix_by_matrix():
     """Of 61 GB of weights there is no room for random bits and float32 numbers of a whole stack beside them."""
-    declared = moe.parameters(config_of(hidden_size=128, moe_intermediate_size=64, num_experts=32), "")
+    declared = mixture_tensors(config_of(moe_intermediate_size=64, num_experts=32).decoder.mixture, 128, "")
     layer = dummy(declared, "bfloat16", seed=0)
     for name, param in declared.items():
         assert layer[name].shape == param.shape and layer[name].dtype == jnp.bfloat16
@@ -237,7 +247,7 @@ def test_training_counts_the_weights_that_are_chosen():
 
 
 def test_a_stack_says_what_it_is_made_of():
-    stack = moe.parameters(config_of(), "mlp.")["experts_gate_up"]
+    stack = mixture_tensors(config_of().decoder.mixture, 32, "mlp.")["experts_gate_up"]
     assert stack.shape == (8, 48, 32) and len(stack.sources) == 16
     assert stack.stored()["mlp.experts.7.up_proj.weight"] == (24, 32)
     whole = stack.as_found({"mlp.experts.gate_up_proj"})

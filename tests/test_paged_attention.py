@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import Rows
-from jaxspec.pallas import target
+from jaxspec.pallas import hopper
 from jaxspec.pallas.paged_attention import paged_attention, reference, span_attention
 from tests.sample import one_in
 
@@ -155,17 +155,17 @@ def test_rows_see_their_span_and_nothing_else(block_tokens):
     (33, 33, "33 rows a request"),
 ])  # fmt: skip
 def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, monkeypatch, caplog):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
-    monkeypatch.setattr(target, "KERNELS", target.Counter())
-    target.tell.cache_clear()
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "KERNELS", hopper.Counter())
+    hopper.tell.cache_clear()
     q, kv = jnp.zeros((1, t, 4, 64), jnp.bfloat16), jnp.zeros((1, 3, 2, 2, 64, 64), jnp.bfloat16)
     mask = jnp.ones((1, t, w), bool) if w else None
     run = jax.jit(lambda q, kv: paged_attention(q, kv, jnp.int32(0), jnp.array([[1, 2]]), jnp.array([9]), mask))
     text = run.trace(q, kv).lower(lowering_platforms=("cuda",)).as_text()
     told = [record.getMessage() for record in caplog.records]
     if " " in kernel:
-        assert not target.KERNELS and "mosaic_gpu" not in text
+        assert not hopper.KERNELS and "mosaic_gpu" not in text
         assert len(told) == 1 and kernel in told[0]
     else:
-        assert dict(target.KERNELS) == {kernel: 1} and "mosaic_gpu" in text and not told
-    target.tell.cache_clear()
+        assert dict(hopper.KERNELS) == {kernel: 1} and "mosaic_gpu" in text and not told
+    hopper.tell.cache_clear()

@@ -8,8 +8,8 @@ import pytest
 
 from jaxspec import runner
 from jaxspec.config import EngineConfig
-from jaxspec.pallas import target
-from jaxspec.pallas.target import counting
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import counting
 from tests.tiny import tiny_config
 
 WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
@@ -22,7 +22,7 @@ FEW, DRAFTED = ("none", 27), ("ngram", 45)  # what drafts, and how many requests
 def programs(monkeypatch, tmp_path):
     """Those of an engine with random weights of a family, with a GPU's defaults and kernels."""
     monkeypatch.setattr(runner, "_defaults", lambda: runner.GPU)
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
 
     def of(family: str, draft: str, requests: int, **options) -> runner.Runner:
         (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **WIDE)))
@@ -45,10 +45,10 @@ def kernels_of(made: runner.Runner, kind: str, size: int) -> set[str]:
 @pytest.mark.parametrize("family,drafts,expected", [
     ("qwen3", FEW, {"weight_stream", "write_heads", "decode_attention"}),
     ("qwen3", DRAFTED, {"tile_matmul", "write_heads", "decode_attention"}),
-    ("qwen3_moe", FEW, {"router", "expert_plan", "experts", "write_heads", "decode_attention"}),
-    ("qwen3_moe", DRAFTED, {"router", "experts", "tile_matmul", "write_heads", "decode_attention"}),
-    ("qwen3_next", FEW, {"delta_step", "conv_step", "router", "expert_plan", "experts", "decode_attention"}),
-    ("qwen3_next", DRAFTED, {"delta_step", "conv_step", "router", "experts", "decode_attention"}),
+    ("qwen3_moe", FEW, {"top_experts", "expert_plan", "expert_stream", "write_heads", "decode_attention"}),
+    ("qwen3_moe", DRAFTED, {"top_experts", "expert_stream", "tile_matmul", "write_heads", "decode_attention"}),
+    ("qwen3_next", FEW, {"delta_step", "conv_step", "top_experts", "expert_plan", "expert_stream", "decode_attention"}),
+    ("qwen3_next", DRAFTED, {"delta_step", "conv_step", "top_experts", "expert_stream", "decode_attention"}),
 ])  # fmt: skip
 def test_rounds_of_odd_sizes(programs, family, drafts, expected):
     assert expected <= kernels_of(programs(family, *drafts), "round_greedy", drafts[1])

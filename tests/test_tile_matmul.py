@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import project, target, tile_matmul
-from jaxspec.pallas.target import counting
+from jaxspec.pallas import hopper, project, tile_matmul
+from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tile_matmul import BLOCKS, Tiling, matmul, supported
 from tests.sample import one_in
 
@@ -120,7 +120,7 @@ def test_projections_choose_it_and_have_gradients(monkeypatch, kind):
     total = lambda f: jax.grad(lambda given: f(*given).astype(jnp.float32).sum())(given)  # noqa: E731
     expected = total(partial(project.reference, gated=gated))
     monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     monkeypatch.setattr(tile_matmul, "matmul", partial(matmul, interpret=plgpu.InterpretGPUParams()))
     with counting() as chosen:
         got = total(lambda x, w, *residual: project.project(x, w, real, *residual, gated=gated))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import target
+from jaxspec.pallas import hopper
 from jaxspec.pallas.experts import NOBODY
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.top_experts import reference, select, supported, top_experts
 from tests.sample import one_in
 
@@ -57,16 +57,16 @@ def test_what_is_not_a_number_chooses_different_experts_all_the_same():
 
 
 def test_a_router_takes_the_kernel_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
-    before = KERNELS["router"]
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    before = KERNELS["top_experts"]
     of = lambda t, e, width: jax.eval_shape(lambda: inputs(t, e, width))  # noqa: E731
     run = jax.jit(lambda *given: top_experts(*given, 8, True))
     traced = run.trace(*of(2048, 256, 2048))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
-    assert KERNELS["router"] == before + 1
+    assert KERNELS["top_experts"] == before + 1
     jax.eval_shape(run, *of(2, 2000, 0))
     jax.eval_shape(run, *of(2, 256, 100))
-    assert KERNELS["router"] == before + 1
+    assert KERNELS["top_experts"] == before + 1
 
 
 @pytest.mark.parametrize("renormalised", [True, False])

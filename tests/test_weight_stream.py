@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.models.layers import rms_norm
+from jaxspec.decoder.functions import rms_norm
 from jaxspec.pallas import weight_stream
 from jaxspec.pallas.weight_stream import BLOCKS, HALF, TILE, share_out, stream, supported
 

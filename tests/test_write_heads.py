@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -13,12 +14,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
+from jaxspec.decoder import forward as paths
+from jaxspec.decoder import layer as equations
+from jaxspec.decoder.functions import cos_sin, rms_norm, rope
+from jaxspec.decoder.layer import attention
+from jaxspec.decoder.spec import Attention, Rope
+from jaxspec.decoder.streamed import WEIGHT_STREAM
 from jaxspec.mixers import Cache, PromptBlocks, WholeTexts
 from jaxspec.models import llama
-from jaxspec.models.layers import cos_sin, rms_norm, rope
-from jaxspec.pallas import target, weight_stream
+from jaxspec.pallas import hopper, weight_stream
 from jaxspec.pallas import write_heads as op
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS, counting
 from tests.sample import one_in
 from tests.tiny import tiny_config
 
@@ -38,7 +44,7 @@ def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 1
     kv = normal(keys[1], LAYERS, pages, 2, kv_heads, page_size, WIDTH)
     norms = list(1 + 0.2 * normal(keys[2], 2, WIDTH)) if normed else []
     position = jax.random.randint(keys[3], (rows,), 0, 100_000)
-    frequencies = 1e6 ** (-jnp.arange(WIDTH // 2, dtype=jnp.float32) / (WIDTH // 2))
+    rotating = Attention(heads, kv_heads, WIDTH, Rope(1e6))
     place = (page_size + jax.random.permutation(keys[4], rows)).at[::5].set(-1).astype(jnp.int32)
 
     @jax.jit
@@ -47,14 +53,14 @@ def check(rows: int, heads: int, kv_heads: int, normed: bool, page_size: int = 1
         turned = list(jnp.split(qkv[None, :, : heads + kv_heads], [heads], axis=2))
         for i, norm in enumerate(norms):
             turned[i] = rms_norm(turned[i], norm, EPS)
-        q, k = (rope(x, position[None], frequencies)[0] for x in turned)
+        q, k = (rope(x, position[None], rotating)[0] for x in turned)
         page = jnp.where(place < 0, pages, place // page_size)
         new = jnp.stack([k, qkv[:, heads + kv_heads :]], axis=1)
         return q, kv.at[1, page, :, :, place % page_size].set(new, mode="drop")
 
     @jax.jit
     def kernel(qkv, kv, position, place, norms):
-        turns = cos_sin(position, frequencies)
+        turns = cos_sin(position, rotating)
         return op.write_heads(qkv.reshape(parts, rows, -1), *turns, kv, jnp.int32(1), place, norms, eps=EPS, **options)
 
     given = qkv, kv, position, place, norms
@@ -89,11 +95,11 @@ def test_sums_parts(heads, kv_heads, normed):
 def model(family: str, **overrides):
     given = dict(head_dim=WIDTH, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
     config = ModelConfig.from_hf(tiny_config(family, **(given | overrides)))
-    return config, dummy(llama.parameters(config), "bfloat16", seed=0)["layers"][0]
+    return config, dummy(llama.tensors(config.decoder), "bfloat16", seed=0)["layers"][0]
 
 
 def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **overrides):
-    """`llama.mix` of a prompt's blocks, each of a request of its own, and its operands.
+    """`layer.attention` of a prompt's blocks, each of a request of its own, and its operands.
 
     All but the first begin in the middle of a page, and the last has a row of padding.
     """
@@ -107,7 +113,7 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
     qkv = normal(jax.random.key(1), 1, blocks, t, n * config.head_dim)
 
     def mix(layer, qkv, kv):
-        return llama.mix(layer, config, jnp.int32(1), qkv, rows.marked_positions(t), mixer, Cache(kv))
+        return attention(config.decoder.layers[0], layer, jnp.int32(1), qkv, rows.marked_positions(t), mixer, Cache(kv))
 
     return mix, (layer, qkv, kv)
 
@@ -115,10 +121,10 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
 def check_mix(monkeypatch, family: str, **sizes):
     """With the kernel and without, of real rows."""
     took = []
-    monkeypatch.setattr(llama, "chosen", lambda *_: False)
+    monkeypatch.setattr(equations, "chosen", lambda *_: False)
     mix, given = mixed(family, **sizes)
     want, want_cache = jax.jit(mix)(*given)
-    monkeypatch.setattr(llama, "chosen", lambda operation, reason: reason is None and not took.append(operation))
+    monkeypatch.setattr(equations, "chosen", lambda reason: reason is None and not took.append("write_heads"))
     got, cache = jax.jit(lambda *given: mix(*given))(*given)
     assert took == ["write_heads"]
     np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
@@ -133,7 +139,7 @@ def test_layers_are_those_of_the_model(monkeypatch, family, bias):
 
 @pytest.mark.parametrize("family,heads,kv_heads", one_in(2, ["llama", "qwen3"], [(32, 8), (40, 40), (32, 4)]))
 def test_prompts_take_it_where_there_is_one(monkeypatch, family, heads, kv_heads):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     for blocks, pages, kernels in ((9, "bfloat16", 1), (1, "bfloat16", 1), (8, "float8_e4m3fn", 0)):
         before = KERNELS["write_heads"]
         mix, given = mixed(family, pages, blocks, 64, num_attention_heads=heads, num_key_value_heads=kv_heads)
@@ -144,7 +150,7 @@ def test_prompts_take_it_where_there_is_one(monkeypatch, family, heads, kv_heads
 
 def test_rows_in_float32_keep_the_plain_layers(monkeypatch):
     """Whatever the pages are in: the queries would come out rounded."""
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     before = KERNELS["write_heads"]
     mix, (layer, qkv, kv) = mixed("llama")
     layer = jax.tree.map(lambda x: x.astype(jnp.float32), layer)
@@ -161,38 +167,37 @@ def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     """Parts of a product and all, where heads are 128 wide; numbers are those of the plain layers."""
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, head_dim=width)
     config = ModelConfig.from_hf(tiny_config(family, **sizes, num_attention_heads=4, num_key_value_heads=4))
-    params = dummy(llama.parameters(config), "bfloat16", seed=0)
+    params = dummy(llama.tensors(config.decoder), "bfloat16", seed=0)
     b = 16
     rows = Rows(jnp.arange(b, dtype=jnp.int32), jnp.ones(b, jnp.int32), 1 + jnp.arange(b, dtype=jnp.int32)[:, None])
     kv = 0.5 * normal(jax.random.key(1), *PageLayout(b + 1, 16, "bfloat16").kv(config).shape)
     tokens = jnp.arange(b)[:, None]
-    run = jax.jit(lambda kv: llama.forward(params, config, tokens, rows.positions(1), rows, kv))
+    run = jax.jit(lambda kv: paths.forward(config.decoder, params, tokens, rows.positions(1), rows, kv))
     plain = run(kv)
     monkeypatch.setattr(weight_stream, "BLOCKS", 3)
     monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
     monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
-    took = []
-
-    def chosen(operation, reason, *_):
-        takes = reason is None and operation in ("weight_stream", "write_heads")
-        return takes and not took.append(operation)
-
-    monkeypatch.setattr(llama, "chosen", chosen)
+    monkeypatch.setattr(equations, "chosen", lambda reason, *_: reason is None)
+    monkeypatch.setattr(paths, "PATHS", (dataclasses.replace(WEIGHT_STREAM, processors=0),))
     jax.clear_caches()
-    streamed = run(kv)
-    assert took == ["weight_stream", *(["write_heads"] * 2 if width == WIDTH else [])]  # of the first layer's, of parts
+    with counting() as took:
+        streamed = run(kv)
+    assert took == {"weight_stream": 1} | ({"write_heads": 2} if width == WIDTH else {})  # the first layer's, of parts
     for got, want in ((streamed.last, plain.last), (streamed.cache[:, 1:], plain.cache[:, 1:])):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
 
 
 def test_texts_without_pages_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(target, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     config, layer = model("qwen3")
     shape = jax.ShapeDtypeStruct((1, 9, 64, 16 * WIDTH), jnp.bfloat16)
     positions = jnp.broadcast_to(jnp.arange(64), (9, 64))
     before = KERNELS["write_heads"]
-    jax.eval_shape(lambda qkv: llama.mix(layer, config, jnp.int32(0), qkv, positions, WholeTexts(), None)[0], shape)
+    jax.eval_shape(
+        lambda qkv: attention(config.decoder.layers[0], layer, jnp.int32(0), qkv, positions, WholeTexts(), None)[0],
+        shape,
+    )
     assert KERNELS["write_heads"] == before
 
 

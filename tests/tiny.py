@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import MODELS
-from jaxspec.models.layers import Param
+from jaxspec.weights import Param
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_VOCAB = 256 + len(SPECIAL_TOKENS)  # what a checkpoint with a tokenizer needs at least
@@ -30,6 +30,8 @@ CHAT_TEMPLATE = (
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
@@ -108,7 +110,7 @@ def random_tensors(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     config = ModelConfig.from_hf(hf)
     rng = np.random.default_rng(seed)
     declared = jax.tree.leaves(
-        MODELS[config.model_type].parameters(config), is_leaf=lambda leaf: isinstance(leaf, Param)
+        MODELS[config.model_type].tensors(config.decoder), is_leaf=lambda leaf: isinstance(leaf, Param)
     )
     tensors = {}
     for param in declared:
@@ -119,7 +121,7 @@ def random_tensors(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
             elif param.transpose or param.stacked:
                 tensors[name] = noise * shape[1] ** -0.5
             else:  # a tied embedding is also the head: small, or every token's likeliest successor is itself
-                tensors[name] = noise * (0.2 if config.tie_embeddings else 1.0)
+                tensors[name] = noise * (0.2 if config.decoder.tied else 1.0)
     return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
 
 

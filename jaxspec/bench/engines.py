@@ -12,10 +12,10 @@ from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts, numbers
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.config import EngineConfig
+from jaxspec.decoder.spec import Attention
 from jaxspec.drafters import load_drafter
 from jaxspec.engine import Engine
 from jaxspec.flags import add_engine_flags, engine_options
-from jaxspec.models import qwen3_next
 
 DEFAULTS = {"load_format": "dummy"}  # speed doesn't depend on what the weights are
 
@@ -87,14 +87,16 @@ def attention_only(model: Model) -> Model:
 
     All else stays: embedding, MLPs or experts, head. What it says is meaningless.
     """
-    declared = qwen3_next.linear_parameters(model.config, "", qwen3_next.projections)
-    layers, linear = model.params["layers"], model.config.linear.layers
-    attention = next(layer for i, layer in enumerate(layers) if i not in linear)
-    attention = {name: attention[name] for name in qwen3_next.attention_parameters(model.config, "")}
-    apart = lambda layer: {name: weight for name, weight in layer.items() if name not in declared}  # noqa: E731
-    layers = [apart(layer) | attention if i in linear else layer for i, layer in enumerate(layers)]
-    config = dataclasses.replace(model.config, linear=None)
-    return dataclasses.replace(model, config=config, params={**model.params, "layers": layers})
+    decoder, weights = model.config.decoder, model.params["layers"]
+    at = next(i for i, layer in enumerate(decoder.layers) if isinstance(layer.mixing, Attention))
+    alter = lambda layer: dataclasses.replace(layer, mixing=decoder.layers[at].mixing)  # noqa: E731
+    decoder = dataclasses.replace(decoder, layers=tuple(map(alter, decoder.layers)))
+    mixing = {"qkv", "qkvz", "ba", "conv", "decay_log", "decay_bias", "read_norm", "out", "q_norm", "k_norm"}
+    attention = {name: weight for name, weight in weights[at].items() if name in mixing}
+    apart = lambda layer: {name: weight for name, weight in layer.items() if name not in mixing}  # noqa: E731
+    weights = [apart(layer) | attention if "qkvz" in layer else layer for layer in weights]
+    config = dataclasses.replace(model.config, decoder=decoder)
+    return dataclasses.replace(model, config=config, params={**model.params, "layers": weights})
 
 
 def kv_dtype(engine: Engine) -> str:

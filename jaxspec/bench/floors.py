@@ -60,13 +60,13 @@ class ModelCost:
 
     @classmethod
     def of(cls, model: Model, kv_dtype: str, state_dtype: str = "float32") -> ModelCost:
-        config = model.config
-        tied = config.tie_embeddings
+        config, mixture = model.config, model.config.decoder.mixture
+        tied, experts = config.decoder.tied, mixture.experts if mixture else 1
         layers = model.params["layers"]
         stacks = [layer[name] for layer in layers for name in ("experts_gate_up", "experts_down") if name in layer]
-        chosen, routed = config.experts_per_token, sum(x.size for x in stacks)
+        chosen, routed = mixture.per_token if mixture else 1, sum(x.size for x in stacks)
         matrices = sum(x.size for x in jax.tree.leaves(layers) if x.ndim > 1) - routed
-        matrices += routed * chosen // max(config.num_experts, 1)
+        matrices += routed * chosen // experts
         states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
         numbers = states // jnp.dtype(state_dtype).itemsize
         head = model.params["embed"] if tied else model.params["head"]
@@ -78,8 +78,8 @@ class ModelCost:
             kv_bytes=kv_bytes_per_token(config, kv_dtype),
             state_bytes=states,
             expert_bytes=_bytes(stacks),
-            num_experts=max(config.num_experts, 1),
-            experts_per_token=max(config.experts_per_token, 1),
+            num_experts=experts,
+            experts_per_token=chosen,
         )
 
     def _weights_read(self, tokens: float) -> float:

@@ -146,7 +146,7 @@ def tiny_model(layers: int, context: int) -> Model:
     )
     backend = Backend(models.BPE(vocab={chr(char): byte for char, byte in byte_alphabet().items()}, merges=[]))
     backend.decoder = decoders.ByteLevel()
-    params = dummy(MODELS[config.model_type].parameters(config), "float32", seed=0)
+    params = dummy(MODELS[config.model_type].tensors(config.decoder), "float32", seed=0)
     return Model(config, params, "tiny", None, Tokenizer.from_backend(backend))
 
 

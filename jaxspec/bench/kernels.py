@@ -26,7 +26,7 @@ from jaxspec.bench import floors, profile
 from jaxspec.bench.cases import Case, make_cases
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.flags import positive
-from jaxspec.pallas.target import KERNELS, kernels_here
+from jaxspec.pallas.hopper import KERNELS, kernels_here
 
 COLUMNS = (
     Column("case", "case", "<34", 34),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jaxspec.models.layers import Param
+from jaxspec.weights import Param
 
 _SHOWN = 12  # lines of one kind in a message
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")  # recomputed from the config

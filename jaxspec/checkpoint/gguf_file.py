@@ -18,7 +18,7 @@ from jaxspec.checkpoint import gguf_tokenizer
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.gguf_header import GgufTensor, read_header
 from jaxspec.config import ConfigError, ModelConfig, end_tokens, shown
-from jaxspec.models.layers import rope_frequencies
+from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.tokenizer import Tokenizer
 
 # general.architecture -> whether its q and k rows are stored in the interleaved rotary order
@@ -160,10 +160,10 @@ class GgufFile:
         divisors = self._dequantize(self._places[_ROPE_FACTORS])
         if not (np.isfinite(divisors).all() and (divisors > 0).all()):
             raise CheckpointError(f"{self.path}: tensor {_ROPE_FACTORS} must hold positive numbers")
-        plain = np.asarray(rope_frequencies(ModelConfig.from_hf(hf)))
+        plain = np.asarray(rope_frequencies(ModelConfig.from_hf(hf).decoder.attention))
         scaling = {"rope_type": "llama3", "rope_theta": hf["rope_theta"], "factor": float(divisors.max()), **_LLAMA3}
         config = ModelConfig.from_hf({**hf, "rope_parameters": scaling})
-        scaled = np.asarray(rope_frequencies(config))
+        scaled = np.asarray(rope_frequencies(config.decoder.attention))
         if divisors.shape != plain.shape or not np.allclose(plain / divisors, scaled, rtol=1e-3, atol=0):
             raise CheckpointError(
                 f"{self.path}: tensor {_ROPE_FACTORS} scales the rotary frequencies in a way that isn't Llama 3's "

@@ -34,7 +34,7 @@ class Model:
 
     **Attributes:**
 
-    - `params`: arrays on the device, in the structure of `family.parameters(config)`.
+    - `params`: arrays on the device, in the structure of `family.tensors(config.decoder)`.
     - `name`: what the user typed. `path`: the folder or file that it was read from.
     - `tokenizer`: None if the checkpoint has none; token ids can still be generated.
     - `sampling`: how its generation_config.json would have tokens chosen, under `SamplingParams`' names.
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def family(self) -> ModuleType:
-        """The module that declares this model's parameters and its forward."""
+        """The module that reads this model's config and declares its tensors."""
         return MODELS[self.config.model_type]
 
     @property
@@ -83,7 +83,7 @@ def load_model(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    declared = MODELS[config.model_type].parameters(config)
+    declared = MODELS[config.model_type].tensors(config.decoder)
     try:
         if load_format == "dummy":
             params = jax.block_until_ready(dummy(declared, dtype, seed))

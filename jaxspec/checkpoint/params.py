@@ -1,6 +1,6 @@
 """Params pytrees: assembled from a checkpoint's tensors as they stream past, or made up from a seed.
 
-Whatever the source, the result has exactly the structure, shapes and names that the family's `parameters` declares.
+Whatever the source, the result has exactly the structure, shapes and names that the family's `tensors` declares.
 While streaming, the host holds one tensor, and the sources of a fused parameter that is still incomplete.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.models.layers import Param
+from jaxspec.weights import Param
 
 _EMBEDDING_STD = 0.02
 

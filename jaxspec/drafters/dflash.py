@@ -21,12 +21,10 @@ from jaxtyping import Array, Float, Int
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
 from jaxspec.checkpoint import CheckpointError, ModelFolder, dummy, locate, read_params
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.decoder.forward import forward, product, top_tokens, unembed, write_keys_values
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.models import few_rows, qwen3
-from jaxspec.models.layers import Param, linear, rms_norm, rope, rope_frequencies, scale
-from jaxspec.pallas.few_rows import keys_values
-from jaxspec.pallas.paged_attention import paged_attention, span_attention
-from jaxspec.pallas.target import chosen, tell
+from jaxspec.models import qwen3
+from jaxspec.weights import Param, linear, norm_scale
 
 NO_WINDOW = 2**30  # further than any two positions are apart
 
@@ -85,8 +83,6 @@ class DFlash(Drafter):
             drafter = cls.from_hf(files.hf, target.config, options.num_draft_tokens)
         except ConfigError as error:
             raise ConfigError(f"--draft {source} can't draft for {target.name}: {error}") from error
-        if drafter.windowed:
-            tell("attention in DFlash's sliding layers", "no kernel keeps to a window yet")
         dtype = str(target.params["embed"].dtype)
         declared = drafter.parameters()
         if options.load_format == "dummy":
@@ -137,14 +133,14 @@ class DFlash(Drafter):
     def parameters(self) -> dict[str, Any]:
         """What a checkpoint holds, as declarations: no embeddings, no head, and no `model.` before the names."""
         d = self.config.hidden_size
-        body = {key: tree for key, tree in qwen3.parameters(self.config).items() if key in ("layers", "norm")}
+        body = {key: tree for key, tree in qwen3.tensors(self.config.decoder).items() if key in ("layers", "norm")}
         bare = lambda param: dataclasses.replace(  # noqa: E731
             param, sources=tuple(source.removeprefix("model.") for source in param.sources)
         )
         return {
             **jax.tree.map(bare, body, is_leaf=lambda leaf: isinstance(leaf, Param)),
             "fc": linear(len(self.feature_layers) * d, {"fc.weight": d}),
-            "hidden_norm": scale(d, "hidden_norm.weight"),
+            "hidden_norm": norm_scale(d, "hidden_norm.weight"),
         }
 
     def kv_bytes_per_token(self, dtype):
@@ -158,11 +154,11 @@ class DFlash(Drafter):
         newest = batch.tokens(-1, 1)
         block = jnp.concatenate([newest, jnp.full((len(newest), n), self.mask_token, newest.dtype)], axis=1)
         rows = batch.rows(-1, n + 1)
-        hidden = qwen3.forward(params, self.config, block, rows.marked_positions(n + 1), _Block(self, rows), state)
-        logits = qwen3.unembed(params, hidden.last[:, 1:])  # a mask's row is about its own position, not the next
-        eps, found = self.config.rms_norm_eps, None
+        decoder, found = self.config.decoder, None
+        hidden = forward(decoder, params, block, rows.marked_positions(n + 1), _Block(self, rows), state)
+        logits = unembed(params, hidden.last[:, 1:])  # a mask's row is about its own position, not the next
         if batch.greedy:
-            found = few_rows.top_tokens(params, params["norm"], hidden.unnormed, eps)
+            found = top_tokens(params, decoder.norm, params["norm"], hidden.unnormed)
         top = None if found is None else found[:, 1:]
         tokens, probs = jax.vmap(batch.choose, in_axes=(1, 0, 1), out_axes=1)(logits, jnp.arange(n), top)
         return Proposal(tokens, jnp.where(batch.live, n, 0), probs, logits), hidden.cache
@@ -176,20 +172,8 @@ class DFlash(Drafter):
 
     def _inject(self, params: Any, state: KV, rows: Rows, features: tuple[Float[Array, "b t d"], ...]) -> KV:
         """Write the keys and values that all layers here have of the target's features at these rows."""
-        c, (b, t, _) = self.config, features[0].shape
-        context = few_rows.product(features, params["fc"])
-        if chosen("few_rows", few_rows.supported(params["layers"][0], c, (b, t), rows, state)):
-            turns, place = few_rows.rotations(c, rows.marked_positions(t)), rows.written(state, few_rows.filled(b, t))
-            of = few_rows.flat(context), params["hidden_norm"], params["context"], *turns
-            return keys_values(*of, state, place.reshape(-1), params["context_norm"], eps=c.rms_norm_eps)
-        kv = rms_norm(context, params["hidden_norm"], c.rms_norm_eps) @ params["context"]
-        if c.attention_bias:
-            kv = kv + params["context_bias"]
-        kv = kv.reshape(b, t, c.num_layers, 2, c.num_kv_heads, c.head_dim)
-        k, v = jnp.moveaxis(kv, (3, 2), (0, 1))  # each [l, b, t, m, h]
-        k = rms_norm(k, params["context_norm"][:, None, None, None], c.rms_norm_eps)
-        k = rope(k, rows.positions(t), rope_frequencies(c))
-        return rows.write(state, jnp.arange(c.num_layers)[:, None, None], k, v)
+        context = product(features, params["fc"])
+        return write_keys_values(self.config.decoder, params, context, rows, state)
 
 
 @dataclass(frozen=True)
@@ -219,11 +203,11 @@ class _Block:
             window = jnp.array(drafter.windows)[layer]
             end = jnp.where(causal, position, position[:, width - 1, None])
             first, last = position - window + 1, jnp.minimum(end, position + window - 1)
-            return span_attention(q, kv, layer, rows.table, first, last)
+            return rows.look_between(kv, layer, q, first, last)
 
         def far():
             mask = jnp.tril(jnp.ones((t, width), bool)) | ~causal
-            return paged_attention(q, kv, layer, rows.table, rows.start, jnp.broadcast_to(mask, (b, t, width)))
+            return rows.look(kv, layer, q, jnp.broadcast_to(mask, (b, t, width)))
 
         if len(drafter.windowed) in (0, len(drafter.windows)):
             return (near if drafter.windowed else far)(), kv
@@ -233,12 +217,13 @@ class _Block:
 
 def _context_projection(config: ModelConfig, layers: list[dict[str, Array]]) -> dict[str, Array]:
     """What projects context to keys and values, of all layers side by side: a second copy, so that it is one matmul."""
-    queries = config.num_heads * config.head_dim
+    a = config.decoder.attention
+    queries = a.heads * a.head_dim
     projection = {
         "context": jnp.concatenate([layer["qkv"][:, queries:] for layer in layers], axis=1),
         "context_norm": jnp.stack([layer["k_norm"] for layer in layers]),
     }
-    if config.attention_bias:
+    if a.bias:
         projection["context_bias"] = jnp.concatenate([layer["qkv_bias"][queries:] for layer in layers])
     return projection
 

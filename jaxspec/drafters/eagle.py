@@ -22,19 +22,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.decoder.forward import product, run_layer, top_tokens, unembed
+from jaxspec.decoder.functions import normed
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
-from jaxspec.models import MODELS, few_rows, llama
-from jaxspec.models.layers import rms_norm
-from jaxspec.pallas.project import project, real_rows
-from jaxspec.pallas.target import chosen
 
 
 @dataclass(frozen=True)
 class Chain(Drafter):
     """What the EAGLEs share: everything but what features, layer and head compute.
 
-    `config` is that of the drafter's one layer, `head_type` the model type whose head it ends in.
+    `config` is that of the drafter's one layer.
 
     Sampled drafts of a chain are drawn as each request samples, for rejection with the drafter's probabilities: that
     accepts a draft as often as drafter and target overlap, where a point mass on the drafter's favourite would be
@@ -44,7 +42,6 @@ class Chain(Drafter):
     """
 
     config: ModelConfig
-    head_type: str
     dtype: str
     feature_layers: tuple[int, ...] = ()
     num_draft_tokens: int = 3
@@ -83,15 +80,14 @@ class Chain(Drafter):
             if options.topk > known:
                 raise ConfigError(f"--topk {options.topk}: --draft {source} knows {known} tokens")
         theirs = target.params["embed"]
-        dtype, head_type = str(theirs.dtype), "llama"
+        dtype = str(theirs.dtype)
         params = found.read(dtype, options.seed or 0)
         own = params.get("embed")
         if own is None or (own.shape == theirs.shape and bool((own == theirs).all())):
             params["embed"] = theirs  # drafters that bring one mostly bring a copy of this
         if "head" not in params:
-            head_type = target.config.model_type
             params["head"] = {name: target.params[name] for name in ("head", "embed") if name in target.params}
-        return cls(found.config, head_type, dtype, found.layers, drafts, options.topk, steps, **found.settings), params
+        return cls(found.config, dtype, found.layers, drafts, options.topk, steps, **found.settings), params
 
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)
@@ -161,23 +157,13 @@ class Chain(Drafter):
         """
         raise NotImplementedError
 
-    def _attend(
-        self, layer: dict[str, Array], kv: KV, x: Float[Array, "b t w"], residual: Float[Array, "b t d"], rows: Rows
-    ) -> tuple[Float[Array, "b t d"], KV]:
-        """Attention over what `x` projects to, then the MLP, each added to the residual stream."""
-        positions = rows.marked_positions(x.shape[1])
-        real = real_rows(positions)
-        qkv = project(x, layer["qkv"], real)
-        mixed, kv = llama.mix(layer, self.config, jnp.int32(0), qkv[None], positions, rows, kv)
-        return llama.finish(layer, self.config, residual, mixed, positions, real), kv
-
     def _feedback(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         """What the next draft is paired with, of the output that it was drawn from."""
         return out
 
     def _logits(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b w"]:
         """Over the drafter's vocabulary."""
-        return MODELS[self.head_type].unembed(params["head"], out)
+        return unembed(params["head"], out)
 
     def _top(self, params: Any, out: Float[Array, "b r d"]) -> Int[Array, " b"] | None:
         """Where the logits of each first row are highest, if that can be had without them."""
@@ -212,7 +198,8 @@ class Eagle(Chain):
         x = jnp.concatenate([params["embed"][tokens], hidden], axis=-1) @ params["fc"]
         if "fc_bias" in params:
             x = x + params["fc_bias"]
-        return self._attend(params["layer"], kv, x, x, rows)
+        positions = rows.marked_positions(x.shape[1])
+        return run_layer(self.config.decoder, params["layer"], x, positions, rows, kv, [(x, None)])
 
 
 @dataclass(frozen=True)
@@ -231,34 +218,26 @@ class Eagle3(Chain):
     find = staticmethod(eagle_checkpoint.find_eagle3)
 
     def _fuse(self, params, features):
-        eps = self.config.rms_norm_eps
+        norm = self.config.decoder.norm
         if "feature_norms" in params:
-            features = [rms_norm(x, norm, eps) for x, norm in zip(features, params["feature_norms"], strict=True)]
+            features = [normed(x, scale, norm) for x, scale in zip(features, params["feature_norms"], strict=True)]
         if "input_norm" in params:
-            features = [rms_norm(jnp.concatenate(features, axis=-1), params["input_norm"], eps)]
-        x = few_rows.product(features, params["fc"])
+            features = [normed(jnp.concatenate(features, axis=-1), params["input_norm"], norm)]
+        x = product(features, params["fc"])
         return x + params["fc_bias"] if "fc_bias" in params else x
 
     def _layer(self, params, kv, tokens, hidden, rows):
-        layer, config, embedded = params["layer"], self.config, params["embed"][tokens]
-        normed = rms_norm(hidden, layer["hidden_norm"], config.rms_norm_eps)
-        residual = normed if self.norm_before_residual else hidden
-        fits = few_rows.supported(layer, config, tokens.shape, rows, kv, beside=embedded.shape[-1])
-        if not chosen("few_rows", fits):
-            embedded = rms_norm(embedded, layer["attn_norm"], config.rms_norm_eps)
-            return self._attend(layer, kv, jnp.concatenate([embedded, normed], axis=-1), residual, rows)
-        (b, t), flat = tokens.shape, few_rows.flat
-        inputs = [(flat(embedded), layer["attn_norm"]), (flat(hidden), layer["hidden_norm"])]
-        turns = few_rows.rotations(config, rows.positions(t))
-        out, _, kv = few_rows.layer(layer, config, jnp.int32(0), inputs, flat(residual), b, turns, rows, kv)
-        return out.reshape(b, -1, out.shape[1]), kv
+        layer, decoder, embedded = params["layer"], self.config.decoder, params["embed"][tokens]
+        inputs = [(embedded, layer["attn_norm"]), (hidden, layer["hidden_norm"])]
+        residual = normed(hidden, layer["hidden_norm"], decoder.norm) if self.norm_before_residual else hidden
+        return run_layer(decoder, layer, residual, rows.marked_positions(tokens.shape[1]), rows, kv, inputs)
 
     def _feedback(self, params, out):
-        return rms_norm(out, params["norm"], self.config.rms_norm_eps) if self.norm_output else out
+        return normed(out, params["norm"], self.config.decoder.norm) if self.norm_output else out
 
     def _logits(self, params, out):
-        return super()._logits(params, rms_norm(out, params["norm"], self.config.rms_norm_eps))
+        return super()._logits(params, normed(out, params["norm"], self.config.decoder.norm))
 
     def _top(self, params, out):
-        top = few_rows.top_tokens(params["head"], params["norm"], out, self.config.rms_norm_eps)
+        top = top_tokens(params["head"], self.config.decoder.norm, params["norm"], out)
         return None if top is None else top[:, 0]

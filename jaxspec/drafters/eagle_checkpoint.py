@@ -25,8 +25,8 @@ from jaxtyping import Array
 from jaxspec.checkpoint import CheckpointError, ModelFolder, dummy, locate, read_params
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.models import llama
-from jaxspec.models.layers import Param, bias, linear, scale
+from jaxspec.models.declaring import layer_tensors
+from jaxspec.weights import Param, bias, linear, norm_scale
 
 _LAYER = "layers.0."
 _MAPS = ("d2t", "t2d")  # from draft ids to target ids, as offsets; and which of those have one, which nobody needs
@@ -85,7 +85,7 @@ def find_eagle(source: str, target: ModelConfig, load_format: str) -> Found:
     d = config.hidden_size
     if d != target.hidden_size:
         raise ConfigError(_other_model(source, "hidden size", d, target.hidden_size))
-    layer = llama.layer_parameters(config, _LAYER)
+    layer = layer_tensors(config.decoder.layers[0], d, _LAYER)
     del layer["attn_norm"]
     declared: dict[str, Any] = {"fc": linear(2 * d, {"fc.weight": d}), "layer": layer}
     if files.hf.get("bias", True):
@@ -106,21 +106,21 @@ def find_eagle3(source: str, target: ModelConfig, load_format: str) -> Found:
         raise ConfigError(_other_model(source, "hidden size", made_for, target.hidden_size))
     layers = _target_layers(source, hf, target.num_layers)
     width = len(layers) * target.hidden_size
-    layer = llama.layer_parameters(config, _LAYER)
+    layer = layer_tensors(config.decoder.layers[0], d, _LAYER)
     layer["qkv"] = dataclasses.replace(layer["qkv"], shape=(2 * d, layer["qkv"].shape[1]))
-    layer["hidden_norm"] = scale(d, _LAYER + "hidden_norm.weight")
+    layer["hidden_norm"] = norm_scale(d, _LAYER + "hidden_norm.weight")
     declared: dict[str, Any] = {
         "fc": linear(width, {"fc.weight": d}),
         "layer": layer,
-        "norm": scale(d, "norm.weight"),
+        "norm": norm_scale(d, "norm.weight"),
     }
     settings = {**(hf.get("eagle_config") or {}), **hf}
     if "fc.bias" in found or settings.get("bias"):
         declared["fc_bias"] = bias({"fc.bias": d})
     if "input_norm.weight" in found or settings.get("norm_before_fc"):
-        declared["input_norm"] = scale(width, "input_norm.weight")
+        declared["input_norm"] = norm_scale(width, "input_norm.weight")
     if "fc_norm.0.weight" in found or settings.get("fc_norm") or settings.get("use_aux_norm"):
-        declared["feature_norms"] = [scale(target.hidden_size, f"fc_norm.{i}.weight") for i in range(len(layers))]
+        declared["feature_norms"] = [norm_scale(target.hidden_size, f"fc_norm.{i}.weight") for i in range(len(layers))]
     if "embed_tokens.weight" in found or d != target.hidden_size:
         declared["embed"] = Param((config.vocab_size, d), ("embed_tokens.weight",), (d,))
     ids = _declare_head(source, declared, files, found, config, d != target.hidden_size)

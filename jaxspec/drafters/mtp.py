@@ -15,14 +15,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
 from jaxspec.checkpoint import MTP, ModelFolder, dummy, locate, read_params
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.decoder.forward import product, run_layer
+from jaxspec.decoder.functions import normed
+from jaxspec.decoder.spec import Attention, Mixture
 from jaxspec.drafters.eagle import Chain
-from jaxspec.models import few_rows, qwen3_next
-from jaxspec.models.layers import centred_rms_norm, centred_scale, linear
-from jaxspec.pallas.target import chosen
+from jaxspec.models.declaring import layer_tensors
+from jaxspec.weights import linear, norm_scale
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -46,7 +46,7 @@ class Mtp(Chain):
                 f"--draft mtp: {target.name} has {target.config.mtp_layers} MTP modules; one, drafting any number of "
                 "tokens, is supported"
             )
-        config = dataclasses.replace(target.config, num_layers=1, linear=None, dense_layers=())
+        config = module_config(target.config)
         embed = target.params["embed"]
         declared, dtype = parameters(config), str(embed.dtype)
         if options.load_format == "dummy":
@@ -56,35 +56,44 @@ class Mtp(Chain):
             params = read_params(declared, locate(target.path), f"{target.name}, MTP", dtype, rename=own)
         params |= {"embed": embed, "head": {k: target.params[k] for k in ("head", "embed") if k in target.params}}
         drafts = options.num_draft_tokens or 3
-        return cls(config, target.config.model_type, dtype, (target.config.num_layers,), drafts), params
+        return cls(config, dtype, (target.config.num_layers,), drafts), params
 
     def _fuse(self, params, features):
         return features[0]
 
     def _layer(self, params, kv, tokens, hidden, rows):
-        eps, positions = self.config.rms_norm_eps, rows.marked_positions(tokens.shape[1])
-        few = chosen("few_rows", qwen3_next.few_supported([params["layer"]], tokens.shape))
-        embedded = centred_rms_norm(params["embed"][tokens], params["embed_norm"], eps)
-        hidden = centred_rms_norm(hidden, params["hidden_norm"], eps)
-        x = few_rows.product([*map(few_rows.fill, (embedded, hidden))] if few else [embedded, hidden], params["fc"])
-        return qwen3_next.attention_layer(params["layer"], self.config, jnp.int32(0), x, positions, rows, kv, few)
+        norm = self.config.decoder.norm
+        embedded = normed(params["embed"][tokens], params["embed_norm"], norm)
+        hidden = normed(hidden, params["hidden_norm"], norm)
+        x = product([embedded, hidden], params["fc"], keep_padding=True)
+        positions = rows.marked_positions(tokens.shape[1])
+        return run_layer(self.config.decoder, params["layer"], x, positions, rows, kv)
 
     def _feedback(self, params, out):
-        return centred_rms_norm(out, params["norm"], self.config.rms_norm_eps)
+        return normed(out, params["norm"], self.config.decoder.norm)
 
     def _logits(self, params, out):
         return super()._logits(params, self._feedback(params, out))
 
 
+def module_config(target: ModelConfig) -> ModelConfig:
+    """The target's config with one layer: full attention, and experts if any layer has them."""
+    layers = target.decoder.layers
+    attends = next(layer for layer in layers if isinstance(layer.mixing, Attention))
+    feed = next((layer.feed for layer in layers if isinstance(layer.feed, Mixture)), attends.feed)
+    layer = dataclasses.replace(attends, feed=feed)
+    return dataclasses.replace(target, decoder=dataclasses.replace(target.decoder, layers=(layer,)))
+
+
 def parameters(config: ModelConfig) -> dict[str, Any]:
     """What the module has of its own, as declarations, of a config of one layer."""
-    d = config.hidden_size
+    d, centred = config.hidden_size, config.decoder.norm.centred
     return {
-        "embed_norm": centred_scale(d, MTP + "pre_fc_norm_embedding.weight"),
-        "hidden_norm": centred_scale(d, MTP + "pre_fc_norm_hidden.weight"),
+        "embed_norm": norm_scale(d, MTP + "pre_fc_norm_embedding.weight", centred),
+        "hidden_norm": norm_scale(d, MTP + "pre_fc_norm_hidden.weight", centred),
         "fc": linear(2 * d, {MTP + "fc.weight": d}),
-        "layer": qwen3_next.attention_layer_parameters(config, MTP + "layers.0."),
-        "norm": centred_scale(d, MTP + "norm.weight"),
+        "layer": layer_tensors(config.decoder.layers[0], d, MTP + "layers.0."),
+        "norm": norm_scale(d, MTP + "norm.weight", centred),
     }
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxspec.cache import Rows, kv_bytes_per_token
 from jaxspec.checkpoint import load_model
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.decoder.forward import forward, unembed
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.models import MODELS
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Standalone(Drafter):
         current, first = batch.tokens(-2, 2), -2
         for step in range(self.num_draft_tokens):
             hidden, state = self._forward(params, state, current, batch.rows(first, current.shape[1]))
-            logits.append(MODELS[self.config.model_type].unembed(params, hidden[:, -1]))
+            logits.append(unembed(params, hidden[:, -1]))
             token, p = batch.choose(logits[-1], step)
             tokens.append(token)
             probs.append(p)
@@ -68,6 +68,5 @@ class Standalone(Drafter):
         return self._forward(params, state, batch.tokens, batch.rows)[1]
 
     def _forward(self, params, state, tokens, rows):
-        forward = MODELS[self.config.model_type].forward
-        hidden = forward(params, self.config, tokens, rows.marked_positions(tokens.shape[1]), rows, state)
+        hidden = forward(self.config.decoder, params, tokens, rows.marked_positions(tokens.shape[1]), rows, state)
         return hidden.last, hidden.cache

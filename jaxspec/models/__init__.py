@@ -1,18 +1,21 @@
-"""Target models. `MODELS` maps a config's `model_type` to the module that declares its parameters and its forward.
+"""Target models. `MODELS` maps a config's `model_type` to the module of its family.
 
-A family module has `QK_NORM: bool`, `parameters(config) -> pytree of Param` and
-`forward(params, config, tokens, positions, mixer, cache, capture, wanted) -> Hidden` and
-`unembed(params, hidden) -> logits`. One with linear attention in some of its layers has `HYBRID = True` too, one with
-experts `NORM_TOPK_PROB: bool`, for configs that don't say.
+A family has two functions, and nothing else: `read(hf) -> Decoder` describes what a config.json computes, and
+`tensors(decoder) -> pytree of Param` declares the arrays, by their names in its checkpoints. A decoder's equations and
+the ways to run them are in `jaxspec.decoder`.
 """
 
-from jaxspec.models import llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next
+from jaxspec.config import FAMILIES
+from jaxspec.models import llama, mistral, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next
 
 MODELS = {
     "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
 }
+FAMILIES.update({name: family.read for name, family in MODELS.items()})

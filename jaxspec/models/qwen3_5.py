@@ -1,4 +1,4 @@
-"""Qwen3.5: Qwen3-Next's layers, with each projection of a linear layer a tensor of its own.
+"""Qwen3.5: Qwen3-Next's layers with dense MLPs, and each projection of a linear layer a tensor of its own.
 
 Names are those of `Qwen3_5ForCausalLM`. Public checkpoints have the text model beside a vision tower, which is left
 out: without images, the three axes that its rotary positions have are one.
@@ -6,26 +6,28 @@ out: without images, the three axes that its rotary positions have are one.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from jaxspec.config import ModelConfig
-from jaxspec.models import qwen3_next
-from jaxspec.models.layers import Param, linear
-from jaxspec.models.qwen3_next import HYBRID, QK_NORM, forward, unembed
+from jaxspec.decoder.spec import Decoder, DeltaRule
+from jaxspec.models import qwen3_next, reading
+from jaxspec.models.declaring import Tensors, decoder_tensors
+from jaxspec.weights import linear
 
-__all__ = ["HYBRID", "QK_NORM", "forward", "parameters", "unembed"]
+__all__ = ["read", "tensors"]
 
 
-def projections(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """As `qwen3_next.projections`, of tensors in no groups."""
-    d, mix = config.hidden_size, config.linear
-    values, heads = mix.value_heads * mix.value_dim, mix.value_heads
+def read(hf: reading.Config) -> Decoder:
+    """**Raises:** `ConfigError` naming the key."""
+    return qwen3_next.read(hf, reading.mlps(hf))
+
+
+def separate_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
+    """As `qwen3_next.grouped_projections`, of tensors in no groups."""
+    values, heads = rule.value_heads * rule.value_dim, rule.value_heads
     return {
-        "qkvz": linear(d, {prefix + "in_proj_qkv.weight": mix.channels, prefix + "in_proj_z.weight": values}),
+        "qkvz": linear(d, {prefix + "in_proj_qkv.weight": rule.channels, prefix + "in_proj_z.weight": values}),
         "ba": linear(d, {prefix + "in_proj_b.weight": heads, prefix + "in_proj_a.weight": heads}),
     }
 
 
-def parameters(config: ModelConfig) -> dict[str, Any]:
-    """The params pytree as declarations."""
-    return qwen3_next.parameters(config, projections)
+tensors = partial(decoder_tensors, projections=separate_projections)

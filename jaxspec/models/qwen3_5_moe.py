@@ -1,7 +1,14 @@
-"""Qwen3.5 with experts: Qwen3.5's layers, each with a mixture of experts for an MLP (`models.moe`)."""
+"""Qwen3.5 with experts: Qwen3.5's layers, each with a mixture of experts for an MLP."""
 
-from jaxspec.models.qwen3_5 import HYBRID, QK_NORM, forward, parameters, unembed
+from __future__ import annotations
 
-NORM_TOPK_PROB = True  # there is no key for it
+from jaxspec.decoder.spec import Decoder
+from jaxspec.models import qwen3_next, reading
+from jaxspec.models.qwen3_5 import tensors
 
-__all__ = ["HYBRID", "NORM_TOPK_PROB", "QK_NORM", "forward", "parameters", "unembed"]
+__all__ = ["read", "tensors"]
+
+
+def read(hf: reading.Config) -> Decoder:
+    """**Raises:** `ConfigError` naming the key."""
+    return qwen3_next.read(hf, reading.mixtures(hf, renormalised=True))  # there is no key for it

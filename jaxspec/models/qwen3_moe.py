@@ -1,8 +1,15 @@
-"""Qwen3 with experts: Qwen3's decoder, most of whose layers have a mixture of experts for an MLP (`models.moe`)."""
+"""Qwen3 with experts: Qwen3's decoder, most of whose layers have a mixture of experts for an MLP."""
 
-from jaxspec.models.llama import forward, parameters, unembed
+from __future__ import annotations
 
-QK_NORM = True
-NORM_TOPK_PROB = False  # transformers' default; the published configs say true
+from jaxspec.decoder.spec import Decoder
+from jaxspec.models import qwen3, reading
+from jaxspec.models.declaring import decoder_tensors as tensors
 
-__all__ = ["NORM_TOPK_PROB", "QK_NORM", "forward", "parameters", "unembed"]
+__all__ = ["read", "tensors"]
+
+
+def read(hf: reading.Config) -> Decoder:
+    """**Raises:** `ConfigError` naming the key."""
+    # False is transformers' default; the published configs say true.
+    return qwen3.read(hf, reading.mixtures(hf, renormalised=False))

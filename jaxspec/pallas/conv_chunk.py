@@ -46,7 +46,7 @@ def supported(b: int, t: int, taps: int, key_dim: int, value_dim: int, *dtypes: 
     return f"{taps} taps, more than {HALO}" if taps > HALO else None
 
 
-@lower_once("key_heads", "eps")
+@lower_once("conv_chunk", "key_heads", "eps")
 def conv_chunk(
     windows: Float[Array, "l r s c"],
     layer: Int[Array, ""],

@@ -32,7 +32,7 @@ def supported(rows: int, key_dim: int, value_dim: int, *dtypes: Any) -> str | No
     return f"{rows} rows a request; up to {MAX_ROWS} are" if rows > MAX_ROWS else None
 
 
-@lower_once("key_heads", "eps")
+@lower_once("conv_step", "key_heads", "eps")
 def conv_step(
     windows: Float[Array, "l r s c"],
     layer: Int[Array, ""],

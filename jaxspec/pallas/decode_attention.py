@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.pallas.hopper import MULTIPROCESSORS
 from jaxspec.pallas.once import lower_once
 
 ROWS = 64  # of a tile, at most: the M of a Hopper warpgroup's matmul, whose N may be as small as `FEW_ROWS`
@@ -38,7 +39,6 @@ MAX_GROUP = 16
 PACK = 4  # rows that parts are combined in at a time, one a warp
 HEAD_WIDTHS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
-PROCESSORS = 132  # streaming multiprocessors of an H100 or H200
 MAX_SPLITS = 16  # blocks that share a request's tokens: each combines what all have left
 FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that differences of maxima are numbers
 FP8 = jnp.float8_e4m3fn
@@ -159,7 +159,7 @@ def _division(tiles: int, h: int) -> tuple[int, int]:
     As many blocks as there are processors, so that all run at once. If those are few all the same, two warpgroups of
     each divide its tokens once more.
     """
-    processors = getattr(jax.devices()[0], "core_count", None) or PROCESSORS
+    processors = getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
     splits = 1
     while splits < MAX_SPLITS and 2 * splits * tiles <= processors:
         splits *= 2
@@ -194,7 +194,7 @@ def decode_attention(
     return _attend(q, kv, layer, table, start, scales, mask, interpret=interpret)
 
 
-@lower_once("division")
+@lower_once("decode_attention", "division")
 def _attend(q, kv, layer, table, start, scales, mask, *, interpret, division=None):
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]

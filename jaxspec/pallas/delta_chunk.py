@@ -27,10 +27,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.delta_within import BLOCK, PIECES, WIDTH, delta_within
+from jaxspec.pallas.hopper import WGMMA_ROWS
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.pieces import product
 
-TILE = 64  # value rows of a warpgroup
+TILE = WGMMA_ROWS  # value rows of a warpgroup
 STAGES = 2  # blocks whose operands there is room for
 SLOT, SOURCE, KEEP = range(3)  # columns of the orders
 NONE, CARRY = -1, -2  # nothing, zero; what the block before left
@@ -66,7 +67,7 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], state_dtype, *
     return None
 
 
-@lower_once()
+@lower_once("delta_chunk")
 def delta_chunk(
     state: Float[Array, "l r n v k"],
     layer: Int[Array, ""],

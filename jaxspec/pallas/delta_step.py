@@ -30,10 +30,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.hopper import WGMMA_ROWS
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.pieces import product
 
-TILE = 64  # rows of a state that a warpgroup has at a time: the M of its matmul
+TILE = WGMMA_ROWS  # rows of a state that a warpgroup has at a time
 WIDTH = 128  # of keys and values
 HALVES = WIDTH // TILE  # tiles of a value head
 MAX_ROWS = 16
@@ -159,7 +160,7 @@ def delta_step(
     )
 
 
-@lower_once("division", "pieces", "filled")
+@lower_once("delta_step", "division", "pieces", "filled")
 def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, division, pieces, filled):
     b, t, n, _ = v.shape
     m = q.shape[2]

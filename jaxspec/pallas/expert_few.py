@@ -34,20 +34,21 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.expert_stream import Stack
 from jaxspec.pallas.few_rows.block import by_row
+from jaxspec.pallas.hopper import BULK_COPY, WGMMA_ROWS
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.weight_stream import SHARED_BYTES
+from jaxspec.pallas.weight_stream import ROOM
 
 ROWS = 8  # of tokens in a product, whether they are tokens or not
 MOST = 16  # experts of a token
 PAIRS = ROWS * MOST  # threads of a warpgroup: each has one where the different experts are sought
-TILE = 64  # rows of weights in a product: the M of a Hopper warpgroup's matmul
+TILE = WGMMA_ROWS  # rows of weights in a product
 HALF = TILE // 2  # of gate, then of up
 COLUMNS = 16  # outputs of a block
 TOGETHER = TILE // COLUMNS  # experts in a tile of `down`
 BLOCKS = (128,)  # a grid of which most multiprocessors have a block, all are resident, and an H200 has run it
 # Sizes as they were run on an H200. There others (STEP 128, PART 32) gave wrong results for some shapes, presumably as
 # Mosaic swizzles parts of arrays otherwise than the whole.
-STEP = 256  # inputs that one copy brings
+STEP = BULK_COPY  # inputs that one copy brings
 PART = 16  # rows of gate, and of up, that one copy brings where a tile isn't one expert's
 PARTS = HALF // PART  # of a tile of `up`
 ARRIVALS = max(2 * PARTS, TOGETHER)  # of copies into a slot: as many as any tile has
@@ -115,7 +116,7 @@ class _Plan:
         rows, hidden = 2 * ROWS * self.d, 2 * AHEAD * self.beside
         results = 4 * ROWS * TILE, 2 * ROWS * HALF, 2 * (ODD + self.beside + ROWS) * TILE, 2 * ROWS * COLUMNS
         taken = sum(-(-each // ALIGNED) * ALIGNED for each in (rows, hidden, *results, *[8 * PAIRS] * 2))
-        return (SHARED_BYTES - taken) // (2 * TILE * STEP)
+        return (ROOM - taken) // (2 * TILE * STEP)
 
 
 def supported(tokens: int, each: int, dtype: Any, stacks: list[Stack]) -> str | None:
@@ -163,7 +164,7 @@ def mix(
     return launch(up=None, down=(hidden, downs, residual))[0]
 
 
-@lower_once("shape")
+@lower_once("expert_few", "shape")
 def _launch(ids, weights, *, up, down, shape, interpret):
     """Hidden rows, which `up`, (tokens' rows, weights), makes; what `down`, (hidden rows, weights, the residual stream
     or None), makes of them, of up's if it has none."""

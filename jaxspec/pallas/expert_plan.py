@@ -57,7 +57,7 @@ def supported(tokens: int, each: int, experts: int, width: int, dtype: Any) -> s
     return f"a width of {width} is not a multiple of {WARPS * LANES}" if width % (WARPS * LANES) else None
 
 
-@lower_once("each", "experts", "rows", "items", "capacity")
+@lower_once("expert_plan", "each", "experts", "rows", "items", "capacity")
 def plan(
     x: Float[Array, "t d"],
     ids: Int[Array, "t w"],

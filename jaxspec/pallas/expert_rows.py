@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.hopper import THREADS
 from jaxspec.pallas.once import lower_once
 
-LANES = 128  # threads of a warpgroup
 FEWEST = 513  # tokens; with fewer XLA's gathers, which fuse with what comes after, take no longer
 MOST = 16  # rows of a token, held in registers at once
 TOGETHER = 8  # rows that a warpgroup gathers
@@ -30,10 +30,10 @@ def supported(tokens: int, rows: int, width: int, dtype: Any) -> str | None:
         return f"{rows} rows a token, more than {MOST}"
     if dtype != jnp.bfloat16:
         return f"rows are {jnp.dtype(dtype).name}, not bfloat16"
-    return f"a width of {width} is not a multiple of {LANES}" if width % LANES else None
+    return f"a width of {width} is not a multiple of {THREADS}" if width % THREADS else None
 
 
-@lower_once()
+@lower_once("take_rows")
 def take_rows(x: Float[Array, "t d"], token: Int[Array, " r"], *, interpret: Any = False) -> Float[Array, "r d"]:
     """`x[token]`. **Raises:** `ValueError` unless r is a multiple of 8."""
     if len(token) % TOGETHER:
@@ -55,7 +55,7 @@ def _take(x_g, token_g, out_g):
         out_g[first + i] = row
 
 
-@lower_once()
+@lower_once("weighted_rows")
 def weighted_rows(
     rows: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"], *, interpret: Any = False
 ) -> Float[Array, "t d"]:
@@ -90,4 +90,4 @@ def _bring(x_g, row):
 
 def _layout(width: int):
     """Of a row in registers: each thread has up to 16 bytes that stand together."""
-    return plgpu.Layout.WG_STRIDED((width,), next(n for n in (8, 4, 2, 1) if width % (n * LANES) == 0))
+    return plgpu.Layout.WG_STRIDED((width,), next(n for n in (8, 4, 2, 1) if width % (n * THREADS) == 0))

@@ -26,13 +26,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, WGMMA_ROWS
 from jaxspec.pallas.once import lower_once
 
 Stack = tuple[jax.Array, jax.Array]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
 ALIGN = 8  # rows: what bulk copies begin at a multiple of
-TILE_ROWS = 64  # the M of a Hopper warpgroup's matmul
-BLOCKS = 132  # multiprocessors of an H100 or H200: all blocks must be resident, since they wait for one another
-SHARED_BYTES = 224 * 1024  # of 227 KiB; the rest is for barriers
+TILE_ROWS = WGMMA_ROWS
+BLOCKS = MULTIPROCESSORS  # all must be resident, since they wait for one another
+ROOM = SHARED_BYTES - 3 * 1024  # for tiles; the rest is for barriers
 MOST_BARRIERS = 32  # that Mosaic puts into one group
 COLUMNS = (128, 64, 32, 16)  # of a tile, so of half a unit
 EXPERT, SOURCE, TARGET, ROW_BLOCKS, COUNT = range(5)  # columns of the items' table
@@ -78,7 +79,7 @@ class Tiling:
     @property
     def weight_slots(self) -> int:
         taken = 2 * (self.row_space * self.step + TILE_ROWS * self.warpgroups * self.columns)
-        return min((SHARED_BYTES - taken) // (4 * self.columns * self.step), MOST_BARRIERS)
+        return min((ROOM - taken) // (4 * self.columns * self.step), MOST_BARRIERS)
 
 
 def tiling(rows: int, d: int, f: int) -> Tiling:
@@ -151,7 +152,7 @@ class Stage:
         return (unit if self.name == "up" else unit * 2) * columns + half * self.half
 
 
-@lower_once("names", "sizes")
+@lower_once("expert_stream", "names", "sizes")
 def _launch(rows, weights, items, *, names, sizes, interpret):
     stages = [Stage.of(name, stack[0], sizes.columns) for name, stack in zip(names, weights, strict=True)]
     tall = TILE_ROWS * sizes.warpgroups

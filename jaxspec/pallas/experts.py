@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import expert_few, expert_plan, expert_rows, expert_stream
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items, Stack
-from jaxspec.pallas.target import chosen, tell
+from jaxspec.pallas.hopper import chosen, tell
 
 ITEM_ROWS = (8, 16, 32, 64, 128)
 NOBODY = 2**30  # the id of an expert that doesn't exist
@@ -43,23 +43,21 @@ def experts_mlp(
     """
     each = each or ids.shape[1]
     few = expert_few.supported(len(x if residual is None else residual), each, x.dtype, stacks)
-    if chosen("experts", few, x.shape[1] // expert_few.COLUMNS):
+    if chosen(few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, stacks, ids, weights, residual, each=each)
     rows, items, place = plan(x, ids, sum(len(down) for _, down in stacks), each)
     fits = expert_stream.supported(x.dtype, stacks)
     if fits is not None:
-        tell("experts", fits)
-    if chosen("experts", fits, expert_stream.BLOCKS):
-        out = expert_stream.stream(rows, stacks, items)
-    else:
-        out = reference(rows, stacks, items)
+        tell("a mixture of experts", fits)
+    run = expert_stream.stream if chosen(fits, expert_stream.BLOCKS) else reference
+    out = run(rows, stacks, items)
     mixed = combine(out, place, weights[:, :each])
     return mixed if residual is None else residual + jnp.pad(mixed, ((0, len(residual) - len(mixed)), (0, 0)))
 
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
     """Each token's weighted sum of the rows that hold its experts' results; row -1 is no expert's."""
-    if chosen("expert_rows", expert_rows.supported(*place.shape, out.shape[1], out.dtype)):
+    if chosen(expert_rows.supported(*place.shape, out.shape[1], out.dtype)):
         return expert_rows.weighted_rows(out, place, weights)
     rows = jnp.where(place[..., None] >= 0, out[jnp.maximum(place, 0)], 0)  # what nobody wrote may be NaN
     return jnp.sum(rows.astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)
@@ -79,7 +77,7 @@ def plan(
     """
     t, k = len(x), each or ids.shape[1]
     rows = rows_per_item(t * k / num_experts)
-    if chosen("expert_plan", expert_plan.supported(t, k, num_experts, x.shape[1], x.dtype)):
+    if chosen(expert_plan.supported(t, k, num_experts, x.shape[1], x.dtype)):
         most, capacity = _most(t * k, num_experts, rows)
         sizes = {"each": k, "experts": num_experts, "rows": rows, "items": most, "capacity": capacity}
         gathered, table, place = expert_plan.plan(x, ids, **sizes)
@@ -89,7 +87,7 @@ def plan(
     token = jnp.zeros(items.capacity, jnp.int32)
     into = jnp.where(flat < 0, items.capacity + pair, flat)
     token = token.at[into].set(pair // k, unique_indices=True, mode="drop")
-    if chosen("expert_rows", expert_rows.supported(t, k, x.shape[1], x.dtype)):
+    if chosen(expert_rows.supported(t, k, x.shape[1], x.dtype)):
         return expert_rows.take_rows(x, token), items, place
     return x[token], items, place
 

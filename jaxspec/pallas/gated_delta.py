@@ -28,7 +28,7 @@ from jaxspec.pallas.delta_chunk import delta_chunk
 from jaxspec.pallas.delta_chunk import supported as delta_chunk_fits
 from jaxspec.pallas.delta_step import delta_step
 from jaxspec.pallas.delta_step import supported as delta_step_fits
-from jaxspec.pallas.target import chosen, tell
+from jaxspec.pallas.hopper import chosen, tell
 
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -97,7 +97,7 @@ def step(
     fits = delta_step_fits(q.shape, v.shape, rows, pool.state.dtype, q.dtype, v.dtype)
     if fits is not None:
         tell("delta_step", fits)
-    if not chosen("delta_step", fits):
+    if not chosen(fits):
         out, pool = reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
         return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0))), pool
     arrays = pool.state, pool.keys, pool.updates, pool.decay
@@ -152,7 +152,7 @@ def chunk(
     fits = delta_chunk_fits(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
     if fits is not None:
         tell("delta_chunk", fits)
-    run = delta_chunk if chosen("delta_chunk", fits) else reference_chunk
+    run = delta_chunk if chosen(fits) else reference_chunk
     out, state = run(pool.state, layer, slots, source, keep, *operands)
     return out.astype(v.dtype), pool.replace(state=state)
 

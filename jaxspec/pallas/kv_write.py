@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.hopper import THREADS
 from jaxspec.pallas.once import lower_once
 
-LANES = 128  # threads of a warpgroup
 FEWEST = 513  # rows; fewer are written by XLA's scatter, which rotates keys in passing
 MOST_HEADS = 16  # whose keys and values a warpgroup holds in registers at once
 
@@ -30,10 +30,10 @@ def supported(rows: int, heads: int, width: int, *dtypes: Any) -> str | None:
         return f"keys, values or pages in {wrong[0]}; bfloat16 are"
     if heads > MOST_HEADS:
         return f"{heads} heads, more than {MOST_HEADS}"
-    return f"heads of width {width}; multiples of {LANES} are" if width % LANES else None
+    return f"heads of width {width}; multiples of {THREADS} are" if width % THREADS else None
 
 
-@lower_once()
+@lower_once("kv_write")
 def kv_write(
     kv: Float[Array, "l p 2 m s h"],
     layer: Int[Array, ""],
@@ -61,7 +61,7 @@ def kv_write(
 def _row(heads, width, layer_g, page_g, slot_g, k_g, v_g, kv_g):
     row, layer = lax.axis_index("row"), layer_g[0]
     page, slot = page_g[row], slot_g[row]
-    layout = plgpu.Layout.WG_STRIDED((width,), width // LANES)
+    layout = plgpu.Layout.WG_STRIDED((width,), width // THREADS)
     new = [
         [plgpu.load(x_g.at[row, pl.ds(head * width, width)], layout=layout, optimized=False) for head in range(heads)]
         for x_g in (k_g, v_g)

@@ -20,16 +20,19 @@ from typing import Any
 import jax
 from jax import export
 
+from jaxspec.pallas import hopper
+
 # Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this process.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
 _compiling = ThreadPoolExecutor(os.cpu_count(), "kernels")
 
 
-def lower_once(*static: str) -> Callable[[Callable], Callable]:
-    """Decorates a function that calls kernels, as `jax.jit` does; `static` names those arguments, given by keyword.
+def lower_once(kernel: str, *static: str) -> Callable[[Callable], Callable]:
+    """Decorate a function that calls a kernel, as `jax.jit` does; `static` names those arguments, given by keyword.
 
-    With `interpret`, a keyword argument that all of them take, it is `jax.jit`.
+    Each call in a trace counts as one of `kernel` (`hopper.KERNELS`). With `interpret`, a keyword argument that all of
+    them take, it is `jax.jit`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -39,6 +42,7 @@ def lower_once(*static: str) -> Callable[[Callable], Callable]:
 
         @functools.wraps(function)
         def call(*args, interpret: Any = False, **named):
+            hopper.count(kernel)
             if interpret:
                 return jitted(*args, interpret=interpret, **named)
             fixed = {name: named.pop(name) for name in static if name in named}

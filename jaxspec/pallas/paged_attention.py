@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.decode_attention import decode_attention
 from jaxspec.pallas.decode_attention import supported as decode_attention_fits
+from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.pallas.prompt_attention import prompt_attention
 from jaxspec.pallas.prompt_attention import supported as prompt_attention_fits
-from jaxspec.pallas.target import chosen, tell
 
 DECODE_ROWS = 16  # up to here, rows of one request share a tile of the decode kernel whatever the model's grouping
 BLOCK_TOKENS = 128  # cached tokens that one step of the reference reads per request
@@ -48,7 +48,7 @@ def paged_attention(
         fits = f"queries are {q.dtype.name}, not bfloat16"
     if fits is not None:
         tell(kernel.__name__, fits)
-    if not chosen(kernel.__name__, fits):
+    if not chosen(fits):
         return reference(q, kv, layer, table, start, mask)
     return kernel(q, kv, layer, table, start, **({} if mask is None else {"mask": mask}))
 
@@ -76,6 +76,7 @@ def span_attention(
     A causal row ends at its own place, a row of a block that sees all of itself at the block's end, and a window moves
     the beginning. Rows that see no place return zeros.
     """
+    tell("attention within a window", "no kernel keeps to one yet")
 
     def seen(place):
         return (place >= first[..., None]) & (place <= last[..., None])

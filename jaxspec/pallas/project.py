@@ -5,7 +5,6 @@ The weight of a gated MLP holds gate and up as alternating runs of columns, so t
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import tile_matmul
-from jaxspec.pallas.target import chosen
-from jaxspec.pallas.weight_stream import HALF
+from jaxspec.pallas.hopper import chosen
+from jaxspec.weights import run_length
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -31,7 +30,7 @@ def project(
     """
     flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
     rows = flat(x)
-    if chosen("tile_matmul", tile_matmul.supported(len(rows), weight.dtype, *weight.shape)):
+    if chosen(tile_matmul.supported(len(rows), weight.dtype, *weight.shape)):
         before = None if residual is None else flat(residual)
         return tile_matmul.matmul(rows, weight, real, before, gated=gated).reshape(*x.shape[:-1], -1)
     return reference(x, weight, residual, gated)
@@ -63,13 +62,8 @@ project.defvjp(_forward, _backward)
 def gate(gate_up: Float[Array, "*b n"]) -> Float[Array, "*b o"]:
     """silu(gate) * up of alternating runs of both."""
     *batch, width = gate_up.shape
-    runs = gate_up.reshape(*batch, -1, 2, run(width // 2))
+    runs = gate_up.reshape(*batch, -1, 2, run_length(width // 2))
     return (jax.nn.silu(runs[..., 0, :]) * runs[..., 1, :]).reshape(*batch, width // 2)
-
-
-def run(mlp_size: int) -> int:
-    """How many columns of gate alternate with as many of up."""
-    return math.gcd(mlp_size, HALF)
 
 
 def real_rows(positions: Int[Array, "b t"]) -> Int[Array, "1"]:

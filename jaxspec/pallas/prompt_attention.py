@@ -30,11 +30,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.hopper import MULTIPROCESSORS, WGMMA_ROWS
 from jaxspec.pallas.once import lower_once
 
-UNIT = 64  # query rows of a consumer: the M of one wgmma
+UNIT = WGMMA_ROWS  # query rows of a consumer
 STAGES = 2  # slots of the key and value rings
-H200_SMS = 132  # an H100 has as many
 MASKED = -(2.0**100)  # finite, or rows without a visible score turn NaN; a power of two, so that scaling it is exact
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -56,7 +56,7 @@ def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -
     return None
 
 
-@lower_once("sms")
+@lower_once("prompt_attention", "sms")
 def prompt_attention(
     q: Float[Array, "b t n h"],
     kv: Float[Array, "l p 2 m s h"],
@@ -66,7 +66,7 @@ def prompt_attention(
     *,
     scales: Float[Array, "l 2 m"] | None = None,
     interpret: Any = False,
-    sms: int = H200_SMS,
+    sms: int = MULTIPROCESSORS,
 ) -> Float[Array, "b t n h"]:
     """Causal attention of blocks of t prompt tokens, whose own keys and values are already in `kv`.
 

@@ -25,13 +25,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.hopper import MULTIPROCESSORS, SWIZZLED, WGMMA_ROWS
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.weight_stream import HALF, MAX_ROWS, SHARED_BYTES
+from jaxspec.pallas.weight_stream import MAX_ROWS, ROOM
+from jaxspec.weights import HALF
 
-UNIT = 64  # rows of one wgmma
+UNIT = WGMMA_ROWS
 COPIED = 8  # rows of an array that copies take: a multiple of these
-STEP = 64  # inputs of one step: 128 bytes of bfloat16, the widest swizzle
-BLOCKS = 132  # multiprocessors of an H100 or H200; with fewer, some take two blocks' work, one after the other
+STEP = SWIZZLED  # inputs of one step: 128 bytes of bfloat16, the widest swizzle
+BLOCKS = MULTIPROCESSORS  # on a card with fewer, some take two blocks' work, one after the other
 RING_BYTES = 192 * 1024
 WARPGROUPS = 2  # that multiply
 _i32 = jnp.int32
@@ -81,7 +83,7 @@ class Tiling:
         return self.slots * 2 * STEP * (self.rows + self.columns)
 
 
-@lower_once("gated", "tiling")
+@lower_once("tile_matmul", "gated", "tiling")
 def matmul(
     x: Float[Array, "r k"],
     weight: Float[Array, "k n"],
@@ -102,7 +104,7 @@ def matmul(
     rows, tiling = len(filled[0]), tiling or Tiling.of(len(x), outputs, residual is not None)
     part = HALF if gated else STEP  # columns of one store
     stores = tiling.rows * tiling.columns // (WARPGROUPS * UNIT * STEP)  # of a warpgroup for one tile
-    places = min(stores, (SHARED_BYTES - tiling.ring_bytes) // (WARPGROUPS * UNIT * part * x.dtype.itemsize))
+    places = min(stores, (ROOM - tiling.ring_bytes) // (WARPGROUPS * UNIT * part * x.dtype.itemsize))
     out = plgpu.kernel(
         partial(_kernel, tiling, gated),
         kernel_name="tile_matmul",

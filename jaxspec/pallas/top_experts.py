@@ -18,10 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.experts import NOBODY
+from jaxspec.pallas.hopper import WARPS, chosen, tell
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.target import chosen, tell
 
-WARPS = 4  # of a warpgroup
 LANES = 128  # numbers that a warp loads at once, four a thread
 MOST_EXPERTS = 512  # sixteen logits a thread
 LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, LANES), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -43,8 +42,8 @@ def top_experts(
     """
     fits = supported(logits.shape[1], k, shared)
     if fits is not None:
-        tell("router", fits)
-    if chosen("router", fits):
+        tell("a mixture's router", fits)
+    if chosen(fits):
         return select(logits, positions, shared, k=k, renormalised=renormalised)
     return reference(logits, positions, shared, k, renormalised)
 
@@ -90,7 +89,7 @@ def supported(experts: int, k: int, shared: Shared | None = None) -> str | None:
     return f"{k} experts a token, more than {most}" if k > most else None
 
 
-@lower_once("k", "renormalised")
+@lower_once("top_experts", "k", "renormalised")
 def select(
     logits: Float[Array, "t e"],
     positions: Int[Array, " t"],

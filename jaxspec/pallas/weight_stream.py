@@ -30,14 +30,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, SWIZZLED
 from jaxspec.pallas.once import lower_once
+from jaxspec.weights import HALF
 
 STAGES = ("matmul", "norm", "gated", "matmul", "norm", "matmul")
-HALF = 32  # columns of gate, then of up, in a `gated` weight
-TILE = 64  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
-MIN_ROWS, MAX_ROWS = 16, 128  # where it pays: with fewer rows, handing over costs more than XLA's launches do
-BLOCKS = 132  # multiprocessors of an H100 or H200: all blocks must be resident, since they wait for one another
-SHARED_BYTES = 226 * 1024
+TILE = SWIZZLED  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
+MIN_ROWS, MAX_ROWS = 9, 128  # up to 8 handing over costs more than XLA's launches do; 9 to 15 are padded to 16
+BLOCKS = MULTIPROCESSORS  # all must be resident, since they wait for one another
+ROOM = SHARED_BYTES - 1024  # for tiles and rings; the rest is for barriers
 _i32 = jnp.int32
 
 
@@ -96,7 +97,7 @@ def supported(rows: int, dtype: Any, *widths: int) -> str | None:
     return None
 
 
-@lower_once("eps", "fused")
+@lower_once("weight_stream", "eps", "fused")
 def stream(
     x: Float[Array, "b d"],
     rows: Float[Array, "b k"],
@@ -160,7 +161,7 @@ class Geometry:
     @property
     def weight_slots(self) -> int:
         fixed = 2 * self.tile_rows(self.row_slots) + 4 * self.tile_rows(self.out_slots) + self.tile_rows(self.widest)
-        return (SHARED_BYTES - 2048 - TILE * (fixed + 2 * self.groups)) // (2 * TILE * TILE * self.widest)
+        return (ROOM - 2048 - TILE * (fixed + 2 * self.groups)) // (2 * TILE * TILE * self.widest)
 
 
 def _launch(stages, b, held, taken, eps, interpret):

@@ -41,7 +41,7 @@ def supported(heads: int, kv_heads: int, width: int, rotated: int, *dtypes: Any)
     return None
 
 
-@lower_once("eps")
+@lower_once("write_heads", "eps")
 def write_heads(
     qkv: Float[Array, "s r d"],
     cos: Float[Array, "r half"],

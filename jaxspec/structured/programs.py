@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec import sampling
 from jaxspec.config import ModelConfig
+from jaxspec.decoder.forward import unembed
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.models import MODELS
 from jaxspec.round import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
 from jaxspec.round import conclude as end
 
@@ -89,7 +89,7 @@ def forward(
     """The target's logits after the newest token and each draft, and the features that the drafter asks for."""
     slots, batch = _requests(drafter, state, packed, GREEDY)
     hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
-    return state, MODELS[config.model_type].unembed(params, hidden.last), hidden.features
+    return state, unembed(params, hidden.last), hidden.features
 
 
 def conclude(
@@ -120,7 +120,7 @@ def first(
     """`round.first` among the tokens that `bits` u32[b, 1, w] allow; `forced` is i32[b, 1, k]."""
     slots, batch = _requests(drafter, state, packed, mode)
     nothing, hidden = of_prompts(state, batch)
-    logits = MODELS[config.model_type].unembed(params, hidden.last)
+    logits = unembed(params, hidden.last)
     masks = Masks(unpack(bits, logits.shape[-1]), forced)
     scores = _score(logits, masks, mode)
     return end(drafter, mode, draft_params, state, slots, batch, nothing, scores, hidden.features, masks)

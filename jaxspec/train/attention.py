@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.layers import Attention
+from jaxspec.decoder.mixer import OnlyAttention
 
 BLOCK = 256  # query rows whose scores exist at once
 _UNSEEN = -1e30  # finite, so that no gradient is the difference of infinities
@@ -72,13 +72,13 @@ def _mix(q: Array, k: Array, v: Array, first: Array, last: Array, own: Pair | No
     return out.transpose(0, 3, 4, 1, 2, 5).reshape(b, a, r, n, h)
 
 
-def packed_attention(first: Int[Array, "b t"]) -> Attention:
+def packed_attention(first: Int[Array, "b t"]) -> OnlyAttention:
     """Causal attention within texts, of which `first` is the row that each row's text begins at. No cache."""
 
     def attention(cache, layer, q, k, v):
         return causal_attention(q, k, v, first), cache
 
-    return Attention(attention)
+    return OnlyAttention(attention)
 
 
 def causal_attention(

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
+from jaxspec.decoder.forward import forward
+from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.drafters.dflash import DFlash, _context_projection
-from jaxspec.models import qwen3
-from jaxspec.models.layers import Attention
 from jaxspec.train.attention import span_attention
 from jaxspec.train.losses import Rows, Scorer, frozen_logits
 from jaxspec.train.objective import Batch, Objective, check_rows, matmul_weights, report
@@ -31,6 +31,9 @@ class _Context:
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         return self.batch.positions
+
+    def pages(self, cache):
+        return None
 
     def write(self, cache, layers, k, v):
         return k, v
@@ -105,7 +108,7 @@ class DFlashObjective(Objective):
 
         check_rows(tokens.size)
         flat = lambda x: x.reshape(b, a * size)  # noqa: E731
-        hidden = qwen3.forward(params, drafter.config, flat(tokens), flat(positions), Attention(attend), context)
+        hidden = forward(drafter.config.decoder, params, flat(tokens), flat(positions), OnlyAttention(attend), context)
         return hidden.last.reshape(b, a, size, -1)
 
 

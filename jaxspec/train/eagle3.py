@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.decoder.forward import Hidden
 from jaxspec.drafters.eagle import Eagle3
-from jaxspec.models.layers import Hidden
 from jaxspec.train.attention import causal_attention
 from jaxspec.train.losses import Rows, Scorer
 from jaxspec.train.objective import Batch, Objective, Report, matmul_weights, report
@@ -34,6 +34,9 @@ class _Step:
         return self.batch.positions + self.step
 
     marked_positions = positions  # padding is a text too
+
+    def pages(self, cache):
+        return None
 
     def attend(self, cache, layer, q, k, v):
         cache = [*cache, (k, v)]

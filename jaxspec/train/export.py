@@ -21,12 +21,13 @@ from safetensors.numpy import save
 
 from jaxspec.checkpoint import Model
 from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.decoder.spec import Mlp
 from jaxspec.draft import Drafter
 from jaxspec.drafters import DRAFTERS
 from jaxspec.drafters.dflash import _feature_layers
 from jaxspec.drafters.eagle_checkpoint import _vocabulary, find_eagle3
-from jaxspec.models.layers import Param
 from jaxspec.train.data import TrainError
+from jaxspec.weights import Param
 
 _TRAINED_DTYPE, _STORED_DTYPE = "float32", jnp.bfloat16
 
@@ -154,21 +155,21 @@ def _sources(param: Param, array: np.ndarray) -> list[np.ndarray]:
 
 def _layer_config(c: ModelConfig, shape: Shape) -> dict[str, Any]:
     """The part of a `config.json` that says how the drafter's layers look."""
-    rope: dict[str, Any] = {"rope_theta": c.rope_theta}
-    if c.rope_scaling is not None:
-        scaling = dataclasses.asdict(c.rope_scaling)
+    rope: dict[str, Any] = {"rope_theta": c.decoder.attention.rope.theta}
+    if (scaling := c.decoder.attention.rope.scaling) is not None:
+        scaling = dataclasses.asdict(scaling)
         original = scaling.pop("original_max_position")
         rope["rope_scaling"] = {"rope_type": "llama3", **scaling, "original_max_position_embeddings": original}
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
-        "intermediate_size": shape.mlp_size or c.mlp_size,
+        "intermediate_size": shape.mlp_size or _mlp_size(c),
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads or c.num_heads,
         "num_key_value_heads": shape.num_kv_heads or c.num_kv_heads,
         "head_dim": c.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": c.rms_norm_eps,
+        "rms_norm_eps": c.decoder.norm.eps,
         **rope,
         "max_position_embeddings": c.max_position,
         "attention_bias": False,
@@ -177,6 +178,12 @@ def _layer_config(c: ModelConfig, shape: Shape) -> dict[str, Any]:
         "eos_token_id": list(c.eos_token_ids) or None,
         "torch_dtype": "bfloat16",
     }
+
+
+def _mlp_size(c: ModelConfig) -> int:
+    """Of the target's dense layers, or of what a token passes through in a mixture."""
+    dense = [layer.feed.width for layer in c.decoder.layers if isinstance(layer.feed, Mlp)]
+    return dense[0] if dense else c.decoder.mixture.per_token * c.decoder.mixture.width
 
 
 def _load(method: str, folder: Path, config: dict[str, Any], target: Model, seed: int) -> tuple[Drafter, dict]:

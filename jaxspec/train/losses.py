@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig
-from jaxspec.models import MODELS, llama
+from jaxspec.decoder.forward import unembed
 
 KINDS = {
     "soft": "cross-entropy to the target's distribution over the drafter's vocabulary",
@@ -73,7 +73,7 @@ class Scorer:
         teacher, text, weights = given
         frozen, target_params = fixed
         logits = self.student(head, frozen, student)
-        truth = MODELS[self.target.model_type].unembed(target_params, teacher)
+        truth = unembed(target_params, teacher)
         favourite, guess = jnp.argmax(truth, axis=-1), jnp.argmax(logits, axis=-1)
         everything = jax.nn.logsumexp(truth, axis=-1, keepdims=True)
         answer = text if self.kind == "hard" else favourite
@@ -101,7 +101,7 @@ def frozen_logits(params: Any, hidden: Float[Array, "*b d"]) -> Float[Array, "*b
 
     Their gradient is rounded to the hidden states' dtype: a multiplication of float32 takes several times as long.
     """
-    return llama.unembed(params, hidden)
+    return unembed(params, hidden)
 
 
 def _frozen_forward(params, hidden):

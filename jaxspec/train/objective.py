@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.config import ModelConfig
+from jaxspec.decoder.forward import Hidden, forward
+from jaxspec.decoder.spec import Mixture
 from jaxspec.draft import Drafter
-from jaxspec.models import MODELS
-from jaxspec.models.layers import Hidden
-from jaxspec.pallas.target import kernels_here
+from jaxspec.pallas.hopper import kernels_here
 from jaxspec.pallas.weight_stream import MAX_ROWS
 from jaxspec.train.attention import packed_attention
 from jaxspec.train.data import TrainError
@@ -82,10 +82,9 @@ class Objective:
     def read(self, target_params: Any, batch: Batch) -> Hidden:
         """The target's forward: what the drafter is told, and what it is to learn. No gradient flows into it."""
         check_rows(batch.tokens.size)
-        forward = MODELS[self.target.model_type].forward
         attention = packed_attention(batch.first)
         layers = self.drafter.feature_layers
-        hidden = forward(target_params, self.target, batch.tokens, batch.positions, attention, None, layers)
+        hidden = forward(self.target.decoder, target_params, batch.tokens, batch.positions, attention, None, layers)
         return jax.lax.stop_gradient(hidden)
 
     def cast(self, tree: Any) -> Any:
@@ -117,9 +116,9 @@ def report(
 
 def matmul_weights(config: ModelConfig) -> int:
     """Weights that one token is multiplied by in a decoder, its head not counted."""
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    d = config.hidden_size
-    dense = len(config.dense_layers) if config.num_experts else config.num_layers
-    chosen = config.experts_per_token * config.expert_size + config.shared_expert_size
-    mlps = 3 * d * (dense * config.mlp_size + (config.num_layers - dense) * chosen)
-    return config.num_layers * (d * heads + config.num_heads * config.head_dim * d) + mlps
+    d, total = config.hidden_size, 0
+    for layer in config.decoder.layers:
+        a, feed = layer.mixing, layer.feed
+        width = feed.per_token * feed.width + feed.shared if isinstance(feed, Mixture) else feed.width
+        total += d * (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 3 * d * width
+    return total

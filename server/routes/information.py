@@ -83,7 +83,7 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
             },
             "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()],
             "engine": dataclasses.asdict(llm.config),
-            "model_config": dataclasses.asdict(llm.model_config),
+            "model_config": llm.model_config.summary(),
             "stats": stats,
             "internal_states": [{"avg_spec_accept_length": stats["avg_spec_accept_length"]}],  # where SGLang has it
         }

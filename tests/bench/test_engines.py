@@ -9,6 +9,7 @@ import pytest
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import decode, engines, prefill, results
 from jaxspec.checkpoint import load_model
+from jaxspec.decoder.spec import DeltaRule
 from tests.bench.fake_engine import Clock, FakeEngine
 from tests.tiny import tiny_checkpoint
 
@@ -109,7 +110,8 @@ def test_prefill_compares_a_hybrid_with_attention_in_all_its_layers(tmp_path):
 def test_attention_only_keeps_all_but_the_mixing_of_linear_layers():
     model = load_model(str(tiny_checkpoint("qwen3_5_moe", num_hidden_layers=4)), load_format="dummy")
     made = engines.attention_only(model)
-    linear, own, layers = model.config.linear.layers, model.params["layers"], made.params["layers"]
+    own, layers = model.params["layers"], made.params["layers"]
+    linear = [i for i, layer in enumerate(model.config.decoder.layers) if isinstance(layer.mixing, DeltaRule)]
     full = next(i for i in range(4) if i not in linear)
     assert made.config.num_kv_layers == 4 and layers[full] is own[full]
     for i in linear:

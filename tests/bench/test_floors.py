@@ -8,7 +8,7 @@ from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.checkpoint import Model
 from jaxspec.config import ModelConfig
 from jaxspec.models import MODELS
-from jaxspec.models.layers import Param
+from jaxspec.weights import Param
 from tests.tiny import tiny_config
 
 H200 = Ceilings(4.3e12, 780e12)
@@ -56,7 +56,7 @@ def cost(**overrides):
     config = ModelConfig.from_hf(tiny_config(**overrides))
     params = jax.tree.map(
         lambda param: jax.ShapeDtypeStruct(param.shape, jnp.bfloat16),
-        MODELS[config.model_type].parameters(config),
+        MODELS[config.model_type].tensors(config.decoder),
         is_leaf=lambda leaf: isinstance(leaf, Param),
     )
     return ModelCost.of(Model(config, params, "shapes", None, None), "bfloat16")

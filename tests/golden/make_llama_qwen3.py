@@ -1,10 +1,10 @@
-"""Make tests/golden/checkpoints and tests/golden/expected: tiny llama and qwen3 models and what transformers computes.
+"""Make tests/golden/checkpoints and tests/golden/expected: tiny dense models and what transformers computes.
 
 Needs PyTorch, which jaxspec and its tests do not. Make an environment for it once, then run this from anywhere:
 
     python3.12 -m venv torch-venv
     torch-venv/bin/pip install torch transformers==5.23.0 safetensors
-    torch-venv/bin/python tests/golden/make_llama_qwen3.py
+    torch-venv/bin/python tests/golden/make_llama_qwen3.py [NAME ...]
 
 `checkpoints/NAME` is a Hugging Face folder in float32. `expected/NAME.safetensors` holds, for each prompt length T in
 LENGTHS: `ids_T` i32[T], `logits_T` f32[T, v], and `hidden_T` f32[len(LAYERS), T, d], the residual stream that leaves
@@ -14,11 +14,12 @@ the decoder layers LAYERS (0-based), before any norm. Prompts begin alike, so a 
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
@@ -43,6 +44,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64, beta_fast=4.0)
 EPS = 0.02  # large enough that leaving it out, or using another, shows
 VARIANTS = {
     "llama-untied": LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=False),
@@ -52,7 +54,14 @@ VARIANTS = {
     ),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True),
     "qwen3-untied": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False, attention_bias=True, rms_norm_eps=EPS),
-}
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2-yarn": Qwen2Config(**SIZES, tie_word_embeddings=False, rms_norm_eps=EPS, rope_parameters=YARN),
+    "mistral-untied": MistralConfig(**SIZES, head_dim=16, tie_word_embeddings=False, sliding_window=None),
+    "mistral-tied-linear": MistralConfig(
+        **SIZES, head_dim=32, tie_word_embeddings=True, sliding_window=None, rms_norm_eps=EPS,
+        rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=4.0),
+    ),
+}  # fmt: skip
 
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:
@@ -87,11 +96,13 @@ def expected(model: torch.nn.Module, lengths: tuple[int, ...] = LENGTHS) -> dict
 
 def main() -> None:
     (HERE / "expected").mkdir(exist_ok=True)
+    wanted = sys.argv[1:] or VARIANTS
     for seed, (name, config) in enumerate(VARIANTS.items()):
+        if name not in wanted:
+            continue
         torch.manual_seed(seed)
         config._attn_implementation = "eager"
-        kind = LlamaForCausalLM if config.model_type == "llama" else Qwen3ForCausalLM
-        model = kind(config).float().eval()
+        model = AutoModelForCausalLM.from_config(config).float().eval()
         randomise(model, config.tie_word_embeddings)
         shutil.rmtree(HERE / "checkpoints" / name, ignore_errors=True)
         model.save_pretrained(HERE / "checkpoints" / name)

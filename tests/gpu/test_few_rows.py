@@ -13,9 +13,10 @@ import pytest
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
+from jaxspec.decoder import forward as paths
 from jaxspec.models import llama
-from jaxspec.pallas import target
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import KERNELS
 from tests import test_few_rows as cpu
 from tests.tiny import tiny_config
 
@@ -101,10 +102,10 @@ def test_wide_layers(sizes, kernel):
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_layers_are_those_of_the_model(monkeypatch, tree):
     config, params = cpu.small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=3)
-    before = KERNELS["few_rows"]
+    before = KERNELS["few_rows_heads"]
     got = cpu.forward(config, params, cpu.rounds(tree))
-    assert KERNELS["few_rows"] == before + 1
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    assert KERNELS["few_rows_heads"] == before + 1
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     cpu.assert_same_forward(got, cpu.forward(config, params, cpu.rounds(tree)), cpu.rounds(tree), 2e-2)
 
@@ -112,10 +113,10 @@ def test_layers_are_those_of_the_model(monkeypatch, tree):
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_drafts_are_those_of_plain_layers(monkeypatch, method):
     drafter, params = cpu.small_drafter(method)
-    before = KERNELS["few_rows"]
+    before = KERNELS["few_rows_heads"]
     got, few = cpu.drafted(drafter, params)
-    assert KERNELS["few_rows"] > before
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    assert KERNELS["few_rows_heads"] > before
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     cpu.assert_same_drafts(got, few, *cpu.drafted(drafter, params))
 
@@ -124,14 +125,14 @@ def test_drafts_are_those_of_plain_layers(monkeypatch, method):
 def test_a_forward_of_smollm2(monkeypatch, figures, batch, t):
     """Against the plain layers, and how long either takes: many forwards in one program, as rounds are."""
     config = ModelConfig.from_hf(tiny_config("llama", **SMOLLM2))
-    params = dummy(llama.parameters(config), "bfloat16", seed=0)
+    params = dummy(llama.tensors(config.decoder), "bfloat16", seed=0)
     start = jnp.arange(batch) * 7 + 100
     rows = Rows(start, jnp.full(batch, t), jnp.arange(1, 1 + 8 * batch).reshape(batch, 8))
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(1 + 8 * batch, 64, "bfloat16").kv(config).shape)
     start_pages, tokens = kv.astype("bfloat16"), jnp.arange(batch * t).reshape(batch, t)
 
     def forward(params, tokens, kv):
-        hidden = llama.forward(params, config, tokens, rows.marked_positions(t), rows, kv)
+        hidden = paths.forward(config.decoder, params, tokens, rows.marked_positions(t), rows, kv)
         return hidden.last, hidden.cache
 
     def many(params, tokens, kv):
@@ -143,7 +144,6 @@ def test_a_forward_of_smollm2(monkeypatch, figures, batch, t):
         return jax.lax.scan(step, (tokens, kv), length=8)[0]
 
     results, times = [], {}
-    choose = target.chosen
     for name in ("few rows", "plain"):
         results.append(jax.jit(forward)(params, tokens, start_pages))
         run = jax.jit(many, donate_argnums=2)
@@ -154,7 +154,7 @@ def test_a_forward_of_smollm2(monkeypatch, figures, batch, t):
             tokens_after, pages = jax.block_until_ready(run(params, tokens_after, pages))
             taken.append(time.perf_counter() - began)
         times[name] = f"{min(taken) / 8 * 1e3:.3f} ms"
-        monkeypatch.setattr(llama, "chosen", lambda name, *fits: name != "few_rows" and choose(name, *fits))
+        monkeypatch.setattr(paths, "PATHS", [path for path in paths.PATHS if path.name != "few_rows"])
         jax.clear_caches()
     figures[f"forward of SmolLM2, {batch} x {t} rows"] = times
     wide = jax.tree.map(lambda a: a.astype("float32"), (params, start_pages))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.pallas import gated_delta
-from jaxspec.pallas.target import counting
+from jaxspec.pallas.hopper import counting
 from tests import test_delta_chunk, test_delta_step
 
 pytestmark = pytest.mark.gpu

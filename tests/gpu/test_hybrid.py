@@ -10,10 +10,11 @@ import pytest
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
+from jaxspec.decoder.forward import forward
 from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models import MODELS
-from jaxspec.pallas import target
-from jaxspec.pallas.target import counting
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import counting
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -34,18 +35,18 @@ EXPERTS = {
     "shared_expert_intermediate_size": 128,
 }
 PROMPTS = {
-    *("router", "experts", "expert_rows", "kv_write", "tile_matmul"),
+    *("top_experts", "expert_stream", "take_rows", "weighted_rows", "kv_write", "tile_matmul"),
     *("conv_chunk", "delta_chunk", "prompt_attention"),
 }
-ROUNDS = {"router", "expert_plan", "experts", "conv_step", "delta_step", "decode_attention"}
+ROUNDS = {"top_experts", "expert_plan", "expert_stream", "conv_step", "delta_step", "decode_attention"}
 WHOLE_TILES = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}  # of columns, as few rows want them
-FEW_ROWS = {"few_rows", "conv_step", "delta_step", "decode_attention"}
+FEW_ROWS = {"few_rows_normed", "few_rows_add", "conv_step", "delta_step", "decode_attention"}
 ROWS, BLOCKS = 4, 4  # of a request
 
 
 def serve(config: ModelConfig, params, requests: int):
     """A prompt of 200 to 256 tokens and a round of four rows for each request: hidden states, and kernels chosen."""
-    family, length = MODELS[config.model_type], jnp.array([256, 200, 237])[:requests]
+    length = jnp.array([256, 200, 237])[:requests]
     keys = jax.random.split(jax.random.key(0))
     table = jnp.arange(1, 1 + 5 * requests, dtype=jnp.int32).reshape(requests, 5)
     cache = empty_cache(config, PageLayout(1 + table.size, 64, "bfloat16"), requests + 1, ROWS, "bfloat16")
@@ -56,7 +57,7 @@ def serve(config: ModelConfig, params, requests: int):
     rows = Rows(length, jnp.full((requests,), ROWS), table)
     step = RoundRows(rows, jnp.arange(requests, dtype=jnp.int32), jnp.zeros((requests,), jnp.int32))
     run = jax.jit(
-        lambda params, tokens, positions, mixer, cache: family.forward(params, config, tokens, positions, mixer, cache)
+        lambda params, tokens, positions, mixer, cache: forward(config.decoder, params, tokens, positions, mixer, cache)
     )
     outs = []
     for mixer, at, key in ((prompt, blocks, keys[0]), (step, rows, keys[1])):
@@ -80,10 +81,10 @@ def test_prompts_and_rounds_are_as_exact_as_the_plain_path(monkeypatch, family, 
     """Against float32: two paths in bfloat16 are apart by what each is from that. A rounded sum sends one token in ten
     to another expert, and what it writes is seen by those after it."""
     config = ModelConfig.from_hf(tiny_config(family, **WIDTHS | widths))
-    params = dummy(MODELS[config.model_type].parameters(config), "bfloat16", seed=0)
+    params = dummy(MODELS[config.model_type].tensors(config.decoder), "bfloat16", seed=0)
     ours = serve(config, params, requests)
     assert [chosen for _, chosen in ours] == [prompts, rounds]
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     plain, exact = serve(config, params, requests), serve(config, wide, requests)

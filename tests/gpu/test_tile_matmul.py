@@ -12,9 +12,10 @@ import pytest
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
+from jaxspec.decoder.forward import forward
 from jaxspec.models import qwen3
-from jaxspec.pallas import target
-from jaxspec.pallas.target import counting
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tile_matmul import Tiling, matmul
 from tests.test_tile_matmul import check, inputs
 from tests.tiny import tiny_config
@@ -60,16 +61,16 @@ def test_a_row_gets_the_same_in_any_company():
 def test_a_model_prefills_through_it(monkeypatch):
     """Prompt blocks, some of them part or all padding, against the plain layers: the real rows, and the cache."""
     config = ModelConfig.from_hf(tiny_config("qwen3", hidden_size=512, intermediate_size=1024, num_hidden_layers=3))
-    params = dummy(qwen3.parameters(config), "bfloat16", seed=0)
+    params = dummy(qwen3.tensors(config.decoder), "bfloat16", seed=0)
     tokens = jax.random.randint(jax.random.key(0), (8, 64), 0, config.vocab_size)
     table = jnp.array([[1, 2, 3]] * 3 + [[4, 0, 0], [5, 6, 0], [5, 6, 0], [0, 0, 0], [0, 0, 0]])
     rows = Rows(jnp.array([0, 64, 128, 0, 0, 64, 0, 0]), jnp.array([64, 64, 30, 64, 64, 1, 0, 0]), table)
     kv = jnp.zeros(PageLayout(7, 64, "bfloat16").kv(config).shape, jnp.bfloat16)
-    run = jax.jit(lambda kv: qwen3.forward(params, config, tokens, rows.marked_positions(64), rows, kv))
+    run = jax.jit(lambda kv: forward(config.decoder, params, tokens, rows.marked_positions(64), rows, kv))
     with counting() as chosen:
         ours = run(kv)
     assert chosen["tile_matmul"] == 4  # of a layer: layers share a trace
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     plain = run(kv)
     real = np.arange(64) < np.asarray(rows.count)[:, None]

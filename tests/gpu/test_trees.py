@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec import load_model
 from jaxspec.drafters import NoDrafter
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas.hopper import KERNELS
 from tests.test_trees import NEW, PROMPTS
 from tests.tiny import tiny_checkpoint
 from tests.trees import Session, Wild, padded

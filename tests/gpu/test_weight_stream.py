@@ -9,9 +9,10 @@ import pytest
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
+from jaxspec.decoder.forward import forward
 from jaxspec.models import qwen3
-from jaxspec.pallas import target
-from jaxspec.pallas.target import KERNELS
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.weight_stream import stream
 from tests.test_weight_stream import (
     EPS,
@@ -45,17 +46,17 @@ def test_a_model_decodes_through_it(monkeypatch):
     heads = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64)
     sizes = dict(hidden_size=1280, intermediate_size=1536, num_hidden_layers=3)  # wide: narrow models take few_rows
     config = ModelConfig.from_hf(tiny_config("qwen3", **heads, **sizes))
-    params = dummy(qwen3.parameters(config), "bfloat16", seed=0)
+    params = dummy(qwen3.tensors(config.decoder), "bfloat16", seed=0)
     tokens, start = jnp.arange(24).reshape(8, 3), jnp.array([0, 5, 70, 126] * 2)
     table = jnp.arange(1, 25).reshape(8, 3)
     rows = Rows(start, jnp.full(8, 3), table)
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(25, 64, "bfloat16").kv(config).shape)
     kv = kv.astype("bfloat16")
-    run = jax.jit(lambda kv: qwen3.forward(params, config, tokens, rows.positions(3), rows, kv, (0, 2)))
+    run = jax.jit(lambda kv: forward(config.decoder, params, tokens, rows.positions(3), rows, kv, (0, 2)))
     before = KERNELS["weight_stream"]
     streamed = run(kv)
     assert KERNELS["weight_stream"] == before + 1
-    monkeypatch.setattr(target, "kernels_here", lambda: "switched off for the comparison")
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
     plain = run(kv)
     assert KERNELS["weight_stream"] == before + 1

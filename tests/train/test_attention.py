@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models import layers
+from jaxspec.decoder import functions
 from jaxspec.train import attention
 
 
@@ -23,7 +23,7 @@ def test_packed_texts_dont_see_each_other(block, monkeypatch):
         return attention.packed_attention(first).attend(None, None, q, k, v)[0]
 
     def alone(q):
-        parts = [layers.causal_attention(None, None, q[:, s], k[:, s], v[:, s])[0] for s in (slice(4), slice(4, 11))]
+        parts = [functions.causal_attention(None, None, q[:, s], k[:, s], v[:, s])[0] for s in (slice(4), slice(4, 11))]
         return jnp.concatenate(parts, axis=1)
 
     np.testing.assert_allclose(jax.jit(packed)(q), jax.jit(alone)(q), atol=1e-6)

@@ -15,7 +15,7 @@ from tests.tiny import tiny_config
 def test_what_is_written_is_read_back(family):
     config = tiny_config("qwen3_5_moe" if family == "qwen3_next" else family)
     config = ModelConfig.from_hf({**config, "model_type": family})
-    declared = MODELS[family].parameters(config)
+    declared = MODELS[family].tensors(config.decoder)
     params = dummy(declared, "bfloat16", 3)
     tensors = checkpoint_tensors(declared, params)
     for param in jax.tree.leaves(declared):

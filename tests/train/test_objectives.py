@@ -10,8 +10,8 @@ import pytest
 
 import jaxspec
 from jaxspec.checkpoint import load_model
+from jaxspec.decoder.forward import unembed
 from jaxspec.drafters import load_drafter
-from jaxspec.models import qwen3
 from jaxspec.train import objective
 from jaxspec.train.data import TrainError
 from jaxspec.train.dflash import DFlashObjective
@@ -70,7 +70,7 @@ def test_a_trained_block_is_the_drafted_one(target):
     features = jax.jit(ours.read)(target.params, batch).features
     anchors = jnp.array([[BEFORE + PROMPT + 2, BEFORE + PROMPT]])
     out = jax.jit(ours._blocks)(loaded.params, features, batch, anchors)
-    np.testing.assert_allclose(qwen3.unembed(loaded.params, out[0, 1, 1:]), prop.logits, atol=1e-4)
+    np.testing.assert_allclose(unembed(loaded.params, out[0, 1, 1:]), prop.logits, atol=1e-4)
 
 
 def test_rounds_are_counted_where_an_answer_can_be_drafted(target):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxspec.bench.cases import attention, linear_attention, matmuls, mixtures
 from jaxspec.bench.cases.case import Case
-from jaxspec.pallas.target import kernels_here
+from jaxspec.pallas.hopper import kernels_here
 
 __all__ = ["Case", "make_cases"]
 

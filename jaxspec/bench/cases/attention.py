@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxspec.bench.cases.case import BLOCK, PAGE, Case
 from jaxspec.cache import Rows
-from jaxspec.config import ModelConfig
-from jaxspec.models import llama
-from jaxspec.models.layers import Attention
+from jaxspec.decoder.layer import attention
+from jaxspec.decoder.mixer import OnlyAttention
+from jaxspec.decoder.spec import Attention, Layer, Mlp, Norm, Rope
 from jaxspec.pallas.paged_attention import paged_attention, reference
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -95,10 +95,8 @@ def round_heads(b: int, context: int, t: int, layers: int, dtype: str) -> Case:
 
 def _heads(name: str, rows: Rows, t: int, parts: int, layers: int, dtype: str) -> Case:
     total, blocks = HEADS + 2 * KV_HEADS, len(rows.start)
-    config = ModelConfig(
-        model_type="qwen3", vocab_size=0, hidden_size=0, mlp_size=0, num_layers=layers, num_heads=HEADS,
-        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rms_norm_eps=1e-6, rope_theta=1e6, max_position=1, qk_norm=True,
-    )  # fmt: skip
+    norm = Norm(1e-6)
+    described = Layer(Attention(HEADS, KV_HEADS, HEAD_DIM, Rope(1e6), qk_norm=norm), Mlp(0), norm)
     made = jnp.float32 if parts > 1 else dtype
 
     def build(key):
@@ -115,10 +113,10 @@ def _heads(name: str, rows: Rows, t: int, parts: int, layers: int, dtype: str) -
     def mix(mixer, layer, qkv, own):
         weights, kv = own
         mine = {name: each[layer] for name, each in weights.items()}
-        q, kv = llama.mix(mine, config, jnp.int32(layer), qkv[layer], rows.positions(t), mixer, kv)
+        q, kv = attention(described, mine, jnp.int32(layer), qkv[layer], rows.positions(t), mixer, kv)
         return q, (weights, kv)
 
-    plain = Attention(lambda kv, layer, q, k, v: (q, _scatter(rows, kv, layer, k, v)))
+    plain = OnlyAttention(lambda kv, layer, q, k, v: (q, _scatter(rows, kv, layer, k, v)))
     elements, item = blocks * t * total * HEAD_DIM, jnp.dtype(dtype).itemsize
     return Case(
         name=name,

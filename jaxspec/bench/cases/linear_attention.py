@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.bench.cases.case import BLOCK, Case
-from jaxspec.config import LinearAttention
-from jaxspec.models import causal_conv
-from jaxspec.pallas import gated_delta
+from jaxspec.decoder.spec import DeltaRule
+from jaxspec.pallas import causal_conv, gated_delta
 
 
 def convolution(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
     """The convolution of `t` rows for each of `b` requests, half of the rows of the round before accepted."""
-    mix = LinearAttention((), m, n, h, h, taps=4)
+    mix = DeltaRule(m, n, h, h, taps=4)
     slots, replay = jnp.arange(b, dtype=jnp.int32), jnp.full((b,), t // 2, jnp.int32)
 
     def plain(layer, shared, windows):
@@ -44,7 +43,7 @@ def convolution(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str)
 
 def prompt_convolution(count: int, length: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
     """The convolution of `count` whole prompts of `length` tokens, in blocks; among columns that it has no use for."""
-    mix = LinearAttention((), m, n, h, h, taps=4)
+    mix = DeltaRule(m, n, h, h, taps=4)
     blocks = -(-length // BLOCK)
     slots = jnp.repeat(jnp.arange(count, dtype=jnp.int32), blocks)
     which = *_prompts(slots), jnp.full(len(slots), BLOCK, jnp.int32)
@@ -72,9 +71,7 @@ def prompt_convolution(count: int, length: int, m: int, n: int, h: int, layers: 
     )
 
 
-def _convolved(
-    shape: tuple[int, ...], mix: LinearAttention, layers: int, slots: int, rows: int, dtype: str, key: jax.Array
-):
+def _convolved(shape: tuple[int, ...], mix: DeltaRule, layers: int, slots: int, rows: int, dtype: str, key: jax.Array):
     """Inputs of this shape and a weight, the same for all layers, and windows of zeros for rounds of `rows` rows."""
     x, weight = (
         jax.random.normal(jax.random.fold_in(key, i), shape, dtype)

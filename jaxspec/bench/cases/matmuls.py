@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.bench.cases.case import PAGE, Case
-from jaxspec.models.layers import rms_norm
+from jaxspec.decoder.functions import rms_norm
 from jaxspec.pallas import few_rows, project, weight_stream
 
 EPS = 1e-6

@@ -208,7 +208,7 @@ def _keep(share, rows_g, squares_g, eps, out_g):
 
 
 def norm_rows(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):
-    """The rows' root-mean-square norms into shared memory, side by side, as `models.layers.rms_norm` has them.
+    """The rows' root-mean-square norms into shared memory, side by side, as `decoder.functions.rms_norm` has them.
 
     Of a split product those of this block's inputs. Rows too wide for registers are read twice. The first tile's blocks
     write the norm of the one input to `kept_g` as well.

@@ -55,7 +55,7 @@ from jaxspec.pallas.few_rows.block import (
 )
 from jaxspec.pallas.few_rows.share import BLOCKS, MAX_GROUPS, TILE, share_out, tiles_of, tiles_of_squares, with_splits
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.weight_stream import HALF
+from jaxspec.weights import HALF
 
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -75,7 +75,7 @@ def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool 
     return Scaled((wide * scale).astype(x.dtype), jnp.pad(squares, ((0, more), (0, 0))))
 
 
-@lower_once("eps", "splits")
+@lower_once("few_rows_gated", "eps", "splits")
 def gated(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
@@ -120,7 +120,7 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, weight_g, *refs, out_s, **scrat
     multiply(share, fetch, refs[:ahead], finish, factor, **scratch)
 
 
-@lower_once("eps", "splits")
+@lower_once("few_rows_heads", "eps", "splits")
 def heads(
     rows: Sequence[Float[Array, "r d"]],
     scales: Sequence[Float[Array, " d"] | Float[Array, "t r"]],
@@ -150,7 +150,7 @@ def heads(
     return _heads(queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, eps, splits, interpret)
 
 
-@lower_once("eps")
+@lower_once("few_rows_keys_values", "eps")
 def keys_values(
     rows: Float[Array, "r d"],
     scale: Float[Array, " d"],
@@ -250,7 +250,7 @@ def _half_row(row_g, at, half):
     return plgpu.load(part, layout=by_row(half // 16).reduce(0), optimized=False).astype(_f32)
 
 
-@lower_once("centred", "splits")
+@lower_once("few_rows_add", "centred", "splits")
 def add_product(
     x: Float[Array, "r d"],
     rows: Float[Array, "r k"],
@@ -264,13 +264,13 @@ def add_product(
     """x + rows @ weight, in bfloat16, rounded where plain layers round. `splits` as in `gated`.
 
     With the `scale` of the norm that these sums go through next they come as `Scaled` rows as well; `centred`, if that
-    is as in `models.layers.centred_rms_norm`.
+    is as in `decoder.functions.centred_rms_norm`.
     """
     out, *scaled = _products([x], [rows], weight, [] if scale is None else [scale], splits, interpret, centred)
     return (out, Scaled(*scaled)) if scaled else out
 
 
-@lower_once("splits")
+@lower_once("few_rows_product", "splits")
 def product(
     rows: Sequence[Float[Array, "r k"]],
     weight: Float[Array, "n d"],
@@ -334,7 +334,7 @@ def _write_scaled(share, x, scale, rows_g, squares_g):
             squares_g[tile + at] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA_TRANSPOSED.reduce(0))
 
 
-@lower_once("eps", "dtypes", "centred", "keep", "splits")
+@lower_once("few_rows_normed", "eps", "dtypes", "centred", "keep", "splits")
 def normed(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
@@ -349,7 +349,7 @@ def normed(
 ) -> list[Float[Array, "r n"]]:
     """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
 
-    `x`, `scale` and `splits` as in `gated`. `centred`: as in `models.layers.centred_rms_norm`, which `Scaled` rows are
+    `x`, `scale` and `splits` as in `gated`. `centred`: as in `functions.centred_rms_norm`, which `Scaled` rows are
     already. With `keep` the normed rows come after the products.
     """
     groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)

@@ -9,20 +9,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-TILE = 64  # columns of a group: the M of a Hopper warpgroup's matmul
+from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, WGMMA_ROWS
+
+TILE = WGMMA_ROWS  # columns of a group
 GROUP = 8  # rows that are normed together, and what the number of rows must be a multiple of
 SQUARES = 16  # tiles of columns, a multiple of which have sums of squares: a warp reads so many of a row at once
 MAX_ROWS = 64  # more would need another tile of rows, and registers for it
+BLOCKS = MULTIPROCESSORS  # as many as run at once
 NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
 WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
-MAX_CHUNK = 256  # inputs of one copy of weights: what a bulk copy can bring
+MAX_CHUNK = BULK_COPY  # inputs of one copy of weights: what a bulk copy can bring
 MAX_CLUSTER = 4  # blocks that share a tile's inputs
 MAX_GROUPS = 8  # groups of columns of a block
 HEAD_STAGES = 2  # tiles of a head that a block has room for
-BLOCKS = 132  # multiprocessors of an H100 or H200: so many blocks run at once
 SLOT_BYTES = 32 * 1024  # of weights that are waited for together
 MIN_SLOTS = 3  # of a ring
-SHARED_BYTES = 226 * 1024
+ROOM = SHARED_BYTES - 1024  # for weights, rows and sums; the rest is for barriers
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Share:
         parts = 4 * self.rows * TILE * self.groups * self.splits if self.splits > 1 else 0
         rows = 2 * self.rows * (self.part if self.normed else 0)
         slot = 2 * self.chunk * (TILE * self.groups + (0 if self.normed else self.rows))
-        return min(self.chunks, (SHARED_BYTES - 1024 - out - parts - rows) // slot)
+        return min(self.chunks, (ROOM - 1024 - out - parts - rows) // slot)
 
     @property
     def fits(self) -> bool:
@@ -169,4 +171,4 @@ def top_supported(rows: int, shape: tuple[int, int], dtype: Any) -> str | None:
     if shape[0] % TILE or shape[1] % TILE:
         return f"a head of {shape[0]} by {shape[1]}; multiples of {TILE} are"
     needed = 2 * shape[1] * (HEAD_STAGES * TILE + rows)
-    return f"{needed} bytes of shared memory; up to {SHARED_BYTES} are" if needed > SHARED_BYTES else None
+    return f"{needed} bytes of shared memory; up to {ROOM} are" if needed > ROOM else None

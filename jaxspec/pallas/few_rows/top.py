@@ -19,7 +19,7 @@ from jaxspec.pallas.once import lower_once
 _i32, _f32 = jnp.int32, jnp.float32
 
 
-@lower_once("eps")
+@lower_once("few_rows_top", "eps")
 def top_tokens(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"],

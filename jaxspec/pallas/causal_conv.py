@@ -8,14 +8,18 @@ is told how many were accepted. Nothing is undone.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import LinearAttention
 from jaxspec.pallas import conv_chunk as chunk_kernel
 from jaxspec.pallas import conv_step as step_kernel
-from jaxspec.pallas.target import chosen, tell
+from jaxspec.pallas.hopper import chosen, tell
+
+if TYPE_CHECKING:
+    from jaxspec.decoder.spec import DeltaRule
 
 L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
 
@@ -27,7 +31,7 @@ def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, wid
     return jnp.zeros((num_layers, num_slots, width - 1 + rows, channels), dtype)
 
 
-def split_heads(x: Float[Array, "b t c"], mix: LinearAttention) -> tuple[Array, Array, Array]:
+def split_heads(x: Float[Array, "b t c"], mix: DeltaRule) -> tuple[Array, Array, Array]:
     """Queries and keys [b, t, m, k], of length one and queries scaled by k**-0.5, and values [b, t, n, v]."""
 
     def unit(part: Array) -> Array:
@@ -47,7 +51,7 @@ def step(
     replay: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: LinearAttention,
+    mix: DeltaRule,
 ) -> tuple[tuple[Array, Array, Array], Windows]:
     """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that."""
     t, (taps, channels) = x.shape[1], weight.shape
@@ -55,7 +59,7 @@ def step(
     fits = step_kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
     if fits is not None:
         tell("conv_step", fits)
-    if chosen("conv_step", fits):
+    if chosen(fits):
         return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
     out, windows = conv_step(windows, layer, slots, replay, x[..., :channels], weight.T)
     return split_heads(out, mix), windows
@@ -97,13 +101,13 @@ def chunk(
     count: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: LinearAttention,
+    mix: DeltaRule,
 ) -> tuple[tuple[Array, Array, Array], Windows]:
     """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it."""
     (b, t, _), (taps, channels) = x.shape, weight.shape
     fits = chunk_kernel.supported(b, t, taps, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
     inputs = x[..., :channels]
-    if chosen("conv_chunk", fits):
+    if chosen(fits):
         blocks = slots, source, keep
         before = _before(windows, layer, *blocks, count, inputs, taps - 1)
         targets = _targets(slots, keep, windows.shape[1]).reshape(2, b).T

@@ -1,0 +1,147 @@
+"""Layers at few rows, each in four kernels and attention's (`pallas.few_rows`); a mixture has two and its own.
+
+They run a target's layers, DFlash's, and EAGLE-3's one, whose q, k and v are made of two inputs side by side. Rows are
+flat here, each request's padded so that the kernels take eight together (`padding`): once before the first layer, and
+attention takes and gives them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.decoder.functions import cos_sin
+from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.mixture_rows import Given, add, mixture
+from jaxspec.decoder.padding import flat, padded, unflat, valid_rows
+from jaxspec.decoder.path import Call, Path, Stack
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.pallas import few_rows
+from jaxspec.pallas.prompt_attention import UNIT
+from jaxspec.weights import HALF, run_length
+
+Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
+
+IMPLEMENTS = {
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
+    Layer: frozenset({"mixing", "feed", "norm"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm"}),
+    Mlp: frozenset({"width"}),
+    Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
+    Norm: frozenset({"eps"}),
+    Rope: frozenset({"theta", "scaling"}),
+    **ROPE_SCALINGS,
+}
+
+
+def fits(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
+    if call.rows >= UNIT:
+        return f"{call.rows} rows of a request, which are a prompt's"  # not measured
+    return sizes_fit(decoder, layers, call)
+
+
+def sizes_fit(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
+    """Why the kernels can't take these layers' sizes and dtypes, or None if they can."""
+    if call.pages is None:
+        return "no pages to write to"
+    if call.inputs == ():
+        return "rows that are normed already"
+    beside = sum(call.inputs[1:]) if call.inputs else 0
+    if len({layer.norm for layer in decoder.layers}) > 1:
+        return "layers whose norms differ"  # a kernel begins in one layer and ends in the next
+    a, norm = decoder.attention, decoder.layers[0].norm
+    if odd := [each.mixing.qk_norm for each in decoder.layers if each.mixing.qk_norm not in (None, norm)]:
+        return f"norms of q and k that aren't the layer's, {odd[0]}"
+    widths = decoder.width, a.heads * a.head_dim
+    if mlps := {layer.feed.width for layer in decoder.layers if isinstance(layer.feed, Mlp)}:
+        if len(mlps) > 1:
+            return f"MLPs of different widths, {sorted(mlps)}"
+        widths += tuple(mlps)
+        if run_length(*mlps) != HALF:
+            return f"an MLP {max(mlps)} wide"
+    rows = call.requests * padded(call.requests, call.rows)
+    return few_rows.supported(rows, a.head_dim, widths, layers[0]["qkv"].dtype, call.pages, beside=beside)
+
+
+def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> Stack:
+    """All rows go through the last layer, too."""
+    (b, t), outputs, table = positions.shape, [], rope_table(decoder.attention, positions)
+    valid = valid_rows(positions)
+
+    @partial(jax.jit, static_argnums=0)  # one trace and one lowering for all layers alike: the index is data
+    def one(layer, weights, following, i, given, x, cache):
+        return run_flat(layer, weights, i, [given], x, b, table, mixer, cache, following, valid)
+
+    x, first = flat(x), layers[0]
+    given = x, first["attn_norm"]
+    if decoder.width > few_rows.NARROW and "down" in first:  # what a mixture makes isn't scaled
+        given = few_rows.scale_rows(*given)
+    for i, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
+        following = layers[(i + 1) % len(layers)]  # after the last, the next round's first
+        following = {name: following[name] for name in ("qkv", "attn_norm")}
+        x, given, cache = one(layer, weights, following, jnp.int32(i), given, x, cache)
+        outputs.append(unflat(x, b, t))
+    return Stack(outputs, cache)
+
+
+def run_one(decoder: Decoder, weights, inputs, x, positions, mixer, cache):
+    """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
+    layer, b = decoder.layers[0], len(positions)
+    given = [(flat(rows), scale) for rows, scale in inputs]
+    table = rope_table(layer.mixing, positions)
+    out, _, cache = run_flat(layer, weights, jnp.int32(0), given, flat(x), b, table, mixer, cache)
+    return out.reshape(b, -1, out.shape[1]), cache
+
+
+def run_flat(
+    layer: Layer,
+    weights: dict[str, Array],
+    i: Int[Array, ""],
+    inputs: Sequence[Given],
+    x: Float[Array, "r d"],
+    b: int,
+    table: Table,
+    mixer: Mixer,
+    cache: Any,
+    following: dict[str, Array] | None = None,
+    valid: tuple[Int[Array, "1 r"], int] | None = None,
+) -> tuple[Float[Array, "r d"], Given | None, Any]:
+    """A layer over the flat rows of `b` requests: what attention and MLP make of the residual stream `x`.
+
+    Queries, keys and values are made of `inputs` side by side. `following`: weights of the layer after this one, whose
+    input comes second. `valid`: which rows a mixture of experts is for, see `valid_rows`.
+    """
+    a, eps = layer.mixing, layer.norm.eps
+    small = x.shape[1] <= few_rows.NARROW  # memory is idle for most of a small layer, and later weights are prefetched
+    after = following["attn_norm"] if following else None
+    norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
+    ahead = [weights[name] for name in ("out", "gate_up", "down") if small and name in weights]
+
+    def write(kv, place):
+        operands = *zip(*inputs, strict=True), weights["qkv"], *table, kv, i, place.reshape(-1)
+        q, kv = few_rows.heads(*operands, norms, ahead, eps=eps)
+        return q.reshape(b, -1, a.heads, a.head_dim), kv
+
+    mixed, cache = mixer.attend_written(cache, i, len(x) // b, write)
+    mixed = mixed.reshape(len(x), -1)
+    if isinstance(layer.feed, Mixture):
+        x = mixture(layer, weights, x, mixed, *valid)
+        return x, (x, after), cache
+    x, given = add(x, mixed, weights["out"], weights["mlp_norm"])
+    ahead = [following["qkv"]] if small and following else []
+    hidden = few_rows.gated(*given, weights["gate_up"], ahead, eps=eps)
+    x, given = add(x, hidden, weights["down"], after)
+    return x, given, cache
+
+
+def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:
+    """Cosine and sine of each flat row's angles."""
+    return cos_sin(flat(positions[..., None])[:, 0], attention)
+
+
+FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, run, run_one)

@@ -1,0 +1,207 @@
+"""A decoder's forward, by the fastest path that implements it: `PATHS`, `choose`, `forward`, and what follows it.
+
+The choice is made when a program is traced. `choose` is pure, so the same question can be asked beforehand: that is how
+the engine says what runs (`path_table`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
+from jaxspec.decoder.functions import normed, rope, row_of
+from jaxspec.decoder.fused_norms import FUSED_NORMS
+from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.padding import flat, padded, unflat
+from jaxspec.decoder.path import Call, Path
+from jaxspec.decoder.plain import PLAIN
+from jaxspec.decoder.spec import Decoder, Norm, beyond
+from jaxspec.decoder.streamed import WEIGHT_STREAM
+from jaxspec.pallas import few_rows, hopper
+
+PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, PLAIN  # the fastest first
+
+
+@flax.struct.dataclass
+class Hidden:
+    """A forward's result: `last` is the final-norm output; `features` the residual stream after each captured layer.
+
+    Where one row a sequence was requested, t is 1 in `last`, and in all that is of the last layer.
+
+    `unnormed` is what the final norm was taken of.
+    """
+
+    last: Float[Array, "b t d"]
+    features: tuple[Float[Array, "b t d"], ...]
+    cache: Any
+    unnormed: Float[Array, "b t d"] | None = None
+
+
+def choose(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> tuple[Path, dict[str, str]]:
+    """The first path that runs such a call, and why each one before it doesn't. `layers` are the weights, or shapes.
+
+    **Raises:** `NotImplementedError` if none does, which names what the plain path lacks.
+    """
+    refused: dict[str, str] = {}
+    for path in PATHS:
+        if (reason := path.refuses(decoder, layers, call)) is None:
+            return path, refused
+        refused[path.name] = reason
+    raise NotImplementedError(f"no path runs this decoder; the plain one lacks {refused[PLAIN.name]}")
+
+
+def path_table(
+    decoder: Decoder, layers: Sequence[dict[str, Array]], requests: Sequence[int], rows: int, pages: str
+) -> list[dict[str, Any]]:
+    """For rounds of so many `requests`, `rows` each: which path runs the layers, and why no faster one does."""
+    table = []
+    for count in requests:
+        path, refused = choose(decoder, layers, Call(count, rows, pages, hopper.multiprocessors()))
+        table.append({"requests": count, "rows": count * rows, "path": path.name, "refused": refused})
+    return table
+
+
+def describe(table: list[dict[str, Any]]) -> str:
+    """A `path_table` in words: batches that take the same path, for the same reasons, in one line."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for line in table:
+        reasons = "; ".join(f"not {name}: {reason}" for name, reason in line["refused"].items())
+        lines.setdefault((line["path"], reasons), []).append(str(line["rows"]))
+    told = (
+        f"{', '.join(rows)} rows: {path}{f' ({reasons})' * bool(reasons)}" for (path, reasons), rows in lines.items()
+    )
+    return "the decoder's layers in a round of " + "\n  ".join(told)
+
+
+def forward(
+    decoder: Decoder,
+    params: dict[str, Any],
+    tokens: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any = None,
+    capture: tuple[int, ...] = (),
+    wanted: Int[Array, " b"] | None = None,
+) -> Hidden:
+    """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
+
+    `mixer` owns the keys and values: it is given each layer's and decides what the queries see. `capture` names decoder
+    layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
+    layer's is the final norm's output.
+
+    `wanted`: the row of each sequence whose final state is all that is requested, -1 where none is. Then the last layer
+    computes keys and values of all rows, which later ones will see, attention of the sequences requested, and what
+    comes after it of these rows alone.
+    """
+    x, layers = params["embed"][tokens], params["layers"]
+    path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
+    outputs, cache = path.run(decoder, layers, x, positions, mixer, cache, wanted)
+    last = normed(outputs[-1], params["norm"], decoder.norm)
+    if wanted is not None and last.shape[1] > 1:  # of paths that compute whole layers
+        last, outputs[-1] = row_of(last, wanted), row_of(outputs[-1], wanted)
+    return Hidden(last, tuple([*outputs, last][i] for i in capture), cache, outputs[-1])
+
+
+def run_layer(
+    decoder: Decoder,
+    weights: dict[str, Array],
+    x: Float[Array, "b r d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+    inputs: Sequence[tuple[Float[Array, "b r w"], Float[Array, " w"] | None]] | None = None,
+) -> tuple[Float[Array, "b r d"], Any]:
+    """The residual stream `x` after the layer of a decoder of one, before any norm, and the cache.
+
+    `inputs`: rows side by side that queries, keys and values are made of, each with the scale of its norm, None if it
+    has none; by default `x` with the layer's first norm. Given rows may be followed by padding, r - t a request, and so
+    may be what is returned. It stays there from call to call: cutting it off and adding it would be kernels of its own.
+    """
+    if inputs is None:
+        inputs = [(x, weights["attn_norm"])]
+    widths = () if any(scale is None for _, scale in inputs) else tuple(rows.shape[2] for rows, _ in inputs)
+    path, _ = choose(decoder, [weights], Call.of(positions, mixer, cache, widths))
+    return path.run_layer(decoder, weights, inputs, x, positions, mixer, cache)
+
+
+def product(
+    rows: Sequence[Float[Array, "b _ w"]], weight: Float[Array, "k n"], keep_padding: bool = False
+) -> Float[Array, "b _ n"]:
+    """The product of rows side by side, by a kernel where it serves. Some may have padding rows, and others none.
+
+    `keep_padding`: leave the kernel's in the result, for `run_layer`.
+    """
+    b, t = len(rows[0]), min(x.shape[1] for x in rows)
+    fits = few_rows.product_supported(b * padded(b, t), [x.shape[2] for x in rows], weight.shape, weight.dtype)
+    if hopper.chosen(fits):
+        out = few_rows.product([flat(x) for x in rows], weight)
+        return out.reshape(b, -1, out.shape[1]) if keep_padding else unflat(out, b, t)
+    return jnp.concatenate([x[:, :t] for x in rows], axis=-1) @ weight
+
+
+def write_keys_values(
+    decoder: Decoder,
+    params: dict[str, Any],
+    context: Float[Array, "b t d"],
+    rows: Any,
+    cache: Any,
+) -> Any:
+    """The cache after keys and values that all layers make of the same rows, normed by `hidden_norm`, are written.
+
+    `params["context"]` has the columns of the first layer's keys, then of its values, then of the next layer's;
+    `context_norm` [l, h] the scales of their norms. `rows`: where they stand, as `cache.Rows`.
+    """
+    (b, t, _), a, norm = context.shape, decoder.attention, decoder.layers[0].norm
+    call = Call(b, t, _dtype(rows.pages(cache)), hopper.multiprocessors())
+    if hopper.chosen(beyond(decoder, FEW_ROWS.implements) or sizes_fit(decoder, params["layers"], call)):
+        table = rope_table(a, rows.marked_positions(t))
+        place = rows.written(cache, padded(b, t)).reshape(-1)
+        of = flat(context), params["hidden_norm"], params["context"], *table
+        return few_rows.keys_values(*of, cache, place, params["context_norm"], eps=norm.eps)
+    kv = normed(context, params["hidden_norm"], norm) @ params["context"]
+    if a.bias:
+        kv = kv + params["context_bias"]
+    kv = kv.reshape(b, t, len(decoder.layers), 2, a.kv_heads, a.head_dim)
+    k, v = jnp.moveaxis(kv, (3, 2), (0, 1))  # each [l, b, t, m, h]
+    k = normed(k, params["context_norm"][:, None, None, None], norm)
+    k = rope(k, rows.positions(t), a)
+    return rows.write(cache, jnp.arange(len(decoder.layers))[:, None, None], k, v)
+
+
+def _dtype(pages: Array | None) -> str | None:
+    return None if pages is None else jnp.dtype(pages.dtype).name
+
+
+def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
+    """Final hidden states to logits, float32."""
+    if "head" in params:
+        return jnp.matmul(hidden, params["head"], preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
+
+
+TOP_TOKENS = {Norm: frozenset({"eps"})}  # what the kernel implements that norms, unembeds and takes the argmax
+
+
+def top_tokens(
+    params: dict[str, Array], norm: Norm, scale: Float[Array, " d"], x: Float[Array, "b t d"] | None
+) -> Int[Array, "b t"] | None:
+    """The tokens with the highest logits of rows before their final norm; None where no kernel serves."""
+    if x is None or "head" in params:  # what is tied to the embeddings has a token's weights side by side
+        return None
+    b, t, _ = x.shape
+    embed = params["embed"]
+    reason = beyond(norm, TOP_TOKENS) or few_rows.top_supported(b * padded(b, t), embed.shape, embed.dtype)
+    if not hopper.chosen(reason):
+        return None
+    return few_rows.top_tokens(flat(x), scale, embed, eps=norm.eps).reshape(b, -1)[:, :t]
+
+
+def of_one(decoder: Decoder, layer: Any) -> Decoder:
+    """The same decoder with this layer alone, as a drafter has it."""
+    return dataclasses.replace(decoder, layers=(layer,))

@@ -1,0 +1,112 @@
+"""The small pure functions between a layer's matmuls.
+
+Axis letters: b batch, t tokens, d model width, n query heads, m KV heads, h head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxspec.decoder.spec import Attention, LinearScaling, Norm, RopeScaling, Yarn
+
+
+def normed(x: Float[Array, "*b d"], weight: Float[Array, " d"], norm: Norm) -> Float[Array, "*b d"]:
+    """Root-mean-square norm (https://arxiv.org/abs/1910.07467)."""
+    return (centred_rms_norm if norm.centred else rms_norm)(x, weight, norm.eps)
+
+
+def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
+    """In float32 whatever x's dtype, rounded before it is weighted."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32.astype(x.dtype) * weight).astype(x.dtype)
+
+
+def centred_rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
+    """As `rms_norm`, but the weight is an offset from one, and is applied in float32 (Gemma's, and Qwen3-Next's)."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+def rope_frequencies(attention: Attention) -> Float[Array, " half"]:
+    """Inverse frequencies of the rotary embedding, scaled for long contexts where the description says so."""
+    rope = attention.rope
+    half = (attention.head_dim if rope.columns is None else rope.columns) // 2
+    frequency = rope.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    match rope.scaling:
+        case None:
+            return frequency
+        case LinearScaling(factor):
+            return frequency / factor
+        case RopeScaling():
+            return _llama3(frequency, rope.scaling)
+        case Yarn():
+            return _yarn(frequency, rope.theta, rope.scaling)
+
+
+def _llama3(frequency: Array, scaling: RopeScaling) -> Array:
+    """Divide slow frequencies by `factor`, keep fast ones, interpolate between (Llama 3.1 model card)."""
+    wavelength = 2 * math.pi / frequency
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = jnp.clip((scaling.original_max_position / wavelength - low) / (high - low), 0.0, 1.0)
+    return frequency * (smooth + (1 - smooth) / scaling.factor)
+
+
+def _yarn(frequency: Array, theta: float, scaling: Yarn) -> Array:
+    """Divide slow frequencies by `factor`, keep fast ones; the ramp is linear in the number of the pair."""
+    half = len(frequency)
+
+    def pair(turns: float) -> float:
+        """The pair that turns so often within the original context."""
+        return half * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    divided = jnp.clip((jnp.arange(half) - low) / (high - low or 0.001), 0.0, 1.0)
+    return frequency * (1 - divided) + frequency / scaling.factor * divided
+
+
+def cos_sin(
+    positions: Int[Array, "*b"], attention: Attention
+) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
+    """The rope table: cosine and sine of the angles by which each position rotates, float32."""
+    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(attention)
+    scaling = attention.rope.scaling
+    if isinstance(scaling, Yarn):
+        return jnp.cos(angle) * scaling.attention_factor, jnp.sin(angle) * scaling.attention_factor
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rope(x: Float[Array, "b t n h"], positions: Int[Array, "b t"], attention: Attention) -> Float[Array, "b t n h"]:
+    """Rotary embedding, first half against second half (the "neox" pairing), computed in float32.
+
+    Where fewer columns than a head has rotate, they are the first, and the others stay.
+    """
+    cos, sin = cos_sin(positions[..., None], attention)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
+
+
+def causal_attention(cache: Any, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    """Attention among the given tokens alone, each sequence starting at its row 0; `cache` passes through."""
+    b, t, n, h = q.shape
+    m = k.shape[2]
+    q = q.reshape(b, t, m, n // m, h)
+    scores = jnp.einsum("btmgh,bsmh->bmgts", q, k, preferred_element_type=jnp.float32) * h**-0.5
+    scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bmgts,bsmh->btmgh", weights, v).reshape(b, t, n, h), cache
+
+
+def row_of(x: Shaped[Array, "b t ..."], row: Int[Array, " b"] | None) -> Shaped[Array, "b _ ..."]:
+    """Of each sequence the one row named, `[b, 1, ...]`; all of them if none is."""
+    return x if row is None else jnp.take_along_axis(x, row.reshape(-1, *[1] * (x.ndim - 1)), axis=1)

@@ -1,0 +1,95 @@
+"""Layers at up to eight rows with each norm in one kernel with the products after it (`pallas.few_rows.normed`).
+
+The output projection is one kernel with the residual stream. Mixing stays the plain layer's, so linear attention and
+gated attention run so. Each request's rows are padded from the embedding to the last layer, because XLA would put each
+cut and each padding into a kernel of its own, were it not part of one that is there anyway: so linear attention's
+result comes with padding rows, which hold anything, and nothing that follows looks from one row at another. What mixes
+tokens is given the valid rows alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.decoder.layer import feed, mix, projections
+from jaxspec.decoder.mixture_rows import mixture
+from jaxspec.decoder.padding import flat, pad, padded, valid_rows
+from jaxspec.decoder.path import Call, Path, Stack
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.pallas import few_rows
+
+IMPLEMENTS = {
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
+    Layer: frozenset({"mixing", "feed", "norm"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated"}),
+    DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
+    Mlp: frozenset({"width", "bias"}),
+    Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
+    Norm: frozenset({"eps", "centred"}),
+    Rope: frozenset({"theta", "scaling", "columns"}),
+    **ROPE_SCALINGS,
+}
+
+
+def fits(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
+    if not all(layer.norm.centred for layer in decoder.layers):
+        return "norms that aren't zero-centred"  # not measured
+    if call.inputs is not None and len(call.inputs) != 1:
+        return "inputs that aren't one residual stream"
+    rows = call.requests * padded(call.requests, call.rows)
+    for layer, weights in zip(decoder.layers, layers, strict=True):
+        (inputs, d), dtype = weights["out"].shape, weights["out"].dtype
+        columns = [weights[name].shape[1] for name in projections(layer)]
+        reason = few_rows.normed_supported(rows, d, columns, dtype)
+        reason = reason or few_rows.product_supported(rows, [inputs], (inputs, d), dtype)
+        if reason is not None:
+            return reason
+    return None
+
+
+def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> Stack:
+    """All rows go through the last layer, too."""
+    x, t, outputs, counts = pad(x), positions.shape[1], [], Counter()
+
+    @partial(jax.jit, static_argnums=0)  # one trace and one lowering for all layers alike: the index is data
+    def one(layer, weights, i, x, cache):
+        return run_padded(layer, weights, i, x, positions, mixer, cache)
+
+    for layer, weights in zip(decoder.layers, layers, strict=True):
+        kind = type(layer.mixing)
+        x, cache = one(layer, weights, jnp.int32(counts[kind]), x, cache)
+        counts[kind] += 1
+        outputs.append(x[:, :t])
+    return Stack(outputs, cache)
+
+
+def run_one(decoder: Decoder, weights, inputs, x, positions, mixer, cache):
+    """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
+    return run_padded(decoder.layers[0], weights, jnp.int32(0), pad(x), positions, mixer, cache)
+
+
+def run_padded(layer: Layer, weights, i, x: Float[Array, "b r d"], positions, mixer, cache):
+    """A layer over padded rows: the residual stream after it, and the cache."""
+    names, rows, t = projections(layer), x.reshape(-1, x.shape[-1]), positions.shape[1]
+    dtypes = tuple("float32" if name == "ba" else str(x.dtype) for name in names)
+    norm = {"eps": layer.norm.eps, "centred": layer.norm.centred}
+    made = few_rows.normed(rows, weights["attn_norm"], [weights[name] for name in names], dtypes=dtypes, **norm)
+    made = [out.reshape(*x.shape[:2], -1) for out in made]
+    if isinstance(layer.mixing, Attention):
+        made = [out[:, :t] for out in made]
+    mixed, cache = mix(layer, weights, i, made, positions, mixer, cache)
+    mixed = flat(mixed)
+    if isinstance(layer.feed, Mixture):
+        return mixture(layer, weights, rows, mixed, *valid_rows(positions)).reshape(x.shape), cache
+    x = few_rows.add_product(rows, mixed, weights["out"]).reshape(x.shape)
+    return feed(layer, weights, x, positions), cache
+
+
+FUSED_NORMS = Path("fused_norms", IMPLEMENTS, 1, fits, run, run_one)

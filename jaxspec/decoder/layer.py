@@ -1,0 +1,253 @@
+"""The equations of a decoder layer, driven by its description. They stand here once, whichever path runs them.
+
+    x = x + out(mix(norm(x)))
+    x = x + feed(norm(x))
+
+`mix` is `attention` or `delta_rule`, `feed` is `mlp` or `mixture`. A layer's weights are a dict of arrays; q, k, v are
+one matmul, gate and up another: fewer, larger reads of weights.
+
+Axis letters: b batch, t tokens, d model width, n query heads, m KV heads, h head width, f MLP width, e experts,
+k experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, row_of
+from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Norm, Rope, beyond
+from jaxspec.pallas import write_heads
+from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.hopper import chosen
+from jaxspec.pallas.project import gate, project, real_rows
+from jaxspec.pallas.top_experts import top_experts
+
+Weights = dict[str, Array]
+
+# What the kernel implements that norms and rotates heads, and writes keys and values into pages.
+HEADS_WRITTEN = {
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias"}),
+    Norm: frozenset({"eps"}),
+    Rope: frozenset({"theta", "scaling"}),
+    **ROPE_SCALINGS,
+}
+
+
+def run_layer(
+    layer: Layer,
+    weights: Weights,
+    i: Int[Array, ""],
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+    row: Int[Array, " b"] | None = None,
+    rows: Float[Array, "b t w"] | None = None,
+) -> tuple[Float[Array, "b _ d"], Any]:
+    """The residual stream `x` after one layer, the i-th that mixes as it does, and the cache.
+
+    `row`: of each sequence the one row that goes on after the mixing, -1 where nobody reads any; None: all rows.
+    `rows`: what queries, keys and values are made of, if not the normed residual stream.
+    """
+    if rows is None:
+        rows = normed(x, weights["attn_norm"], layer.norm)
+    made = products(layer, weights, rows, positions)
+    mixed, cache = mix(layer, weights, i, made, positions, mixer if row is None else mixer.only(row >= 0), cache)
+    x, mixed, positions = (row_of(a, row) for a in (x, mixed, positions))
+    return finish(layer, weights, x, mixed, positions), cache
+
+
+def projections(layer: Layer) -> tuple[str, ...]:
+    """Names of the weights that make of a layer's normed rows what it mixes."""
+    return ("qkv",) if isinstance(layer.mixing, Attention) else ("qkvz", "ba")
+
+
+def products(layer: Layer, weights: Weights, rows: Float[Array, "b t w"], positions: Int[Array, "b t"]) -> list[Array]:
+    """The normed rows' products with these weights; those of `ba`, which go into exponents, in float32."""
+    valid = real_rows(positions)
+    in_float32 = lambda weight: jnp.matmul(rows, weight, preferred_element_type=jnp.float32)  # noqa: E731
+    return [
+        in_float32(weights[name]) if name == "ba" else project(rows, weights[name], valid)
+        for name in projections(layer)
+    ]
+
+
+def mix(
+    layer: Layer,
+    weights: Weights,
+    i: Int[Array, ""],
+    made: list[Array],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+) -> tuple[Float[Array, "b _ k"], Any]:
+    """From the projections to the input of the output projection."""
+    if isinstance(layer.mixing, Attention):
+        return attention(layer, weights, i, *made, positions, mixer, cache)
+    return delta_rule(layer, weights, i, *made, positions, mixer, cache)
+
+
+def attention(
+    layer: Layer,
+    weights: Weights,
+    i: Int[Array, ""],
+    qkv: Float[Array, "*s b t d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+) -> tuple[Float[Array, "b t k"], Any]:
+    """softmax(q k') v of each head's rotated queries and keys. `qkv` may come in parts, to be summed in float32."""
+    a, (b, t) = layer.mixing, positions.shape
+    n, m, h = a.heads, a.kv_heads, a.head_dim
+    if a.bias:
+        qkv = qkv + weights["qkv_bias"]
+    if chosen(_not_written(layer, weights, mixer, cache)):
+        return _written_attention(layer, weights, i, qkv, positions, mixer, cache)
+    if qkv.ndim > 3:
+        qkv = qkv.sum(0).astype(weights["qkv"].dtype)
+    queries = 2 * n if a.gated else n
+    q, k, v = jnp.split(qkv.reshape(b, t, -1, h), [queries, queries + m], axis=2)
+    if a.gated:
+        q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
+    if a.qk_norm:
+        q, k = normed(q, weights["q_norm"], a.qk_norm), normed(k, weights["k_norm"], a.qk_norm)
+    out, cache = mixer.attend(cache, i, rope(q, positions, a), rope(k, positions, a), v)
+    if a.gated:
+        out = out * jax.nn.sigmoid(gates)
+    return out.reshape(b, t, n * h), cache
+
+
+def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any) -> str | None:
+    """Why `write_heads` can't take a projection's rows to what `mixer` keeps, or None if it can."""
+    a = layer.mixing
+    if reason := beyond(a, HEADS_WRITTEN):
+        return reason
+    if a.qk_norm not in (None, layer.norm):
+        return f"norms of q and k that aren't the layer's, {a.qk_norm}"
+    if (pages := mixer.pages(cache)) is None:
+        return "no pages to write to"
+    norms = [weights[name].dtype for name in ("q_norm", "k_norm") if a.qk_norm]
+    return write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, weights["qkv"].dtype, pages.dtype, *norms)
+
+
+def _written_attention(layer, weights, i, qkv, positions, mixer, cache):
+    """The same, with one kernel from the projection's parts to queries, and keys and values in their pages."""
+    a, (b, t) = layer.mixing, positions.shape
+    cos, sin = (x.reshape(b * t, -1) for x in cos_sin(positions, a))
+    norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
+
+    def write(kv, place):
+        rows = qkv.reshape(-1, b * t, qkv.shape[-1])
+        q, kv = write_heads.write_heads(rows, cos, sin, kv, i, place.reshape(-1), norms, eps=layer.norm.eps)
+        return q.reshape(b, t, a.heads, a.head_dim), kv
+
+    out, cache = mixer.attend_written(cache, i, t, write)
+    return out.reshape(b, t, a.heads * a.head_dim), cache
+
+
+def delta_rule(
+    layer: Layer,
+    weights: Weights,
+    i: Int[Array, ""],
+    qkvz: Float[Array, "b r d"],
+    ba: Float[Array, "b r g"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+) -> tuple[Float[Array, "b r k"], Any]:
+    """norm(S q) * silu(z), of a state S that each token decays and corrects by beta.
+
+    Rows from t on are padding that a kernel left: they come out as anything.
+    """
+    rule: DeltaRule = layer.mixing
+    (b, r, _), t = qkvz.shape, positions.shape[1]
+    beta, a = jnp.split(ba[:, :t], 2, axis=-1)
+    decay = jnp.exp(-jnp.exp(weights["decay_log"]) * jax.nn.softplus(a + weights["decay_bias"]))
+    (q, k, v), cache = mixer.convolve(cache, i, qkvz[:, :t], weights["conv"], rule)
+    read, cache = mixer.recur(cache, i, q, k, v, decay, jax.nn.sigmoid(beta), r)
+    z = jax.nn.silu(qkvz[..., rule.channels :].astype(jnp.float32).reshape(read.shape))
+    read = rms_norm(read.astype(jnp.float32), weights["read_norm"].astype(jnp.float32), layer.norm.eps) * z
+    return read.astype(qkvz.dtype).reshape(b, r, -1), cache
+
+
+def finish(
+    layer: Layer,
+    weights: Weights,
+    x: Float[Array, "b t d"],
+    mixed: Float[Array, "b t k"],
+    positions: Int[Array, "b t"],
+) -> Float[Array, "b t d"]:
+    """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
+    valid = real_rows(positions)
+    x = add_product(x, mixed, weights, "out", valid)
+    return feed(layer, weights, x, positions)
+
+
+def feed(
+    layer: Layer, weights: Weights, x: Float[Array, "b t d"], positions: Int[Array, "b t"]
+) -> Float[Array, "b t d"]:
+    """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert."""
+    rows = normed(x, weights["mlp_norm"], layer.norm)
+    if isinstance(layer.feed, Mixture):
+        return mixture(layer.feed, weights, x, rows, positions)
+    return mlp(weights, x, rows, real_rows(positions))
+
+
+def mlp(
+    weights: Weights, x: Float[Array, "b t d"], rows: Float[Array, "b t d"], valid: Int[Array, "1"]
+) -> Float[Array, "b t d"]:
+    """x + down(silu(gate) * up) of the normed rows, of which the first `valid` count."""
+    if "gate_up_bias" in weights:
+        hidden = gate(project(rows, weights["gate_up"], valid) + weights["gate_up_bias"])
+    else:
+        hidden = project(rows, weights["gate_up"], valid, gated=True)
+    return add_product(x, hidden, weights, "down", valid)
+
+
+def add_product(x: Float[Array, "b t d"], rows: Float[Array, "b t k"], weights: Weights, name: str, valid: Array):
+    """The residual stream after a projection, with its bias if it has one."""
+    if f"{name}_bias" in weights:
+        return x + (project(rows, weights[name], valid) + weights[f"{name}_bias"])
+    return project(rows, weights[name], valid, x)
+
+
+def mixture(
+    m: Mixture,
+    weights: Weights,
+    x: Float[Array, "b t d"],
+    rows: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+) -> Float[Array, "b t d"]:
+    """x + each token's experts, weighted as its router likes them (https://arxiv.org/abs/1701.06538), + the shared one.
+
+    The router's logits and probabilities are float32 throughout: a rounded one may pick another expert.
+    """
+    # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
+    rows = jax.lax.optimization_barrier(rows.reshape(-1, rows.shape[-1]))
+    logits = jnp.matmul(rows, weights["router"], preferred_element_type=jnp.float32)
+    return mix_experts(m, weights, rows, logits, positions, x.reshape(rows.shape)).reshape(x.shape)
+
+
+def mix_experts(
+    m: Mixture,
+    weights: Weights,
+    rows: Float[Array, "r d"],
+    logits: Float[Array, "r e"],
+    positions: Int[Array, "*b"],
+    residual: Float[Array, "r d"],
+    valid: int | None = None,
+) -> Float[Array, "r d"]:
+    """The same of flat rows from the router's logits; of the first `valid` rows alone, if that is given."""
+    positions, each = positions.reshape(-1), m.per_token
+    stacks, shared = [(weights["experts_gate_up"], weights["experts_down"])], None
+    if m.shared:  # one expert more, that every token chooses
+        stacks.append((weights["shared_gate_up"], weights["shared_down"]))
+        shared, each = (rows, weights["shared_gate"]), each + 1
+    ids, scores = top_experts(logits, positions, shared, m.per_token, m.renormalised)
+    rows, ids, scores = (a[:valid] for a in (rows, ids, scores))
+    return experts_mlp(rows, stacks, ids, scores, each, residual)

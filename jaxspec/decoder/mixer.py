@@ -1,0 +1,101 @@
+"""What mixes tokens with those before them: the interface between a layer's equations and whoever keeps a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.decoder.spec import DeltaRule
+
+
+class Mixer(Protocol):
+    """A forward hands it each layer's rows, and it owns what came before.
+
+    The `cache` is whatever it keeps that in, passed through the forward. `layer` i32[] counts among the layers that mix
+    in the same way: attention reads keys and values of all tokens so far, `convolve` and `recur` a state of fixed size.
+    Models without linear attention never call those two.
+    """
+
+    def only(self, asked: Bool[Array, " b"]) -> Mixer:
+        """The same, where nobody reads the attention of other sequences: it may be anything finite."""
+        ...
+
+    def attend(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        q: Float[Array, "b t n h"],
+        k: Float[Array, "b t m h"],
+        v: Float[Array, "b t m h"],
+    ) -> tuple[Float[Array, "b t n h"], Any]:
+        """Causal attention, scores scaled by h**-0.5."""
+        ...
+
+    def pages(self, cache: Any) -> Float[Array, "l p 2 m s h"] | None:
+        """The pages of all layers, as `cache.KV`, if a kernel may write keys and values there: see `PagedMixer`."""
+        ...
+
+    def convolve(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        x: Float[Array, "b t d"],
+        weight: Float[Array, "w c"],
+        mix: DeltaRule,
+    ) -> tuple[tuple[Float[Array, "b t m k"], Float[Array, "b t m k"], Float[Array, "b t n v"]], Any]:
+        """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU.
+
+        The channels are the first c columns of x: queries, keys and values of `mix`'s heads. They come out by head,
+        queries and keys of length one, queries scaled by k**-0.5.
+        """
+        ...
+
+    def recur(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        q: Float[Array, "b t m k"],
+        k: Float[Array, "b t m k"],
+        v: Float[Array, "b t n v"],
+        decay: Float[Array, "b t n"],
+        beta: Float[Array, "b t n"],
+        filled: int,
+    ) -> tuple[Float[Array, "b r n v"], Any]:
+        """The gated delta rule, S = decay S + beta (v - decay S k) k', out = S q; key head i serves n/m value heads.
+
+        The result has r = `filled` rows a request, of which those from t on are padding and may hold anything.
+        """
+        ...
+
+
+class PagedMixer(Mixer, Protocol):
+    """One that keeps keys and values in pages, and lets a kernel of the layer's own write them there."""
+
+    def attend_written(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        t: int,
+        write: Callable[[Array, Int[Array, "b t"]], tuple[Float[Array, "b t n h"], Array]],
+    ) -> tuple[Float[Array, "b t n h"], Any]:
+        """As `attend`, of t rows a request whose keys and values `write(pages, place)` puts where they belong.
+
+        It gives their queries and the pages. A row's place is a slot counted over all pages, and -1 for padding.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OnlyAttention:
+    """A `Mixer` for models without linear attention, made of a function that attends. It has no pages."""
+
+    attend: Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
+
+    def only(self, asked: Bool[Array, " b"]) -> OnlyAttention:
+        return self
+
+    def pages(self, cache: Any) -> None:
+        return None

@@ -1,0 +1,42 @@
+"""Padding rows: kernels of few rows take eight together, so each request is given a few more than it has.
+
+With several requests, padding rows sit between theirs.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import few_rows
+
+
+def padded(b: int, t: int) -> int:
+    """How many rows to give each of `b` requests that have `t`: so many that the kernels take them together.
+
+    Attention then takes what the kernels before it give and gives what those after it take, with nothing between them.
+    """
+    return next(rows for rows in range(t, t + few_rows.GROUP) if b * rows % few_rows.GROUP == 0)
+
+
+def pad(x: Array, value: int = 0) -> Array:
+    """Rows [b, t, d] with each request's padding: [b, padded(b, t), d]."""
+    b, t, _ = x.shape
+    return jnp.pad(x, ((0, 0), (0, padded(b, t) - t), (0, 0)), constant_values=value)
+
+
+def flat(x: Array, value: int = 0) -> Array:
+    """Rows [b, t, d] one under the other, each request's padded."""
+    return pad(x, value).reshape(-1, x.shape[2])
+
+
+def unflat(x: Float[Array, "r d"], b: int, t: int) -> Float[Array, "b t d"]:
+    """The same rows as they were before `flat`."""
+    return x.reshape(b, -1, x.shape[1])[:, :t]
+
+
+def valid_rows(positions: Int[Array, "b t"]) -> tuple[Int[Array, "1 r"], int]:
+    """Positions of flat rows, -1 of padding, and how many rows there are up to the last valid one."""
+    b, t = positions.shape
+    out = flat(positions[..., None], -1).T
+    return out, t if b == 1 else out.size

@@ -1,0 +1,76 @@
+"""What a way to run layers is, and when it may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.spec import Decoder, Table, beyond
+from jaxspec.pallas import hopper
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that a choice of path depends on beside the decoder and its weights.
+
+    - `rows` for each of `requests`.
+    - `pages`: the dtype of the pages that a kernel may write to, None if there are none.
+    - `processors`: multiprocessors that run kernels.
+    - `inputs`: None for a stack. Of a layer by itself, the widths of the inputs side by side that queries, keys and
+      values are made of, each with a norm of its own; empty if they are normed already.
+    """
+
+    requests: int
+    rows: int
+    pages: str | None
+    processors: int
+    inputs: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, positions: Int[Array, "b t"], mixer: Mixer, cache: Any, inputs: tuple[int, ...] | None = None) -> Call:
+        pages = mixer.pages(cache)
+        dtype = None if pages is None else jnp.dtype(pages.dtype).name
+        return cls(*positions.shape, dtype, hopper.multiprocessors(), inputs)
+
+
+class Stack(NamedTuple):
+    """What a path makes of a stack of layers: the residual stream after each, without padding rows, and the cache.
+
+    Where one row of each sequence was requested, the last output may have that row alone.
+    """
+
+    outputs: list[Float[Array, "b _ d"]]
+    cache: Any
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to run a stack of layers.
+
+    - `implements`: by kind of description, the fields that it computes; all others must be at their defaults.
+    - `processors`: multiprocessors that it needs at once.
+    - `fits(decoder, layers, call)`: why these sizes and dtypes don't, or None; `layers` are their weights.
+    - `run(decoder, layers, x, positions, mixer, cache, wanted)`: the stack. `wanted`: as in `forward`; ignored by paths
+      that compute whole layers.
+    - `run_layer(decoder, weights, inputs, x, positions, mixer, cache)`: one layer by itself, as `forward.run_layer`.
+    """
+
+    name: str
+    implements: Table
+    processors: int
+    fits: Callable[[Decoder, Sequence[dict[str, Array]], Call], str | None]
+    run: Callable[..., Stack]
+    run_layer: Callable[..., tuple[Array, Any]] | None = None
+
+    def refuses(self, decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
+        """Why this path doesn't run such a call, or None if it does."""
+        if call.inputs is not None and self.run_layer is None:
+            return "a layer by itself"
+        if call.processors < self.processors:
+            return f"{call.processors} Hopper multiprocessors; {self.processors} are needed"
+        return beyond(decoder, self.implements) or self.fits(decoder, layers, call)

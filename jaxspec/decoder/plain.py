@@ -1,0 +1,56 @@
+"""Layers one after the other, each matmul by itself: what every description can be run with, on any device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.decoder.functions import normed
+from jaxspec.decoder.layer import run_layer
+from jaxspec.decoder.path import Path, Stack
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
+
+IMPLEMENTS = {
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
+    Layer: frozenset({"mixing", "feed", "norm"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias"}),
+    DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
+    Mlp: frozenset({"width", "bias"}),
+    Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
+    Norm: frozenset({"eps", "centred"}),
+    Rope: frozenset({"theta", "scaling", "columns"}),
+    **ROPE_SCALINGS,
+}
+
+
+def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> Stack:
+    """The last layer attends for sequences that `wanted` names a row of, and computes that row alone after it."""
+    outputs, counts = [], Counter()
+
+    # One trace and one lowering for all layers alike: the index is data.
+    @partial(jax.jit, static_argnums=0)
+    def one(layer, weights, i, x, cache, row):
+        return run_layer(layer, weights, i, x, positions, mixer, cache, row)
+
+    for layer, weights in zip(decoder.layers, layers, strict=True):
+        kind, last = type(layer.mixing), weights is layers[-1]
+        x, cache = one(layer, weights, jnp.int32(counts[kind]), x, cache, wanted if last else None)
+        counts[kind] += 1
+        outputs.append(x)
+    return Stack(outputs, cache)
+
+
+def run_one(decoder: Decoder, weights, inputs, x, positions, mixer, cache):
+    """The layer of a decoder of one: see `forward.run_layer`. Padding rows of what it is given are cut off."""
+    layer, t = decoder.layers[0], positions.shape[1]
+    inputs = [(rows[:, :t], scale) for rows, scale in inputs]
+    rows = [rows if scale is None else normed(rows, scale, layer.norm) for rows, scale in inputs]
+    rows = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
+    return run_layer(layer, weights, jnp.int32(0), x[:, :t], positions, mixer, cache, rows=rows)
+
+
+PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, run, run_one)

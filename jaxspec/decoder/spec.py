@@ -1,0 +1,199 @@
+"""What a decoder computes, in frozen descriptions without arrays: static under jit, made by `jaxspec.models`.
+
+A field that has a default is at it in the plainest transformer (Llama's). That makes `beyond` an allow-list: a path
+names the fields that it implements, and whatever else differs from the plainest it refuses, fields that are added later
+included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Table = Mapping[type, frozenset[str]]  # by kind of description, the fields that a path implements
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root-mean-square norm. `centred`: its weight is an offset from one, applied in float32 (as Qwen3-Next's)."""
+
+    eps: float
+    centred: bool = False
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's rope frequency scaling (config.json `rope_scaling` / `rope_parameters`, rope_type "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor` (rope_type "linear")."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (https://arxiv.org/abs/2309.00071, rope_type "yarn"): slow frequencies are divided by `factor`.
+
+    Pairs that turn more than `beta_fast` times within the original context stay, those that turn fewer than `beta_slow`
+    times are divided, and a ramp lies between, its ends rounded to whole pairs if `truncate`. Cosines and sines are
+    multiplied by `attention_factor`.
+    """
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions of base `theta`. `columns`: of each head, the first that rotate; None: all."""
+
+    theta: float
+    scaling: RopeScaling | LinearScaling | Yarn | None = None
+    columns: int | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention to all tokens so far, grouped heads.
+
+    `qk_norm`: of each query and key head. `gated`: each query head's columns are followed by its gate's, whose sigmoid
+    multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    qk_norm: Norm | None = None
+    gated: bool = False
+    bias: bool = False
+    out_bias: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """Linear attention by a gated delta rule (https://arxiv.org/abs/2412.06464), over a state of fixed size.
+
+    Each of `key_heads` serves as many of `value_heads`; `taps` is the width of the convolution before them.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(silu(gate) * up), `width` wide. `bias`: of all three."""
+
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of `experts` small MLPs, `width` wide, of which a router picks `per_token`.
+
+    `renormalised`: the weights of those picked sum to one. `shared`: the width of one more, that every token has; 0:
+    there is none.
+    """
+
+    experts: int
+    per_token: int
+    width: int
+    renormalised: bool = True
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x + mixing(norm(x)), then x + feed(norm(x))."""
+
+    mixing: Attention | DeltaRule
+    feed: Mlp | Mixture
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A stack of layers, `width` wide, between embedding and head. `tied`: the head is the embedding.
+
+    All layers of attention have the same heads, and all of linear attention the same, since each kind shares a cache.
+    """
+
+    vocab_size: int
+    width: int
+    layers: tuple[Layer, ...]
+    norm: Norm
+    tied: bool = False
+
+    @property
+    def attention(self) -> Attention | None:
+        """Of the layers that attend, one: their heads are the same."""
+        return next((layer.mixing for layer in self.layers if isinstance(layer.mixing, Attention)), None)
+
+    @property
+    def delta_rule(self) -> DeltaRule | None:
+        return next((layer.mixing for layer in self.layers if isinstance(layer.mixing, DeltaRule)), None)
+
+    @property
+    def mixture(self) -> Mixture | None:
+        return next((layer.feed for layer in self.layers if isinstance(layer.feed, Mixture)), None)
+
+    def count(self, kind: type) -> int:
+        """How many layers mix tokens by an `Attention`, or by a `DeltaRule`."""
+        return sum(isinstance(layer.mixing, kind) for layer in self.layers)
+
+
+# Rope tables are made outside of kernels: who implements one scaling implements all.
+ROPE_SCALINGS: Table = {
+    RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
+    LinearScaling: frozenset({"factor"}),
+    Yarn: frozenset({"factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow", "truncate"}),
+}
+
+
+def beyond(description: Any, implements: Table) -> str | None:
+    """What of a description a path that `implements` only so much would compute wrongly; None if nothing.
+
+    That is a kind of description which isn't in the table, or a field which isn't named there and isn't at its default.
+    """
+    return next(_beyond(description, implements), None)
+
+
+def _beyond(description: Any, implements: Table) -> Iterator[str]:
+    if isinstance(description, tuple):
+        for each in dict.fromkeys(description):
+            yield from _beyond(each, implements)
+    elif dataclasses.is_dataclass(description):
+        kind = type(description)
+        if kind not in implements:
+            yield f"{kind.__name__}"
+            return
+        for field in dataclasses.fields(description):
+            value = getattr(description, field.name)
+            if field.name in implements[kind]:
+                yield from _beyond(value, implements)
+            elif value != field.default:
+                yield f"{kind.__name__}.{field.name}={value!r}"

@@ -1,0 +1,61 @@
+"""Layers of which all matmuls from one attention to the next are one kernel (`pallas.weight_stream`)."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.decoder.functions import normed
+from jaxspec.decoder.layer import attention, finish
+from jaxspec.decoder.path import Call, Path, Stack
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
+from jaxspec.pallas import weight_stream
+
+IMPLEMENTS = {
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
+    Layer: frozenset({"mixing", "feed", "norm"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm"}),
+    Mlp: frozenset({"width"}),
+    Norm: frozenset({"eps"}),
+    Rope: frozenset({"theta", "scaling", "columns"}),
+    **ROPE_SCALINGS,
+}
+
+
+def fits(decoder: Decoder, layers: Any, call: Call) -> str | None:
+    if len({layer.norm for layer in decoder.layers}) > 1:
+        return "layers whose norms differ"  # a kernel begins in one layer and ends in the next
+    qkv, down = layers[0]["qkv"], layers[0]["down"]
+    return weight_stream.supported(call.requests * call.rows, qkv.dtype, *qkv.shape, *down.shape)
+
+
+def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> Stack:
+    """The last layer has no next one, whose q, k, v the kernel would end in."""
+    first, last, outputs = decoder.layers[0], decoder.layers[-1], []
+
+    @partial(jax.jit, static_argnums=0)
+    def attend(layer, weights, i, qkv, cache):
+        return attention(layer, weights, i, qkv, positions, mixer, cache)
+
+    @jax.jit
+    def stream(weights, following, x, mixed):
+        chain = [weights["out"], weights["gate_up"], weights["down"], following["qkv"]]
+        scales = [weights["mlp_norm"], following["attn_norm"]]
+        flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
+        out, partials = weight_stream.stream(flat(x), flat(mixed), chain, scales, eps=first.norm.eps)
+        return out.reshape(x.shape), partials.reshape(len(partials), *x.shape[:-1], -1)
+
+    qkv = normed(x, layers[0]["attn_norm"], first.norm) @ layers[0]["qkv"]  # few rows
+    for i, (weights, following) in enumerate(itertools.pairwise(layers)):
+        mixed, cache = attend(decoder.layers[i], weights, jnp.int32(i), qkv, cache)
+        x, qkv = stream(weights, following, x, mixed)
+        outputs.append(x)
+    mixed, cache = attend(last, layers[-1], jnp.int32(len(layers) - 1), qkv, cache)
+    return Stack([*outputs, finish(last, layers[-1], x, mixed, positions)], cache)
+
+
+WEIGHT_STREAM = Path("weight_stream", IMPLEMENTS, weight_stream.BLOCKS, fits, run)

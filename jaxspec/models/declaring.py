@@ -1,0 +1,114 @@
+"""What families declare of a decoder's parameters: names are those of Hugging Face checkpoints, `model.layers.0.*`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
+from jaxspec.weights import Param, bias, expert_stack, linear, norm_scale, run_length
+
+Tensors = dict[str, Param]
+Projections = Callable[[DeltaRule, int, str], Tensors]  # of a linear layer, given the width and the names' prefix
+
+
+def decoder_tensors(decoder: Decoder, projections: Projections | None = None) -> dict[str, Any]:
+    """The params pytree as declarations. `projections`: those of layers of linear attention, in families with some."""
+    d, v = decoder.width, decoder.vocab_size
+    tree: dict[str, Any] = {
+        "embed": Param((v, d), ("model.embed_tokens.weight",), (d,)),
+        "layers": [
+            layer_tensors(layer, d, f"model.layers.{i}.", projections) for i, layer in enumerate(decoder.layers)
+        ],
+        "norm": norm_scale(d, "model.norm.weight", decoder.norm.centred),
+    }
+    if not decoder.tied:
+        tree["head"] = linear(d, {"lm_head.weight": v})
+    return tree
+
+
+def layer_tensors(layer: Layer, d: int, prefix: str, projections: Projections | None = None) -> Tensors:
+    """One decoder layer, whose tensors are called `prefix...` in the checkpoint."""
+    if isinstance(layer.mixing, Attention):
+        mixing = attention_tensors(layer, d, prefix + "self_attn.")
+    else:
+        mixing = delta_rule_tensors(layer.mixing, d, prefix + "linear_attn.", projections)
+    feed = mixture_tensors if isinstance(layer.feed, Mixture) else mlp_tensors
+    return {
+        "attn_norm": norm_scale(d, prefix + "input_layernorm.weight", layer.norm.centred),
+        **mixing,
+        "mlp_norm": norm_scale(d, prefix + "post_attention_layernorm.weight", layer.norm.centred),
+        **feed(layer.feed, d, prefix + "mlp."),
+    }
+
+
+def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
+    """Where attention is gated, each query head's columns are followed by its gate's."""
+    a: Attention = layer.mixing
+    n, m = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    widths = {"q_proj": 2 * n if a.gated else n, "k_proj": m, "v_proj": m}
+    tree = {
+        "qkv": linear(d, {f"{prefix}{name}.weight": width for name, width in widths.items()}),
+        "out": linear(n, {prefix + "o_proj.weight": d}),
+    }
+    if a.bias:
+        tree["qkv_bias"] = bias({f"{prefix}{name}.bias": width for name, width in widths.items()})
+    if a.out_bias:
+        tree["out_bias"] = bias({prefix + "o_proj.bias": d})
+    if a.qk_norm:
+        tree["q_norm"] = norm_scale(a.head_dim, prefix + "q_norm.weight", a.qk_norm.centred)
+        tree["k_norm"] = norm_scale(a.head_dim, prefix + "k_norm.weight", a.qk_norm.centred)
+    return tree
+
+
+def delta_rule_tensors(rule: DeltaRule, d: int, prefix: str, projections: Projections) -> Tensors:
+    """Linear attention. What goes into an exponent stays in float32."""
+    heads = rule.value_heads
+    by_head = lambda name: Param((heads,), (prefix + name,), (heads,), dtype="float32", init="zeros")  # noqa: E731
+    return {
+        **projections(rule, d, prefix),
+        "conv": Param(
+            (rule.taps, rule.channels), (prefix + "conv1d.weight",), (rule.channels,), transpose=True, depthwise=True
+        ),
+        "decay_log": by_head("A_log"),
+        "decay_bias": by_head("dt_bias"),
+        "read_norm": norm_scale(rule.value_dim, prefix + "norm.weight"),
+        "out": linear(heads * rule.value_dim, {prefix + "out_proj.weight": d}),
+    }
+
+
+def mlp_tensors(mlp: Mlp, d: int, prefix: str) -> Tensors:
+    """A dense MLP. Columns of gate and up alternate in runs, so that a tile of them holds both."""
+    f = mlp.width
+    tree = {
+        "gate_up": linear(d, {prefix + "gate_proj.weight": f, prefix + "up_proj.weight": f}, run_length(f)),
+        "down": linear(f, {prefix + "down_proj.weight": d}),
+    }
+    if mlp.bias:
+        tree["gate_up_bias"] = bias({prefix + "gate_proj.bias": f, prefix + "up_proj.bias": f}, run_length(f))
+        tree["down_bias"] = bias({prefix + "down_proj.bias": d})
+    return tree
+
+
+def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
+    """A mixture of experts.
+
+    Experts are stacked, `experts_gate_up` [e, 2f, d] (gate's rows first) and `experts_down` [e, d, f], in checkpoints'
+    own orientation: their many small matrices are never transposed. Checkpoints have them one by one, or stacked like
+    this already.
+    """
+    e, f, s = mixture.experts, mixture.width, mixture.shared
+    each, shared = prefix + "experts.{}.", prefix + "shared_expert."
+    tree = {
+        "router": linear(d, {prefix + "gate.weight": e}),
+        "experts_gate_up": expert_stack(
+            e, d, prefix + "experts.gate_up_proj", {each + "gate_proj.weight": f, each + "up_proj.weight": f}
+        ),
+        "experts_down": expert_stack(e, f, prefix + "experts.down_proj", {each + "down_proj.weight": d}),
+    }
+    if s:
+        halves = {shared + "gate_proj.weight": s, shared + "up_proj.weight": s}
+        tree["shared_gate_up"] = expert_stack(1, d, "", halves)
+        tree["shared_down"] = expert_stack(1, s, "", {shared + "down_proj.weight": d})
+        tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1})
+    return tree

@@ -1,0 +1,100 @@
+"""What families read out of a config.json, checked: keys as transformers names them. Each raises `ConfigError`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.config import ConfigError, positive, positive_float, shown
+from jaxspec.decoder.spec import Attention, Decoder, Layer, Mixture, Mlp, Norm
+from jaxspec.models.rope import rope
+
+Config = Mapping[str, Any]
+
+
+def decoder(hf: Config, layers: list[Layer], norm: Norm) -> Decoder:
+    """The decoder around these layers."""
+    return Decoder(
+        vocab_size=positive(hf, "vocab_size"),
+        width=positive(hf, "hidden_size"),
+        layers=tuple(layers),
+        norm=norm,
+        tied=bool(hf.get("tie_word_embeddings", False)),
+    )
+
+
+def norm(hf: Config, centred: bool = False) -> Norm:
+    return Norm(positive_float(hf, "rms_norm_eps", 1e-6), centred)
+
+
+def attention(hf: Config, rotated: float = 1.0, **more: Any) -> Attention:
+    """Grouped attention, with `more` of the description's fields.
+
+    `rotated`: the share of each head's columns that rotate, where the config doesn't say.
+    """
+    heads = positive(hf, "num_attention_heads")
+    kv_heads = positive(hf, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    head_dim = positive(hf, "head_dim", positive(hf, "hidden_size") // heads)
+    if head_dim % 2:
+        raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+    if (act := hf.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"hidden_act {shown(act)} is not supported; supported: silu")
+    return Attention(heads, kv_heads, head_dim, rope(hf, head_dim, rotated), **more)
+
+
+def full_attention_only(hf: Config) -> None:
+    """Refuse whatever isn't attention to all tokens in every layer."""
+    no_windows(hf)
+    if other := set(hf.get("layer_types") or ()) - {"full_attention"}:
+        raise ConfigError(
+            f"layer_types: {min(other)!r} is not supported for model_type {hf['model_type']!r}; "
+            "supported: full_attention"
+        )
+
+
+def no_windows(hf: Config) -> None:
+    kinds = hf.get("layer_types") or ()
+    if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
+        raise ConfigError(f"config.json: layer_types must be a list of names, got {shown(kinds)}")
+    if hf.get("use_sliding_window") or "sliding_attention" in kinds:
+        raise ConfigError(
+            "use_sliding_window or layer_types: sliding-window attention is not supported; "
+            "every layer attends to the whole context"
+        )
+
+
+def mlps(hf: Config) -> list[Mlp | Mixture]:
+    """A dense MLP in every layer."""
+    mlp = Mlp(positive(hf, "intermediate_size"), bool(hf.get("mlp_bias", False)))
+    return [mlp] * positive(hf, "num_hidden_layers")
+
+
+def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
+    """Each layer's experts, or its MLP if it has none. `renormalised`: what the family does where the config is silent.
+
+    Keys as in transformers' Qwen3-MoE and Qwen3-Next: layer i has experts if it isn't in `mlp_only_layers` and i + 1 is
+    a multiple of `decoder_sparse_step`. Version 5 of transformers saves `num_experts` as `num_local_experts`.
+    """
+    key = "num_experts" if "num_experts" in hf else "num_local_experts"
+    experts, chosen = positive(hf, key), positive(hf, "num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok ({chosen}) must not exceed {key} ({experts})")
+    layers, sparse_step = positive(hf, "num_hidden_layers"), positive(hf, "decoder_sparse_step", 1)
+    named = hf.get("mlp_only_layers") or ()
+    if not isinstance(named, list | tuple) or any(i not in range(layers) for i in named):
+        raise ConfigError(
+            f"config.json: mlp_only_layers must be a list of layers, 0 to {layers - 1}, got {shown(named)}"
+        )
+    shared = hf.get("shared_expert_intermediate_size") or 0
+    mixture = Mixture(
+        experts=experts,
+        per_token=chosen,
+        width=positive(hf, "moe_intermediate_size"),
+        renormalised=bool(hf.get("norm_topk_prob", renormalised)),
+        shared=positive(hf, "shared_expert_intermediate_size") if shared else 0,
+    )
+    dense = [i in named or bool((i + 1) % sparse_step) for i in range(layers)]
+    mlp = Mlp(positive(hf, "intermediate_size"), bool(hf.get("mlp_bias", False))) if any(dense) else None
+    return [mlp if each else mixture for each in dense]

@@ -1,0 +1,76 @@
+"""Rotary positions as a config.json has them, read as transformers reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.config import ConfigError, positive_float, shown
+from jaxspec.decoder.spec import LinearScaling, Rope, RopeScaling, Yarn
+
+Config = Mapping[str, Any]
+
+
+def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
+    """Base, scaling and rotated columns from transformers 5's `rope_parameters` and the older
+    `rope_theta`/`rope_scaling`, which wins as it does there."""
+    parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {shown(part)}")
+        if nested := next((key for key, value in part.items() if isinstance(value, Mapping)), None):
+            raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
+    settings = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
+    named = (part.get(key) for part in reversed(parts) for key in ("rope_type", "type"))
+    kind = next(filter(None, named), "default")
+    theta = positive_float(settings if "rope_theta" in settings else hf, "rope_theta", 10_000.0)
+    share = "partial_rotary_factor"
+    fraction = positive_float(settings if share in settings else hf, share, rotated)
+    if (columns := int(head_dim * fraction)) % 2 or not 0 < columns <= head_dim:
+        raise ConfigError(
+            f"{share} {fraction:g} of head_dim {head_dim} is {columns}, not an even number from 2 to {head_dim}"
+        )
+    return Rope(theta, _scaling(settings, kind, hf), None if columns == head_dim else columns)
+
+
+def _scaling(settings: Config, kind: str, hf: Config) -> RopeScaling | LinearScaling | Yarn | None:
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(positive_float(settings, "factor"))
+        case "llama3":
+            return _llama3(settings)
+        case "yarn":
+            return _yarn(settings, hf)
+    raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: default, linear, llama3, yarn")
+
+
+def _llama3(settings: Config) -> RopeScaling:
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if missing := [key for key in keys if key not in settings]:
+        raise ConfigError(f"rope_scaling of type llama3 lacks {', '.join(missing)}")
+    factor, low, high, original = (positive_float(settings, key) for key in keys)
+    if low >= high:
+        raise ConfigError(f"rope_scaling: low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
+    return RopeScaling(factor, low, high, int(original))
+
+
+def _yarn(settings: Config, hf: Config) -> Yarn:
+    """Where the config doesn't give an attention factor, the paper's, as transformers computes it."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    longest = positive_float(hf, "max_position_embeddings", 2048.0)
+    original = positive_float(given, "original_max_position_embeddings", longest)
+    factor = positive_float(given, "factor", longest / original)
+    paper = lambda scale: 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0  # noqa: E731
+    mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
+    default = paper(mscale) / paper(of_all) if mscale and of_all else paper(1)
+    return Yarn(
+        factor=factor,
+        original_max_position=int(original),
+        attention_factor=positive_float(given, "attention_factor", default),
+        beta_fast=positive_float(given, "beta_fast", 32.0),
+        beta_slow=positive_float(given, "beta_slow", 1.0),
+        truncate=bool(given.get("truncate", True)),
+    )

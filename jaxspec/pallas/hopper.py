@@ -1,0 +1,79 @@
+"""What the kernels are built for, Hopper (H100, H200), and how often each was built into a program.
+
+This is the one place for the hardware's numbers. On any other device the plain jax.numpy form of the same operation
+serves; `kernels_here` says why, and the runner logs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import jax
+
+log = logging.getLogger("jaxspec")
+
+MULTIPROCESSORS = 132  # of an H100 or H200; smaller Hopper cards have 114
+SHARED_BYTES = 227 * 1024  # of shared memory, the most that a block can have
+WARPS = 4  # of a warpgroup
+THREADS = 128  # of a warpgroup
+WGMMA_ROWS = 64  # the M of a warpgroup's matmul
+SWIZZLED = 64  # bfloat16 numbers in 128 bytes, the widest swizzle
+BULK_COPY = 256  # numbers along one axis that a bulk copy can bring
+
+KERNELS: Counter = Counter()  # by a kernel's own name: how many times a trace has called it
+_traced: contextvars.ContextVar[Counter | None] = contextvars.ContextVar("traced", default=None)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter]:
+    """Count the kernels of this thread's traces apart as well, so that they can be kept with a program."""
+    token = _traced.set(Counter())
+    try:
+        yield _traced.get()
+    finally:
+        _traced.reset(token)
+
+
+def kernels_here() -> str | None:
+    """Why this process's default device can't run the kernels, or None if it can."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"the device is a {device.platform.upper()}"
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if not capability.startswith("9."):
+        return f"{device.device_kind} has compute capability {capability}, not 9.0 (Hopper)"
+    return None
+
+
+def count(kernel: str) -> None:
+    """Note that a program's trace calls a kernel."""
+    for counter in (KERNELS, _traced.get()):
+        if counter is not None:
+            counter[kernel] += 1
+
+
+def multiprocessors() -> int:
+    """How many of this process's default device can run the kernels: 0 if it is no Hopper GPU."""
+    if kernels_here() is not None:
+        return 0
+    return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+
+
+def chosen(reason: str | None, processors: int = 1) -> bool:
+    """Whether a kernel runs, given `reason` why it can't take these shapes (None: it can).
+
+    `processors` is how many multiprocessors it needs.
+    """
+    return reason is None and multiprocessors() >= processors
+
+
+@functools.cache
+def tell(operation: str, reason: str) -> None:
+    """Log, once, that a device with kernels runs the slow plain path of an operation, and why."""
+    if kernels_here() is None:
+        log.warning("%s runs in plain jax.numpy, which is slow: %s", operation, reason)

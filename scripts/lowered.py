@@ -1,0 +1,353 @@
+"""Hash what every program of the ladder asks of a Hopper GPU, lowered on a CPU: `python scripts/lowered.py OUT.json`.
+
+Run it before and after a change that should touch no arithmetic, then `python scripts/lowered.py --compare A B`: equal
+programs are equal speed. Weights and state are shapes without arrays, so models of any size need no memory. Decoder
+layers share one trace, so models are cut to `--layers`; of modes other than greedy only the largest batch is lowered
+unless `--all` is given.
+
+A program has two hashes. `text` is its StableHLO without names and locations: functions are numbered as they come.
+`graph` is what each result is computed from, and doesn't see what XLA undoes first: the order of operations, functions,
+dead code, values computed twice, and chains of reshapes. In a program a kernel is its name, its static arguments and
+its operands; with `--kernels` each is lowered by itself as well and hashed apart (`kernel NAME ...`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.extend.core
+import numpy as np
+from jax import export
+from jax._src.interpreters import mlir
+from jax._src.pallas.mosaic_gpu import lowering as mosaic
+
+from jaxspec import runner
+from jaxspec.checkpoint import Model, load
+from jaxspec.config import EngineConfig
+from jaxspec.drafters import LoadedDrafter, load_drafter
+from jaxspec.pallas import hopper, once
+from jaxspec.round import GREEDY, MODES
+
+QWEN3_8B = dict(
+    model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, rope_theta=1e6, max_position_embeddings=40960,
+)  # fmt: skip
+QWEN3_30B = dict(
+    model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, rope_theta=1e6, max_position_embeddings=40960,
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+)  # fmt: skip
+QWEN35_35B = dict(
+    model_type="qwen3_5_moe", vocab_size=248320, hidden_size=2048, num_hidden_layers=40,
+    num_attention_heads=16, num_key_value_heads=2, head_dim=256, rope_theta=1e7, max_position_embeddings=262144,
+    num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+    linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+    linear_conv_kernel_dim=4, mtp_num_hidden_layers=1,
+)  # fmt: skip
+SMOLLM2 = dict(
+    model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+    num_attention_heads=9, num_key_value_heads=3, rope_theta=1e5, max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)  # fmt: skip
+QWEN3_0_6B = QWEN3_8B | dict(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
+)
+EAGLE3 = dict(architectures=["LlamaForCausalLMEagle3"], model_type="llama", num_hidden_layers=1)
+EAGLE3_8B = QWEN3_8B | EAGLE3 | dict(num_key_value_heads=8, draft_vocab_size=32000)
+EAGLE3_SMALL = SMOLLM2 | EAGLE3 | dict(num_attention_heads=9, draft_vocab_size=16384, tie_word_embeddings=False)
+EAGLE_SMALL = SMOLLM2 | dict(architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1, bias=False)
+DFLASH = dict(architectures=["DFlashDraftModel"], mask_token_id=5, block_size=16, model_type="qwen3")
+DFLASH_8B = QWEN3_8B | DFLASH | dict(num_hidden_layers=3)
+DFLASH_SMALL = SMOLLM2 | DFLASH | dict(num_hidden_layers=3, head_dim=64)
+
+TREE = dict(topk=4, num_steps=5, num_draft_tokens=8)
+# Of each model: its config, and of each draft its config (None: it has none), and options.
+CASES = {
+    "qwen3-8b": (QWEN3_8B, {
+        "none": (None, {}),
+        "ngram": (None, {"num_draft_tokens": 4}),
+        "standalone": (QWEN3_0_6B, {}),
+        "eagle3": (EAGLE3_8B, {}),
+        "eagle3-tree": (EAGLE3_8B, TREE),
+        "dflash": (DFLASH_8B, {}),
+    }),
+    "qwen3-30b-a3b": (QWEN3_30B, {"none": (None, {}), "ngram": (None, {"num_draft_tokens": 4})}),
+    "qwen3.5-35b-a3b": (QWEN35_35B, {"none": (None, {}), "ngram": (None, {}), "mtp": (None, {})}),
+    "smollm2": (SMOLLM2, {
+        "none": (None, {}),
+        "ngram": (None, {}),
+        "eagle": (EAGLE_SMALL, {}),
+        "eagle3": (EAGLE3_SMALL, {}),
+        "eagle3-tree": (EAGLE3_SMALL, TREE),
+        "dflash": (DFLASH_SMALL, {}),
+    }),
+}  # fmt: skip
+
+
+class Kernels:
+    """In place of `once._Lowered`: a kernel is one custom call, and is lowered by itself, once, for its hash."""
+
+    def __init__(self, hashes: dict[str, str], alone: bool):
+        self.hashes, self.alone, self.calls = hashes, alone, {}
+
+    def call(self, jitted, tree, shapes):
+        function, fixed = jitted.func, dict(jitted.keywords)
+        fixed.pop("interpret")
+        name = f"{function.__module__.removeprefix('jaxspec.pallas.')}.{function.__name__}"
+        operands = ", ".join(f"{s.dtype}{list(s.shape)}" for s in shapes)
+        key = f"kernel {name} {fixed} {tree} ({operands})"
+        if key not in self.calls:
+
+            def flat(*leaves):
+                args, named = jax.tree.unflatten(tree, leaves)
+                return jitted(*args, **named)
+
+            out = jax.eval_shape(flat, *shapes)
+            leaves, structure = jax.tree.flatten(out)
+
+            def opaque(*operands):
+                what = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+                return jax.tree.unflatten(structure, what(*operands, static=f"{fixed} {tree}"))
+
+            self.calls[key] = jax.jit(opaque)
+            if self.alone:
+                text = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[once.MOSAIC])(*shapes)
+                self.hashes[key] = hashed(text.mlir_module())
+        return self.calls[key]
+
+
+def hashed(text: str) -> str:
+    """Of a module without locations, names of arguments and functions."""
+    text = re.sub(r"^#loc.*$", "", text, flags=re.M)
+    text = re.sub(r' ?loc\((?:#\w+|unknown|"[^"]*")\)', "", text)
+    text = re.sub(r'(jax\.result_info|jax\.arg_info) = "[^"]*"', "", text)
+    text = re.sub(r'kernel_hash = "(?:[^"\\]|\\.)*"', "", text)
+    numbers: dict[str, str] = {}
+    calls = re.findall(r"custom_call @(\w+)", text)
+    number = lambda m: m[0] if m[1] in calls else numbers.setdefault(m[1], f"@f{len(numbers)}")  # noqa: E731
+    text = re.sub(r"@([\w.]+)", number, text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Graph:
+    """Hashes of all values of a program, each made of the operation and the hashes of its operands."""
+
+    INLINED = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+
+    def __init__(self):
+        self.shapes: dict[str, tuple[str, tuple[int, ...]]] = {}  # of what is a reshape: of which value
+        self.narrow: dict[str, str] = {}  # of what was made wider: the value before
+
+    def program(self, closed) -> str:
+        given = [digest("input", i, str(v.aval)) for i, v in enumerate(closed.jaxpr.invars)]
+        return digest(*self.outputs(closed.jaxpr, closed.consts, given))
+
+    def outputs(self, jaxpr, consts, given) -> list[str]:
+        known = dict(zip(jaxpr.invars, given, strict=True))
+        known |= {v: digest("constant", np.asarray(c).tobytes()) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        of = lambda v: known[v] if not hasattr(v, "val") else digest("literal", repr(v.val), str(v.aval))  # noqa: E731
+        for eqn in jaxpr.eqns:
+            operands = [of(v) for v in eqn.invars]
+            known.update(zip(eqn.outvars, self.results(eqn, operands), strict=True))
+        return [of(v) for v in jaxpr.outvars]
+
+    def results(self, eqn, operands) -> list[str]:
+        name, inner = eqn.primitive.name, eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if name in self.INLINED:
+            return self.outputs(inner.jaxpr, inner.consts, operands)
+        if name in ("scan", "cond", "while"):
+            return self.control(name, eqn.params, operands, len(eqn.outvars))
+        if name == "pad" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
+            return operands[:1]
+        if len(operands) == len(eqn.outvars) == 1:
+            one, given, made = operands[0], eqn.invars[0].aval, eqn.outvars[0].aval
+            if name in ("reshape", "squeeze", "broadcast_in_dim", "reduce_sum", "slice") and given.size == made.size:
+                return [self.reshape(one, given.shape, made.shape)]
+            if name == "convert_element_type":
+                if given.dtype == made.dtype:
+                    return [one]
+                if self.narrow.get(one, ("", None))[1] == made.dtype:
+                    return [self.narrow[one][0]]
+                out = digest(name, one, str(made.dtype))
+                if (given.dtype, made.dtype) == ("bfloat16", "float32"):
+                    self.narrow[out] = one, given.dtype
+                return [out]
+        params = [(key, self.parameter(value)) for key, value in sorted(eqn.params.items())]
+        return [digest(name, params, operands, k) for k in range(len(eqn.outvars))]
+
+    def control(self, name: str, params: dict, operands: list[str], results: int) -> list[str]:
+        """Of a loop or a branch: what its bodies close over are values like all others, in whatever order."""
+        own = lambda closed, given: self.outputs(closed.jaxpr, closed.consts, given)  # noqa: E731
+        if name == "cond":
+            bodies, start = [own(branch, operands[1:]) for branch in params["branches"]], operands[:1]
+        else:
+            if name == "scan":
+                counts = [len(list(params["ft_in"].unpack()[0]))]
+            else:
+                counts = [params["cond_nconsts"], params["body_nconsts"]]
+            start = operands[sum(counts) :]
+            carried = [digest("carried", k) for k in range(len(start))]
+            parts = ["jaxpr"] if name == "scan" else ["cond_jaxpr", "body_jaxpr"]
+            bodies = []
+            for part, count in zip(parts, counts, strict=True):
+                bodies.append(own(params[part], [*operands[:count], *carried]))
+                operands = operands[count:]
+        told = [(key, params[key]) for key in ("length", "reverse") if key in params]
+        return [digest(name, told, bodies, start, k) for k in range(results)]
+
+    def reshape(self, value: str, before: tuple[int, ...], after: tuple[int, ...]) -> str:
+        root, shape = self.shapes.get(value, (value, before))
+        out = root if shape == after else digest("reshape", root, after)
+        self.shapes.setdefault(out, (root, shape))
+        if value in self.narrow:
+            self.narrow[out] = self.reshape(self.narrow[value][0], before, after), self.narrow[value][1]
+        return out
+
+    def parameter(self, value) -> str:
+        if isinstance(value, tuple | list):
+            return str([self.parameter(each) for each in value])
+        if hasattr(value, "eqns"):
+            value = jax.extend.core.ClosedJaxpr(value, ())
+        return Graph().program(value) if hasattr(value, "jaxpr") else re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def digest(*what) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+class Abstract(runner.Runner):
+    """A runner whose state is shapes alone."""
+
+    def _empty_state(self, layout, snapshots):
+        return jax.eval_shape(lambda: super(Abstract, self)._empty_state(layout, snapshots))
+
+
+def abstract_model(hf: dict, folder: Path, layers: int) -> Model:
+    hf = hf | {"num_hidden_layers": min(layers, hf["num_hidden_layers"])}
+    (folder / "config.json").write_text(json.dumps(hf))
+    kept = []
+
+    def loaded():
+        kept.append(load.load_model(str(folder), "bfloat16", load_format="dummy"))
+        return kept[0].params
+
+    params = jax.eval_shape(loaded)
+    return dataclasses.replace(kept[0], params=params)
+
+
+def abstract_drafter(draft: str, model: Model, options: EngineConfig) -> LoadedDrafter:
+    kept = []
+
+    def loaded(params):
+        kept.append(load_drafter(draft, dataclasses.replace(model, params=params), options))
+        return kept[0].params
+
+    params = jax.eval_shape(loaded, model.params)
+    return dataclasses.replace(kept[0], params=params)
+
+
+def programs(name: str, layers: int, modes: list[str], everything: bool, only: str | None):
+    """Each program's name with what lowers it."""
+    hf, drafts = CASES[name]
+    for draft, (draft_hf, sizes) in drafts.items():
+        if only and draft != only:
+            continue
+        with tempfile.TemporaryDirectory() as where:
+            folders = [Path(where, each) for each in ("target", "draft")]
+            for folder in folders:
+                folder.mkdir()
+            model = abstract_model(hf, folders[0], layers)
+            spelt = draft.removesuffix("-tree")
+            if draft_hf is not None:
+                own = draft_hf | {"num_hidden_layers": min(layers, draft_hf["num_hidden_layers"])}
+                folders[1].joinpath("config.json").write_text(json.dumps(own))
+                spelt = f"{spelt}:{folders[1]}"
+            options = EngineConfig(
+                model=str(folders[0]), draft=spelt, load_format="dummy", dtype="bfloat16", skip_warmup=True,
+                max_total_tokens=65536, context_length=4096, **sizes,
+            )  # fmt: skip
+            made = Abstract(options, model, abstract_drafter(spelt, model, options))
+        ladder = made.programs._ladder()
+        for kind, size in ladder:
+            _, _, mode = kind.partition("_")
+            largest = max(n for k, n in ladder if k == kind)
+            if mode not in ("", *modes) or (not everything and mode not in ("", GREEDY) and size != largest):
+                continue
+            arguments = made.programs._arguments(kind, size, made.state)
+            yield f"{name} {draft} {kind} {size}", made.programs._jits[kind], arguments
+
+
+def run(
+    out: Path, models: list[str], layers: int, modes: list[str], everything: bool, alone: bool, only: str | None
+) -> None:
+    """Lower and write hashes, by program, to `out`."""
+    runner._defaults = lambda: runner.GPU
+    hopper.kernels_here = lambda: None
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("jaxspec") and hasattr(module, "kernels_here"):
+            module.kernels_here = lambda: None
+    # A kernel's module is bytecode, with locations in it, so none are made.
+    mlir.source_info_to_location = lambda *_: mlir.ir.Location.unknown()
+    mosaic.source_info_util = SimpleNamespace(**vars(mosaic.source_info_util) | {"user_frame": lambda *_: None})
+    hashes: dict[str, str] = {}
+    kernels = Kernels(hashes, alone)
+    once._Lowered.function = lambda self, jitted, tree, shapes: kernels.call(jitted, tree, shapes)
+    started = time.monotonic()
+    for name in models:
+        for program, jitted, arguments in programs(name, layers, modes, everything, only):
+            traced = jitted.trace(*arguments)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            hashes[f"text {program}"], hashes[f"graph {program}"] = hashed(text), Graph().program(traced.jaxpr)
+            out.write_text(json.dumps({"layers": layers, "hashes": hashes}, indent=1, sort_keys=True))
+        print(f"{name}: {time.monotonic() - started:.0f} s, {len(hashes)} hashes", flush=True)
+
+
+def compare(before: Path, after: Path) -> int:
+    """Print how many are equal, and which aren't. Returns how many graphs and kernels differ."""
+    one, other = (json.loads(path.read_text())["hashes"] for path in (before, after))
+    different = 0
+    for kind in ("text", "graph", "kernel"):
+        mine, theirs = ({k: v for k, v in each.items() if k.startswith(kind)} for each in (one, other))
+        both = mine.keys() & theirs.keys()
+        differ = sorted(key for key in both if mine[key] != theirs[key])
+        print(f"{kind}: {len(both) - len(differ)} of {len(both)} equal")
+        missing = sorted(mine.keys() - both), sorted(theirs.keys() - both)
+        for heading, keys in zip(("differs", "only before", "only after"), (differ, *missing), strict=True):
+            for key in keys:
+                print(f"  {heading}: {key[:200]}")
+        different += 0 if kind == "text" else len(differ)
+    return int(different > 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, nargs="+", help="the file to write, or with --compare two files to compare")
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--models", default=",".join(CASES), help="of " + ", ".join(CASES))
+    parser.add_argument("--draft", help="this draft alone")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers that models are cut to")
+    parser.add_argument("--modes", default=",".join(MODES), help="of rounds (default: %(default)s)")
+    parser.add_argument("--all", action="store_true", help="every batch size in every mode")
+    parser.add_argument("--kernels", action="store_true", help="lower each kernel by itself too")
+    args = parser.parse_args()
+    if args.compare:
+        return compare(*args.out)
+    run(args.out[0], args.models.split(","), args.layers, args.modes.split(","), args.all, args.kernels, args.draft)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
