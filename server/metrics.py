@@ -109,6 +109,7 @@ GAUGES = (
     ("free_pages", "jaxspec_kv_pages_free", "KV pages that nobody holds"),
     ("cached_pages", "jaxspec_kv_pages_cached", "KV pages held by the prefix tree"),
     ("avg_spec_accept_length", "jaxspec_spec_accept_length", "Tokens per verify round since start, bonus included"),
+    ("step_seconds", "jaxspec_step_seconds", "Age of the running engine step; 0 without one"),
 )
 COUNTERS = (
     ("prompt_tokens_total", "vllm:prompt_tokens", "Prompt tokens taken in"),
@@ -122,6 +123,8 @@ COUNTERS = (
     ("verified_tokens_total", "jaxspec_verified_tokens", "Tokens that verify rounds yielded, bonus included"),
     ("forced_tokens_total", "jaxspec_forced_tokens", "Tokens generated that a grammar left no choice about"),
     ("preemptions_total", "jaxspec_preemptions", "Completions set back to the queue for want of pages"),
+    ("refused_total", "jaxspec_refused", "Prompts refused with 429 because the queue was full"),
+    ("engine_failures_total", "jaxspec_engine_failures", "Engine steps that failed, each with the requests in it"),
     ("compiles_total", "jaxspec_compiles", "Programs compiled; moves after start only with --skip-warmup"),
 )
 LABELLED = (

@@ -88,6 +88,7 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
             "internal_states": [{"avg_spec_accept_length": stats["avg_spec_accept_length"]}],  # where SGLang has it
         }
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Prometheus' text format."""

@@ -162,6 +162,9 @@ class FakeLLM:
             "dispatches": {"round": 4},
             "requests_total": {"stop": 3, "abort": 1},
             "ready": self.ready,
+            "step_seconds": self.step_seconds,
+            "refused_total": 2,
+            "engine_failures_total": 1,
         }
 
     def abort(self, request_id: str | None = None) -> None:

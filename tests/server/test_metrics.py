@@ -95,7 +95,22 @@ def test_what_the_engine_counts_is_read_when_scraped(http):
     assert found[("jaxspec_dispatches_total", ("program", "round"))] == 4
     assert found[("jaxspec_kv_page_usage",)] == 0.2
     assert found[("jaxspec_spec_accept_length",)] == 2.25
+    assert found[("jaxspec_refused_total",)] == 2
+    assert found[("jaxspec_engine_failures_total",)] == 1
+    assert found[("jaxspec_step_seconds",)] == 0
     assert found[("process_resident_memory_bytes",)] > 0
+
+
+def test_a_step_that_does_not_return_shows(http, fake):
+    fake.step_seconds = 12.5
+    assert samples(http)[("jaxspec_step_seconds",)] == 12.5
+
+
+def test_a_client_may_ask_for_the_header_alone(http):
+    """aiperf sends HEAD, to find out whether the server has metrics."""
+    whole, head = http.get("/metrics"), http.head("/metrics")
+    assert head.status_code == 200 and head.content == b""
+    assert head.headers["content-type"] == whole.headers["content-type"]
 
 
 REASONS = ("stop", "length", "abort")
