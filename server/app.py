@@ -63,5 +63,5 @@ def create_app(
     add_health(app, llm, metrics)
     add_information(app, llm, name, metrics)
     add_playground(app, name)
-    openapi.describe(app)
+    openapi.describe(app, llm.model_config.vocab_size)
     return app

@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
-from server.protocol.base import describe_ranges
+from server.protocol.base import TOKEN_ID, describe_ranges
 from server.protocol.response_models import ErrorResponse
 
 PAGE = Path(__file__).parent / "reference" / "index.html"
@@ -39,8 +39,11 @@ def stream_of(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str,
     return {200: {"model": whole | chunk if chunk is not whole else whole, "description": said, "content": events}}
 
 
-def describe(app: FastAPI) -> None:
-    """Make `app` describe its errors, and serve the page at `/docs`. To be called once all routes are there."""
+def describe(app: FastAPI, vocab: int) -> None:
+    """Make `app` describe its errors and token ids, which are below `vocab`, and serve the page at `/docs`.
+
+    To be called once all routes are there.
+    """
     page = PAGE.read_text(encoding="utf-8")
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
@@ -49,6 +52,7 @@ def describe(app: FastAPI) -> None:
             app.openapi_schema = _with_errors(
                 get_openapi(title=app.title, version=app.version, routes=app.routes, summary=SUMMARY)
             )
+            _bound_ids(app.openapi_schema, vocab)
         return app.openapi_schema
 
     app.openapi = openapi
@@ -59,6 +63,14 @@ def describe(app: FastAPI) -> None:
 
 
 SUMMARY = "An OpenAI-compatible API. Errors are OpenAI's error objects; every response has an X-Request-Id header."
+
+
+def _bound_ids(schema: Any, vocab: int) -> None:
+    """Set the maximum of every token id."""
+    if isinstance(schema, dict) and schema.get("format") == TOKEN_ID["format"]:
+        schema["maximum"] = vocab - 1
+    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _bound_ids(each, vocab)
 
 
 def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import difflib
 import reprlib
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxspec.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError
 
@@ -56,6 +56,8 @@ def _bounds() -> dict[str, dict[str, float]]:
     ranges = {name: {"minimum": low, "maximum": high} for name, (low, high) in (NUMBERS | INTEGERS).items()}
     ranges |= {name: {**ranges[name], "minimum": TINY} for name in POSITIVE}
     ranges["max_tokens"] = ranges["max_completion_tokens"] = {**ranges["max_tokens"], "minimum": 0}
+    ranges |= dict.fromkeys(("max_new_tokens", "max_output_tokens"), ranges["max_tokens"])
+    ranges |= {"min_new_tokens": ranges["min_tokens"], "sampling_seed": ranges["seed"]}
     return ranges | {"top_logprobs": ranges["logprobs"], "best_of": ranges["n"]}
 
 
@@ -72,6 +74,9 @@ def describe_ranges(schema: dict[str, Any]) -> None:
 
 Text = Annotated[str, AfterValidator(check_text)]
 Integer = Annotated[int, BeforeValidator(whole)]
+# The engine checks ids against the vocabulary, whose size the API's description has in place of this maximum.
+TOKEN_ID = {"format": "token-id", "minimum": 0, "maximum": 2**31 - 1}
+TokenId = Annotated[Integer, Field(json_schema_extra=TOKEN_ID)]
 
 
 class Body(BaseModel):

@@ -10,7 +10,8 @@ from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validato
 from jaxspec.request import MAX_LOGPROBS, RequestError, SamplingParams
 from jaxspec.tokenizer import reserved_template_variables
 from server.protocol.base import Body, Integer, Text, at_most, check_text, describe_ranges, shown
-from server.protocol.generation import Generation
+from server.protocol.described import NULL, add_rules, any_of, fields, is_true
+from server.protocol.generation import Generation, describe_generation
 from server.protocol.tools import (
     Calls,
     Choice,
@@ -99,8 +100,35 @@ class Message(Body):
         return {"role": self.role, "content": self.content or ""} | {k: v for k, v in more.items() if v is not None}
 
 
+def describe_chat(schema: dict[str, Any]) -> None:
+    """Add to the JSON schema what `ChatRequest` checks of fields that belong together."""
+    describe_generation(schema)
+    free = {"anyOf": [NULL, {"enum": ["auto", "none"]}]}
+    add_rules(
+        schema,
+        any_of(fields(top_logprobs={"enum": [None, 0]}), is_true("logprobs")),
+        any_of(
+            fields(add_generation_prompt={"enum": [None, False]}),
+            fields(continue_final_message={"enum": [None, False]}),
+        ),
+        any_of(fields(tool_choice=free), fields(("tools",), tools={"type": "array", "minItems": 1})),
+    )
+
+
+def _describe_variables(schema: dict[str, Any]) -> None:
+    schema |= {
+        "maxProperties": MAX_TEMPLATE_VARIABLES,
+        "propertyNames": {"not": {"enum": sorted(reserved_template_variables())}},
+    }
+
+
+Variables = Annotated[dict[str, Any], Field(json_schema_extra=_describe_variables)]
+
+
 class ChatRequest(Generation):
     """The body of `/v1/chat/completions`."""
+
+    model_config = ConfigDict(json_schema_extra=describe_chat)
 
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **Generation.UNSUPPORTED,
@@ -120,7 +148,7 @@ class ChatRequest(Generation):
     top_logprobs: Integer | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     tools: Annotated[list[dict], PlainValidator(read_tools, json_schema_input_type=Tools)] | None = None
     tool_choice: Annotated[str | Named, PlainValidator(read_choice, json_schema_input_type=Choice)] | None = None
     parallel_tool_calls: bool | None = None

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator, model_validator
 
 from jaxspec.request import RequestError, SamplingParams
-from server.protocol.base import Integer, check_text, whole
-from server.protocol.generation import Generation, TokenId
+from server.protocol.base import Integer, TokenId, check_text, whole
+from server.protocol.generation import Generation
 
 OPENAI_MAX_TOKENS = 16  # of /v1/completions, when a request gives none
 MAX_COMPLETIONS = 2048  # of one request, prompts times n: all of them wait in the engine at once
@@ -28,9 +28,9 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
             raise RequestError(f"has {len(value)} prompts, at most {MAX_COMPLETIONS} in one request; send several")
         if all(isinstance(item, str) for item in value):
             return [check_text(item) for item in value]
-        if (ids := _ids(value)) is not None:
+        if (ids := as_ids(value)) is not None:
             return [ids]
-        prompts = [_ids(item) if isinstance(item, list) else None for item in value]
+        prompts = [as_ids(item) if isinstance(item, list) else None for item in value]
         if None not in prompts:
             return prompts
     raise RequestError(
@@ -38,7 +38,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     )
 
 
-def _ids(values: list[Any]) -> list[int] | None:
+def as_ids(values: list[Any]) -> list[int] | None:
     """Token ids as integers; None for a list that has something else."""
     if not all(type(each) is int for each in values):
         values = [whole(each) for each in values]

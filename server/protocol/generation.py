@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, model_validator
 
 from jaxspec.request import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS, RequestError, SamplingParams
-from server.protocol.base import Body, Integer, at_most, check_text, shown
-from server.protocol.structured import StructuredFields
+from server.protocol.base import Body, Integer, TokenId, at_most, check_text, describe_ranges, shown
+from server.protocol.described import add_rules, any_of, is_true, null
+from server.protocol.structured import ONE_GRAMMAR, StructuredFields
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
-TokenId = Annotated[Integer, Field(json_schema_extra={"minimum": 0, "maximum": 2**31 - 1})]
 BiasedToken = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Biases = Annotated[dict[BiasedToken, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)]
 
@@ -47,9 +47,16 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+def describe_generation(schema: dict[str, Any]) -> None:
+    """Add to the JSON schema what the validators of every generating body check."""
+    describe_ranges(schema)
+    add_rules(schema, any_of(null("stream_options"), is_true("stream")), ONE_GRAMMAR)
+
+
 class Generation(StructuredFields, Body):
     """Fields that both completion routes share. None, everywhere, means the default of `SamplingParams`."""
 
+    model_config = ConfigDict(json_schema_extra=describe_generation)
     IGNORED = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier"),

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar
 
-from pydantic import PlainValidator
+from pydantic import ConfigDict, Field, PlainValidator
 
-from jaxspec.request import RequestError
-from server.protocol.base import Body, Integer, Text, at_most, check_text
+from jaxspec.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
+from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges
+from server.protocol.chat import Variables
+from server.protocol.described import NULL, add_rules, any_of, checked_later, fields
+from server.protocol.generation import Biases, Stop
+from server.protocol.response_items import MAX_ITEMS, Choice, Format, Input, Tools
 
-MAX_ITEMS = 4096
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
@@ -146,18 +149,30 @@ class TextConfig(Body):
     """`text`: the format of the output."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {"verbosity": ("medium",)}
-    format: dict[str, Any] | None = None
+    format: Format | None = None
 
 
 class Reasoning(Body):
     """`reasoning`. A summary is not made: reasoning comes as it is."""
 
     IGNORED = frozenset({"summary", "generate_summary"})
-    effort: str | None = None
+    effort: Annotated[Any, checked_later(None)] = None  # no chat template here has one
+
+
+def _describe(schema: dict[str, Any]) -> None:
+    describe_ranges(schema)
+    free = {"anyOf": [NULL, {"enum": ["auto", "none"]}]}
+    add_rules(schema, any_of(fields(tool_choice=free), fields(("tools",), tools={"type": "array", "minItems": 1})))
+
+
+Includable = Annotated[str, Field(json_schema_extra={"enum": [*INCLUDABLE]})]
+Ids = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 
 
 class ResponsesRequest(Body):
     """The body of `/v1/responses`. None, everywhere, means the default."""
+
+    model_config = ConfigDict(json_schema_extra=_describe)
 
     IGNORED = frozenset(
         {
@@ -171,18 +186,21 @@ class ResponsesRequest(Body):
         "truncation": ("disabled",),
     }
 
-    input: Annotated[list[dict], PlainValidator(_items, json_schema_input_type=str | list[dict])]
+    input: Annotated[list[dict], PlainValidator(_items, json_schema_input_type=Input)]
     model: str | None = None
     instructions: Text | None = None
     max_output_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: Integer | None = None
-    include: Annotated[list[str], at_most(MAX_ITEMS, "entries")] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: (
+        Annotated[list[Includable], Field(json_schema_extra={"maxItems": MAX_ITEMS}), at_most(MAX_ITEMS, "entries")]
+        | None
+    ) = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[dict], PlainValidator(_tools, json_schema_input_type=list[dict])] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[dict], PlainValidator(_tools, json_schema_input_type=Tools)] | None = None
+    tool_choice: Annotated[Any, checked_later(Choice)] | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
@@ -192,17 +210,17 @@ class ResponsesRequest(Body):
     top_k: Integer | None = None
     min_p: float | None = None
     seed: Integer | None = None
-    stop: Any = None
-    stop_token_ids: Any = None
+    stop: Annotated[Any, checked_later(Stop)] | None = None
+    stop_token_ids: Annotated[Any, checked_later(Ids)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     min_tokens: Integer | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Any = None
+    logit_bias: Annotated[Any, checked_later(Biases)] | None = None
     speculative: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from jaxspec.request import MAX_STOP_IDS, RequestError, SamplingParams, StructuredOutput
-from server.protocol.base import Body, Integer, Text, at_most, check_text, shown
-from server.protocol.completion import MAX_COMPLETIONS
-from server.protocol.generation import Biases, Stop, TokenId, _logit_bias, _stop
-from server.protocol.structured import naming
+from jaxspec.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError, SamplingParams, StructuredOutput
+from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, shown, whole
+from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids
+from server.protocol.described import NULL, add_rules, any_of, fields, is_true, null, one_of
+from server.protocol.generation import Biases, Stop, _logit_bias, _stop
+from server.protocol.structured import Grammar, Regex, Schema, naming
 
 # SGLang's names of `SamplingParams`' fields, where they differ.
 NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # and the keyword of each in StructuredOutput
 
 
+def _describe_sampling(schema: dict[str, Any]) -> None:
+    describe_ranges(schema)
+    add_rules(schema, any_of(*(null(*(GRAMMARS.keys() - {kept})) for kept in GRAMMARS)))
+
+
 class Sampling(Body):
     """`sampling_params`. None, everywhere, means the default."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_sampling)
 
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **dict.fromkeys(("structural_tag", "stop_regex"), ()),
@@ -46,9 +55,9 @@ class Sampling(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=Biases)] | None = None
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
+    json_schema: Schema | None = None
+    regex: Regex | None = None
+    ebnf: Grammar | None = None
     speculative: bool | None = None
 
     @property
@@ -90,15 +99,18 @@ def _texts(value: Any) -> Any:
     return [check_text(text) for text in value]
 
 
-def _one_or_each(kind: type, what: str) -> PlainValidator:
-    """Takes a value of a kind, for all prompts, or a list with one for each."""
+def _one_or_each(kind: type, what: str, least: int | None = None, most: int | None = None) -> PlainValidator:
+    """Takes a value of a kind, for all prompts, or a list with one for each; integers from `least` to `most`."""
+    lowest, highest = -math.inf if least is None else least, math.inf if most is None else most
 
     def check(value: Any) -> Any:
-        if not all(type(each) is kind for each in (value if isinstance(value, list) else [value])):
+        values = [whole(each) if kind is int else each for each in (value if isinstance(value, list) else [value])]
+        if not all(type(each) is kind and (kind is not int or lowest <= each <= highest) for each in values):
             raise RequestError(f"must be {what} or a list with one for each prompt, got {shown(value)}")
-        return value
+        return values if isinstance(value, list) else values[0]
 
-    return PlainValidator(check, json_schema_input_type=kind | list[kind])
+    described = Annotated[kind, Field(ge=least, le=most)]
+    return PlainValidator(check, json_schema_input_type=described | Annotated[list[described], Several])
 
 
 def _ids(value: Any) -> Any:
@@ -106,16 +118,34 @@ def _ids(value: Any) -> Any:
     if isinstance(value, list) and value:
         if isinstance(value[0], list) and len(value) > MAX_COMPLETIONS:
             raise RequestError(f"has {len(value)} prompts, at most {MAX_COMPLETIONS} in one request; send several")
-        if all(type(token) is int for token in value):
-            return value
-        if all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in value):
-            return value
+        if (ids := as_ids(value)) is not None:
+            return ids
+        prompts = [as_ids(ids) if isinstance(ids, list) and ids else None for ids in value]
+        if None not in prompts:
+            return prompts
     raise RequestError("must be a list of token ids or a list of such lists, none of them empty")
+
+
+def _describe_generate(schema: dict[str, Any]) -> None:
+    describe_ranges(schema)
+    silent = {"anyOf": [{"enum": [None, False]}, {"type": "array", "items": {"const": False}}]}
+    nothing = {"anyOf": [NULL, {"maxItems": 0}]}
+    add_rules(
+        schema,
+        one_of("text", "input_ids"),
+        any_of(fields(token_ids_logprob=nothing), fields(return_logprob=silent)),
+    )
+
+
+Texts = str | Annotated[list[str], Several]
+Prompts = Ids | Annotated[list[Ids], Several]
+Settings = Sampling | Annotated[list[Sampling], Field(max_length=MAX_COMPLETIONS)]
 
 
 class GenerateRequest(Body):
     """One prompt, or a list of them, as `text` or `input_ids`. Other fields may then be lists too."""
 
+    model_config = ConfigDict(json_schema_extra=_describe_generate)
     IGNORED = frozenset(
         {
             *("log_metrics", "no_logs", "custom_labels", "external_trace_header", "received_time", "modalities"),
@@ -130,18 +160,20 @@ class GenerateRequest(Body):
         "priority": (0,),
     }
 
-    text: Annotated[Any, PlainValidator(_texts, json_schema_input_type=str | list[str])] | None = None
-    input_ids: Annotated[Any, PlainValidator(_ids, json_schema_input_type=list[int] | list[list[int]])] | None = None
-    sampling_params: (
-        Annotated[list[Sampling], BeforeValidator(_listed, json_schema_input_type=Sampling | list[Sampling])] | None
-    ) = None
+    text: Annotated[Any, PlainValidator(_texts, json_schema_input_type=Texts)] | None = None
+    input_ids: Annotated[Any, PlainValidator(_ids, json_schema_input_type=Prompts)] | None = None
+    sampling_params: Annotated[list[Sampling], BeforeValidator(_listed, json_schema_input_type=Settings)] | None = None
     rid: Annotated[Any, _one_or_each(str, "a string")] | None = None
     stream: bool | None = None
     return_logprob: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
     logprob_start_len: Annotated[Any, _one_or_each(int, "an integer")] | None = None
-    top_logprobs_num: Annotated[Any, _one_or_each(int, "an integer")] | None = None
+    top_logprobs_num: (
+        Annotated[Any, _one_or_each(int, f"an integer from 0 to {MAX_LOGPROBS}", 0, MAX_LOGPROBS)] | None
+    ) = None
     return_text_in_logprobs: bool | None = None
-    token_ids_logprob: Any = None  # bench_serving sends some always, and without return_logprob they ask for nothing
+    token_ids_logprob: list[Any] | None = (
+        None  # bench_serving sends some always, and without return_logprob they ask for nothing
+    )
 
     @model_validator(mode="after")
     def _agree(self):
@@ -208,9 +240,14 @@ class GenerateRequest(Body):
         return value if isinstance(value, list) else [value] * len(self.prompts)
 
 
+def _describe_abort(schema: dict[str, Any]) -> None:
+    add_rules(schema, any_of(fields(("rid",), rid={"type": "string", "minLength": 1}), is_true("abort_all")))
+
+
 class AbortRequest(Body):
     """Which requests of `/generate`, or of any route by its response's id, to end."""
 
+    model_config = ConfigDict(json_schema_extra=_describe_abort)
     IGNORED = frozenset({"abort_message"})
     rid: Text | None = None
     abort_all: bool | None = None

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from jaxspec.request import RequestError, StructuredOutput
+from server.protocol.described import NULL, Rule, any_of, fields
 
 # vLLM's older fields and SGLang's, each the keyword of StructuredOutput that it means
 NAMES = {
@@ -26,31 +27,85 @@ NAMES = {
 KEYWORDS = ("json", "regex", "choice", "grammar")
 FORMATS = ("text", "json_object", "json_schema")
 
-# What the API's description says of these fields; `StructuredOutput` checks them.
+# What the API's description says of these fields; the functions below and `StructuredOutput` check them.
+OBJECT = {"type": ["object", "null"]}
+NAMED_SCHEMA = {
+    "name": {"type": "string"},
+    "description": {},
+    "schema": OBJECT,
+    "strict": {"type": ["boolean", "null"]},
+}
 FORMAT_SCHEMA = {
     "required": ["type"],
-    "properties": {"type": {"enum": [*FORMATS]}, "json_schema": {"type": "object", "required": ["name"]}},
-    "if": {"properties": {"type": {"const": "json_schema"}}},
-    "then": {"required": ["json_schema"]},
+    "anyOf": [
+        {"properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": NAMED_SCHEMA,
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["json_schema"],
+        },
+    ],
 }
 Regex = Annotated[str, Field(json_schema_extra={"format": "regex", "minLength": 1})]
 Choice = Annotated[str, Field(json_schema_extra={"minLength": 1})]
 Choices = Annotated[list[Choice], Field(json_schema_extra={"minItems": 1})]
+JsonText = Annotated[str, Field(json_schema_extra={"contentMediaType": "application/json"})]
+Grammar = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+Space = Annotated[str, Field(json_schema_extra={"format": "regex"})]
+Schema = dict[str, Any] | JsonText
+
+
+def _options_schema() -> dict[str, Any]:
+    """`structured_outputs`: one grammar, and beside a JSON schema its white space."""
+    grammars = {
+        "json": {"anyOf": [{"type": "object"}, {"type": "string", "contentMediaType": "application/json"}]},
+        "regex": {"type": "string", "format": "regex", "minLength": 1},
+        "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        "grammar": {"type": "string", "minLength": 1},
+        "json_object": {"const": True},
+    }
+    space = {"whitespace_pattern": {"type": "string", "format": "regex"}}
+    return {
+        "anyOf": [
+            {
+                "properties": {name: schema, **(space if name.startswith("json") else {})},
+                "required": [name],
+                "additionalProperties": False,
+            }
+            for name, schema in grammars.items()
+        ]
+    }
+
+
+def _one_grammar() -> Rule:
+    """At most one of the fields is given; a format of plain text is no grammar."""
+    others = {"response_format": fields(type={"const": "text"}), **dict.fromkeys(("structured_outputs", *NAMES), NULL)}
+    return any_of(*(fields(**{name: rule for name, rule in others.items() if name != kept}) for kept in others))
+
+
+ONE_GRAMMAR = _one_grammar()
 
 
 class StructuredFields(BaseModel):
     """The fields of a body that constrain its text, to inherit from."""
 
     response_format: Annotated[dict[str, Any], Field(json_schema_extra=FORMAT_SCHEMA)] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
+    structured_outputs: Annotated[dict[str, Any], Field(json_schema_extra=_options_schema())] | None = None
+    guided_json: Schema | None = None
     guided_regex: Regex | None = None
     guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
-    json_schema: dict[str, Any] | str | None = None
+    guided_grammar: Grammar | None = None
+    guided_whitespace_pattern: Space | None = None
+    json_schema: Schema | None = None
     regex: Regex | None = None
-    ebnf: str | None = None
+    ebnf: Grammar | None = None
 
     def structured(self) -> StructuredOutput | None:
         """The grammar that the body asks for. **Raises:** `RequestError` naming the field."""

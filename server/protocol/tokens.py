@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import ConfigDict, FailFast, Field, model_validator
 
 from jaxspec.request import RequestError
-from server.protocol.base import Body, Integer, Text, at_most
-from server.protocol.chat import MAX_MESSAGES, ChatRequest, Message
+from server.protocol.base import Body, Text, TokenId, at_most
+from server.protocol.chat import MAX_MESSAGES, ChatRequest, Message, describe_chat
+from server.protocol.described import NULL, add_rules, any_of, fields, null, one_of
 
 MAX_TOKENS = 2**20  # that are decoded at once
+
+
+def _describe(schema: dict[str, Any]) -> None:
+    describe_chat(schema)
+    schema["properties"]["messages"] = {"anyOf": [schema["properties"]["messages"], NULL]}
+    add_rules(schema, one_of("prompt", "messages"))
+    add_rules(schema, any_of(null("messages"), fields(add_special_tokens={"enum": [None, False]})))
 
 
 class TokenizeRequest(ChatRequest):
     """A `prompt`, or the `messages` of a chat. A chat's other fields are taken too, so that the body of one can be sent
     here as it is; those that don't bear on its prompt do nothing."""
 
+    model_config = ConfigDict(json_schema_extra=_describe)
     prompt: Text | None = None
     messages: Annotated[
         list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES, "messages")
@@ -29,9 +38,7 @@ class TokenizeRequest(ChatRequest):
         if (self.prompt is None) == (self.messages is None):
             given = "neither" if self.prompt is None else "both"
             raise RequestError(f"send a prompt or the messages of a chat; {given} was given", "prompt")
-        if self.messages is None:
-            return self
-        if self.add_special_tokens:
+        if self.messages is not None and self.add_special_tokens:
             raise RequestError("the chat template writes the special tokens; leave it out", "add_special_tokens")
         return super()._agree()
 
@@ -40,4 +47,6 @@ class DetokenizeRequest(Body):
     """Token ids, to be decoded with their special tokens."""
 
     model: str | None = None
-    tokens: Annotated[list[Integer], FailFast(), at_most(MAX_TOKENS, "token ids")]
+    tokens: Annotated[
+        list[TokenId], FailFast(), Field(json_schema_extra={"maxItems": MAX_TOKENS}), at_most(MAX_TOKENS, "token ids")
+    ]

@@ -29,6 +29,7 @@ def add_tokens(app: FastAPI, serving: Serving) -> None:
         """The token ids of a prompt or a chat, as a request with it would have them."""
         serving.check(body.model)
         known = needed()
+        body.sampling(serving.sampling)  # so that a body is refused here if it would be as a chat
         if body.messages is not None:
             prompt = await serving.chat_prompt(body)
         else:

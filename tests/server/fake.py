@@ -68,6 +68,9 @@ class FakeLLM:
     def prepare(self, prompt: list[int], params: SamplingParams) -> None:
         if bad := [token for token in prompt if not 0 <= token < BYTE_VOCAB]:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary, 0 to {BYTE_VOCAB - 1}", "prompt")
+        for name in ("stop_token_ids", "logit_bias"):
+            if bad := [token for token in getattr(params, name) if token >= BYTE_VOCAB]:
+                raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {BYTE_VOCAB - 1}", name)
         if not 0 < len(prompt) < CONTEXT:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, allowed are 1 to {CONTEXT - 1}", "prompt", CONTEXT_EXCEEDED

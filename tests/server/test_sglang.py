@@ -178,7 +178,7 @@ def test_what_bench_serving_always_sends_is_taken(http):
         ({"text": [1]}, "text", "list of strings"),
         ({"text": "a", "image_data": ["x"]}, "image_data", "not supported"),
         ({"text": "a", "return_logprob": True, "token_ids_logprob": [1]}, "token_ids_logprob", "not supported"),
-        ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "sampling_params.logprobs", "0 to 20"),
+        ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num", "0 to 20"),
     ],
 )
 def test_bad_requests_are_named_in_sglangs_words(http, fake, body, param, says):
