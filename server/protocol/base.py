@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -77,6 +77,12 @@ Integer = Annotated[int, BeforeValidator(whole)]
 # The engine checks ids against the vocabulary, whose size the API's description has in place of this maximum.
 TOKEN_ID = {"format": "token-id", "minimum": 0, "maximum": 2**31 - 1}
 TokenId = Annotated[Integer, Field(json_schema_extra=TOKEN_ID)]
+
+
+class Open(TypedDict):
+    """An object within a body, as the API's description has it. Fields that it doesn't name are allowed."""
+
+    __pydantic_config__ = ConfigDict(extra="ignore")
 
 
 class Body(BaseModel):

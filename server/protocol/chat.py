@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from jaxspec.request import MAX_LOGPROBS, RequestError, SamplingParams
 from jaxspec.tokenizer import reserved_template_variables
-from server.protocol.base import Body, Integer, Text, at_most, check_text, describe_ranges, shown
+from server.protocol.base import Body, Integer, Open, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true
 from server.protocol.generation import Generation, describe_generation
 from server.protocol.tools import (
@@ -29,7 +29,7 @@ MAX_PARTS = 1000  # of one message
 MAX_TEMPLATE_VARIABLES = 100
 
 
-class TextPart(TypedDict):
+class TextPart(Open):
     type: Literal["text"]
     text: str
 

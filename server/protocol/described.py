@@ -29,12 +29,11 @@ def is_true(name: str) -> Rule:
     return fields((name,), **{name: {"const": True}})
 
 
-def one_of(first: str, second: str) -> Rule:
-    """Exactly one of two fields is given."""
+def one_of(first: str, second: str, **with_second: Rule) -> Rule:
+    """Exactly one of two fields is given; `with_second` are rules that hold beside the second."""
     present = {"not": NULL}
-    return any_of(
-        {**fields((first,), **{first: present, second: NULL})}, {**fields((second,), **{first: NULL, second: present})}
-    )
+    either = fields((first,), **{first: present, second: NULL})
+    return {"oneOf": [either, fields((second,), **{first: NULL, second: present}, **with_second)]}
 
 
 def any_of(*rules: Rule) -> Rule:

@@ -5,22 +5,23 @@ An item may have further fields, such as those of an item that this server sent.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 
+from server.protocol.base import Open
 from server.protocol.structured import NAMED_SCHEMA
 from server.protocol.tools import MAX_TOOLS, Name
 
 MAX_ITEMS = 4096
 
 
-class _Part(TypedDict):
+class _Part(Open):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
 
-class _Refusal(TypedDict):
+class _Refusal(Open):
     type: Literal["refusal"]
     refusal: str
 
@@ -28,26 +29,26 @@ class _Refusal(TypedDict):
 Content = str | Annotated[list[_Part | _Refusal], Field(max_length=MAX_ITEMS)]
 
 
-class _Message(TypedDict):
+class _Message(Open):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
     content: NotRequired[Content | None]
 
 
-class _Reasoning(TypedDict):
+class _Reasoning(Open):
     type: Literal["reasoning"]
     content: NotRequired[Content | None]
     summary: NotRequired[Content | None]
 
 
-class _Call(TypedDict):
+class _Call(Open):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: Annotated[str, Field(description="A JSON object", examples=["{}"])]
 
 
-class _Output(TypedDict):
+class _Output(Open):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
@@ -57,7 +58,7 @@ Item = _Message | _Reasoning | _Call | _Output
 Input = str | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
-class _Tool(TypedDict):
+class _Tool(Open):
     type: Literal["function"]
     name: Name
     description: NotRequired[str | None]
@@ -68,7 +69,7 @@ class _Tool(TypedDict):
 Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS)]
 
 
-class _Chosen(TypedDict):
+class _Chosen(Open):
     type: Literal["function"]
     name: Name
 

@@ -65,7 +65,8 @@ def _message(item: Any) -> dict[str, Any]:
             raise RequestError(f"the role must be one of {', '.join(ROLES)}")
         return {"role": ROLES[role], "content": _text(item.get("content"), "content")}
     if kind == "reasoning":
-        return {"role": "assistant", "reasoning_content": _text(item.get("content") or item.get("summary"), "content")}
+        text = _text(item.get("content"), "content") or _text(item.get("summary"), "content")
+        return {"role": "assistant", "reasoning_content": text}
     if kind == "function_call":
         call = {"name": _string(item, "name"), "arguments": _string(item, "arguments")}
         calls = [{"id": _string(item, "call_id"), "type": "function", "function": call}]

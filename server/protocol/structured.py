@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from jaxspec.request import RequestError, StructuredOutput
-from server.protocol.described import NULL, Rule, any_of, fields
+from server.protocol.described import NULL, Rule, fields
 
 # vLLM's older fields and SGLang's, each the keyword of StructuredOutput that it means
 NAMES = {
@@ -86,8 +86,11 @@ def _options_schema() -> dict[str, Any]:
 
 def _one_grammar() -> Rule:
     """At most one of the fields is given; a format of plain text is no grammar."""
-    others = {"response_format": fields(type={"const": "text"}), **dict.fromkeys(("structured_outputs", *NAMES), NULL)}
-    return any_of(*(fields(**{name: rule for name, rule in others.items() if name != kept}) for kept in others))
+    names = ("response_format", "structured_outputs", *NAMES)
+    absent = dict.fromkeys(names, NULL) | {"response_format": fields(type={"const": "text"})}
+    given = {name: {"not": NULL} for name in names}
+    given["response_format"] = fields(("type",), type={"enum": ["json_object", "json_schema"]}) | {"type": "object"}
+    return {"oneOf": [fields(**absent), *(fields((name,), **absent | {name: given[name]}) for name in names)]}
 
 
 ONE_GRAMMAR = _one_grammar()
@@ -150,7 +153,7 @@ def _of_format(given: dict[str, Any], kind: str) -> StructuredOutput:
         raise RequestError(f"unknown field {unknown[0]!r}; known: name, description, schema, strict", "json_schema")
     if not isinstance(named.get("name"), str):
         raise RequestError(f"name must be a string, got {named.get('name')!r}", "json_schema.name")
-    if named.get("strict") not in (None, True, False):
+    if not isinstance(named.get("strict"), bool | None):
         raise RequestError(f"strict must be true or false, got {named['strict']!r}", "json_schema.strict")
     schema = named.get("schema")
     return StructuredOutput(json=True if schema is None else schema, name="response_format")

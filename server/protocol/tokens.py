@@ -9,7 +9,7 @@ from pydantic import ConfigDict, FailFast, Field, model_validator
 from jaxspec.request import RequestError
 from server.protocol.base import Body, Text, TokenId, at_most
 from server.protocol.chat import MAX_MESSAGES, ChatRequest, Message, describe_chat
-from server.protocol.described import NULL, add_rules, any_of, fields, null, one_of
+from server.protocol.described import NULL, add_rules, one_of
 
 MAX_TOKENS = 2**20  # that are decoded at once
 
@@ -17,8 +17,7 @@ MAX_TOKENS = 2**20  # that are decoded at once
 def _describe(schema: dict[str, Any]) -> None:
     describe_chat(schema)
     schema["properties"]["messages"] = {"anyOf": [schema["properties"]["messages"], NULL]}
-    add_rules(schema, one_of("prompt", "messages"))
-    add_rules(schema, any_of(null("messages"), fields(add_special_tokens={"enum": [None, False]})))
+    add_rules(schema, one_of("prompt", "messages", add_special_tokens={"enum": [None, False]}))
 
 
 class TokenizeRequest(ChatRequest):

@@ -10,13 +10,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 
 from jaxspec.request import RequestError
 from server.json_reader import parse
-from server.protocol.base import check_text, text_size
+from server.protocol.base import Open, check_text, text_size
 
 if TYPE_CHECKING:
     from server.protocol.chat import ChatRequest, Message
@@ -29,33 +29,33 @@ NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
-class _Function(TypedDict):
+class _Function(Open):
     name: Name
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any] | None]
     strict: NotRequired[bool | None]
 
 
-class _Tool(TypedDict):
+class _Tool(Open):
     type: Literal["function"]
     function: _Function
 
 
-class _Chosen(TypedDict):
+class _Chosen(Open):
     name: Name
 
 
-class _Choice(TypedDict):
+class _Choice(Open):
     type: Literal["function"]
     function: _Chosen
 
 
-class _Called(TypedDict):
+class _Called(Open):
     name: str
     arguments: Annotated[str, Field(description="A JSON object", examples=["{}"])]
 
 
-class _Call(TypedDict):
+class _Call(Open):
     id: NotRequired[str]
     type: Literal["function"]
     function: _Called

@@ -7,6 +7,7 @@ aborted. Magic prompts set off what a real engine does rarely: see `FakeLLM._che
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -71,6 +72,11 @@ class FakeLLM:
         for name in ("stop_token_ids", "logit_bias"):
             if bad := [token for token in getattr(params, name) if token >= BYTE_VOCAB]:
                 raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {BYTE_VOCAB - 1}", name)
+        if params.structured is not None and params.structured.kind == "regex":
+            try:
+                re.compile(params.structured.text)
+            except re.error as error:
+                raise RequestError(f"regex: {error}", params.structured.name) from error
         if not 0 < len(prompt) < CONTEXT:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, allowed are 1 to {CONTEXT - 1}", "prompt", CONTEXT_EXCEEDED

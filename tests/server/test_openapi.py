@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -94,3 +95,93 @@ def test_the_reference_page_fetches_nothing_but_the_description(http):
     assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//|@import|url\(", reply.text)
     assert re.findall(r'fetch\("([^"]*)"\)', reply.text) == ["openapi.json"]
     assert "connect-src 'self'" in reply.headers["content-security-policy"]
+
+
+def valid(schema, path, body):
+    """Whether the description allows `body`."""
+    asked = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return jsonschema.Draft202012Validator({**asked, "components": schema["components"]}).is_valid(body)
+
+
+ITEM = {"type": "message", "role": "user", "content": "hi"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (CHAT, {"messages": USER, "stream": True, "stream_options": {"include_usage": True}}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]}),
+    (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": USER, "response_format": {"type": "text"}, "regex": "a"}),
+    (TEXT, {"prompt": "a", "structured_outputs": {"json_object": True, "whitespace_pattern": ""}}),
+    (TEXT, {"prompt": "a", "stop_token_ids": [258], "ebnf": "root ::= \"a\"", "guided_json": None}),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": True}), ("/tokenize", {"messages": USER, "prompt": None}),
+    ("/detokenize", {"tokens": [258, 1.0]}),
+    ("/generate", {"text": ["a", "b"], "rid": ["x", "y"], "top_logprobs_num": [1, 2], "token_ids_logprob": [1]}),
+    ("/generate", {"input_ids": [[1], [2.0]], "sampling_params": [{"regex": "a"}, {"ebnf": "a"}]}),
+    ("/abort_request", {"rid": "x"}), ("/abort_request", {"abort_all": True}),
+    ("/v1/responses", {"input": [ITEM, {"type": "reasoning", "id": "r", "summary": []}, CALL], "store": False}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}),
+])  # fmt: skip
+def test_what_the_description_allows_is_accepted(http, schema, path, body):
+    assert valid(schema, path, body) and http.post(path, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}),
+    (CHAT, {"messages": USER, "top_logprobs": 2}),
+    (CHAT, {"messages": USER, "add_generation_prompt": True, "continue_final_message": True}),
+    (CHAT, {"messages": USER, "tool_choice": "required"}),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"tokenize": False}}),
+    (CHAT, {"messages": USER, "regex": "a", "guided_grammar": "b"}),
+    (TEXT, {"prompt": "a", "response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}),
+    (TEXT, {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": 0}}}),
+    (TEXT, {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}}),
+    (TEXT, {"prompt": "a", "regex": ""}), (TEXT, {"prompt": [259]}), (TEXT, {"prompt": "a", "stop_token_ids": [259]}),
+    ("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": USER}), ("/tokenize", {"prompt": "a", "top_p": 0}),
+    ("/tokenize", {"messages": USER, "add_special_tokens": True}), ("/detokenize", {"tokens": [259]}),
+    ("/generate", {}), ("/generate", {"text": "a", "input_ids": [1]}), ("/generate", {"input_ids": [259]}),
+    ("/generate", {"text": []}), ("/generate", {"text": "a", "top_logprobs_num": 21}),
+    ("/generate", {"text": "a", "return_logprob": True, "token_ids_logprob": [1]}),
+    ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": -1}}),
+    ("/generate", {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}),
+    ("/abort_request", {}), ("/abort_request", {"rid": ""}), ("/abort_request", {"abort_all": False}),
+    ("/v1/responses", {"input": [{}]}), ("/v1/responses", {"input": [{**ITEM, "role": "tool"}]}),
+    ("/v1/responses", {"input": [{"type": "reasoning", "content": {}}]}),
+    ("/v1/responses", {"input": "a", "top_logprobs": 21}), ("/v1/responses", {"input": "a", "include": ["x"]}),
+    ("/v1/responses", {"input": "a", "tool_choice": "required"}), ("/v1/responses", {"input": "a", "tools": [{}]}),
+    ("/v1/responses", {"input": "a", "stop_token_ids": [259]}), ("/v1/responses", {"input": "a", "stop": 5}),
+    ("/v1/responses", {"input": "a", "reasoning": {"effort": "low"}}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema"}}}),
+])  # fmt: skip
+def test_what_the_description_forbids_is_refused(http, schema, path, body):
+    assert not valid(schema, path, body) and http.post(path, json=body).status_code == 400
+
+
+# What JSON Schema can't say, which docs/serving.md lists too: all that schemathesis finds of the description.
+BEYOND = {
+    "a prompt longer than the context": (TEXT, {"prompt": "a" * 999}),
+    "a prompt that has no tokens": (TEXT, {"prompt": ""}),
+    "best_of differs from n": (TEXT, {"prompt": "a", "best_of": 2}),
+    "min_tokens above max_tokens": (TEXT, {"prompt": "a", "min_tokens": 5, "max_tokens": 4}),
+    "two limits that differ": (CHAT, {"messages": USER, "max_tokens": 2, "max_completion_tokens": 3}),
+    "too many prompts times n": (TEXT, {"prompt": ["a"] * 100, "n": 100}),
+    "a logit_bias outside the vocabulary": (TEXT, {"prompt": "a", "logit_bias": {"259": 1}}),
+    "a grammar that doesn't parse": (TEXT, {"prompt": "a", "guided_json": "{"}),
+    "a chosen tool that isn't among the tools": (
+        CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+    ),
+    "arguments of a call that aren't JSON": ("/v1/responses", {"input": [{**CALL, "arguments": "{"}]}),
+    "a list for other than the prompts": ("/generate", {"text": ["a", "b"], "rid": ["x"]}),
+    "an n that differs between prompts": ("/generate", {"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}),
+    "text that UTF-8 can't spell": (TEXT, {"prompt": "\ud800"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_json_schema_cannot_say_is_refused_and_listed(http, schema, name):
+    path, body = BEYOND[name]
+    headers = {"Content-Type": "application/json"}
+    assert valid(schema, path, body)
+    assert http.post(path, content=json.dumps(body), headers=headers).status_code == 400
+    assert f"| {name} |" in (Path(__file__).parents[2] / "docs/serving.md").read_text()
