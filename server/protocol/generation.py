@@ -47,10 +47,13 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+STREAM_RULE = any_of(null("stream_options"), is_true("stream"))
+
+
 def describe_generation(schema: dict[str, Any]) -> None:
     """Add to the JSON schema what the validators of every generating body check."""
     describe_ranges(schema)
-    add_rules(schema, any_of(null("stream_options"), is_true("stream")), ONE_GRAMMAR)
+    add_rules(schema, STREAM_RULE, ONE_GRAMMAR)
 
 
 class Generation(StructuredFields, Body):

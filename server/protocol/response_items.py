@@ -30,7 +30,7 @@ Content = str | Annotated[list[_Part | _Refusal], Field(max_length=MAX_ITEMS)]
 
 
 class _Message(Open):
-    type: NotRequired[Literal["message"]]
+    type: NotRequired[Literal["message"] | None]
     role: Literal["user", "assistant", "system", "developer"]
     content: NotRequired[Content | None]
 

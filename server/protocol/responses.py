@@ -58,7 +58,9 @@ def _message(item: Any) -> dict[str, Any]:
     """An item as (part of) a chat message. **Raises:** `RequestError`."""
     if not isinstance(item, dict):
         raise RequestError("must be an object")
-    kind = item.get("type") or ("message" if "role" in item else None)
+    kind = item.get("type")
+    if kind is None and "role" in item:
+        kind = "message"
     if kind == "message":
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:

@@ -10,12 +10,14 @@ from jaxspec.request import RequestError
 from server.protocol.base import Body, Text, TokenId, at_most
 from server.protocol.chat import MAX_MESSAGES, ChatRequest, Message, describe_chat
 from server.protocol.described import NULL, add_rules, one_of
+from server.protocol.generation import STREAM_RULE
 
 MAX_TOKENS = 2**20  # that are decoded at once
 
 
 def _describe(schema: dict[str, Any]) -> None:
     describe_chat(schema)
+    schema["allOf"].remove(STREAM_RULE)
     schema["properties"]["messages"] = {"anyOf": [schema["properties"]["messages"], NULL]}
     add_rules(schema, one_of("prompt", "messages", add_special_tokens={"enum": [None, False]}))
 
@@ -31,6 +33,10 @@ class TokenizeRequest(ChatRequest):
     ] = None  # a chat's field, not required
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self):
+        return self  # nothing is streamed here
 
     @model_validator(mode="after")
     def _agree(self):

@@ -98,6 +98,8 @@ def _check_list(value: Any, what: str) -> None:
 def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
         raise RequestError(f'{where} must be {{"type": "function", "function": {{...}}}}, got {_short(tool)}')
+    if not isinstance(tool["function"].get("strict"), bool | None):
+        raise RequestError(f"{where} needs true or false as its strict, got {_short(tool['function']['strict'])}")
     function = {key: value for key, value in tool["function"].items() if value is not None and key != "strict"}
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
