@@ -71,7 +71,7 @@ def test_each_key_of_a_config_with_nonsense_of_each_kind(family):
     for key, value in itertools.product(config, NONSENSE):
         began = time.monotonic()
         try:
-            MODELS[family].parameters(ModelConfig.from_hf({**config, key: value}))
+            MODELS[family].tensors(ModelConfig.from_hf({**config, key: value}).decoder)
         except ConfigError as error:
             refused += 1
             assert "\n" not in str(error) and len(str(error)) < 500, key

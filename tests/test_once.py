@@ -16,7 +16,7 @@ def scaled():
     """A function with a kernel, and the shapes that it was traced with."""
     traced = []
 
-    @lower_once("factor")
+    @lower_once("scaled", "factor")
     def scaled(x, more, *, factor: int, interpret=False):
         traced.append((x.shape, factor))
 
