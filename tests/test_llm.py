@@ -245,7 +245,7 @@ def test_bad_requests_disturb_nobody(serve):
 @pytest.mark.parametrize("recovers", [True, False])
 def test_when_a_step_fails_every_caller_hears_of_it(serve, monkeypatch, recovers):
     """And those who come after are served, unless the device is of no more use."""
-    core, asked = engine("ngram").engine, threading.Event()
+    core, asked, all_there = engine("ngram").engine, threading.Event(), threading.Event()
 
     def fail(*_):
         asked.wait(30)
@@ -255,8 +255,12 @@ def test_when_a_step_fails_every_caller_hears_of_it(serve, monkeypatch, recovers
         monkeypatch.setattr(core.runner, "round", fail)
         if not recovers:
             monkeypatch.setattr(core.runner, "reset", fail)
+        llm._calls.put(lambda: all_there.wait(30))  # so that one step has them all
         callers = [gather(llm, tokens(n), params()) for n in (5, 20, 60, 9, 30)]
         waiting = asyncio.gather(*callers, return_exceptions=True)
+        while llm._calls.qsize() < len(callers):
+            await asyncio.sleep(0.01)
+        all_there.set()
         await asyncio.sleep(0.2)  # the engine is in the round that will fail
         flush = asyncio.create_task(llm.flush_cache())
         await asyncio.sleep(0)
