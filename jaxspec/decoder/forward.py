@@ -6,7 +6,6 @@ the engine says what runs (`path_table`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -200,8 +199,3 @@ def top_tokens(
     if not hopper.chosen(reason):
         return None
     return few_rows.top_tokens(flat(x), scale, embed, eps=norm.eps).reshape(b, -1)[:, :t]
-
-
-def of_one(decoder: Decoder, layer: Any) -> Decoder:
-    """The same decoder with this layer alone, as a drafter has it."""
-    return dataclasses.replace(decoder, layers=(layer,))

@@ -16,7 +16,7 @@ from jaxspec.structured.limits import Watch, check
 from jaxspec.structured.matcher import Matcher
 from jaxspec.tokenizer import Tokenizer
 
-IDLE = 256  # matchers of ended completions kept for a grammar
+IDLE = 128  # matchers of ended completions kept for a grammar, some 30 KiB each
 KEPT = 64  # compiled grammars: agents send the same schemas again and again
 WHITESPACE = r"[ \t\r\n]{1,64}"  # between a JSON text's parts: without an end, some models write nothing else
 FORMATS = frozenset(  # of all drafts
