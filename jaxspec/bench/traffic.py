@@ -45,18 +45,18 @@ async def send(client: Client, load: Load) -> list[Reply]:
 
 
 def serve(engine: Engine, load: Load) -> list[Reply]:
-    """Run every prompt through an engine of this process.
+    """Run every prompt through an engine of this process. Tokenising is timed, since a server does it under load too.
 
     **Raises:** `RequestError` for a prompt that doesn't fit the engine.
     """
-    requests = [engine.prepare(prompt.ids(engine.tokenizer), load.params) for prompt in load.prompts]
-    waiting, replies = deque(zip(requests, load.starts, strict=True)), {}
+    waiting, replies = deque(zip(load.prompts, load.starts, strict=True)), {}
     began = time.perf_counter()
-    with tqdm(total=len(requests), desc=f"offline {load.concurrency}", unit="request", disable=None) as bar:
+    with tqdm(total=len(waiting), desc=f"offline {load.concurrency}", unit="request", disable=None) as bar:
         while waiting or engine.busy:
             now = time.perf_counter()
             while waiting and len(engine.requests) < load.concurrency and waiting[0][1] <= now - began:
-                request, _ = waiting.popleft()
+                prompt, _ = waiting.popleft()
+                request = engine.prepare(prompt.ids(engine.tokenizer), load.params)
                 engine.add(request)
                 replies[request.id] = Reply(now, prompt_tokens=len(request.tokens))
             if not engine.busy:
@@ -72,4 +72,4 @@ def serve(engine: Engine, load: Load) -> list[Reply]:
                 if delta.finish_reason is not None:
                     reply.ended = now
                     bar.update()
-    return [replies[request.id] for request in requests]
+    return list(replies.values())
