@@ -54,7 +54,10 @@ class Tokenizer:
             raise TokenizerError(
                 f"{type(fast).__name__} is a slow tokenizer; jaxspec needs a fast one (tokenizer.json)"
             )
-        self._fast = fast
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = fast.split_special_tokens
+        self._fast, self._backend = fast, backend
         self._around: tuple[list[int], list[int]] | None = None
         self._bytes, specials, self._drops_space = _byte_table(backend)
         self._plain_bytes = {token: raw for token, raw in self._bytes.items() if token not in specials}
@@ -95,12 +98,14 @@ class Tokenizer:
         config.write_text(json.dumps(named, indent=2) + "\n")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised.
+        """Token ids of `text`; special tokens written out in it are recognised. Any number of threads may call it.
+
+        The backend is asked itself: transformers changes its settings with every call, which two threads can't do.
 
         **Raises:** `TokenizerError` for text that isn't valid Unicode (lone surrogates).
         """
         try:
-            return self._fast.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, ValueError) as error:
             raise TokenizerError("can't encode the text: it must be a string without lone surrogates") from error
 
@@ -192,10 +197,7 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """The tokenizer as a tokenizer.json, added tokens included, for libraries that read one."""
-        backend = type(self._fast.backend_tokenizer).from_str(self._fast.backend_tokenizer.to_str())
-        backend.no_padding()
-        backend.no_truncation()
-        return backend.to_str()
+        return self._backend.to_str()
 
     def shown_bytes(self, kept: tuple[str, ...]) -> dict[int, bytes]:
         """The bytes of the tokens that are shown when special tokens are skipped but for those in `kept`."""

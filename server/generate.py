@@ -7,6 +7,7 @@ before it returns, and a closed stream is an aborted request.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -30,7 +31,10 @@ Check = Callable[[], None]
 
 MOST_TEXT = 8  # times what the longest tokens could spell of a context: templates drop some of a chat, not most of it
 
-_tokenizers = Workers(2, "jaxspec-tokenize")
+# Streams go on while texts are tokenised, and a burst of chats is tokenised in parallel. Texts that take long have
+# threads of their own, few of them, so that ordinary ones don't wait behind them.
+_tokenizers = Workers(min(8, os.cpu_count() or 1), "jaxspec-tokenize")
+_long_texts = Workers(2, "jaxspec-tokenize-long")
 
 
 class ClientGone(Exception):
@@ -101,13 +105,16 @@ async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | Non
     def all_of_them(check: Check) -> list[Prompt]:
         return [one(given, check) for given in body.prompt]
 
-    return await _tokenize(all_of_them, sum(map(len, body.prompt)), "prompt", context)
+    texts = body.echo or isinstance(body.prompt[0], str)
+    return await _tokenize(all_of_them, sum(map(len, body.prompt)) if texts else 0, "prompt", context)
 
 
 async def _tokenize[T](work: Callable[[Check], T], size: int, param: str, context: int) -> T:
-    """Run `work`, in a thread if it would hold up every stream. **Raises:** `RequestError` naming `param`."""
+    """Run `work` on texts of `size` characters in a thread; none, here. **Raises:** `RequestError` naming `param`."""
     try:
-        return await _tokenizers.run(work) if size > LONG_PROMPT else work(lambda: None)
+        if not size:
+            return work(lambda: None)
+        return await (_long_texts if size > LONG_PROMPT else _tokenizers).run(work)
     except TooLong as error:
         raise RequestError(
             f"This model's maximum context length is {context} tokens. However, the prompt has at least {error.least} "
