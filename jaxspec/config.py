@@ -6,23 +6,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, LinearScaling, Yarn
 from jaxspec.elsewhere import METHODS, meant
+from jaxspec.options import ConfigError, check, flag, option
 
 DTYPES = ("float32", "bfloat16", "float16")
 FLOAT32_MAX = 3.4e38
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16")
-
-ALIASES = {
-    "dtype": {"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
-    "kv_cache_dtype": {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "bf16": "bfloat16"},
-}
 
 # The largest sizes that a config.json may name: far above any model's, low enough that nothing made of them in passing
 # (a declaration for each layer and expert, a table of rotary frequencies) takes long.
@@ -39,10 +35,6 @@ LARGEST = {
 
 # By model_type, what reads a config.json into a decoder. Each family of `jaxspec.models` enters itself.
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Decoder]] = {}
-
-
-class ConfigError(ValueError):
-    """A model config, engine option or combination of them that can't work. Names the option or key."""
 
 
 @dataclass(frozen=True)
@@ -216,130 +208,176 @@ def _dtype(hf: Mapping[str, Any]) -> str:
     return dtype
 
 
+MODEL, SPECULATION, MEMORY, RUNNING = "model", "speculation", "memory and batching", "running"  # groups of --help
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """The engine's options: the server's flags with underscores. Made once, from keyword arguments.
 
-    **Arguments** (None means: chosen from the model and the machine):
-
-    - `model`: hub id, folder, `.gguf` file, or `smollm2-135m-instruct`, the demo.
-    - `draft`: `none`, `auto`, a method, `method:path_or_id`, a path or hub id, or `module:Class`.
-    - `num_draft_tokens`: most tokens drafted per request and round. The verify width is one more.
-    - `topk`: 1, and drafts are a chain; or how many drafts at most follow one token in a tree.
-    - `num_steps`: how deep drafts go. A chain has one draft a step, so there it means the same as `num_draft_tokens`.
-    - `ngram_min`, `ngram_max`: lengths of match, in tokens, that the n-gram drafter tries.
-    - `dtype`: of weights and activations; `kv_cache_dtype`: of keys and values, `auto` is the same.
-    - `context_length`: most tokens of prompt and output together.
-    - `max_running_requests`: request slots, so also the largest decode batch.
-    - `mem_fraction_static`: share of the device's memory for weights, caches and states together.
-    - `max_total_tokens`: tokens in the page pool; overrides what `mem_fraction_static` gives.
-    - `page_size`: tokens per KV page. `chunked_prefill_size`: most prompt tokens in one program.
-    - `state_dtype`: of linear attention's states, `float32` or `bfloat16`, which rounds them once a round or block.
-    - `max_state_snapshots`: of a model with linear attention, states kept after cached prefixes, without which those
-      can't be gone on from; 0 keeps none. `state_snapshot_interval`: prompt tokens between two of them.
-    - `num_continuous_decode_steps`: rounds in one program while no request can be taken in. Tokens are streamed, and
-      requests taken in, that many rounds apart at most; it pays where a round is shorter than its dispatch.
-    - `disable_overlap`: read each round's result before the next is dispatched. `disable_prefix_cache`: don't share the
-      keys and values of common prefixes.
-    - `disable_structured_output`: refuse requests with a grammar, and don't compile their programs.
-    - `load_format`: `auto`, or `dummy` for random weights made from the config alone.
-    - `revision`: branch, tag or commit of a hub id. `seed`: of dummy weights and of requests that give none.
-    - `skip_warmup`: compile on first use instead of at start. `few_programs`: compile for one batch size: ready
-      sooner, and slower where fewer requests run.
-    - `decode_log_interval`: rounds between two decode log lines; 0 turns them off.
+    Each says below what it is; None means: chosen from the model and the machine.
 
     **Raises:** `ConfigError` naming the option, what was given and what is allowed.
     """
 
-    model: str = "smollm2-135m-instruct"
-    draft: str = "none"
-    num_draft_tokens: int | None = None
-    num_steps: int | None = None
-    topk: int = 1
-    dtype: str | None = None
-    kv_cache_dtype: str = "auto"
-    context_length: int | None = None
-    max_running_requests: int | None = None
-    mem_fraction_static: float = 0.88
-    max_total_tokens: int | None = None
-    page_size: int | None = None
-    chunked_prefill_size: int | None = None
-    state_dtype: str = "float32"
-    max_state_snapshots: int | None = None
-    state_snapshot_interval: int = 256
-    num_continuous_decode_steps: int | None = None
-    disable_overlap: bool = False
-    disable_prefix_cache: bool = False
-    disable_structured_output: bool = False
-    load_format: str = "auto"
-    revision: str | None = None
-    ngram_min: int = 2
-    ngram_max: int = 5
-    seed: int | None = None
-    skip_warmup: bool = False
-    few_programs: bool = False
-    decode_log_interval: int = 40
+    model: str = option(
+        "smollm2-135m-instruct",
+        "hub id, folder, .gguf file, or smollm2-135m-instruct, the demo",
+        "M",
+        group=MODEL,
+        common=True,
+    )
+    draft: str = option(
+        "none",
+        "none, auto (the best that fetches nothing), a method (ngram, mtp, standalone, eagle, eagle3, dflash), "
+        "method:path_or_id, a path or hub id, or module:Class; a drafter's own options follow: ngram?max_match=8",
+        "D",
+        group=SPECULATION,
+        common=True,
+    )
+    revision: str | None = option(None, "branch, tag or commit of a hub id", "REV", group=MODEL, shown="none")
+    dtype: str | None = option(
+        None,
+        "of weights and activations: auto, float32, bfloat16 or float16",
+        "TYPE",
+        group=MODEL,
+        shown="auto: float32 on a CPU, else the checkpoint's",
+        choices=DTYPES,
+        aliases={"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
+        common=True,
+    )
+    load_format: str = option(
+        "auto",
+        "auto, or dummy for random weights made from the config alone",
+        "FORMAT",
+        group=MODEL,
+        choices=("auto", "dummy"),
+    )
+    context_length: int | None = option(
+        None,
+        "most tokens of prompt and output together",
+        "TOKENS",
+        group=MODEL,
+        shown="the model's",
+        least=2,
+        common=True,
+    )
+    seed: int | None = option(
+        None, "of dummy weights, and of requests that give none", "N", group=MODEL, shown="none", least=0
+    )
+    num_steps: int | None = option(
+        None,
+        "how deep drafts go; of a chain, the same as --num-draft-tokens",
+        "S",
+        group=SPECULATION,
+        shown="as many as drafts; 5 for trees",
+        least=1,
+    )
+    topk: int = option(
+        1,
+        "drafts that may follow one token: above 1 they are a tree (eagle and eagle3 draft such)",
+        "K",
+        group=SPECULATION,
+        least=1,
+    )
+    num_draft_tokens: int | None = option(
+        None,
+        "most tokens drafted per request and round, the whole tree's; one less than a round verifies",
+        "N",
+        group=SPECULATION,
+        shown="the drafter's: 4; MTP's and EAGLE's 3, or 8 in a tree; DFlash's block less one",
+        least=1,
+    )
+    max_running_requests: int | None = option(
+        None,
+        "request slots, so also the largest decode batch",
+        "N",
+        group=MEMORY,
+        shown="4 on a CPU, else 128",
+        least=1,
+        common=True,
+    )
+    mem_fraction_static: float = option(
+        0.88,
+        "share of device memory for weights, caches and states together; XLA takes $XLA_PYTHON_CLIENT_MEM_FRACTION of "
+        "it (0.95) all the same, so set both for two servers on one GPU",
+        "SHARE",
+        group=MEMORY,
+        between=(0, 1),
+        common=True,
+    )
+    max_total_tokens: int | None = option(
+        None,
+        "tokens in the page pool; overrides what --mem-fraction-static gives",
+        "TOKENS",
+        group=MEMORY,
+        shown="by the share above; on a CPU, 2 GiB of KV at most",
+        least=1,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "of keys and values; auto is --dtype's, fp8 (float8_e4m3fn) holds twice as many tokens",
+        "TYPE",
+        group=MEMORY,
+        choices=("auto", *KV_DTYPES),
+        aliases={"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "bf16": "bfloat16"},
+    )
+    page_size: int | None = option(
+        None, "tokens per KV page", "TOKENS", group=MEMORY, shown="16 on a CPU, else 64", least=1
+    )
+    chunked_prefill_size: int | None = option(
+        None,
+        "most prompt tokens in one program",
+        "TOKENS",
+        group=MEMORY,
+        shown="256 on a CPU, else 2048; 8192 of a mixture of experts",
+        least=1,
+    )
+    state_dtype: str = option(
+        "float32",
+        "of linear attention's states: float32, or bfloat16, which takes half the memory and traffic and rounds them "
+        "every round",
+        "TYPE",
+        group=MEMORY,
+        choices=STATE_DTYPES,
+    )
+    max_state_snapshots: int | None = option(
+        None,
+        "states of linear attention kept after cached prefixes, which can't be gone on from without; 0: none",
+        "N",
+        group=MEMORY,
+        shown="8 a request, within a quarter of the memory that weights leave",
+        least=0,
+    )
+    state_snapshot_interval: int = option(
+        256, "prompt tokens between two of them, in whole pages", "TOKENS", group=MEMORY, least=1
+    )
+    disable_prefix_cache: bool = option(False, "don't share the KV of common prefixes", group=MEMORY)
+    num_continuous_decode_steps: int | None = option(
+        None,
+        "rounds in one program while no request can be taken in, which pays where a round is shorter than its "
+        "dispatch; tokens are streamed that many rounds apart",
+        "K",
+        group=RUNNING,
+        shown="8 on a GPU for weights under 1 GiB, else 1",
+        least=1,
+    )
+    disable_overlap: bool = option(False, "read each round's result before the next is dispatched", group=RUNNING)
+    disable_structured_output: bool = option(
+        False, "refuse requests with a grammar: fewer programs to compile", group=RUNNING
+    )
+    skip_warmup: bool = option(False, "compile on first use instead of at start", group=RUNNING)
+    few_programs: bool = option(False, "compile for one batch size: ready sooner, slower at low load", group=RUNNING)
+    decode_log_interval: int = option(
+        40, "rounds between two decode log lines; 0 turns them off", "ROUNDS", group=RUNNING, least=0
+    )
 
     def __post_init__(self):
-        self._take_aliases()
-        for name, allowed in (
-            ("dtype", (None, *DTYPES)),
-            ("kv_cache_dtype", ("auto", *KV_DTYPES)),
-            ("state_dtype", STATE_DTYPES),
-            ("load_format", ("auto", "dummy")),
-        ):
-            if getattr(self, name) not in allowed:
-                shown = ", ".join(str(a) for a in allowed if a)
-                raise ConfigError(f"{flag(name)} must be one of {shown}, got {getattr(self, name)!r}")
-        for name, low in (
-            ("num_draft_tokens", 1),
-            ("num_steps", 1),
-            ("topk", 1),
-            ("context_length", 2),
-            ("max_running_requests", 1),
-            ("max_total_tokens", 1),
-            ("page_size", 1),
-            ("chunked_prefill_size", 1),
-            ("max_state_snapshots", 0),
-            ("state_snapshot_interval", 1),
-            ("num_continuous_decode_steps", 1),
-            ("ngram_min", 1),
-            ("ngram_max", 1),
-            ("decode_log_interval", 0),
-        ):
-            value = getattr(self, name)
-            if value is None and getattr(EngineConfig, name) is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError(f"{flag(name)} must be an integer of at least {low}, got {value!r}")
-        for name in ("model", "draft"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ConfigError(f"{flag(name)} must be a name or a path, got {getattr(self, name)!r}")
-        for name in (
-            *("disable_overlap", "disable_prefix_cache", "disable_structured_output"),
-            *("skip_warmup", "few_programs"),
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{flag(name)} is on or off, got {getattr(self, name)!r}")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise ConfigError(f"--seed must be a non-negative integer, got {self.seed!r}")
-        share = self.mem_fraction_static
-        if isinstance(share, bool) or not isinstance(share, int | float) or math.isnan(share) or not 0 < share < 1:
-            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {share!r}")
-        if self.ngram_min > self.ngram_max:
-            raise ConfigError(f"--ngram-min ({self.ngram_min}) must not exceed --ngram-max ({self.ngram_max})")
+        check(self)
+        method, cut, rest = re.match("([^:?]*)([:?]?)(.*)", self.draft, re.DOTALL).groups()
+        method = method.lower() if method.lower() in ("none", "auto") else METHODS.get(method.lower(), method)
+        object.__setattr__(self, "draft", method + cut + rest)  # the dataclass is frozen
         self._check_drafts()
-
-    def _take_aliases(self) -> None:
-        """Values under vLLM's and SGLang's names, as ours; methods of drafting in any case."""
-        for name, aliases in ALIASES.items():
-            value = getattr(self, name)
-            if isinstance(value, str) and value in aliases:
-                object.__setattr__(self, name, aliases[value])  # the dataclass is frozen
-        if isinstance(self.draft, str):
-            method, colon, source = self.draft.partition(":")
-            method = method.lower() if method.lower() in ("none", "auto") else METHODS.get(method.lower(), method)
-            object.__setattr__(self, "draft", method + colon + source)
 
     def _check_drafts(self) -> None:
         """That drafts, steps and top-k fit together. A chain's steps are its drafts; drafters read the latter alone."""
@@ -370,8 +408,3 @@ class EngineConfig:
                 hint = meant(name, known) or f"; options: {', '.join(known)}"
                 raise ConfigError(f"unknown engine option {name!r}{hint}")
         return cls(**options)
-
-
-def flag(option: str) -> str:
-    """The command-line spelling of an engine option: `page_size` -> `--page-size`."""
-    return "--" + option.replace("_", "-")

@@ -25,8 +25,6 @@ ELSEWHERE = {
     "model_path": "model",
     "random_seed": "seed",
     "speculative_eagle_topk": "topk",
-    "speculative_ngram_max_match_window_size": "ngram_max",
-    "speculative_ngram_min_match_window_size": "ngram_min",
     "speculative_num_steps": "num_steps",
 }
 SEVERAL_GPUS = frozenset(
@@ -52,6 +50,9 @@ NEEDLESS = {
     **dict.fromkeys(("distributed_executor_backend", "node_rank", "dist_init_addr"), "one process serves on one GPU"),
     **dict.fromkeys(("max_prefill_tokens", "schedule_policy", "schedule_conservativeness", "scheduling_policy"),
                     "requests are taken in first come, first served"),
+    **dict.fromkeys(("ngram_min", "ngram_max", "speculative_ngram_min_match_window_size",
+                     "speculative_ngram_max_match_window_size", "prompt_lookup_min", "prompt_lookup_max"),
+                    "the drafter takes it: --draft 'ngram?min_match=2&max_match=5'"),
     "enable_auto_tool_choice": "it is always on where tools are supported",
 }  # fmt: skip
 UNSUPPORTED = {

@@ -11,9 +11,9 @@ from typing import NoReturn
 import yaml
 
 import jaxspec
-from jaxspec.config import flag
 from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
 from jaxspec.flags import add_engine_flags, natural, positive
+from jaxspec.options import flag
 from server import logs
 from server.cors import add_cors_flags
 from server.parsers import PARSERS, REASONING_PARSERS

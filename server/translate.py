@@ -11,8 +11,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.config import flag, shown
+from jaxspec.config import shown
 from jaxspec.elsewhere import ELSEWHERE, METHODS, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
+from jaxspec.options import flag
 
 PROGRAM = "python -m server"
 # what stands before the flags of the others' command lines
@@ -147,11 +148,14 @@ def _speculation(foreign: dict[str, str | None], left: list[str]) -> dict[str, s
         ours |= {"topk": topk, "num_steps": steps}
     drafts = drafts or (steps if topk in (None, "1") else None) or (_less_one(rows) if rows else None)
     ours["num_draft_tokens"] = drafts
+    own = {}
     for option, names in {
-        "ngram_min": ("prompt_lookup_min", "speculative_ngram_min_match_window_size"),
-        "ngram_max": ("prompt_lookup_max", "speculative_ngram_max_match_window_size"),
+        "min_match": ("prompt_lookup_min", "speculative_ngram_min_match_window_size"),
+        "max_match": ("prompt_lookup_max", "speculative_ngram_max_match_window_size"),
     }.items():
-        ours[option] = config.get(names[0]) or get(names[1], None)
+        own[option] = config.get(names[0]) or get(names[0], None) or get(names[1], None)
+    if found == "ngram" and (given := [f"{option}={value}" for option, value in own.items() if value]):
+        ours["draft"] += "?" + "&".join(given)
     size = get("speculative_draft_tensor_parallel_size", None) or config.get("draft_tensor_parallel_size", 1)
     if str(size) != "1":
         left.append(f"a drafter on {shown(size)} GPUs: jaxspec serves on one GPU")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig, flag
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.spec import (
     Attention,
     Decoder,
@@ -22,6 +22,7 @@ from jaxspec.decoder.spec import (
 )
 from jaxspec.drafters import DRAFTERS
 from jaxspec.elsewhere import ELSEWHERE, METHODS, SEVERAL_GPUS
+from jaxspec.options import flag
 from tests.tiny import tiny_config
 
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
@@ -302,8 +303,6 @@ def test_configs_are_frozen_and_hashable_so_jit_can_take_them_as_static():
         (dict(page_size=True), ["--page-size", "True"]),
         (dict(chunked_prefill_size=0), ["--chunked-prefill-size"]),
         (dict(decode_log_interval=-1), ["--decode-log-interval", "at least 0"]),
-        (dict(ngram_min=0), ["--ngram-min"]),
-        (dict(ngram_min=4, ngram_max=3), ["--ngram-min (4)", "--ngram-max (3)"]),
         (dict(mem_fraction_static=0), ["--mem-fraction-static", "between 0 and 1"]),
         (dict(mem_fraction_static=1.0), ["--mem-fraction-static"]),
         (dict(mem_fraction_static=float("nan")), ["--mem-fraction-static", "nan"]),
@@ -328,7 +327,7 @@ def test_engine_options_at_their_limits():
     EngineConfig()
     EngineConfig(draft="ngram", num_draft_tokens=1, context_length=2, max_running_requests=1, page_size=1)
     EngineConfig(dtype="bfloat16", kv_cache_dtype="float16", load_format="dummy", decode_log_interval=0)
-    EngineConfig(ngram_min=3, ngram_max=3, mem_fraction_static=0.01)
+    EngineConfig(mem_fraction_static=0.01)
 
 
 def test_of_a_chain_steps_and_drafts_are_one_number():
@@ -387,7 +386,6 @@ def test_a_senseless_value_in_a_config_is_named(change, named):
         ("seed", -1),
         ("disable_overlap", "yes"),
         ("few_programs", 1),
-        ("ngram_min", None),
         ("decode_log_interval", None),
         ("topk", None),
     ],

@@ -62,8 +62,8 @@ def test_none_drafts_nothing(model):
 def test_ngram_and_auto(model, draft):
     loaded = load_drafter(draft, model)
     assert loaded.name == "ngram" and loaded.drafter == Ngram(4, 2, 5)
-    options = EngineConfig(draft=draft, num_draft_tokens=7, ngram_min=1, ngram_max=3)
-    assert load_drafter(draft, model, options).drafter == Ngram(7, 1, 3)
+    options = EngineConfig(draft=draft, num_draft_tokens=7)
+    assert load_drafter(draft, model, options).drafter == Ngram(7, 2, 5)
 
 
 @pytest.mark.parametrize("prefix", ["standalone:", ""])

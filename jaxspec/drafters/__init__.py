@@ -20,6 +20,7 @@ from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.models import MODELS
+from jaxspec.options import check, from_query
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -103,8 +104,9 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
         return LoadedDrafter("none", NoDrafter(), {})
     if draft == "auto":
         draft = _automatic(model, options)
-    cls, source = _find(draft, model.name, options.load_format)
+    cls, source, own = _find(draft, model.name, options.load_format)
     drafter, params = cls.load(model, source, options)
+    drafter = _with_options(drafter, own, draft)
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
     if options.topk > 1 and drafter.topk == 1:
@@ -119,13 +121,19 @@ def check_drafter(options: EngineConfig) -> None:
     """
     if options.draft in ("none", "auto"):
         return
-    _, source = _find(options.draft, options.model, options.load_format)
+    _, source, _ = _find(options.draft, options.model, options.load_format)
     if source is not None:
         locate(source, load_format=options.load_format)
 
 
-def _find(draft: str, target: str, load_format: str) -> tuple[type[Drafter], str | None]:
-    """The drafter's class, and where its weights are. `target` is the target model's name."""
+def _find(draft: str, target: str, load_format: str) -> tuple[type[Drafter], str | None, dict[str, Any]]:
+    """The drafter's class, where its weights are, and its own options. `target` is the target model's name."""
+    name, _, query = draft.partition("?")
+    cls, source = _find_class(name, target, load_format)
+    return cls, source, from_query(cls, query, name)
+
+
+def _find_class(draft: str, target: str, load_format: str) -> tuple[type[Drafter], str | None]:
     method, _, source = draft.partition(":")
     if method in DRAFTERS:
         if method in KNOWN:
@@ -136,6 +144,16 @@ def _find(draft: str, target: str, load_format: str) -> tuple[type[Drafter], str
     if _is_class(draft):
         return _import(draft), None
     return _by_config(draft, load_format), draft
+
+
+def _with_options(drafter: Drafter, own: dict[str, Any], draft: str) -> Drafter:
+    """The drafter with these of its own options. **Raises:** `ConfigError` naming one that can't be."""
+    try:
+        drafter = dataclasses.replace(drafter, **own) if own else drafter
+        check(drafter, str)
+    except ConfigError as error:
+        raise ConfigError(f"--draft {draft}: {error}") from error
+    return drafter
 
 
 def _automatic(model: Model, options: EngineConfig) -> str:

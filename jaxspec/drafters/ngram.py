@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxspec.draft import Drafter, Proposal
+from jaxspec.options import ConfigError, option
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,16 @@ class Ngram(Drafter):
     """`min_match` to `max_match` tokens must repeat; longer matches win, then later ones. No match drafts nothing."""
 
     num_draft_tokens: int = 4
-    min_match: int = 2
-    max_match: int = 5
+    min_match: int = option(2, "shortest match of a text's last tokens that counts", least=1)
+    max_match: int = option(5, "longest match that is looked for", least=1)
+
+    def __post_init__(self):
+        if self.min_match > self.max_match:
+            raise ConfigError(f"min_match ({self.min_match}) must not exceed max_match ({self.max_match})")
 
     @classmethod
     def load(cls, target, source, options):
-        return cls(options.num_draft_tokens or 4, options.ngram_min, options.ngram_max), {}
+        return cls(options.num_draft_tokens or 4), {}
 
     def propose(self, params, state, batch):
         c = batch.history.shape[1]

@@ -26,7 +26,7 @@ def test_served_name_replaces_the_models():
 def test_server_info(http):
     info = http.get("/server_info").json()
     assert (info["model"], info["draft"], info["avg_spec_accept_length"]) == ("fake/model", "none", 2.25)
-    assert info["engine"]["ngram_max"] == 5 and info["model_config"]["vocab_size"] and info["versions"]["jax"]
+    assert info["engine"]["page_size"] is None and info["model_config"]["vocab_size"] and info["versions"]["jax"]
     assert info["stats"]["accepted_per_position"] == [3, 1]
 
 

@@ -35,7 +35,7 @@ HERE = "--model Qwen/Qwen3-8B"
         (f"CUDA_VISIBLE_DEVICES=0 {VLLM} -tp 1 --enforce-eager --gpu-memory-utilization=0.8",
          f"{HERE} --mem-fraction-static 0.8 --port 8000"),
         (f'''{VLLM} --speculative-config='{{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4}}' ''',
-         f"{HERE} --draft ngram --num-draft-tokens 5 --ngram-max 4 --port 8000"),
+         f"{HERE} --draft 'ngram?max_match=4' --num-draft-tokens 5 --port 8000"),
         (f'''{VLLM} --speculative-config '{{"model":"a/b","num_speculative_tokens":5}}' ''',
          f"{HERE} --draft a/b --num-draft-tokens 5 --port 8000"),
         (f'''{VLLM} --speculative-config '{{"method":"qwen3_next_mtp","num_speculative_tokens":2}}' ''',
