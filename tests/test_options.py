@@ -46,8 +46,8 @@ def test_the_table_of_flags_in_the_docs_is_made_of_the_options():
 def test_a_drafter_takes_its_own_options_behind_its_name(model):
     assert loaded("ngram?min_match=1&max_match=3", model) == Ngram(4, 1, 3)
     assert loaded("NGRAM?max_match=9", model) == Ngram(4, 2, 9)
-    assert loaded(f"{__name__}:Mine?depth=5&share=0.25&eager", model) == Mine(2, 5, 0.25, True)
-    assert loaded(f"{__name__}:Mine?eager=false", model) == Mine(2)
+    assert loaded(f"{__name__}:Mine?depth=5&share=0.25&eager", model) == Mine(3, 5, 0.25, True)
+    assert loaded(f"{__name__}:Mine?eager=false", model) == Mine(3)
 
 
 @pytest.mark.parametrize(
