@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -99,18 +100,25 @@ def _texts(value: Any) -> Any:
     return [check_text(text) for text in value]
 
 
-def _one_or_each(kind: type, what: str, least: int | None = None, most: int | None = None) -> PlainValidator:
-    """Takes a value of a kind, for all prompts, or a list with one for each; integers from `least` to `most`."""
+def _one_or_each(
+    kind: type, what: str, least: int | None = None, most: int | None = None, unique: bool = False
+) -> PlainValidator:
+    """Takes a value of a kind, for all prompts, or a list with one for each; integers from `least` to `most`. In a list
+    that must be `unique`, no two are equal."""
     lowest, highest = -math.inf if least is None else least, math.inf if most is None else most
 
     def check(value: Any) -> Any:
         values = [whole(each) if kind is int else each for each in (value if isinstance(value, list) else [value])]
         if not all(type(each) is kind and (kind is not int or lowest <= each <= highest) for each in values):
             raise RequestError(f"must be {what} or a list with one for each prompt, got {shown(value)}")
+        if unique and len(set(values)) < len(values):
+            again = Counter(values).most_common(1)[0][0]
+            raise RequestError(f"is {shown(again)} for several prompts; give each prompt one of its own")
         return values if isinstance(value, list) else values[0]
 
     described = Annotated[kind, Field(ge=least, le=most)]
-    return PlainValidator(check, json_schema_input_type=described | Annotated[list[described], Several])
+    several = Annotated[list[described], Several, Field(json_schema_extra={"uniqueItems": unique})]
+    return PlainValidator(check, json_schema_input_type=described | several)
 
 
 def _ids(value: Any) -> Any:
@@ -163,7 +171,7 @@ class GenerateRequest(Body):
     text: Annotated[Any, PlainValidator(_texts, json_schema_input_type=Texts)] | None = None
     input_ids: Annotated[Any, PlainValidator(_ids, json_schema_input_type=Prompts)] | None = None
     sampling_params: Annotated[list[Sampling], BeforeValidator(_listed, json_schema_input_type=Settings)] | None = None
-    rid: Annotated[Any, _one_or_each(str, "a string")] | None = None
+    rid: Annotated[Any, _one_or_each(str, "a string", unique=True)] | None = None
     stream: bool | None = None
     return_logprob: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
     logprob_start_len: Annotated[Any, _one_or_each(int, "an integer")] | None = None

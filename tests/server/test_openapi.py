@@ -146,6 +146,7 @@ def test_what_the_description_allows_is_accepted(http, schema, path, body):
     ("/generate", {"text": "a", "return_logprob": True, "token_ids_logprob": [1]}),
     ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": -1}}),
     ("/generate", {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}),
+    ("/generate", {"text": ["a", "b"], "rid": ["x", "x"]}),
     ("/abort_request", {}), ("/abort_request", {"rid": ""}), ("/abort_request", {"abort_all": False}),
     ("/v1/responses", {"input": [{}]}), ("/v1/responses", {"input": [{**ITEM, "type": 0}]}),
     ("/v1/responses", {"input": [{**ITEM, "role": "tool"}]}),

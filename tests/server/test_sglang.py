@@ -171,6 +171,7 @@ def test_what_bench_serving_always_sends_is_taken(http):
         ({"text": "a", "sampling_params": {"temprature": 1}}, "sampling_params[0].temprature", "temperature?"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params", "2 entries for 1 prompts"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid", "1 entries for 2 prompts"),
+        ({"text": ["a", "b", "c"], "rid": ["y", "x", "x"]}, "rid", "is 'x' for several prompts; give each"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params", "the same"),
         ({"text": ["a"] * 100, "sampling_params": {"n": 100}}, "text", "at most 2048"),
         ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf", "send one"),
