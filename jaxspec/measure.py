@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 PIECE = 16 * 2**10  # characters
+UNCUT = 2**20  # characters that are encoded at once where a text can't be cut; up to 7 s, in a thread of its own
 COMPOSED = 3  # bytes that NFC makes one of, at most: three letters of Hangul, of 3 bytes each, are a syllable of 3
 
 # Where a word begins after printable ASCII, behind a space or a newline.

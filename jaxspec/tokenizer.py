@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from jaxspec.measure import PIECE, Measure
+from jaxspec.measure import PIECE, UNCUT, Measure
 
 
 class TokenizerError(ValueError):
@@ -119,7 +119,8 @@ class Tokenizer:
         """The ids that `encode` gives, unless a long text has more than `limit`. It is encoded piece by piece, with a
         call of `check` before each: what that raises ends it.
 
-        **Raises:** `TooLong`, as early as that is known; `TokenizerError` as `encode`.
+        **Raises:** `TooLong`, as early as that is known; `TokenizerError` as `encode`, and for a piece of more than
+        `UNCUT` characters, whose encoding nothing could end.
         """
         if len(text) <= PIECE:
             return self.encode(text, add_special_tokens)
@@ -127,6 +128,11 @@ class Tokenizer:
             raise TooLong(least, limit)
         check()
         pieces = self.measure.pieces(text)
+        if (longest := max(map(len, pieces))) > UNCUT:
+            raise TokenizerError(
+                f"the text has {longest} characters that can only be encoded as one piece, at most {UNCUT} are "
+                "allowed; send token ids, or shorten the text"
+            )
         before, after = self._special_tokens() if add_special_tokens and len(pieces) > 1 else ([], [])
         ids = list(before)
         for piece in pieces:

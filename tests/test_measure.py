@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxspec import measure, tokenizer
-from jaxspec.tokenizer import TooLong
+from jaxspec.tokenizer import TokenizerError, TooLong
 from tests.test_tokenizer import SENTENCEPIECE
 
 GPT4 = (
@@ -87,6 +87,17 @@ def test_a_text_without_words_is_refused_by_its_bytes():
     assert len(text) / 5 < least <= len(one.encode(text))
     with pytest.raises(TooLong):
         one.encode_within(text, 1000, check=lambda: pytest.fail("it was encoded"))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
+def test_a_text_that_can_only_be_encoded_whole_is_bounded(kind, monkeypatch):
+    one = kinds()[kind]
+    monkeypatch.setattr(tokenizer, "UNCUT", 40_000)
+    text = "a" * 40_000
+    assert one.encode_within(text, 10**9) == one.encode(text)
+    monkeypatch.setattr(one, "encode", lambda *_: pytest.fail("it was encoded"))
+    with pytest.raises(TokenizerError, match="40001 characters that can only be encoded as one piece, at most 40000"):
+        one.encode_within(text + "a", 10**9)
 
 
 def test_who_asks_no_more_ends_it():
