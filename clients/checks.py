@@ -1,7 +1,7 @@
 """What the clients' scripts share. Each runs in its client's own environment and uses nothing but the standard library.
 
 A check is a function of (url, model, tokenizer): the server's address, the model's name, a folder with its tokenizer.
-It returns a few words on what it saw, or raises. A script prints a JSON line for each: check, ok, said.
+It returns a few words on what it saw, or raises. A script prints a JSON line for each: check, seconds, ok, said.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,9 +71,16 @@ def command(name: str, *args: str, timeout: float = 900, **env: str) -> str:
 def main() -> None:
     url, model, tokenizer = sys.argv[1:]
     for function in _checks:
+        began = time.monotonic()
         try:
             ok, said = True, function(url, model, tokenizer)
         except Exception as error:
             ok, said = False, f"{type(error).__name__}: {error}"
-        line = {"check": function.__name__.replace("_", " "), "ok": ok, "said": " ".join(said.split())}
+        seconds = time.monotonic() - began
+        line = {
+            "check": function.__name__.replace("_", " "),
+            "seconds": seconds,
+            "ok": ok,
+            "said": " ".join(said.split()),
+        }
         print("\n" + json.dumps(line), flush=True)

@@ -6,8 +6,11 @@ pins, because they don't agree on the versions of what they share. Prints a tabl
     python clients/run.py                       all clients, against a server that is started and stopped here
     python clients/run.py openai litellm        these alone
     python clients/run.py --url http://host:30000 --model NAME --tokenizer FOLDER
+    python clients/run.py --python python3.11   with another Python's environments
 
-Needs a package index; takes some GiB of disk, and half an hour the first time.
+Needs a package index; takes 4 GiB of disk, and half an hour the first time. guidellm depends on torch, whose wheels for
+Linux bring CUDA along, 3 GiB more. A CPU build is taken where pip's own settings (`PIP_EXTRA_INDEX_URL`,
+`PIP_FIND_LINKS`) lead to one.
 """
 
 from __future__ import annotations
@@ -41,29 +44,34 @@ def main() -> int:
     parser.add_argument("--url", help="of a running server (default: one is started, with the demo model)")
     parser.add_argument("--model", default=MODEL, help="the model's name at --url (default: %(default)s)")
     parser.add_argument("--tokenizer", help="folder with that model's tokenizer (default: the demo's is written)")
+    parser.add_argument("--python", default=sys.executable, help="makes the clients' environments (default: this one)")
     args = parser.parse_args()
     if unknown := [name for name in args.clients if name not in CLIENTS]:
         parser.error(f"unknown client {unknown[0]}; known: {', '.join(CLIENTS)}")
     tokenizer = args.tokenizer or written_tokenizer(args.model)
     failed = 0
     with serving(args.url) as url:
-        print(f"| client | version | check | outcome |\n|{'---|' * 4}")
+        print(f"| client | version | check | seconds | outcome |\n|{'---|' * 5}")
         for client in args.clients or CLIENTS:
-            for version, check, ok, said in outcomes(client, url, args.model, tokenizer):
+            for version, check, seconds, ok, said in outcomes(client, args.python, url, args.model, tokenizer):
                 failed += not ok
                 short = said if len(said) <= 160 or not ok else said[:157] + "..."
-                print(f"| {client} | {version} | {check} | {'' if ok else '**failed**: '}{short} |", flush=True)
+                outcome = f"{'' if ok else '**failed**: '}{short}"
+                print(f"| {client} | {version} | {check} | {seconds:.0f} | {outcome} |", flush=True)
     print(f"\n{failed} failed" if failed else "\nall passed")
     return int(failed > 0)
 
 
-def outcomes(client: str, url: str, model: str, tokenizer: str) -> Iterator[tuple[str, str, bool, str]]:
-    """(version, check, whether it went well, what was seen) of each of a client's checks."""
+def outcomes(
+    client: str, base: str, url: str, model: str, tokenizer: str
+) -> Iterator[tuple[str, str, float, bool, str]]:
+    """(version, check, seconds, whether it passed, a few words) of each of a client's checks."""
+    began = time.monotonic()
     try:
-        python = environment(client)
+        python = environment(client, base)
     except subprocess.SubprocessError as error:
         last = (getattr(error, "stdout", None) or str(error)).strip().splitlines()[-1]
-        yield "?", "install", False, last
+        yield "?", "install", time.monotonic() - began, False, last
         return
     version = installed(python, client)
     command = [python, str(HERE / f"use_{client}.py"), url, model, tokenizer]
@@ -74,24 +82,25 @@ def outcomes(client: str, url: str, model: str, tokenizer: str) -> Iterator[tupl
         for line in script.stdout:
             if line.startswith('{"check"'):
                 told = json.loads(line)
-                yield version, told["check"], told["ok"], told["said"].replace("|", "\\|")
+                yield version, told["check"], told["seconds"], told["ok"], told["said"].replace("|", "\\|")
         limit.cancel()
         if status := script.wait():
             complaints.seek(0)
             said = " ".join(complaints.read().split())[-400:]
-            yield version, "all", False, f"exit status {status} (it has {CLIENT_SECONDS} s): {said}"
+            seconds = time.monotonic() - began
+            yield version, "all", seconds, False, f"exit status {status} (it has {CLIENT_SECONDS} s): {said}"
 
 
-def environment(client: str) -> str:
-    """The Python of a client's environment, which is made if it isn't there or its requirements have changed."""
+def environment(client: str, base: str) -> str:
+    """The Python of a client's environment. `base` makes it if it isn't there or its requirements have changed."""
     wanted = requirements(client)
     folder = VENVS / client
     python, ready = folder / "bin" / "python", folder / ".ready"
-    key = hashlib.sha256(b"".join(file.read_bytes() for file in wanted)).hexdigest()
+    key = hashlib.sha256(b"".join([base.encode(), *(file.read_bytes() for file in wanted)])).hexdigest()
     if not ready.exists() or ready.read_text() != key:
         print(f"installing {client}", file=sys.stderr, flush=True)
         shell = {"check": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], **shell)
+        subprocess.run([base, "-m", "venv", "--clear", str(folder)], **shell)
         for file in wanted:
             options = ["--no-deps"] if file.stem.endswith("-alone") else []
             pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *options]
