@@ -59,6 +59,11 @@ class Parser:
         self._think = first(thinking) if first else None
         self._tools: Scanner | None = second(tools) if second else None
 
+    @property
+    def past_reasoning(self) -> bool:
+        """Whether no reasoning can follow."""
+        return self._think is not None and self._think.past
+
     def push(self, text: str) -> list[Piece]:
         """Add text; returns the pieces that it completes."""
         if not text:

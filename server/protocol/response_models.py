@@ -31,11 +31,19 @@ class PromptTokensDetails(Object):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Object):
+    reasoning_tokens: int
+
+
 class Usage(Object):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class ChatUsage(Usage):
+    completion_tokens_details: CompletionTokensDetails
 
 
 class Speculation(Object):
@@ -144,13 +152,13 @@ class Response(Object):
 class ChatCompletion(Response, Extras):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ChatUsage
 
 
 class ChatCompletionChunk(Response, Extras):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: ChatUsage | None = None
 
 
 class CompletionLogprobs(Object):

@@ -12,6 +12,7 @@ from typing import Any
 from jaxspec.request import Delta, SamplingParams
 from server.logprobs import chat_logprobs
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Parser, Piece
+from server.replies.reasoning import ReasoningTokens
 from server.replies.reply import Choice, Prompt, Reply
 from server.speech import PLAIN, Speech, called
 
@@ -26,9 +27,25 @@ class ChatReply(Reply):
         self.speech = speech
         self._parsers: dict[int, Parser] = {}
         self._callers: set[int] = set()  # choices that have called a tool
+        self._reasoning: dict[int, ReasoningTokens] = {}  # by choice, if the model reasons
 
     def whole(self) -> dict[str, Any]:
         return super().whole() | self._report(0)
+
+    def usage(self) -> dict[str, Any]:
+        reasoning = sum(choice.count for choice in self._reasoning.values())
+        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+
+    def _count(self, prompt: int, delta: Delta) -> Delta:
+        delta = super()._count(prompt, delta)
+        if self.speech.reasoning:
+            index = prompt * self.params.n + delta.index
+            if index not in self._reasoning:
+                self._reasoning[index] = ReasoningTokens(self.speech, self.params, self.names.tokenizer)
+            self._reasoning[index].push(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._reasoning[index].finish()
+        return delta
 
     def _opening(self, prompt: int, index: int) -> str:
         delta = {"role": "assistant", "content": ""}

@@ -14,6 +14,7 @@ from typing import Any
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
 from server.logprobs import TokenNames, chat_logprobs
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
+from server.replies.reasoning import ReasoningTokens
 from server.replies.reply import Job, Prompt, encode
 from server.replies.speculation import Speculation
 from server.speech import Speech
@@ -47,7 +48,8 @@ class ResponsesReply:
         self._text: list[str] = []  # of its part, or its arguments
         self._logprobs: list[TokenLogprobs] = []  # of its part
         self._untold: list[TokenLogprobs] = []  # of tokens whose text hasn't come yet
-        self._tokens = self._reasoning_tokens = self._cached = 0
+        self._tokens = self._cached = 0
+        self._reasoning = ReasoningTokens(speech, params, names.tokenizer) if speech.reasoning else None
         self._speculation = Speculation()
 
     def jobs(self) -> list[Job]:
@@ -83,13 +85,15 @@ class ResponsesReply:
 
     def _advance(self, delta: Delta) -> str:
         self._tokens += len(delta.token_ids)
+        if self._reasoning:
+            self._reasoning.push(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._reasoning.finish()
         self._untold += delta.logprobs or ()
         pieces = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += self._parser.finish()
         events = "".join([self._take(piece) for piece in self._speech.kept(pieces)])
-        if self._kind == REASONING:
-            self._reasoning_tokens += len(delta.token_ids)
         return events if delta.finish_reason is None else events + self._end(delta)
 
     def _take(self, piece: Piece) -> str:
@@ -169,7 +173,7 @@ class ResponsesReply:
             "input_tokens": given,
             "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
             "output_tokens": self._tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.count if self._reasoning else 0},
             "total_tokens": given + self._tokens,
         }
 

@@ -101,6 +101,38 @@ def test_a_stream_says_what_the_whole_says(step):
         assert gather(chat.create(**ASK, **TOOLS, stream=True)) == [said(whole)]
 
 
+@pytest.mark.parametrize("step", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    ("format", "reasoning", "rest"),
+    [
+        ("qwen3", "<think>\nhm ☃ a < b\n", f"</think>\n\nI look.\n{OSLO}"),
+        ("qwen3", "<think>cut off", ""),
+        ("qwen3", "", "no reasoning <think>at all</think>"),
+        ("deepseek_r1", "no opening marker", "</think>ok"),
+        ("harmony", "<|channel|>analysis<|message|>hm ☃", "<|end|><|start|>assistant<|channel|>final<|message|>ok"),
+        (None, "", "<think>hm</think>ok"),
+    ],
+)
+def test_reasoning_tokens_are_counted_however_they_arrive(step, format, reasoning, rest):
+    """A byte is a token."""
+    text, expected = reasoning + rest, len(reasoning.encode())
+    tools = "harmony" if format == "harmony" else "hermes"
+    with speaking(text, step, format or "none", tools) as (chat, _):
+        usage = chat.create(**ASK, n=2).usage
+        assert usage.completion_tokens == 2 * len(text.encode())
+        assert usage.completion_tokens_details.reasoning_tokens == 2 * expected
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = list(chat.create(**ASK, n=2, stream=True, stream_options=options))
+        counts = [chunk.usage.completion_tokens_details.reasoning_tokens for chunk in chunks]
+        assert counts == sorted(counts) and chunks[-1].usage == usage
+
+        responses = chat._client.responses
+        asked = {"model": "fake/model", "input": "hi"}
+        events = list(responses.create(**asked, stream=True))
+        for response in (responses.create(**asked), events[-1].response):
+            assert response.usage.output_tokens_details.reasoning_tokens == expected
+
+
 def test_content_is_null_beside_a_call_alone():
     with speaking(OSLO) as (chat, _):
         message = chat.create(**ASK, **TOOLS).choices[0].message
