@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, required=True, metavar="FOLDER", help="JSON files, in any depth of folders")
     add("--schemas", type=positive, default=300, metavar="N", help="taken evenly from the data (%(default)s)")
     add("--model", default="smollm2-135m-instruct", help="as the server's --model (%(default)s)")
-    add("--drafts", default="none,ngram", metavar="D,D,...", help="drafters, the first of which leads (%(default)s)")
+    add("--drafts", default="none,ngram", metavar="D,D,...",
+        help="drafters, the first of which leads; eagle3@4 drafts trees of --topk 4 (%(default)s)")  # fmt: skip
     add("--temperatures", type=numbers(float, 0.0, 2.0, "0,1"), default="0,1", metavar="T,T", help="(%(default)s)")
     add("--new-tokens", type=positive, default=200, help="most of a text (%(default)s)")
     add("--closing", type=float, default=4.0, help="added to the logits of what ends values (%(default)s)")
@@ -77,8 +78,11 @@ def run(args: argparse.Namespace, result: Result) -> None:
     leading: dict[float, list[list[int]]] = {}
     compiled: list[Case] = []
     for draft in args.drafts.split(","):
-        llm = LLM(args.model, draft, max_running_requests=args.requests, skip_warmup=True, few_programs=True,
-                  context_length=min(4096, args.new_tokens + 64), decode_log_interval=0)  # fmt: skip
+        method, _, topk = draft.partition("@")
+        if topk and not topk.isdecimal():
+            raise BenchError(f"--drafts {draft}: {topk!r} isn't a --topk; write a whole number behind the @")
+        llm = LLM(args.model, method, topk=int(topk or 1), max_running_requests=args.requests, skip_warmup=True,
+                  few_programs=True, context_length=min(4096, args.new_tokens + 64), decode_log_interval=0)  # fmt: skip
         if not leading:
             compiled = walk(llm, chosen, result)
         for temperature in args.temperatures:

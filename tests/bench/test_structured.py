@@ -43,6 +43,13 @@ def test_schemas_are_compiled_walked_and_generated_from(data, tmp_path, capsys):
     assert "texts generated" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("draft", "says"), [("ngram@2", "--topk"), ("eagle@x", "'x' isn't a --topk")])
+def test_a_drafter_of_trees_is_named_with_its_topk(data, capsys, draft, says):
+    with pytest.raises(SystemExit, match="2"):
+        main(["schemas", "--model", folder(), "--data", str(data), "--drafts", draft])
+    assert says in capsys.readouterr().err
+
+
 def test_an_invalid_text_would_show(capsys):
     from types import SimpleNamespace
 
