@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,15 @@ STEPS = instructions((DEPLOY / "Dockerfile").read_text())
 LAST = dict(STEPS)
 PATTERNS = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+needs_promtool = pytest.mark.skipif(
+    not shutil.which("promtool"), reason="promtool not found; on Debian: apt install prometheus"
+)
+
+
+def promtool(*args):
+    """Its exit status; what it says is shown when a test fails."""
+    return subprocess.run(["promtool", *map(str, args)]).returncode
 
 
 def flags(argv):
@@ -113,9 +123,39 @@ def test_the_unit_starts_the_server_and_gives_it_time_to_drain():
     assert int(service["TimeoutStopSec"]) > drain + LAST_SECONDS
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool not found; on Debian: apt install prometheus")
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze not found")
+def test_systemd_knows_every_setting_of_the_unit(tmp_path):
+    """It ignores unknown ones, with a warning."""
+    unit = tmp_path / "jaxspec.service"
+    unit.write_text((DEPLOY / "jaxspec.service").read_text().replace("/opt/jaxspec/bin/python", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    said = [line for line in (done.stdout + done.stderr).splitlines() if str(unit) in line or unit.name in line]
+    assert (done.returncode, said) == (0, [])
+
+
+@needs_promtool
 def test_prometheus_takes_its_configuration():
-    done = subprocess.run(
-        ["promtool", "check", "config", str(DEPLOY / "prometheus.yml")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert promtool("check", "config", DEPLOY / "prometheus.yml") == 0
+
+
+@needs_promtool
+def test_prometheus_can_read_every_query_of_the_dashboard(tmp_path):
+    panels = json.loads((DEPLOY / "grafana" / "jaxspec.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    plain = [query.replace("$__rate_interval", "1m").replace("$model_name", "m") for query in queries]
+    assert not any("$" in query for query in plain), "a variable that the dashboard doesn't define"
+    rules = [{"record": f"panel:query:{i}", "expr": query} for i, query in enumerate(plain)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    assert promtool("check", "rules", tmp_path / "rules.yml") == 0
+
+
+def test_grafana_finds_prometheus_and_the_dashboard():
+    grafana = COMPOSE["services"]["grafana"]
+    at = {source: target for source, target, *_ in (mount.split(":") for mount in grafana["volumes"])}
+    (source,) = yaml.safe_load((DEPLOY / "grafana" / "datasource.yaml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((DEPLOY / "grafana" / "provider.yaml").read_text())["providers"]
+    host, port = source["url"].removeprefix("http://").split(":")
+    assert source["type"] == "prometheus" and COMPOSE["services"][host]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    home = at["./grafana/jaxspec.json"]
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == home
+    assert str(Path(home).parent) == provider["options"]["path"]
