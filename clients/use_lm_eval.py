@@ -58,7 +58,7 @@ def completions_generated(url, model, tokenizer):
 
 @check
 def chats_generated(url, model, tokenizer):
-    name, value = evaluate("capitals_text", model, url, chat=True)
+    name, value = evaluate("capitals_chat", model, url, chat=True)
     assert value >= 0.75, value
     return f"{name} {value:.2f} of 4"
 
