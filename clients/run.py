@@ -8,9 +8,8 @@ pins, because they don't agree on the versions of what they share. Prints a tabl
     python clients/run.py --url http://host:30000 --model NAME --tokenizer FOLDER
     python clients/run.py --python python3.11   with another Python's environments
 
-Needs a package index; takes 4 GiB of disk, and half an hour the first time. guidellm depends on torch, whose wheels for
-Linux bring CUDA along, 3 GiB more. A CPU build is taken where pip's own settings (`PIP_EXTRA_INDEX_URL`,
-`PIP_FIND_LINKS`) lead to one.
+Needs a package index, 5 GiB of disk, and half an hour the first time. guidellm needs torch, which brings CUDA on Linux,
+3 GiB more. A CPU build is taken where pip's own settings (`PIP_EXTRA_INDEX_URL`, `PIP_FIND_LINKS`) lead to one.
 """
 
 from __future__ import annotations
