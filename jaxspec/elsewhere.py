@@ -1,7 +1,7 @@
 """What vLLM and SGLang call options whose names here are others, so that who types those is told ours.
 
 Names are spelt with underscores and without leading dashes. Nothing here is accepted as an option: `meant` explains one
-in an error message, and `server.translate` rewrites a whole command line.
+in an error message, and `server.cli.translate` rewrites a whole command line.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
 A request comes in through what stands before the routes:
 
-    connections   how many, and how long each may stand still      gate     API key, size of a body, request id
-    body, json_reader, workers   large bodies beside the streams   cors     pages of other origins
-    errors, refusals   OpenAI's error format, and the log of it    openapi  the API's description, and /docs
+    http/         connections and their limits; the gate: API key, size of a body, request id; bodies; pages of other
+                  origins; errors in OpenAI's format and the log of them; the API's description, and /docs
 
 is served by
 
-    routes/       one file a group of routes      protocol/  what a request may say
-    generate      prompts in, deltas out          replies/   what a response says; logprobs
-    speech, tool_prompt, structured   how the model speaks: tools and reasoning in its prompt and its text
+    app           puts all of this together       routes/    one file a group of routes
+    generate      prompts in, deltas out          protocol/  what a request may say
+    workers       threads for what takes long     replies/   what a response says
+    chat/         how the model speaks: tools and reasoning in its prompt, its text and its grammar
     parsers/      text in; reasoning, content and tool calls out
 
-and seen in `metrics`, `logs` and `playground/`. `options` and `translate` read the command line.
+and seen in `metrics`, `logs` and `playground/`. `cli/` has the flags, and translates other servers' command lines.
 
 Only `routes` and `generate` talk to the engine; nothing in here touches an array.
 """

@@ -26,9 +26,9 @@ from jaxspec.llm import EngineDead
 from jaxspec.tokenizer import TokenizerError
 from server import logs
 from server.app import create_app
-from server.connections import Connection, allow_open_files
-from server.cors import cors_options
-from server.options import UsageError, parse
+from server.cli.options import UsageError, parse
+from server.http.connections import Connection, allow_open_files
+from server.http.cors import cors_options
 
 log = logging.getLogger("jaxspec.server")
 

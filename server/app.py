@@ -12,10 +12,11 @@ from fastapi import FastAPI
 
 import jaxspec
 from jaxspec import AsyncLLM
-from server import errors, openapi
-from server.body import BodyRoute
-from server.cors import allow_origins
-from server.gate import Gate
+from server.chat.speech import Formats
+from server.http import errors, openapi
+from server.http.body import BodyRoute
+from server.http.cors import allow_origins
+from server.http.gate import Gate
 from server.metrics import Metrics
 from server.routes.generation import add_generation
 from server.routes.health import add_health
@@ -25,7 +26,6 @@ from server.routes.responses import add_responses
 from server.routes.serving import Serving
 from server.routes.sglang import add_sglang
 from server.routes.tokens import add_tokens
-from server.speech import Formats
 
 
 def create_app(

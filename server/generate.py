@@ -19,11 +19,11 @@ from jaxspec import AsyncLLM
 from jaxspec.llm import LONG_PROMPT
 from jaxspec.request import CONTEXT_EXCEEDED, Delta, RequestError
 from jaxspec.tokenizer import Tokenizer, TokenizerError, TooLong
-from server.errors import describe
+from server.chat.speech import Formats
+from server.http.errors import describe
 from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
 from server.replies import Answer, Job, Prompt
-from server.speech import Formats
 from server.workers import Workers
 
 Deltas = AsyncGenerator[tuple[int, Delta]]

@@ -14,8 +14,8 @@ import yaml
 
 from scripts.run_dockerfile import ignored, instructions
 from server.__main__ import LAST_SECONDS
-from server.gate import OPEN_PATHS
-from server.options import parse
+from server.cli.options import parse
+from server.http.gate import OPEN_PATHS
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

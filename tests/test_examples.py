@@ -21,7 +21,7 @@ from jaxspec.config import EngineConfig, flag
 from jaxspec.draft import DraftBatch, PrefillBatch, Verified
 from jaxspec.drafters import DRAFTERS
 from jaxspec.train import loop
-from server.options import SERVER_DEFAULTS, make_parser
+from server.cli.options import SERVER_DEFAULTS, make_parser
 from tests.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.request import Delta, SamplingParams
-from server.logprobs import chat_logprobs
+from server.chat.speech import PLAIN, Speech, called
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Parser, Piece
+from server.replies.logprobs import chat_logprobs
 from server.replies.reasoning import ReasoningTokens
 from server.replies.reply import Choice, Prompt, Reply
-from server.speech import PLAIN, Speech, called
 
 
 class ChatReply(Reply):

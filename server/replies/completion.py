@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
-from server.logprobs import Offsets, completion_logprobs
+from server.replies.logprobs import Offsets, completion_logprobs
 from server.replies.reply import Choice, Prompt, Reply
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from jaxspec.request import SamplingParams
 from jaxspec.tokenizer import Detokenizer, Tokenizer
+from server.chat.speech import Speech
 from server.parsers import REASONING, Parser, Piece
-from server.speech import Speech
 
 
 class ReasoningTokens:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
 from jaxspec.tokenizer import Detokenizer
-from server.logprobs import TokenNames, prompt_logprobs
+from server.replies.logprobs import TokenNames, prompt_logprobs
 from server.replies.speculation import Speculation
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode

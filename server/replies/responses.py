@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
-from server.logprobs import TokenNames, chat_logprobs
+from server.chat.speech import Speech
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
+from server.replies.logprobs import TokenNames, chat_logprobs
 from server.replies.reasoning import ReasoningTokens
 from server.replies.reply import Job, Prompt, encode
 from server.replies.speculation import Speculation
-from server.speech import Speech
 
 PARTS = {CONTENT: "output_text", REASONING: "reasoning_text"}
 

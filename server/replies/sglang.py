@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxspec.request import Delta, TokenLogprobs
-from server.logprobs import FLOOR, TokenNames
+from server.replies.logprobs import FLOOR, TokenNames
 from server.replies.reply import DONE, Job, encode, event
 from server.replies.speculation import Speculation
 

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from server.errors import chat_fields
-from server.openapi import stream_of
+from server.http.errors import chat_fields
+from server.http.openapi import stream_of
 from server.protocol import ChatRequest, CompletionRequest
 from server.protocol.generation import Generation
 from server.protocol.response_models import ChatCompletion, ChatCompletionChunk, Completion

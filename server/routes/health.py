@@ -10,7 +10,7 @@ import asyncio
 from fastapi import FastAPI
 
 from jaxspec import AsyncLLM, SamplingParams
-from server.errors import ApiError, describe, engine_died
+from server.http.errors import ApiError, describe, engine_died
 from server.metrics import Metrics
 from server.protocol.response_models import Health
 

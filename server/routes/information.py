@@ -13,7 +13,7 @@ from fastapi.responses import PlainTextResponse, Response
 
 import jaxspec
 from jaxspec import AsyncLLM
-from server.errors import ApiError, engine_died
+from server.http.errors import ApiError, engine_died
 from server.metrics import Metrics
 from server.protocol.response_models import Flushed, ModelCard, ModelList
 

@@ -13,11 +13,11 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 
 from jaxspec.request import RequestError, SamplingParams
-from server.errors import ApiError
+from server.http.errors import ApiError
 from server.protocol import ChatRequest
 from server.protocol.responses import PLACES, ResponsesRequest
 from server.replies.responses import ResponsesReply
-from server.responses_store import ResponseStore, Stored
+from server.routes.responses_store import ResponseStore, Stored
 from server.routes.serving import Serving
 
 

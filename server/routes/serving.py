@@ -13,14 +13,14 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from jaxspec import AsyncLLM, RequestError
-from server.errors import GONE, ApiError, describe, engine_died
+from server.chat.speech import Formats, Speech
 from server.generate import ClientGone, EventStream, chat_prompt, collect, completion_prompts, run, unless_gone
-from server.logprobs import TokenNames
+from server.http.errors import GONE, ApiError, describe, engine_died
 from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
 from server.protocol.base import shown
 from server.replies import Answer, Prompt, encode
-from server.speech import Formats, Speech
+from server.replies.logprobs import TokenNames
 
 
 @dataclass

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from jaxspec import RequestError
 from jaxspec.llm import LONG_PROMPT
 from jaxspec.tokenizer import Tokenizer
-from server.errors import ApiError
+from server.http.errors import ApiError
 from server.protocol import CompletionRequest
 from server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from server.routes.serving import Serving

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jaxspec.request import TokenLogprobs
-from server.logprobs import FLOOR, Offsets, TokenNames, completion_logprobs
+from server.replies.logprobs import FLOOR, Offsets, TokenNames, completion_logprobs
 from tests.server.fake import TEXT
 from tests.test_tokenizer import SENTENCEPIECE
 

@@ -20,7 +20,7 @@ import pytest
 
 from jaxspec import AsyncLLM
 from server.app import create_app
-from server.connections import Connection, allow_open_files
+from server.http.connections import Connection, allow_open_files
 from tests.server.fake import FakeLLM
 from tests.server.live import serving, wait_for
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint

@@ -10,13 +10,13 @@ from pydantic import BaseModel
 from jaxspec.config import EngineConfig
 from jaxspec.request import Delta, RequestMetrics, SamplingParams, TokenLogprobs
 from server.app import create_app
-from server.logprobs import TokenNames
+from server.chat.speech import Speech
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from server.protocol.responses import messages
 from server.replies import Prompt
+from server.replies.logprobs import TokenNames
 from server.replies.responses import ResponsesReply
-from server.responses_store import ResponseStore
-from server.speech import Speech
+from server.routes.responses_store import ResponseStore
 from tests.server.fake import TEXT, byte_tokenizer
 from tests.server.live import serving
 from tests.server.test_tools import Scripted

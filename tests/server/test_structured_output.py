@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from jaxspec import AsyncLLM, SamplingParams, StructuredOutput
 from jaxspec.structured.grammar import Grammars
 from server.app import create_app
-from server.speech import Speech
+from server.chat.speech import Speech
 from tests.server.fake import byte_tokenizer
 from tests.server.live import serving
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint

@@ -11,7 +11,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from server.app import create_app
-from server.speech import Formats
+from server.chat.speech import Formats
 from tests.server.fake import FakeLLM, byte_tokenizer
 from tests.server.live import serving
 from tests.server.parsers.cases import AREA, WEATHER, coder, hermes

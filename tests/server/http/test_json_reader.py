@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.request import RequestError
-from server.json_reader import MAX_DEPTH, MAX_DIGITS, MAX_ITEMS, MAX_KEY, MAX_STRING, MAX_VALUES, parse
+from server.http.json_reader import MAX_DEPTH, MAX_DIGITS, MAX_ITEMS, MAX_KEY, MAX_STRING, MAX_VALUES, parse
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(

@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from server.app import create_app
-from server.cors import cors_options
-from server.options import UsageError, parse
+from server.cli.options import UsageError, parse
+from server.http.cors import cors_options
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
 

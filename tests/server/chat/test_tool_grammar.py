@@ -12,8 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from jaxspec.request import RequestError
 from jaxspec.structured.grammar import source
+from server.chat.tool_grammar import tool_call_grammar
 from server.parsers import parse
-from server.structured import tool_call_grammar
 from tests.server.fake import byte_tokenizer
 from tests.server.parsers.cases import tool
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.config import EngineConfig
 from jaxspec.flags import engine_options
-from server.options import UsageError, parse
+from server.cli.options import UsageError, parse
 
 
 def answer(line):

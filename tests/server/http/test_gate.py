@@ -7,10 +7,10 @@ import re
 import httpx
 import pytest
 
-from server import refusals
 from server.app import create_app
-from server.gate import MAX_BODY_BYTES
-from server.refusals import LINES, Refusals, safe
+from server.http import refusals
+from server.http.gate import MAX_BODY_BYTES
+from server.http.refusals import LINES, Refusals, safe
 from tests.server.fake import FakeLLM
 from tests.server.live import serving, wait_for
 

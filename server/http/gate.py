@@ -17,8 +17,8 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import FAILED, GONE, ApiError
-from server.refusals import Refusals
+from server.http.errors import FAILED, GONE, ApiError
+from server.http.refusals import Refusals
 
 log = logging.getLogger("jaxspec.server")
 

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from jaxspec.request import RequestError
-from server.errors import GONE
-from server.json_reader import parse
+from server.http.errors import GONE
+from server.http.json_reader import parse
 from server.workers import Workers
 
 INLINE = 16 * 2**10  # bytes that are read in a few milliseconds, whatever they are

@@ -13,13 +13,13 @@ from typing import Any
 
 from jaxspec.request import RequestError, SamplingParams, StructuredOutput
 from jaxspec.tokenizer import Tokenizer
+from server.chat.tool_grammar import tool_call_grammar
+from server.chat.tool_prompt import write_tools
 from server.parsers import CALL, PARSERS, REASONING_PARSERS, Parser, Piece
 from server.parsers.defaults import mentions_tools, reasoning_default, tool_default
 from server.parsers.think import Think
 from server.protocol.chat import ChatRequest
 from server.protocol.tools import Named
-from server.structured import tool_call_grammar
-from server.tool_prompt import write_tools
 
 log = logging.getLogger("jaxspec.server")
 

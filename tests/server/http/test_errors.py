@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.tokenizer import TokenizerError
 from server.app import create_app
-from server.gate import MAX_BODY_BYTES
+from server.http.gate import MAX_BODY_BYTES
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
 

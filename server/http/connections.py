@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from server.errors import error_body
+from server.http.errors import error_body
 
 log = logging.getLogger("jaxspec.server")
 

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from jaxspec.request import INTEGERS, NUMBERS, RequestError, SamplingParams
-from server.gate import MAX_BODY_BYTES
+from server.http.gate import MAX_BODY_BYTES
 from server.protocol.response_models import ChatCompletion, ChatCompletionChunk, Completion
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -187,4 +187,4 @@ def test_what_json_schema_cannot_say_is_refused_and_listed(http, schema, name):
     headers = {"Content-Type": "application/json"}
     assert valid(schema, path, body)
     assert http.post(path, content=json.dumps(body), headers=headers).status_code == 400
-    assert f"| {name} |" in (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    assert f"| {name} |" in (Path(__file__).parents[3] / "docs/serving.md").read_text()

@@ -12,7 +12,7 @@ from jaxspec.flags import engine_options
 from jaxspec.options import flag, options_of
 from server import __main__ as command
 from server.app import create_app
-from server.options import UsageError, make_parser, parse
+from server.cli.options import UsageError, make_parser, parse
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
 

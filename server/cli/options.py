@@ -15,9 +15,9 @@ from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
 from jaxspec.flags import add_engine_flags, natural, positive
 from jaxspec.options import flag
 from server import logs
-from server.cors import add_cors_flags
+from server.cli.translate import PROGRAM, pairs, translate, without_launcher
+from server.http.cors import add_cors_flags
 from server.parsers import PARSERS, REASONING_PARSERS
-from server.translate import PROGRAM, pairs, translate, without_launcher
 
 
 def _seconds(text: str) -> float:

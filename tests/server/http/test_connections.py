@@ -10,9 +10,9 @@ from functools import partial
 import httpx
 import pytest
 
-from server import connections
 from server.app import create_app
-from server.connections import Connection, allow_open_files
+from server.http import connections
+from server.http.connections import Connection, allow_open_files
 from tests.server.fake import FakeLLM
 from tests.server.live import serving, wait_for
 
