@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.checkpoint import CheckpointError, resolve
-from jaxspec.config import ModelConfig
+from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.functions import rope_frequencies
-from jaxspec.decoder.spec import Norm
+from jaxspec.decoder.spec import LinearScaling, Norm, Rope
 from tests.test_checkpoint import assert_same, load
 from tests.tiny import random_tensors, tiny_checkpoint, tiny_config
 
@@ -22,11 +22,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
 def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None, rope_freqs=None, **metadata) -> None:
-    """As llama.cpp's converter does: its names, and for llama the rows of q and k interleaved."""
-    family, heads = hf["model_type"], {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
+    """As llama.cpp's converter does: its names, and for Llama and Mistral, which it calls "llama", the rows of q and k
+    interleaved."""
+    family = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
+    heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
     names = {
         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
@@ -44,10 +48,23 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
     writer.add_key_length(hf["head_dim"])
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     writer.add_rope_freq_base(hf["rope_theta"])
+    if scaling := hf.get("rope_scaling"):
+        if scaling["rope_type"] != "llama3":
+            writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
+            writer.add_rope_scaling_factor(scaling["factor"])
+        if scaling["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        adds = {
+            "attention_factor": writer.add_rope_scaling_yarn_attn_factor,
+            "beta_fast": writer.add_rope_scaling_yarn_beta_fast,
+            "beta_slow": writer.add_rope_scaling_yarn_beta_slow,
+        }
+        for key in adds.keys() & scaling.keys():
+            adds[key](scaling[key])
     writer.add_eos_token_id(5)
     writer.add_uint32("tokenizer.ggml.eot_token_id", 6)
     for key, value in metadata.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         add(key.replace("__", ".").replace("ARCH", family), value)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs)
@@ -71,8 +88,14 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
     [
         ("llama", {}),
         ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("llama", {"rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 24.0, "beta_slow": 2.0}}),
+        ("mistral", {"rope_scaling": LINEAR, "sliding_window": None}),
+        ("mistral", {"tie_word_embeddings": True}),
+        ("qwen2", {"rope_scaling": YARN}),
+        ("qwen2", {"tie_word_embeddings": True, "rope_scaling": LINEAR}),
         ("qwen3", {}),
-        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "rope_scaling": LINEAR}),
+        ("qwen3", {"rope_scaling": YARN | {"beta_fast": 24.0}}),
     ],
 )
 def test_gguf_equals_safetensors(tmp_path, family, options):
@@ -85,6 +108,8 @@ def test_gguf_equals_safetensors(tmp_path, family, options):
     assert norm.eps == pytest.approx(1e-6)  # stored as float32
     assert repr(decoder).replace(repr(norm), repr(Norm(1e-6))) == repr(expected.config.decoder)
     differ = {"eos_token_ids": (5, 6), "decoder": decoder}
+    if family == "mistral":  # whose name isn't in the file
+        differ["model_type"] = "llama"
     assert {**vars(expected.config), **differ} == vars(model.config)
     assert_same(load(tmp_path).params, expected.params)  # a folder with this one file
     assert model.tokenizer is None
@@ -98,6 +123,12 @@ def test_gguf_weights_are_dequantised(tmp_path, quant, tolerance):
     assert_same(load(tmp_path / "m.gguf").params, load(source).params, tolerance)
 
 
+def tiny(**options) -> tuple[dict, dict[str, np.ndarray]]:
+    """Config and tensors of a Llama."""
+    hf = tiny_config("llama", **options)
+    return hf, random_tensors(hf, 0)
+
+
 def rope_divisors(theta: float, head_dim: int) -> np.ndarray:
     """What llama.cpp's converter writes for Llama 3.2: one divisor for each rotary frequency, by its wavelength."""
     divisors = []
@@ -109,8 +140,8 @@ def rope_divisors(theta: float, head_dim: int) -> np.ndarray:
 
 
 def test_gguf_rope_factors_become_llama3_scaling(tmp_path):
-    hf = tiny_config("llama", rope_theta=500000.0, rope_scaling=LLAMA3, head_dim=64)
-    tensors, divisors = random_tensors(hf, 0), rope_divisors(5e5, 64)
+    hf, tensors = tiny(rope_theta=500000.0, rope_scaling=LLAMA3, head_dim=64)
+    divisors = rope_divisors(5e5, 64)
     write_gguf(tmp_path / "m.gguf", hf, tensors, rope_freqs=divisors)
     expected, found = ModelConfig.from_hf(hf), resolve(str(tmp_path / "m.gguf")).config
     assert found.decoder.attention.rope == expected.decoder.attention.rope
@@ -125,7 +156,9 @@ def test_gguf_rope_factors_become_llama3_scaling(tmp_path):
     [
         ({"split__count": 3}, "one of 3 parts"),
         ({"ARCH__expert_count": 8}, "mixture of 8 experts"),
-        ({"ARCH__rope__scaling__type": "yarn"}, "llama.rope.scaling.type 'yarn'"),
+        ({"ARCH__rope__scaling__yarn_log_multiplier": 0.1}, r"scaling.yarn_log_multiplier 0.1\d* is not supported"),
+        ({"ARCH__rope__scaling__yarn_ext_factor": 0.5}, "scaling.yarn_ext_factor 0.5 is not supported; supported: 1"),
+        ({"ARCH__rope__scaling__attn_factor": 2.0}, "scaling.attn_factor 2.0 is not supported"),
         ({"ARCH__rope__dimension_count": 8}, "rope.dimension_count must be the head width 16, got 8"),
     ],
 )
@@ -135,10 +168,32 @@ def test_gguf_variants_that_are_not_supported(tmp_path, metadata, message):
         load(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize("keys, rope", [
+    ({"scale_linear": 4.0}, Rope(1e4, LinearScaling(4.0))),  # as old files have it
+    ({"scaling__factor": 4.0}, Rope(1e4, LinearScaling(4.0))),  # llama.cpp's default is linear
+    ({"scaling__type": "none", "scaling__factor": 4.0}, Rope(1e4)),
+    ({"scaling__factor": 0.0}, Rope(1e4)),  # nothing, says llama.cpp
+])  # fmt: skip
+def test_gguf_rope_scaling_is_read_as_llama_cpp_reads_it(tmp_path, keys, rope):
+    write_gguf(tmp_path / "m.gguf", *tiny(), **{f"ARCH__rope__{key}": value for key, value in keys.items()})
+    assert resolve(str(tmp_path / "m.gguf")).config.decoder.attention.rope == rope
+
+
+def test_gguf_rope_scaling_that_is_not_supported(tmp_path):
+    write_gguf(tmp_path / "m.gguf", *tiny(), ARCH__rope__scaling__type="longrope")
+    with pytest.raises(ConfigError, match="rope_type 'longrope' is not supported; supported: default, linear, "):
+        load(tmp_path / "m.gguf")
+    twice = tiny(rope_scaling=LINEAR)
+    write_gguf(tmp_path / "m.gguf", *twice, rope_freqs=rope_divisors(1e4, 16))
+    with pytest.raises(
+        CheckpointError, match=r"scales rotary positions twice: by llama\.rope\.scaling and by the tens"
+    ):
+        load(tmp_path / "m.gguf")
+
+
 def test_damaged_gguf_files(tmp_path):
     file = tmp_path / "m.gguf"
-    hf = tiny_config("llama")
-    write_gguf(file, hf, random_tensors(hf, 0))
+    write_gguf(file, *tiny())
     whole = file.read_bytes()
     for size in (*range(24, 1500, 97), len(whole) - 200):  # in the header and in the last tensor
         file.write_bytes(whole[:size])

@@ -85,7 +85,6 @@ def tiny_config(family: str = "qwen3", vocab: int = 64, eos: int | None = None, 
     }
 
 
-@functools.cache
 def tiny_checkpoint(
     family: str = "qwen3", vocab: int = 64, seed: int = 0, tokenizer: bool = False, eos: int | None = None, **overrides
 ) -> Path:
@@ -94,13 +93,19 @@ def tiny_checkpoint(
     `tokenizer` adds a byte-level one (token id = UTF-8 byte, then `SPECIAL_TOKENS`) with a chat template; the
     vocabulary must then hold `BYTE_VOCAB` tokens. A test that changes the files must copy the folder first.
     """
-    folder = Path(tempfile.mkdtemp(dir=_root.name, prefix=f"{family}-{vocab}-{seed}-"))
-    hf = tiny_config(family, vocab, eos, **overrides)
-    (folder / "config.json").write_text(json.dumps(hf, indent=1))
+    if tokenizer and vocab < BYTE_VOCAB:
+        raise ValueError(f"a byte-level tokenizer needs vocab >= {BYTE_VOCAB}, got {vocab}")
+    return _written(json.dumps(tiny_config(family, vocab, eos, **overrides), indent=1), seed, tokenizer)
+
+
+@functools.cache
+def _written(config: str, seed: int, tokenizer: bool) -> Path:
+    hf = json.loads(config)
+    prefix = f"{hf['model_type']}-{hf['vocab_size']}-{seed}-"
+    folder = Path(tempfile.mkdtemp(dir=_root.name, prefix=prefix))
+    (folder / "config.json").write_text(config)
     save_file(random_tensors(hf, seed), folder / "model.safetensors", metadata={"format": "pt"})
     if tokenizer:
-        if vocab < BYTE_VOCAB:
-            raise ValueError(f"a byte-level tokenizer needs vocab >= {BYTE_VOCAB}, got {vocab}")
         write_byte_tokenizer(folder)
     return folder
 

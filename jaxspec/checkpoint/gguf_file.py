@@ -21,8 +21,8 @@ from jaxspec.config import ConfigError, ModelConfig, end_tokens, shown
 from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.tokenizer import Tokenizer
 
-# general.architecture -> whether its q and k rows are stored in the interleaved rotary order
-_ARCHITECTURES = {"llama": True, "qwen3": False}
+# general.architecture -> whether its q and k rows are stored in the interleaved rotary order. Mistral is "llama" too.
+_ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -135,6 +135,7 @@ class GgufFile:
             "eos_token_id": end_tokens(*ends),
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "dtype": {"F32": "float32", "F16": "float16"}.get(embedding.type.name if embedding else "", "bfloat16"),
+            "rope_scaling": self._rope_scaling(),
         }
         return self._with_rope_factors(hf) if _ROPE_FACTORS in self._places else ModelConfig.from_hf(hf)
 
@@ -144,8 +145,13 @@ class GgufFile:
             raise CheckpointError(
                 f"{self.path}: mixture of {shown(experts)} experts is not supported; only dense models are"
             )
-        if (kind := self._value("rope.scaling.type", "none")) != "none":
-            raise CheckpointError(f"{self.path}: {self._architecture}.rope.scaling.type {shown(kind)} is not supported")
+        # What llama.cpp multiplies YaRN's frequencies and logits by, beyond what a config.json can say.
+        for key, plain in (("attn_factor", 1), ("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
+            if (found := self._value(f"rope.scaling.{key}", plain)) != plain:
+                raise CheckpointError(
+                    f"{self.path}: {self._architecture}.rope.scaling.{key} {shown(found)} is not supported; "
+                    f"supported: {plain}. Use the model's safetensors folder instead"
+                )
         width = self._count("embedding_length") // self._count("attention.head_count")
         width = self._count("attention.key_length", width)
         for key in ("attention.value_length", "rope.dimension_count"):
@@ -154,9 +160,32 @@ class GgufFile:
                     f"{self.path}: {self._architecture}.{key} must be the head width {width}, got {shown(found)}"
                 )
 
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        """A config.json's `rope_scaling`, as llama.cpp's converter wrote it down; None: positions aren't scaled.
+
+        Llama 3's scaling isn't among the metadata: see `_with_rope_factors`.
+        """
+        factor = self._value("rope.scaling.factor", self._value("rope.scale_linear", 0))  # the latter in old files
+        kind = self._value("rope.scaling.type", "linear" if factor else "none")  # as llama.cpp takes a lone factor
+        if kind == "none":
+            return None
+        keys = {
+            "original_max_position_embeddings": "original_context_length",
+            "attention_factor": "yarn_attn_factor",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+        }
+        given = {name: self._metadata.get(f"{self._architecture}.rope.scaling.{key}") for name, key in keys.items()}
+        return {"rope_type": kind, "factor": factor or 1.0, **given}
+
     def _with_rope_factors(self, hf: dict[str, Any]) -> ModelConfig:
         """llama3 rope scaling, which the file stores only as the divisor of every frequency: find the parameters that
         give those divisors, and make sure that they do."""
+        if hf["rope_scaling"]:
+            raise CheckpointError(
+                f"{self.path} scales rotary positions twice: by {self._architecture}.rope.scaling and by the tensor "
+                f"{_ROPE_FACTORS}; use the model's safetensors folder instead"
+            )
         divisors = self._dequantize(self._places[_ROPE_FACTORS])
         if not (np.isfinite(divisors).all() and (divisors > 0).all()):
             raise CheckpointError(f"{self.path}: tensor {_ROPE_FACTORS} must hold positive numbers")
