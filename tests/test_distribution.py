@@ -28,7 +28,8 @@ from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.tiny import tiny_checkpoint
 
 VOCAB, STOP_ID = 12, 7
-SAMPLES = 100_000  # of each drafter and setting
+SAMPLES = 40_000  # of each drafter and setting; `make exhaustive` takes EXHAUSTIVE
+EXHAUSTIVE = 100_000
 LANES = 512  # slots of each setting that decode together
 COMPLETIONS = 100  # of each request in the run through `LLM`
 PAGE = 16
@@ -144,9 +145,8 @@ class Lanes:
         blocks = [(i, 0, KNOWN - 1, NOTHING, NOTHING) for i in range(n)]
         known = pack_blocks(blocks, [[*PROMPT, *OUTPUT]] * n, self.table, PAGE)
         # Of so many samples, running takes longer than compiling, which is what other tests save (conftest.py).
-        level = {"xla_backend_optimization_level": 1} if SAMPLES > 10_000 else {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(programs, "COMPILER_OPTIONS", level)
+            patch.setattr(programs, "COMPILER_OPTIONS", {"xla_backend_optimization_level": 1})
             self.state = self.programs.prefill(state, known)
             self.programs._program(f"round_{SAMPLED}", n, self.state)
         self.drafted = self.accepted = self.whole_rounds = 0
@@ -184,6 +184,13 @@ def test_round_samples_the_target(name):
         assert lanes.whole_rounds > SAMPLES / 20
     found = {setting: p_values(pairs[setting], exact(params)) for setting, params in SETTINGS.items()}
     assert min(min(p) for p in found.values()) > ALPHA, found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_many_rounds_sample_the_target(name, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SAMPLES", EXHAUSTIVE)
+    test_round_samples_the_target(name)
 
 
 def test_settings_can_be_told_apart():

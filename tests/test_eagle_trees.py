@@ -230,6 +230,7 @@ def test_the_log_says_how_trees_sample(caplog):
 def test_rounds_sample_the_target(monkeypatch):
     """As tests/test_distribution.py has it for all drafters, with fewer samples; and they are plain decoding's own."""
     monkeypatch.setattr(distribution, "PAGE", 32)
+    monkeypatch.setattr(distribution, "LANES", 256)
     folder = eagle.random_eagle3(Path(distribution.checkpoint(5)), (0, 2, 3, 5, 7, 9, 11), (0, 0, 0), 1)
     loaded = load(folder, distribution.model(), topk=3, steps=2, drafts=5)
     monkeypatch.setitem(distribution.DRAFTERS, "tree", lambda: (loaded.drafter, loaded.params))
