@@ -19,12 +19,12 @@ import jaxspec
 from jaxspec.config import ModelConfig
 from jaxspec.decoder.forward import forward as decoder_forward
 from jaxspec.decoder.forward import unembed
-from jaxspec.decoder.functions import rope_frequencies
+from jaxspec.decoder.functions import cos_sin, rope_frequencies
 from jaxspec.decoder.spec import LinearScaling, Yarn
 from jaxspec.mixers import WholeTexts
 from jaxspec.models import MODELS
 from jaxspec.weights import Param
-from tests.tiny import tiny_config
+from tests.tiny import EXTRA, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
 HYBRIDS = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
@@ -76,8 +76,8 @@ def test_logits_match_transformers_at_any_length(variant, length):
     np.testing.assert_allclose(logits[0], expected[f"logits_{length}"], **CLOSE)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "moe" in variant])
-def test_experts_continue_as_in_transformers(variant):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_texts_continue_as_in_transformers(variant):
     """48 tokens on, each the argmax after those before it: a wrong choice of expert would show sooner or later."""
     model, expected = golden(variant)
     lengths = (1, 7, 33, 150)
@@ -174,6 +174,23 @@ def test_bfloat16_stays_bfloat16_but_logits_are_float32(variant):
     # 8 bits of mantissa through three layers: each logit is off by a few hundredths of their spread.
     error = np.asarray(logits[0]) - expected["logits_64"]
     assert error.std() < 0.05 * expected["logits_64"].std()
+
+
+ROPES = json.loads((GOLDEN / "rope.json").read_text())
+LAYOUT = {"num_hidden_layers": 2, "vocab_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8}
+
+
+@pytest.mark.parametrize("entry", ROPES, ids=[f"{e['config']['model_type']}-{i % 6}" for i, e in enumerate(ROPES)])
+def test_rope_tables_are_those_of_transformers(entry):
+    """Of every family with every kind of scaling, attention factor included."""
+    more = EXTRA.get(entry["config"]["model_type"].removesuffix("_text"), {})
+    config = ModelConfig.from_hf({**LAYOUT, **more, **entry["config"]})
+    frequencies = np.array(entry["frequencies"], np.float32)
+    np.testing.assert_allclose(rope_frequencies(config.decoder.attention), frequencies, rtol=2e-6)
+    positions = np.array([0, 1, 500], np.int32)
+    angles = positions[:, None] * frequencies
+    expected = np.cos(angles) * entry["factor"], np.sin(angles) * entry["factor"]
+    np.testing.assert_allclose(cos_sin(positions, config.decoder.attention), expected, atol=5e-4)
 
 
 @pytest.mark.parametrize("variant,scaling", [("qwen2-yarn", Yarn), ("mistral-tied-linear", LinearScaling)])

@@ -9,6 +9,7 @@ Needs PyTorch, which jaxspec and its tests do not. Make an environment for it on
 `checkpoints/NAME` is a Hugging Face folder in float32. `expected/NAME.safetensors` holds, for each prompt length T in
 LENGTHS: `ids_T` i32[T], `logits_T` f32[T, v], and `hidden_T` f32[len(LAYERS), T, d], the residual stream that leaves
 the decoder layers LAYERS (0-based), before any norm. Prompts begin alike, so a batch of them can be padded and cut.
+`greedy_T` i32[48], of T in CONTINUED, goes on from `ids_T`: each token is the argmax after those before it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 HERE = Path(__file__).resolve().parent
-LENGTHS = (1, 2, 7, 16, 17, 64, 150)
+LENGTHS = (1, 2, 7, 16, 17, 33, 64, 150)
+CONTINUED = (1, 7, 33, 150)
+NEW = 48
 LAYERS = (0, 2)  # the first, and the last: there Hugging Face's own `hidden_states` shows the normed output instead
 
 SIZES = dict(
@@ -79,19 +82,29 @@ def randomise(model: torch.nn.Module, tied: bool) -> None:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
 
 
-def expected(model: torch.nn.Module, lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
+def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     captured: dict[int, torch.Tensor] = {}
     for i in LAYERS:
         model.model.layers[i].register_forward_hook(lambda module, args, out, i=i: captured.update({i: out[0]}))
-    ids = torch.randint(0, model.config.vocab_size, (max(lengths),))
+    ids = torch.randint(0, model.config.vocab_size, (max(LENGTHS),))
     tensors = {}
-    for length in lengths:
+    for length in LENGTHS:
         with torch.no_grad():
             logits = model(ids[None, :length]).logits[0]
         tensors[f"ids_{length}"] = ids[:length].to(torch.int32).clone()
         tensors[f"logits_{length}"] = logits.clone()
         tensors[f"hidden_{length}"] = torch.stack([captured[i] for i in LAYERS])
+    for length in CONTINUED:
+        tensors[f"greedy_{length}"] = continuation(model, tensors[f"ids_{length}"])
     return tensors
+
+
+def continuation(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    for _ in range(NEW):
+        with torch.no_grad():
+            newest = model(ids[None].long()).logits[0, -1].argmax()
+        ids = torch.cat([ids, newest[None].to(ids.dtype)])
+    return ids[-NEW:].clone()
 
 
 def main() -> None:
@@ -109,7 +122,7 @@ def main() -> None:
         (HERE / "checkpoints" / name / "generation_config.json").unlink(missing_ok=True)
         tensors = expected(model)
         save_file(tensors, HERE / "expected" / f"{name}.safetensors")
-        print(name, f"logits spread {tensors['logits_150'].std():.2f}")
+        print(name, f"logits spread {tensors['logits_150'].std():.2f}", tensors["greedy_33"].unique().numel())
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Runs in the same environment as make_llama_qwen3.py, and makes files of the same kind. Each variant stores its experts
 in one of the layouts that published checkpoints have: `single`, a tensor for each matrix of each expert, over several
-files; `stacked`, all experts of a layer in one. Beside the logits, `greedy_T` i32[48] continues `ids_T` greedily, and
-`shared.safetensors` holds an MoE block with a shared expert (Qwen3-Next's and Qwen3.5's), its input and its output.
+files; `stacked`, all experts of a layer in one. `moe/shared.safetensors` holds an MoE block with a shared expert
+(Qwen3-Next's and Qwen3.5's), its input and its output.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import shutil
 from pathlib import Path
 
 import torch
-from make_llama_qwen3 import HERE, LENGTHS, SIZES, expected, randomise
+from make_llama_qwen3 import HERE, SIZES, expected, randomise
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-CONTINUED = (1, 7, 33, 150)
-NEW = 48
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16)
 VARIANTS = {
     "qwen3-moe-single": (
@@ -63,14 +61,6 @@ def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
-def continuation(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    for _ in range(NEW):
-        with torch.no_grad():
-            newest = model(ids[None].long()).logits[0, -1].argmax()
-        ids = torch.cat([ids, newest[None].to(ids.dtype)])
-    return ids[-NEW:].clone()
-
-
 def shared_block() -> dict[str, torch.Tensor]:
     """Weights by the names that a layer of a checkpoint gives them, `x` [3, 5, d] and `out`."""
     torch.manual_seed(10)
@@ -95,9 +85,7 @@ def main() -> None:
         model = Qwen3MoeForCausalLM(config).float().eval()
         randomise(model, config.tie_word_embeddings)
         save(model, layout, HERE / "checkpoints" / name)
-        tensors = expected(model, tuple(sorted({*LENGTHS, *CONTINUED})))
-        for length in CONTINUED:
-            tensors[f"greedy_{length}"] = continuation(model, tensors[f"ids_{length}"])
+        tensors = expected(model)
         save_file(tensors, HERE / "expected" / f"{name}.safetensors")
         print(name, f"logits spread {tensors['logits_150'].std():.2f}", tensors["greedy_33"].unique().numel())
     (HERE / "moe").mkdir(exist_ok=True)
