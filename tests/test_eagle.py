@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 import jax
@@ -21,13 +20,14 @@ from jaxspec.draft import PrefillBatch
 from jaxspec.drafters import KNOWN
 from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.pages import PagePool, PrefixTree
+from tests import heads
 from tests import test_distribution as distribution
 from tests import test_lossless as lossless
+from tests.heads import LAYER_IDS
 from tests.tiny import tiny_checkpoint
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "eagle"
 DRAFTERS = ("safeailab-eagle", "safeailab-eagle3", "specforge-eagle3", "speculators-eagle3")
-_root = tempfile.TemporaryDirectory(prefix="jaxspec-eagle-")
 
 
 @functools.cache
@@ -192,8 +192,6 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-
 
 @pytest.mark.parametrize("name,change,words", [
     ("safeailab-eagle3", {"config": {"hidden_size": 64}}, ["another model", "hidden size is 64", "target's 32"]),
@@ -253,80 +251,6 @@ def test_a_method_alone_takes_the_known_drafter(monkeypatch):
 # -- in the engine -----------------------------------------------------------------------------------------------------
 
 
-def folder_of(tensors, hf):
-    folder = Path(tempfile.mkdtemp(dir=_root.name))
-    (folder / "config.json").write_text(json.dumps(hf))
-    save_file({k: np.ascontiguousarray(v, np.float32) if v.dtype != np.int64 else v for k, v in tensors.items()},
-              folder / "model.safetensors")  # fmt: skip
-    return folder
-
-
-def hf_of(checkpoint, **more):
-    return {**json.loads((checkpoint / "config.json").read_text()), "num_hidden_layers": 1, **more}
-
-
-@functools.cache
-def mimic(checkpoint):
-    """An EAGLE drafter that computes nearly what its target of one layer does, so that most of its drafts are right.
-
-    It has no first and no last norm, so what those multiply by goes into the matrices around them. What is left to
-    differ is how long each row is, and the text's first token, which no row of a drafter is paired with.
-    """
-    held = load_file(checkpoint / "model.safetensors")
-    layer = {k.removeprefix("model."): v for k, v in held.items() if k.startswith("model.layers.0.")}
-    last, first = held["model.norm.weight"], layer.pop("layers.0.input_layernorm.weight")
-    d = len(last)
-    for k in "qkv":
-        layer[f"layers.0.self_attn.{k}_proj.weight"] *= first / last
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        layer[f"layers.0.{name}.weight"] *= last[:, None]
-    layer["layers.0.post_attention_layernorm.weight"] /= last
-    fc = np.concatenate([np.diag(last), np.zeros((d, d))], axis=1)
-    hf = hf_of(checkpoint, architectures=["LlamaForCausalLMEagle"], bias=False)
-    return folder_of({**layer, "fc.weight": fc}, hf)
-
-
-@functools.cache
-def random_eagle3(checkpoint, ids, layers, seed=0):
-    """A random EAGLE-3 drafter that knows the tokens `ids` alone."""
-    hf = hf_of(checkpoint)
-    d, f, h = hf["hidden_size"], hf["intermediate_size"], hf["head_dim"]
-    n, m = hf["num_attention_heads"] * h, hf["num_key_value_heads"] * h
-    rng = np.random.default_rng(seed)
-    matrix = lambda out, width: rng.standard_normal((out, width)) * width**-0.5  # noqa: E731
-    norm = lambda: 1 + 0.2 * rng.standard_normal(d)  # noqa: E731
-    tensors = {
-        "fc.weight": matrix(d, len(layers) * d),
-        "norm.weight": norm(),
-        "lm_head.weight": matrix(len(ids), d),
-        "d2t": np.array(ids) - np.arange(len(ids)),
-        "midlayer.hidden_norm.weight": norm(),
-        "midlayer.input_layernorm.weight": norm(),
-        "midlayer.post_attention_layernorm.weight": norm(),
-        "midlayer.self_attn.o_proj.weight": matrix(d, n),
-        "midlayer.mlp.gate_proj.weight": matrix(f, d),
-        "midlayer.mlp.up_proj.weight": matrix(f, d),
-        "midlayer.mlp.down_proj.weight": matrix(d, f),
-        **{f"midlayer.self_attn.{k}_proj.weight": matrix(w, 2 * d) for k, w in (("q", n), ("k", m), ("v", m))},
-    }
-    settings = {LAYER_IDS: list(layers)}
-    return folder_of(
-        tensors,
-        {**hf, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids), "eagle_config": settings},
-    )
-
-
-@functools.cache
-def folder_for(kind, family="qwen3"):
-    """A drafter for a target of test_lossless. EAGLE-3's vocabulary is what that target likes to say."""
-    checkpoint = lossless.checkpoint(family)
-    if kind == "eagle":
-        return mimic(checkpoint)
-    said = [token for out in lossless.plain(family, "preempted") for token in out.token_ids]
-    ids = sorted(np.argsort(-np.bincount(said), kind="stable")[:6].tolist())
-    return random_eagle3(checkpoint, tuple(ids), (0, 0, 0))
-
-
 KINDS = [  # the rest of `make exhaustive`
     pytest.param(kind, overlap, rounds, marks=() if (kind, overlap, rounds) in often else pytest.mark.exhaustive)
     for often in [{("eagle", False, 4), ("eagle3", True, 1)}]
@@ -339,12 +263,12 @@ KINDS = [  # the rest of `make exhaustive`
 @pytest.mark.parametrize("kind,overlap,rounds", KINDS)
 def test_greedy_output_equals_plain(kind, overlap, rounds, monkeypatch):
     """As tests/test_lossless.py has it for all drafters: chunked prompts, prefix hits, preemption, stops."""
-    lossless.test_greedy_output_equals_plain("qwen3", f"{folder_for(kind)}", overlap, rounds, monkeypatch)
+    lossless.test_greedy_output_equals_plain("qwen3", f"{heads.folder_for(kind)}", overlap, rounds, monkeypatch)
 
 
 @pytest.mark.parametrize("kind,low,high", [("eagle", 2.0, 3.9), ("eagle3", 1.03, 2.0)])
 def test_the_drafters_are_as_good_as_the_cases_need(kind, low, high):
-    lossless.test_the_drafters_are_as_good_as_the_cases_need("qwen3", f"{folder_for(kind)}", low, high)
+    lossless.test_the_drafters_are_as_good_as_the_cases_need("qwen3", f"{heads.folder_for(kind)}", low, high)
 
 
 PAGE, CONTEXT = 8, 192
@@ -376,7 +300,7 @@ def _features(model, layers, tokens):
 def test_blocks_of_a_prompt_make_what_the_whole_makes(kind):
     """In whatever order they come, and beside those of another request; what is kept by slot is the last one's."""
     model = lossless.engine("qwen3", "none").engine.runner.model
-    loaded = load(folder_for(kind), model)
+    loaded = load(heads.folder_for(kind), model)
     texts = np.random.default_rng(2).integers(0, 256, (2, CONTEXT + 1))
     blocks = [(1, 8, 5), (0, 16, 8), (0, 0, 8), (1, 0, 8), (0, 24, 3), (0, 8, 8), (1, 0, 0)]  # request, start, count
     which, start, count = np.array(blocks, np.int32).T
@@ -414,7 +338,7 @@ def check_caches(llm):
 @pytest.mark.parametrize("kind,overlap,rounds", KINDS)
 def test_caches_are_those_of_a_cold_prefill(kind, overlap, rounds, monkeypatch):
     """Whatever made them: chunks of prompt, rounds with and without rejections, prefix hits, preemption."""
-    llm = lossless.engine("qwen3", f"{folder_for(kind)}")
+    llm = lossless.engine("qwen3", f"{heads.folder_for(kind)}")
     runner = llm.engine.runner
     config = dataclasses.replace(llm.engine.config, disable_overlap=not overlap)
     monkeypatch.setattr(llm.engine, "config", config)
@@ -445,7 +369,7 @@ def test_caches_are_those_of_a_cold_prefill(kind, overlap, rounds, monkeypatch):
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_interrupted_requests_draft_on_as_if_nothing_had_happened(kind):
     """Rounds and accepted drafts of each request are the same after preemption, a prefix hit, and in chunks."""
-    llm = lossless.engine("qwen3", f"{folder_for(kind)}")
+    llm = lossless.engine("qwen3", f"{heads.folder_for(kind)}")
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 256, n).tolist() for n in (29, 40, 70, 50)]
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
@@ -471,7 +395,11 @@ def test_interrupted_requests_draft_on_as_if_nothing_had_happened(kind):
 def sampled(kind):
     """A drafter for the target of test_distribution, with two drafts; EAGLE-3's knows 7 of the 12 tokens."""
     checkpoint = Path(distribution.checkpoint(5))
-    folder = mimic(checkpoint) if kind == "eagle" else random_eagle3(checkpoint, (0, 2, 3, 5, 7, 9, 11), (0, 0, 0), 1)
+    folder = (
+        heads.mimic(checkpoint)
+        if kind == "eagle"
+        else heads.random_eagle3(checkpoint, (0, 2, 3, 5, 7, 9, 11), (0, 0, 0), 1)
+    )
     loaded = load(folder, distribution.model(), num_draft_tokens=2)
     return loaded.drafter, loaded.params
 

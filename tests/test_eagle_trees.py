@@ -12,6 +12,7 @@ import jaxspec
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.drafters import NoDrafter
 from jaxspec.verify import Tree
+from tests import heads
 from tests import test_distribution as distribution
 from tests import test_eagle as eagle
 from tests import test_lossless as lossless
@@ -119,7 +120,7 @@ def plain():
     ("eagle3", 4, 3, 36),
 ])  # fmt: skip
 def test_greedy_text_is_plain_decodings_at_every_page_edge(kind, topk, steps, drafts):
-    loaded = load(eagle.folder_for(kind), target(), topk, steps, drafts)
+    loaded = load(heads.folder_for(kind), target(), topk, steps, drafts)
     session, expected = Session(target(), loaded.drafter, loaded.params, EDGES), plain()
     assert session.texts == expected.texts
     for i in range(0, len(EDGES), 5):
@@ -143,7 +144,7 @@ def engine(family, draft):
     """That of test_lossless, with trees where it has drafts at all."""
     if draft == "none":
         return _engine(family, draft)
-    topk, steps, drafts = SHAPES["eagle" if draft == f"{eagle.folder_for('eagle')}" else "eagle3"]
+    topk, steps, drafts = SHAPES["eagle" if draft == f"{heads.folder_for('eagle')}" else "eagle3"]
     llm = LLM(
         str(lossless.checkpoint(family)), draft, **lossless.OPTIONS, topk=topk, num_steps=steps, num_draft_tokens=drafts
     )
@@ -159,7 +160,7 @@ def trees(monkeypatch):
 @pytest.mark.parametrize("kind,overlap,rounds", [("eagle", True, 1), ("eagle", False, 1)])
 def test_greedy_output_equals_plain(kind, overlap, rounds, monkeypatch):
     """Chunked prompts, prefix hits, preemption, stops, requests without speculation."""
-    lossless.test_greedy_output_equals_plain("qwen3", f"{eagle.folder_for(kind)}", overlap, rounds, monkeypatch)
+    lossless.test_greedy_output_equals_plain("qwen3", f"{heads.folder_for(kind)}", overlap, rounds, monkeypatch)
 
 
 @pytest.mark.parametrize("kind,overlap,rounds", [
@@ -174,7 +175,7 @@ def test_interrupted_requests_draft_on_as_if_nothing_had_happened():
 
 
 def test_figures_are_of_depths_and_rows_of_the_tree():
-    llm = engine("qwen3", f"{eagle.folder_for('eagle')}")
+    llm = engine("qwen3", f"{heads.folder_for('eagle')}")
     stats, runner, config = llm.engine.stats(), llm.engine.runner, llm.engine.config
     assert (runner.width, runner.yields, llm.engine.scheduler.lookahead) == (13, 4, 13)
     assert (config.topk, config.num_steps, config.num_draft_tokens) == SHAPES["eagle"]
@@ -196,7 +197,7 @@ def test_a_seed_gives_the_text_of_plain_decoding():
     """And what changes it, and log-probabilities, mean the same. Some stop at a token of their own text."""
     prompts = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (3, 30, 16, 41)]
     params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **more) for i, more in enumerate(ASKED)]
-    none, llm = engine("qwen3", "none"), engine("qwen3", f"{eagle.folder_for('eagle')}")
+    none, llm = engine("qwen3", "none"), engine("qwen3", f"{heads.folder_for('eagle')}")
     lengths = set()
     for prompt, asked in zip(prompts, params, strict=True):  # one at a time: fewer programs to compile
         said = none.generate([prompt], asked)[0].token_ids
@@ -218,7 +219,7 @@ def test_other_drafters_draw_no_trees():
 
 def test_the_log_says_how_trees_sample(caplog):
     caplog.set_level("INFO", "jaxspec")
-    folder = f"{eagle.folder_for('eagle')}"
+    folder = f"{heads.folder_for('eagle')}"
     LLM(str(lossless.checkpoint("qwen3")), folder, topk=2, num_steps=1, skip_warmup=True, max_total_tokens=64)
     (line,) = (r.getMessage() for r in caplog.records if "trees of" in r.getMessage())
     assert "trees of 2 tokens, up to 1 deep" in line and "target-only sampling" in line
@@ -231,7 +232,7 @@ def test_rounds_sample_the_target(monkeypatch):
     """As tests/test_distribution.py has it for all drafters, with fewer samples; and they are plain decoding's own."""
     monkeypatch.setattr(distribution, "PAGE", 32)
     monkeypatch.setattr(distribution, "LANES", 256)
-    folder = eagle.random_eagle3(Path(distribution.checkpoint(5)), (0, 2, 3, 5, 7, 9, 11), (0, 0, 0), 1)
+    folder = heads.random_eagle3(Path(distribution.checkpoint(5)), (0, 2, 3, 5, 7, 9, 11), (0, 0, 0), 1)
     loaded = load(folder, distribution.model(), topk=3, steps=2, drafts=5)
     monkeypatch.setitem(distribution.DRAFTERS, "tree", lambda: (loaded.drafter, loaded.params))
     lanes, none, samples = distribution.Lanes("tree"), distribution.Lanes("none"), 8_000

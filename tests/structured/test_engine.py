@@ -18,8 +18,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 import jaxspec
 from jaxspec import LLM, SamplingParams, StructuredOutput
-from tests import hybrids
-from tests import test_eagle as eagle
+from tests import heads, hybrids
 from tests import test_lossless as lossless
 from tests.tiny import write_byte_tokenizer
 
@@ -97,7 +96,7 @@ def run(llm, batch, overlap=True):
 
 
 def tree_engine():
-    folder = str(eagle.folder_for("eagle"))
+    folder = str(heads.folder_for("eagle"))
     return LLM(str(lossless.checkpoint("qwen3")), folder, **lossless.OPTIONS, topk=3, num_steps=3, num_draft_tokens=12)
 
 
@@ -106,7 +105,7 @@ def engine(draft):
     if draft == "tree":
         return tree_engine()
     if draft in ("eagle", "eagle3"):
-        draft = f"{eagle.folder_for(draft)}"
+        draft = f"{heads.folder_for(draft)}"
     if draft == "dflash":
         from tests.test_dflash import drafter_folder
 
