@@ -15,10 +15,10 @@ class Param:
     """One array of a params pytree: its shape here, the checkpoint tensors it is made of, how to make it up.
 
     `sources` are Hugging Face tensor names. Each is `[out, in]` there and is transposed to `[in, out]` if `transpose`;
-    several are concatenated along the last axis, with widths `splits` (their last axes after transposing), or, if
-    `interleave`, alternate along it in runs of that many columns. Columns that come in groups, each of parts of the
-    widths `grouped`, are put part by part instead. A `depthwise` convolution's weight is `[out, 1, in]` there.
-    `dtype` is this array's own, whatever that of the rest.
+    several are concatenated along the last axis, with widths `splits` (their last axes after transposing). If
+    `interleave`, the two halves of that then alternate in runs of that many columns. Columns that come in groups, each
+    of parts of the widths `grouped`, are put part by part instead. A `depthwise` convolution's weight is `[out, 1, in]`
+    there. `dtype` is this array's own, whatever that of the rest.
 
     A stack of experts' weights, `[experts, out, in]`, has one matrix or several an expert for sources, each with
     `splits` rows, one under the other; or else the tensor `whole`, which holds them all already.

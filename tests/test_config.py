@@ -226,6 +226,17 @@ def test_qwen2_has_biases_on_queries_keys_and_values():
     assert (attention.bias, attention.out_bias) == (True, False)
 
 
+def test_glm4_where_its_config_is_silent():
+    """As transformers' Glm4Config: half of each head rotates in neighbouring pairs, q, k and v alone have biases."""
+    silent = ("attention_bias", "head_dim", "rms_norm_eps", "rope_theta")
+    hf = {key: value for key, value in tiny_config("glm4").items() if key not in silent}
+    layer = ModelConfig.from_hf(hf).decoder.layers[0]
+    assert layer.mixing == Attention(4, 2, 128, Rope(10000.0, columns=64, interleaved=True), bias=True)
+    assert layer.post_norm and layer.norm == Norm(1.5625e-07) and not layer.feed.bias
+    given = ModelConfig.from_hf({**hf, "attention_bias": False, "partial_rotary_factor": 0.25}).decoder.attention
+    assert (given.bias, given.rope.columns) == (False, 32)
+
+
 def test_mistral_is_served_where_its_window_holds_the_context():
     assert ModelConfig.from_hf(tiny_config("mistral", sliding_window=None)).decoder.attention.bias is False
     assert ModelConfig.from_hf(tiny_config("mistral", sliding_window=1024)).max_position == 1024

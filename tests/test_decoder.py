@@ -62,7 +62,12 @@ FIELDS = {
         "high_freq_factor": (3.0, ALL),
         "original_max_position": (4096, ALL),
     },
-    Rope: {"theta": (1e6, ALL), "scaling": (SCALING, ALL), "columns": (32, {EVERY, FUSED, STREAM})},
+    Rope: {
+        "theta": (1e6, ALL),
+        "scaling": (SCALING, ALL),
+        "columns": (32, {EVERY, FUSED, STREAM}),
+        "interleaved": (True, {EVERY}),
+    },
     Attention: {
         "heads": (16, ALL),
         "kv_heads": (8, ALL),
@@ -101,6 +106,7 @@ FIELDS = {
         "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM}),
         "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM}),
         "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM}),
+        "post_norm": (True, {EVERY}),
     },
     Decoder: {
         "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM}),

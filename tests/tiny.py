@@ -29,6 +29,7 @@ CHAT_TEMPLATE = (
 )
 
 ARCHITECTURES = {
+    "glm4": "Glm4ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

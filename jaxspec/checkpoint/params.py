@@ -65,10 +65,10 @@ def _fused(
 ) -> jax.Array:
     sources = [(source.T if transpose else source).astype(dtype) for source in sources]
     flat = lambda x, rank: x.reshape(*x.shape[:-rank], -1)  # noqa: E731
-    if interleave:
-        runs = [source.reshape(*source.shape[:-1], -1, interleave) for source in sources]
-        return flat(jnp.stack(runs, axis=-2), 3)
     whole = jnp.concatenate(sources, axis=-1)
+    if interleave:
+        halves = whole.reshape(*whole.shape[:-1], 2, -1, interleave)
+        return flat(jnp.swapaxes(halves, -3, -2), 3)
     if not grouped:
         return whole
     groups = whole.reshape(*whole.shape[:-1], -1, sum(grouped))

@@ -86,12 +86,17 @@ def cos_sin(
 
 
 def rope(x: Float[Array, "b t n h"], positions: Int[Array, "b t"], attention: Attention) -> Float[Array, "b t n h"]:
-    """Rotary embedding, first half against second half (the "neox" pairing), computed in float32.
+    """Rotary embedding, computed in float32: first half against second half, or neighbours if `interleaved`.
 
     Where fewer columns than a head has rotate, they are the first, and the others stay.
     """
     cos, sin = cos_sin(positions[..., None], attention)
     half = cos.shape[-1]
+    if attention.rope.interleaved:
+        pairs, rest = jnp.split(x.astype(jnp.float32), [2 * half], axis=-1)
+        first, second = pairs[..., 0::2], pairs[..., 1::2]
+        rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(pairs.shape)
+        return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype)
     first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 

@@ -3,8 +3,9 @@
     x = x + out(mix(norm(x)))
     x = x + feed(norm(x))
 
-`mix` is `attention` or `delta_rule`, `feed` is `mlp` or `mixture`. A layer's weights are a dict of arrays; q, k, v are
-one matmul, gate and up another: fewer, larger reads of weights.
+`mix` is `attention` or `delta_rule`, `feed` is `mlp` or `mixture`. Layers with post norms add norm(out(...)) and
+norm(feed(...)) instead. A layer's weights are a dict of arrays; q, k, v are one matmul, gate and up another: fewer,
+larger reads of weights.
 
 Axis letters: b batch, t tokens, d model width, n query heads, m KV heads, h head width, f MLP width, e experts,
 k experts of a token.
@@ -12,6 +13,7 @@ k experts of a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -184,8 +186,15 @@ def finish(
 ) -> Float[Array, "b t d"]:
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
     valid = real_rows(positions)
-    x = add_product(x, mixed, weights, "out", valid)
+    x = added(layer, weights, "attn_post_norm", x, lambda x: add_product(x, mixed, weights, "out", valid))
     return feed(layer, weights, x, positions)
+
+
+def added(
+    layer: Layer, weights: Weights, name: str, x: Float[Array, "b t d"], sub: Callable[[Array | None], Array]
+) -> Float[Array, "b t d"]:
+    """The residual stream x after a sub-layer. `sub(x)` adds to x, `sub(None)` to nothing."""
+    return x + normed(sub(None), weights[name], layer.norm) if layer.post_norm else sub(x)
 
 
 def feed(
@@ -194,12 +203,12 @@ def feed(
     """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert."""
     rows = normed(x, weights["mlp_norm"], layer.norm)
     if isinstance(layer.feed, Mixture):
-        return mixture(layer.feed, weights, x, rows, positions)
-    return mlp(weights, x, rows, real_rows(positions))
+        return added(layer, weights, "mlp_post_norm", x, lambda x: mixture(layer.feed, weights, x, rows, positions))
+    return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(weights, x, rows, real_rows(positions)))
 
 
 def mlp(
-    weights: Weights, x: Float[Array, "b t d"], rows: Float[Array, "b t d"], valid: Int[Array, "1"]
+    weights: Weights, x: Float[Array, "b t d"] | None, rows: Float[Array, "b t d"], valid: Int[Array, "1"]
 ) -> Float[Array, "b t d"]:
     """x + down(silu(gate) * up) of the normed rows, of which the first `valid` count."""
     if "gate_up_bias" in weights:
@@ -209,17 +218,20 @@ def mlp(
     return add_product(x, hidden, weights, "down", valid)
 
 
-def add_product(x: Float[Array, "b t d"], rows: Float[Array, "b t k"], weights: Weights, name: str, valid: Array):
-    """The residual stream after a projection, with its bias if it has one."""
+def add_product(
+    x: Float[Array, "b t d"] | None, rows: Float[Array, "b t k"], weights: Weights, name: str, valid: Int[Array, "1"]
+) -> Float[Array, "b t d"]:
+    """x + a projection of the rows, with its bias if it has one."""
     if f"{name}_bias" in weights:
-        return x + (project(rows, weights[name], valid) + weights[f"{name}_bias"])
+        product = project(rows, weights[name], valid) + weights[f"{name}_bias"]
+        return product if x is None else x + product
     return project(rows, weights[name], valid, x)
 
 
 def mixture(
     m: Mixture,
     weights: Weights,
-    x: Float[Array, "b t d"],
+    x: Float[Array, "b t d"] | None,
     rows: Float[Array, "b t d"],
     positions: Int[Array, "b t"],
 ) -> Float[Array, "b t d"]:
@@ -228,9 +240,10 @@ def mixture(
     The router's logits and probabilities are float32 throughout: a rounded one may pick another expert.
     """
     # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
-    rows = jax.lax.optimization_barrier(rows.reshape(-1, rows.shape[-1]))
+    shape, rows = rows.shape, jax.lax.optimization_barrier(rows.reshape(-1, rows.shape[-1]))
     logits = jnp.matmul(rows, weights["router"], preferred_element_type=jnp.float32)
-    return mix_experts(m, weights, rows, logits, positions, x.reshape(rows.shape)).reshape(x.shape)
+    x = None if x is None else x.reshape(rows.shape)
+    return mix_experts(m, weights, rows, logits, positions, x).reshape(shape)
 
 
 def mix_experts(
@@ -239,7 +252,7 @@ def mix_experts(
     rows: Float[Array, "r d"],
     logits: Float[Array, "r e"],
     positions: Int[Array, "*b"],
-    residual: Float[Array, "r d"],
+    residual: Float[Array, "r d"] | None,
     valid: int | None = None,
 ) -> Float[Array, "r d"]:
     """The same of flat rows from the router's logits; of the first `valid` rows alone, if that is given."""

@@ -16,13 +16,13 @@ from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, L
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
-    Layer: frozenset({"mixing", "feed", "norm"}),
+    Layer: frozenset({"mixing", "feed", "norm", "post_norm"}),
     Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias"}),
     DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
     Mlp: frozenset({"width", "bias"}),
     Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
     Norm: frozenset({"eps", "centred"}),
-    Rope: frozenset({"theta", "scaling", "columns"}),
+    Rope: frozenset({"theta", "scaling", "columns", "interleaved"}),
     **ROPE_SCALINGS,
 }
 

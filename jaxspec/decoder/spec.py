@@ -59,11 +59,16 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions of base `theta`. `columns`: of each head, the first that rotate; None: all."""
+    """Rotary positions of base `theta`.
+
+    `columns`: how many of each head's first columns rotate; None: all. `interleaved`: neighbours among them are a pair
+    (GLM's), not the first half with the second.
+    """
 
     theta: float
     scaling: RopeScaling | LinearScaling | Yarn | None = None
     columns: int | None = None
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,11 +133,15 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Layer:
-    """x + mixing(norm(x)), then x + feed(norm(x))."""
+    """x + mixing(norm(x)), then x + feed(norm(x)).
+
+    `post_norm`: each sub-layer's output is normed before it is added (weights "attn_post_norm", "mlp_post_norm").
+    """
 
     mixing: Attention | DeltaRule
     feed: Mlp | Mixture
     norm: Norm
+    post_norm: bool = False
 
 
 @dataclass(frozen=True)

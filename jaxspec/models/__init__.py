@@ -6,9 +6,10 @@ the ways to run them are in `jaxspec.decoder`.
 """
 
 from jaxspec.config import FAMILIES
-from jaxspec.models import llama, mistral, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next
+from jaxspec.models import glm4, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next
 
 MODELS = {
+    "glm4": glm4,
     "llama": llama,
     "mistral": mistral,
     "qwen2": qwen2,

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.weights import Param, bias, expert_stack, linear, norm_scale, run_length
 
 Tensors = dict[str, Param]
+NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}  # of a layer, by their names here
 Projections = Callable[[DeltaRule, int, str], Tensors]  # of a linear layer, given the width and the names' prefix
 
 
-def decoder_tensors(decoder: Decoder, projections: Projections | None = None) -> dict[str, Any]:
-    """The params pytree as declarations. `projections`: those of layers of linear attention, in families with some."""
+def decoder_tensors(
+    decoder: Decoder, projections: Projections | None = None, norms: Mapping[str, str] = NORMS
+) -> dict[str, Any]:
+    """The params pytree as declarations.
+
+    `projections`: those of layers of linear attention, in families with some. `norms`: the checkpoint's name of each.
+    """
     d, v = decoder.width, decoder.vocab_size
     tree: dict[str, Any] = {
         "embed": Param((v, d), ("model.embed_tokens.weight",), (d,)),
         "layers": [
-            layer_tensors(layer, d, f"model.layers.{i}.", projections) for i, layer in enumerate(decoder.layers)
+            layer_tensors(layer, d, f"model.layers.{i}.", projections, norms) for i, layer in enumerate(decoder.layers)
         ],
         "norm": norm_scale(d, "model.norm.weight", decoder.norm.centred),
     }
@@ -27,7 +33,9 @@ def decoder_tensors(decoder: Decoder, projections: Projections | None = None) ->
     return tree
 
 
-def layer_tensors(layer: Layer, d: int, prefix: str, projections: Projections | None = None) -> Tensors:
+def layer_tensors(
+    layer: Layer, d: int, prefix: str, projections: Projections | None = None, norms: Mapping[str, str] = NORMS
+) -> Tensors:
     """One decoder layer, whose tensors are called `prefix...` in the checkpoint."""
     if isinstance(layer.mixing, Attention):
         mixing = attention_tensors(layer, d, prefix + "self_attn.")
@@ -35,9 +43,8 @@ def layer_tensors(layer: Layer, d: int, prefix: str, projections: Projections | 
         mixing = delta_rule_tensors(layer.mixing, d, prefix + "linear_attn.", projections)
     feed = mixture_tensors if isinstance(layer.feed, Mixture) else mlp_tensors
     return {
-        "attn_norm": norm_scale(d, prefix + "input_layernorm.weight", layer.norm.centred),
+        **{name: norm_scale(d, f"{prefix}{source}.weight", layer.norm.centred) for name, source in norms.items()},
         **mixing,
-        "mlp_norm": norm_scale(d, prefix + "post_attention_layernorm.weight", layer.norm.centred),
         **feed(layer.feed, d, prefix + "mlp."),
     }
 

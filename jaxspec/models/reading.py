@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,10 +28,10 @@ def norm(hf: Config, centred: bool = False) -> Norm:
     return Norm(positive_float(hf, "rms_norm_eps", 1e-6), centred)
 
 
-def attention(hf: Config, rotated: float = 1.0, **more: Any) -> Attention:
+def attention(hf: Config, rotated: float = 1.0, interleaved: bool = False, **more: Any) -> Attention:
     """Grouped attention, with `more` of the description's fields.
 
-    `rotated`: the share of each head's columns that rotate, where the config doesn't say.
+    `rotated`: the share of each head's columns that rotate, where the config doesn't say. `interleaved`: as in `Rope`.
     """
     heads = positive(hf, "num_attention_heads")
     kv_heads = positive(hf, "num_key_value_heads", heads)
@@ -41,7 +42,8 @@ def attention(hf: Config, rotated: float = 1.0, **more: Any) -> Attention:
         raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
     if (act := hf.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"hidden_act {shown(act)} is not supported; supported: silu")
-    return Attention(heads, kv_heads, head_dim, rope(hf, head_dim, rotated), **more)
+    rotary = dataclasses.replace(rope(hf, head_dim, rotated), interleaved=interleaved)
+    return Attention(heads, kv_heads, head_dim, rotary, **more)
 
 
 def full_attention_only(hf: Config) -> None:

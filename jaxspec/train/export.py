@@ -143,8 +143,8 @@ def _sources(param: Param, array: np.ndarray) -> list[np.ndarray]:
     if param.stacked:
         return np.split(array.reshape(-1, array.shape[-1]), np.cumsum(param.splits)[:-1])
     if param.interleave:
-        runs = array.reshape(*array.shape[:-1], -1, len(param.splits), param.interleave)
-        return [runs[..., i, :].reshape(*array.shape[:-1], -1) for i in range(len(param.splits))]
+        runs = array.reshape(*array.shape[:-1], -1, 2, param.interleave)
+        array = np.swapaxes(runs, -3, -2).reshape(array.shape)
     if param.grouped:
         groups = array.shape[-1] // sum(param.grouped)
         parts = np.split(array, np.cumsum(param.grouped)[:-1] * groups, axis=-1)

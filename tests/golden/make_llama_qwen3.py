@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 150)
@@ -49,6 +49,7 @@ LLAMA3 = dict(
 )
 YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64, beta_fast=4.0)
 EPS = 0.02  # large enough that leaving it out, or using another, shows
+IDS = dict(pad_token_id=0, eos_token_id=1)  # GLM's own lie beyond such a vocabulary
 VARIANTS = {
     "llama-untied": LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=False),
     "llama-tied-llama3": LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=True, rope_parameters=LLAMA3),
@@ -63,6 +64,10 @@ VARIANTS = {
     "mistral-tied-linear": MistralConfig(
         **SIZES, head_dim=32, tie_word_embeddings=True, sliding_window=None, rms_norm_eps=EPS,
         rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=4.0),
+    ),
+    "glm4-untied": Glm4Config(**SIZES, head_dim=16, attention_bias=True, **IDS),
+    "glm4-tied": Glm4Config(
+        **SIZES, head_dim=24, tie_word_embeddings=True, attention_bias=False, rms_norm_eps=EPS, **IDS
     ),
 }  # fmt: skip
 
