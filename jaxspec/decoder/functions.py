@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxspec.decoder.spec import Attention, LinearScaling, Norm, RopeScaling, Yarn
 
 
+@jax.named_scope("norm")
 def normed(x: Float[Array, "*b d"], weight: Float[Array, " d"], norm: Norm) -> Float[Array, "*b d"]:
     """Root-mean-square norm (https://arxiv.org/abs/1910.07467)."""
     return (centred_rms_norm if norm.centred else rms_norm)(x, weight, norm.eps)
@@ -85,6 +86,7 @@ def cos_sin(
     return jnp.cos(angle), jnp.sin(angle)
 
 
+@jax.named_scope("rope")
 def rope(x: Float[Array, "b t n h"], positions: Int[Array, "b t"], attention: Attention) -> Float[Array, "b t n h"]:
     """Rotary embedding, computed in float32: first half against second half, or neighbours if `interleaved`.
 

@@ -69,6 +69,7 @@ def projections(layer: Layer) -> tuple[str, ...]:
     return ("qkv",) if isinstance(layer.mixing, Attention) else ("qkvz", "ba")
 
 
+@jax.named_scope("projections")
 def products(layer: Layer, weights: Weights, rows: Float[Array, "b t w"], positions: Int[Array, "b t"]) -> list[Array]:
     """The normed rows' products with these weights; those of `ba`, which go into exponents, in float32."""
     valid = real_rows(positions)
@@ -94,6 +95,7 @@ def mix(
     return delta_rule(layer, weights, i, *made, positions, mixer, cache)
 
 
+@jax.named_scope("attention")
 def attention(
     layer: Layer,
     weights: Weights,
@@ -152,6 +154,7 @@ def _written_attention(layer, weights, i, qkv, positions, mixer, cache):
     return out.reshape(b, t, a.heads * a.head_dim), cache
 
 
+@jax.named_scope("delta_rule")
 def delta_rule(
     layer: Layer,
     weights: Weights,
@@ -186,7 +189,8 @@ def finish(
 ) -> Float[Array, "b t d"]:
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
     valid = real_rows(positions)
-    x = added(layer, weights, "attn_post_norm", x, lambda x: add_product(x, mixed, weights, "out", valid))
+    with jax.named_scope("output_projection"):
+        x = added(layer, weights, "attn_post_norm", x, lambda x: add_product(x, mixed, weights, "out", valid))
     return feed(layer, weights, x, positions)
 
 
@@ -207,6 +211,7 @@ def feed(
     return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(weights, x, rows, real_rows(positions)))
 
 
+@jax.named_scope("mlp")
 def mlp(
     weights: Weights, x: Float[Array, "b t d"] | None, rows: Float[Array, "b t d"], valid: Int[Array, "1"]
 ) -> Float[Array, "b t d"]:
@@ -228,6 +233,7 @@ def add_product(
     return project(rows, weights[name], valid, x)
 
 
+@jax.named_scope("mixture")
 def mixture(
     m: Mixture,
     weights: Weights,
@@ -246,6 +252,7 @@ def mixture(
     return mix_experts(m, weights, rows, logits, positions, x).reshape(shape)
 
 
+@jax.named_scope("experts")
 def mix_experts(
     m: Mixture,
     weights: Weights,
