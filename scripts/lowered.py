@@ -286,7 +286,8 @@ def programs(name: str, layers: int, modes: list[str], everything: bool, only: s
             largest = max(n for k, n in ladder if k == kind)
             if mode not in ("", *modes) or (not everything and mode not in ("", GREEDY) and size != largest):
                 continue
-            arguments = made.programs._arguments(kind, size, made.state)
+            made_of = kind, size, made.state
+            arguments = *made.programs._arguments(*made_of), *made.programs._handed(*made_of)
             yield f"{name} {draft} {kind} {size}", made.programs._jits[kind], arguments
 
 

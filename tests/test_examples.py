@@ -12,6 +12,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from examples.markov import Markov
@@ -29,6 +30,7 @@ EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 FLAGS = (ROOT / "docs" / "flags.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
+PAGES = sorted(str(page.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for page in folder.glob("*.md"))
 OPTIONS = {
     "page_size": 8,
     "context_length": 128,
@@ -168,13 +170,39 @@ def test_readme_has_every_drafter():
     assert methods == {"none", "auto", *DRAFTERS}
 
 
-@pytest.mark.parametrize("page", ["README.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere_and_python_is_python(page):
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), link
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
         ast.parse(block)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "adding" in page])
+def test_guides_name_files_and_functions_that_exist(page):
+    """In code spans: `folder/file.py`, `folder/file.py::name`."""
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`((?:jaxspec|tests|examples|scripts|server)/[\w/]+(?:\.\w+)?)/?(?:::(\w+))?`", text)
+    assert len(named) > 2
+    for path, name in named:
+        assert (ROOT / path).exists(), path
+        assert not name or re.search(rf"^(def |class )?{name}\b", (ROOT / path).read_text(), re.M), f"{path}::{name}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ".github/workflows/test.yml"])
+def test_make_has_every_target_that_is_named(page):
+    """A line of a shell block, or a code span."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = re.findall(r"(?:^|`|run: )make ([a-z][a-z-]*)", (ROOT / page).read_text(), re.M)
+    assert set(named) <= targets
+
+
+def test_workflows_run_lint_and_tests_and_the_gpus_on_a_runner_that_has_one():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
+    runs = {job["steps"][-1]["run"]: job["runs-on"] for job in jobs.values()}
+    assert runs.keys() == {"make lint", "make test", "make test-gpu"}
+    assert "gpu" in runs["make test-gpu"] and runs["make test"] == runs["make lint"] == "ubuntu-latest"
 
 
 def test_the_drafter_is_as_long_as_the_readme_says():
