@@ -229,7 +229,7 @@ class EngineConfig:
     )
     draft: str = option(
         "none",
-        "none, auto (the best that fetches nothing), a method (ngram, mtp, standalone, eagle, eagle3, dflash), "
+        "none, auto (the best that needs no download), a method (ngram, mtp, standalone, eagle, eagle3, dflash), "
         "method:path_or_id, a path or hub id, or module:Class; a drafter's own options follow: ngram?max_match=8",
         "D",
         group=SPECULATION,
@@ -238,7 +238,7 @@ class EngineConfig:
     revision: str | None = option(None, "branch, tag or commit of a hub id", "REV", group=MODEL, shown="none")
     dtype: str | None = option(
         None,
-        "of weights and activations: auto, float32, bfloat16 or float16",
+        "dtype of weights and activations: auto, float32, bfloat16 or float16",
         "TYPE",
         group=MODEL,
         shown="auto: float32 on a CPU, else the checkpoint's",
@@ -263,11 +263,11 @@ class EngineConfig:
         common=True,
     )
     seed: int | None = option(
-        None, "of dummy weights, and of requests that give none", "N", group=MODEL, shown="none", least=0
+        None, "seed of dummy weights, and of requests that give none", "N", group=MODEL, shown="none", least=0
     )
     num_steps: int | None = option(
         None,
-        "how deep drafts go; of a chain, the same as --num-draft-tokens",
+        "depth of the drafts; of a chain, the same as --num-draft-tokens",
         "S",
         group=SPECULATION,
         shown="as many as drafts; 5 for trees",
@@ -275,14 +275,14 @@ class EngineConfig:
     )
     topk: int = option(
         1,
-        "drafts that may follow one token: above 1 they are a tree (eagle and eagle3 draft such)",
+        "drafts that may follow one token; above 1 they form a tree (eagle and eagle3 only)",
         "K",
         group=SPECULATION,
         least=1,
     )
     num_draft_tokens: int | None = option(
         None,
-        "most tokens drafted per request and round, the whole tree's; one less than a round verifies",
+        "most tokens drafted per request and round; of a tree, all of its tokens",
         "N",
         group=SPECULATION,
         shown="the drafter's: 4; MTP's and EAGLE's 3, or 8 in a tree; DFlash's block less one",
@@ -299,8 +299,8 @@ class EngineConfig:
     )
     mem_fraction_static: float = option(
         0.88,
-        "share of device memory for weights, caches and states together; XLA takes $XLA_PYTHON_CLIENT_MEM_FRACTION of "
-        "it (0.95) all the same, so set both for two servers on one GPU",
+        "share of device memory for weights, caches and states together. XLA reserves "
+        "$XLA_PYTHON_CLIENT_MEM_FRACTION of the device (0.95) regardless: set both for two servers on one GPU",
         "SHARE",
         group=MEMORY,
         between=(0, 1),
@@ -316,7 +316,7 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "of keys and values; auto is --dtype's, fp8 (float8_e4m3fn) holds twice as many tokens",
+        "dtype of keys and values; auto: as --dtype; fp8 (float8_e4m3fn) holds twice as many tokens",
         "TYPE",
         group=MEMORY,
         choices=("auto", *KV_DTYPES),
@@ -335,7 +335,7 @@ class EngineConfig:
     )
     state_dtype: str = option(
         "float32",
-        "of linear attention's states: float32, or bfloat16, which takes half the memory and traffic and rounds them "
+        "dtype of linear attention's states: float32, or bfloat16, which halves memory and traffic, and rounds the state "
         "every round",
         "TYPE",
         group=MEMORY,
@@ -343,20 +343,21 @@ class EngineConfig:
     )
     max_state_snapshots: int | None = option(
         None,
-        "states of linear attention kept after cached prefixes, which can't be gone on from without; 0: none",
+        "copies of linear attention's states kept behind cached prefixes, so that requests can continue there; 0 turns "
+        "prefix hits off",
         "N",
         group=MEMORY,
         shown="8 a request, within a quarter of the memory that weights leave",
         least=0,
     )
     state_snapshot_interval: int = option(
-        256, "prompt tokens between two of them, in whole pages", "TOKENS", group=MEMORY, least=1
+        256, "prompt tokens between two such copies, in whole pages", "TOKENS", group=MEMORY, least=1
     )
     disable_prefix_cache: bool = option(False, "don't share the KV of common prefixes", group=MEMORY)
     num_continuous_decode_steps: int | None = option(
         None,
-        "rounds in one program while no request can be taken in, which pays where a round is shorter than its "
-        "dispatch; tokens are streamed that many rounds apart",
+        "rounds in one program while no request can be admitted; worth it where a round is shorter than its dispatch. "
+        "Tokens are streamed that many rounds apart",
         "K",
         group=RUNNING,
         shown="8 on a GPU for weights under 1 GiB, else 1",

@@ -49,7 +49,7 @@ NEEDLESS = {
     **dict.fromkeys(("trust_remote_code", "no_trust_remote_code"), "a checkpoint's code is never run"),
     **dict.fromkeys(("distributed_executor_backend", "node_rank", "dist_init_addr"), "one process serves on one GPU"),
     **dict.fromkeys(("max_prefill_tokens", "schedule_policy", "schedule_conservativeness", "scheduling_policy"),
-                    "requests are taken in first come, first served"),
+                    "requests are served first come, first served"),
     **dict.fromkeys(("ngram_min", "ngram_max", "speculative_ngram_min_match_window_size",
                      "speculative_ngram_max_match_window_size", "prompt_lookup_min", "prompt_lookup_max"),
                     "the drafter takes it: --draft 'ngram?min_match=2&max_match=5'"),

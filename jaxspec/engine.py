@@ -178,11 +178,9 @@ class Engine:
         if self.config.disable_structured_output:
             why = "this engine was started with --disable-structured-output; start it without"
         elif self.tokenizer is None:
-            why = f"{name} has no tokenizer, which a grammar is compiled for; add tokenizer.json to the model's folder"
+            why = f"{name} has no tokenizer, and a grammar needs one; add tokenizer.json to the model's folder"
         else:
-            why = (
-                f"{name} names no end token, without which no grammar's text could end; add eos_token_id to its config"
-            )
+            why = f"{name} names no end token, and a grammar needs one; add eos_token_id to its config"
         raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
 
     @property

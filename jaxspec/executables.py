@@ -44,7 +44,7 @@ class Executables:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:
-            log.warning("%s can't be used, so the program is compiled anew: %s", path, error)
+            log.warning("%s can't be used, so the program is compiled again: %s", path, error)
             return None
 
     def save(self, key: Any, arguments: Any, program: jax.stages.Compiled, notes: Any) -> None:

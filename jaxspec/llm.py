@@ -271,7 +271,9 @@ class AsyncLLM:
             stream = mine
             self._call(lambda: self._begin(request, stream))
             if (limit := self.request_timeout) is not None:
-                late = RequestTimeout(f"the request took longer than {limit:g} seconds, which the server allows")
+                late = RequestTimeout(
+                    f"the request took longer than the {limit:g} seconds that the server allows (--request-timeout)"
+                )
                 timer = loop.call_later(limit, stream.arrived.put_nowait, late)
             while unfinished:
                 delta = await stream.arrived.get()
@@ -385,8 +387,8 @@ class AsyncLLM:
         try:
             self.engine.add(request)
         except Exception as error:
-            log.error("request %s can't be taken in; others go on", request.id, exc_info=error)
-            failed = RequestFailed(f"the engine couldn't take in request {request.id}: {error}")
+            log.error("request %s can't be admitted; other requests continue", request.id, exc_info=error)
+            failed = RequestFailed(f"the engine couldn't admit request {request.id}: {error}")
             _wake(stream.loop, [(stream.arrived, failed)])
         else:
             stream.begun = True
@@ -416,11 +418,11 @@ class AsyncLLM:
         if self._shaken:
             raise error
         self._shaken = True
-        log.error("a step failed: its requests end with an error, and the engine starts anew", exc_info=error)
+        log.error("a step failed: its requests end with an error, and the engine restarts", exc_info=error)
         try:
             self.engine.recover()
         except Exception as second:
-            log.error("the engine can't be made anew", exc_info=second)
+            log.error("the engine can't restart", exc_info=second)
             raise error from second
         for stream in list(self._streams.values()):
             if stream.begun:
@@ -450,7 +452,7 @@ class AsyncLLM:
                 if stream.sent - stream.taken > MAX_UNREAD and delta.finish_reason is None:
                     self.engine.abort(delta.request_id)
                     stream.begun = False
-                    delta = RequestFailed(f"{MAX_UNREAD} deltas wait to be read, so the request was aborted")
+                    delta = RequestFailed(f"{MAX_UNREAD} deltas are unread, so the request was aborted")
                 batches.setdefault(stream.loop, []).append((stream.arrived, delta))
         for loop, batch in batches.items():
             _wake(loop, batch)

@@ -47,7 +47,7 @@ class PagePool:
     def alloc(self, n: int) -> list[int]:
         """Take `n` free pages, each held once. **Raises:** `OutOfPages`, taking none, if fewer are free."""
         if n > len(self._free):
-            raise OutOfPages(f"{n} pages wanted, {len(self._free)} of {self.num_pages - 1} are free")
+            raise OutOfPages(f"{n} pages requested, {len(self._free)} of {self.num_pages - 1} are free")
         pages = [self._free.pop() for _ in range(n)]
         for page in pages:
             self._holders[page] = 1

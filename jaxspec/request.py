@@ -97,7 +97,8 @@ class StructuredOutput:
         if self.whitespace_pattern is not None:
             if kind != "json":
                 raise RequestError(
-                    f"whitespace_pattern needs json; {kind} says itself what stands where", "whitespace_pattern"
+                    f"whitespace_pattern applies to json alone; {kind} describes whitespace itself",
+                    "whitespace_pattern",
                 )
             if self.whitespace_pattern != "":
                 _pattern("whitespace_pattern", self.whitespace_pattern)

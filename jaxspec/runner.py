@@ -167,7 +167,7 @@ class Runner:
         log.info("%s", self.plan)
         if self.snapshots == () and not self.config.disable_prefix_cache:
             log.info(
-                "the prefix cache is off: linear attention goes on from snapshots alone, and there is no room for any"
+                "the prefix cache is off: a hybrid continues cached prefixes from state snapshots, and there is no room"
             )
         if drafter.topk > 1:
             log.info(
@@ -361,7 +361,7 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
     context = options.context_length or model.config.max_position
     if context > model.config.max_position:
         raise ConfigError(
-            f"--context-length {context} exceeds what {model.name} was made for, {model.config.max_position} positions"
+            f"--context-length {context} exceeds the {model.config.max_position} positions of {model.name}"
         )
     if model.config.linear and draft.drafter.topk > 1:
         raise ConfigError(

@@ -35,7 +35,7 @@ def test_pool_hands_out_every_page_but_the_dummy_once():
 def test_pool_takes_nothing_when_it_cannot_give_all():
     pool = PagePool(4)
     pool.alloc(1)
-    with pytest.raises(OutOfPages, match="3 pages wanted, 2 of 3 are free"):
+    with pytest.raises(OutOfPages, match="3 pages requested, 2 of 3 are free"):
         pool.alloc(3)
     assert pool.free == 2
 

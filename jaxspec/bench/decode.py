@@ -135,15 +135,15 @@ def tell(result: Result, row: Row, args: argparse.Namespace) -> None:
     name = f"concurrency {row['concurrency']}, overlap {row['overlap']}"
     if row["ms_per_round"] is None:
         result.note(
-            f"{name}: there was no time at which all were decoding, or it was too short; raise --output-len "
-            f"{args.output_len}, or lower --prompt-len {args.prompt_len}"
+            f"{name}: all requests decoded together too briefly or never; raise --output-len {args.output_len}, or "
+            f"lower --prompt-len {args.prompt_len}"
         )
     elif row.get("program_ms", 0) is None:
         result.note(f"{name}: too few rounds to time the program by itself; raise --output-len {args.output_len}")
     if row["preemptions"]:
-        result.note(f"{name}: {row['preemptions']} preemptions for want of KV pages; the load doesn't fit")
+        result.note(f"{name}: {row['preemptions']} preemptions, because the load needs more KV pages than there are")
     if row["compiles"]:
-        result.note(f"{name}: {row['compiles']} programs were compiled meanwhile, in the whole run's time")
+        result.note(f"{name}: {row['compiles']} programs were compiled during the run; its time includes that")
 
 
 def plot(document: Document, figure: Any) -> None:

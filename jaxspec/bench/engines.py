@@ -25,8 +25,8 @@ def add_accept_rates(parser: argparse.ArgumentParser) -> None:
         "--accept-rates",
         type=numbers(float, 0.0, 1.0, "0.75,0.5,0.25"),
         metavar="P,P,...",
-        help="accept the drafts at each position with this probability, given that those before it were accepted, "
-        "whatever the model says; as many drafts as there are rates",
+        help="impose acceptance: the probability of each draft, given that those before it were accepted; one rate a "
+        "draft",
     )
 
 

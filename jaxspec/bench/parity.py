@@ -106,7 +106,7 @@ def _first_difference(model: Model, prompt: list[int], text: list[int], other: l
     """The first position at which two texts differ, and how far apart their tokens' logits are there."""
     at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     if at == len(text) or at == len(other):
-        raise BenchError(f"one text is the other's beginning, {at} tokens long: it should have ended the same way")
+        raise BenchError(f"one text is the beginning of the other, {at} tokens long; both should end alike")
     known = prompt + text[:at]
     padded = np.zeros((1, -(-len(known) // LENGTH_STEP) * LENGTH_STEP), np.int32)
     padded[0, : len(known)] = known

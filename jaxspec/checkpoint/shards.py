@@ -150,12 +150,13 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
         )
     if pickled := sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in folder.glob(pattern)):
         raise CheckpointError(
-            f"{folder} has pickled weights only ({pickled[0]}), which can run code when opened, so they never are. "
+            f"{folder} has pickled weights only ({pickled[0]}). They are never opened, since they could run code. "
             f"Convert them where you trust them. {_CONVERT}"
         )
     raise CheckpointError(
-        f"{folder} has no weights: no *.safetensors file. If it was fetched, pickled ones (pytorch_model.bin) may be "
-        f"what there is: convert those where you trust them. {_CONVERT}. For random weights, use --load-format dummy"
+        f"{folder} has no weights: no *.safetensors file. A hub repository may have pickled ones alone "
+        f"(pytorch_model.bin): convert them where you trust them. {_CONVERT}. For random weights, use --load-format "
+        "dummy"
     )
 
 

@@ -76,8 +76,8 @@ class DFlash(Drafter):
             raise ConfigError(f"--draft {source}: a DFlash drafter is a folder with config.json and safetensors")
         if (pickled := files.path / "mask_embedding.pt").exists():
             raise CheckpointError(
-                f"{pickled} can run code when opened, so it never is, and without it the mask token has another "
-                "embedding. Remove the file to use the target's own"
+                f"{pickled} is never opened, since it could run code. Without it the mask token has another embedding; "
+                "remove the file to use the target's own"
             )
         try:
             drafter = cls.from_hf(files.hf, target.config, options.num_draft_tokens)
@@ -104,7 +104,7 @@ class DFlash(Drafter):
             raise ConfigError(f"dflash_config must be a mapping, got {settings!r}")
         value = lambda key, default=None: settings.get(key, hf.get(key, default))  # noqa: E731
         if value("mask_token_id") is None:
-            raise ConfigError("it is no DFlash drafter: config.json has no mask_token_id, nor has its dflash_config")
+            raise ConfigError("it is no DFlash drafter: neither config.json nor its dflash_config has a mask_token_id")
         for key, neutral in VARIANTS.items():
             if value(key, neutral) not in (neutral, None):
                 raise ConfigError(f"{key} is {value(key)!r}; variants of DFlash that have it are not supported")

@@ -154,7 +154,7 @@ def _declare_head(
     if found and smaller and "d2t" not in found:
         raise CheckpointError(
             f"{files.path}: missing d2t: the drafter knows {size} of {config.vocab_size} tokens (draft_vocab_size), "
-            "and without d2t nobody can tell which"
+            "and d2t says which"
         )
     if "d2t" in found and found["d2t"].shape != (size,):
         raise CheckpointError(f"{files.path}: d2t has shape {list(found['d2t'].shape)}, draft_vocab_size is {size}")
@@ -216,8 +216,8 @@ def _target_layers(source: str, hf: Mapping[str, Any], num_layers: int) -> tuple
         raise ConfigError(f"--draft {source}: {where} must be a list of layers, got {ids!r}")
     if bad := [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not low <= i <= high]:
         raise ConfigError(
-            f"--draft {source}: {where} are {list(ids)}, and of a target with {num_layers} layers they can be {low} to "
-            f"{high}, not {bad[0]!r}: it is a drafter for another model"
+            f"--draft {source}: {where} are {list(ids)}; for a target with {num_layers} layers they can be {low} to "
+            f"{high}, not {bad[0]!r}. This drafter is for another model"
         )
     return tuple(i - inputs for i in ids)
 

@@ -38,11 +38,11 @@ def supported(b: int, t: int, taps: int, key_dim: int, value_dim: int, *dtypes: 
     if b * t < FEWEST:
         return f"{b * t} rows"
     if t != BLOCK:
-        return f"blocks of {t} tokens; {BLOCK} are"
+        return f"blocks of {t} tokens; supported: {BLOCK}"
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"inputs, windows or weights in {wrong[0]}; bfloat16 are"
+        return f"inputs, windows or weights in {wrong[0]}; supported: bfloat16"
     if (key_dim, value_dim) != (WIDTH, WIDTH):
-        return f"keys of width {key_dim} and values of width {value_dim}; {WIDTH} and {WIDTH} are"
+        return f"keys of width {key_dim} and values of width {value_dim}; supported: {WIDTH} and {WIDTH}"
     return f"{taps} taps, more than {HALO}" if taps > HALO else None
 
 

@@ -55,15 +55,15 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], state_dtype, *
     _, t, m, k = q_shape
     n, v = v_shape[2:]
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"queries, keys or values in {wrong[0]}; bfloat16 are"
+        return f"queries, keys or values in {wrong[0]}; supported: bfloat16"
     if jnp.dtype(state_dtype) not in (jnp.float32, jnp.bfloat16):
-        return f"states in {jnp.dtype(state_dtype).name}; float32 and bfloat16 are"
+        return f"states in {jnp.dtype(state_dtype).name}; supported: float32 and bfloat16"
     if (k, v) != (WIDTH, WIDTH):
-        return f"keys of width {k} and values of width {v}; {WIDTH} and {WIDTH} are"
+        return f"keys of width {k} and values of width {v}; supported: {WIDTH} and {WIDTH}"
     if n % m:
-        return f"{n} value heads over {m} key heads; whole groups are"
+        return f"{n} value heads over {m} key heads; supported: whole groups"
     if t != BLOCK:
-        return f"blocks of {t} tokens; {BLOCK} are"
+        return f"blocks of {t} tokens; supported: {BLOCK}"
     return None
 
 

@@ -122,7 +122,7 @@ class _Plan:
 def supported(tokens: int, each: int, dtype: Any, stacks: list[Stack]) -> str | None:
     """Why the kernel can't serve so many tokens, or rows of the residual stream, of `each` experts; None if it can."""
     if tokens > ROWS or each > MOST:
-        return f"{tokens} tokens of {each} experts; up to {ROWS} of {MOST} are"
+        return f"{tokens} tokens of {each} experts; supported: up to {ROWS} of {MOST}"
     if dtype != jnp.bfloat16:
         return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
     (d, f), *others = [down.shape[1:] for _, down in stacks]

@@ -51,7 +51,7 @@ def supported(tokens: int, each: int, experts: int, width: int, dtype: Any) -> s
     if tokens > MOST:
         return f"{tokens} tokens, more than {MOST}"
     if each > MOST_EACH or experts > MOST_EXPERTS:
-        return f"{each} of {experts} experts a token; up to {MOST_EACH} of {MOST_EXPERTS} are"
+        return f"{each} of {experts} experts a token; supported: up to {MOST_EACH} of {MOST_EXPERTS}"
     if dtype != jnp.bfloat16:
         return f"rows are {jnp.dtype(dtype).name}, not bfloat16"
     return f"a width of {width} is not a multiple of {WARPS * LANES}" if width % (WARPS * LANES) else None

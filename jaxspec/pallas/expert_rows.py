@@ -37,7 +37,7 @@ def supported(tokens: int, rows: int, width: int, dtype: Any) -> str | None:
 def take_rows(x: Float[Array, "t d"], token: Int[Array, " r"], *, interpret: Any = False) -> Float[Array, "r d"]:
     """`x[token]`. **Raises:** `ValueError` unless r is a multiple of 8."""
     if len(token) % TOGETHER:
-        raise ValueError(f"{len(token)} rows to take; a multiple of {TOGETHER} are")
+        raise ValueError(f"{len(token)} rows to take; supported: a multiple of {TOGETHER}")
     return plgpu.kernel(
         _take,
         kernel_name="take_rows",

@@ -27,10 +27,10 @@ def supported(rows: int, heads: int, width: int, *dtypes: Any) -> str | None:
     if rows < FEWEST:
         return f"{rows} rows"
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"keys, values or pages in {wrong[0]}; bfloat16 are"
+        return f"keys, values or pages in {wrong[0]}; supported: bfloat16"
     if heads > MOST_HEADS:
         return f"{heads} heads, more than {MOST_HEADS}"
-    return f"heads of width {width}; multiples of {THREADS} are" if width % THREADS else None
+    return f"heads of width {width}; supported: multiples of {THREADS}" if width % THREADS else None
 
 
 @lower_once("kv_write")

@@ -31,13 +31,13 @@ _f32 = jnp.float32
 def supported(heads: int, kv_heads: int, width: int, rotated: int, *dtypes: Any) -> str | None:
     """Why the kernel can't take rows of so many heads, or None if it can. `dtypes`: all operands'."""
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"rows, norms or pages in {wrong[0]}; bfloat16 are"
+        return f"rows, norms or pages in {wrong[0]}; supported: bfloat16"
     if width != WIDTH:
-        return f"heads of width {width}; {WIDTH} are"
+        return f"heads of width {width}; supported: {WIDTH}"
     if rotated != width:
         return f"{rotated} of {width} columns rotated"
     if heads % WARPS or kv_heads % WARPS:
-        return f"{heads} query and {kv_heads} KV heads; multiples of {WARPS} are"
+        return f"{heads} query and {kv_heads} KV heads; supported: multiples of {WARPS}"
     return None
 
 

@@ -63,8 +63,8 @@ def _train(args: argparse.Namespace) -> None:
     settings, config = _settings(args), resolve(args.model).config  # what can't be is told before texts are written
     if config.linear:
         raise TrainError(
-            f"--model {args.model}: {config.model_type} has linear attention, and rows here hold several texts, which "
-            "its state would run together. Such models bring an MTP module: --draft mtp"
+            f"--model {args.model}: {config.model_type} has linear attention. A training row holds several texts, and "
+            "its state would pass from one to the next. Such models come with an MTP module: --draft mtp"
         )
     path = _texts_file(args)
     enable_compilation_cache()  # a run that resumes doesn't compile again

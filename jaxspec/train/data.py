@@ -71,7 +71,7 @@ def read_texts(path: Path, vocab_size: int) -> list[Text]:
     """**Raises:** `TrainError` naming file and line, or if the target wrote none of it."""
     texts = [_text(record, vocab_size, f"{path}, line {n}") for n, record in _records(path, _lines(path))]
     if not any(text.answers for text in texts):
-        raise TrainError(f"{path} has no answer tokens, and nothing else is trained on. Make it with this target anew")
+        raise TrainError(f"{path} has no answer tokens to train on. Make it again with this target")
     return texts
 
 

@@ -38,12 +38,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="M", help="the target: hub id, folder or .gguf file")
     add("--data", required=True, metavar="D", help=TEXTS_HELP + "; or a file of texts, as `data` writes them")
-    add("--output", required=True, type=Path, metavar="O", help="folder; what is there already is gone on with")
+    add("--output", required=True, type=Path, metavar="O", help="folder; a run that is there already is resumed")
     add(
-        "--dtype", choices=("float32", "bfloat16"), help="of the target and of activations (bfloat16; float32 on a CPU)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of the target and of activations (bfloat16; float32 on a CPU)",
     )
     add("--row-length", type=positive, default=1024, metavar="TOKENS", help="longest text (%(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of all random draws (%(default)s)")
 
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +92,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--num-heads", type=positive, metavar="N", help="(the target's)")
     add("--num-kv-heads", type=positive, metavar="N", help="(the target's)")
     add(
-        "--target-layers", type=_layers, metavar="I,I,...", help="whose outputs it reads, from 0 (the method's default)"
+        "--target-layers",
+        type=_layers,
+        metavar="I,I,...",
+        help="layers whose outputs it reads, from 0 (the method's default)",
     )
     _add_writing(parser)
     group = parser.add_argument_group("evaluation, at the end")
@@ -103,7 +108,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_eagle3(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("EAGLE-3").add_argument
-    text = "tokens that it can draft, the most frequent ones, with a head of its own; 0: all, with the target's head"
+    text = "draft only the N most frequent tokens, with a head of its own; 0: all tokens, with the target's head"
     add("--draft-vocab-size", type=natural, default=0, metavar="N", help=f"{text} (%(default)s)")
     add("--unroll", type=positive, default=7, metavar="STEPS", help="length of the chain trained (%(default)s)")
     add("--decay", type=float, default=0.8, metavar="X", help="weight of a step over the one before (%(default)s)")

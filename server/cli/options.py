@@ -32,11 +32,11 @@ def _seconds(text: str) -> float:
 
 LIMITS = (
     ("--max-queued-requests", natural, 4096, "N", "completions that may wait for a slot; further requests get 429"),
-    ("--request-timeout", _seconds, None, "SECONDS", "after which a request ends with an error, 504"),
-    ("--watchdog-timeout", _seconds, 300, "SECONDS", "after which a step counts as stuck: /health is 503, and the "
-     "server ends if it doesn't return within --drain-seconds more"),
-    ("--drain-seconds", _seconds, 5, "SECONDS", "for running requests to finish once the server is told to stop"),
-    ("--idle-timeout", _seconds, 60, "SECONDS", "after which a client that sends or reads nothing more is cut off"),
+    ("--request-timeout", _seconds, None, "SECONDS", "time limit of a request, which then ends with a 504"),
+    ("--watchdog-timeout", _seconds, 300, "SECONDS", "time after which a step counts as stuck: /health is 503, and "
+     "the server ends if the step doesn't return within --drain-seconds more"),
+    ("--drain-seconds", _seconds, 5, "SECONDS", "time for running requests to finish once the server is told to stop"),
+    ("--idle-timeout", _seconds, 60, "SECONDS", "time after which a client that neither sends nor reads is cut off"),
     ("--max-connections", positive, 8192, "N", "connections open at once; requests on further ones get 503"),
 )  # fmt: skip
 
@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         usage="%(prog)s [MODEL] [--draft D] [--port PORT] [flags below]",
         description="Serve a language model with speculative decoding, behind OpenAI's API.",
-        epilog="A command line of vLLM's or SGLang's, given as it is, is answered with its translation.",
+        epilog="Give a command line of vLLM's or SGLang's as it is, and the server prints its translation.",
         allow_abbrev=False,
         add_help=False,
     )
@@ -76,8 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--sampling-defaults",
         default="model",
         choices=("model", "openai"),
-        help="how tokens are chosen where a request doesn't say: as the checkpoint's generation_config.json has it, or "
-        "as OpenAI does, at temperature 1 (default: %(default)s)",
+        help="sampling where a request doesn't say: model takes the checkpoint's generation_config.json, openai "
+        "takes temperature 1 (default: %(default)s)",
     )
     for name, table, what in (
         ("--reasoning-parser", REASONING_PARSERS, "reasoning"),
@@ -98,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="least severe log lines to show (default: %(default)s)",
     )
     server.add_argument(
-        "--log-format", default="text", choices=logs.FORMATS, help="of log lines (default: %(default)s)"
+        "--log-format", default="text", choices=logs.FORMATS, help="format of log lines (default: %(default)s)"
     )
     server.add_argument("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
     add_cors_flags(server)

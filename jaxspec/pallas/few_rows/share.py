@@ -119,16 +119,16 @@ def supported(rows: int, head: int, inputs: tuple[int, ...], *dtypes: Any, besid
     """
     width, queries, *mlp = inputs
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"weights or pages in {wrong[0]}; bfloat16 are"
+        return f"weights or pages in {wrong[0]}; supported: bfloat16"
     if head not in (TILE, 2 * TILE):
-        return f"heads of width {head}; {TILE} and {2 * TILE} are"
+        return f"heads of width {head}; supported: {TILE} and {2 * TILE}"
     if beside and max(width, beside) > NARROW:
-        return f"two inputs {max(width, beside)} wide; up to {NARROW} are"
+        return f"two inputs {max(width, beside)} wide; supported: up to {NARROW}"
     most = MAX_ROWS if width <= NARROW else WIDE_ROWS
     if rows > most:
-        return f"{rows} rows of {width}; up to {most} are"
+        return f"{rows} rows of {width}; supported: up to {most}"
     if odd := [each for each in (*inputs, beside) if each % TILE]:
-        return f"width {odd[0]}; multiples of {TILE} are"
+        return f"width {odd[0]}; supported: multiples of {TILE}"
     rows = -(-rows // GROUP) * GROUP
     shares = [with_splits(share_out(rows, [each for each in (width, beside) if each], queries, head // TILE), 1)]
     shares += [share_out(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
@@ -139,12 +139,12 @@ def supported(rows: int, head: int, inputs: tuple[int, ...], *dtypes: Any, besid
 def product_supported(rows: int, widths: Sequence[int], shape: tuple[int, int], dtype: Any) -> str | None:
     """Why `product` can't serve so many rows of these widths and a weight like this, or None if it can."""
     if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"weights in {jnp.dtype(dtype).name}; bfloat16 are"
+        return f"weights in {jnp.dtype(dtype).name}; supported: bfloat16"
     most = MAX_ROWS if shape[1] <= NARROW else WIDE_ROWS
     if rows > most:
-        return f"{rows} rows for {shape[1]} columns; up to {most} are"
+        return f"{rows} rows for {shape[1]} columns; supported: up to {most}"
     if len(set(widths)) > 1 or widths[0] % TILE or shape[1] % TILE:
-        return f"widths {widths} and {shape[1]}; equal multiples of {TILE} are"
+        return f"widths {widths} and {shape[1]}; supported: equal multiples of {TILE}"
     fits = share_out(-(-rows // GROUP) * GROUP, widths, shape[1], 1, normed=False).fits
     return None if fits else f"{rows} rows of {widths} for shared memory"
 
@@ -152,23 +152,23 @@ def product_supported(rows: int, widths: Sequence[int], shape: tuple[int, int], 
 def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any) -> str | None:
     """Why `normed` can't serve so many rows of this width and weights of so many columns, or None if it can."""
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"weights in {wrong[0]}; bfloat16 are"
+        return f"weights in {wrong[0]}; supported: bfloat16"
     if rows % GROUP or rows > WIDE_ROWS:
-        return f"{rows} rows; multiples of {GROUP} up to {WIDE_ROWS} are"
+        return f"{rows} rows; supported: multiples of {GROUP} up to {WIDE_ROWS}"
     if odd := [each for each in (width, *columns) if each % TILE]:
-        return f"width {odd[0]}; multiples of {TILE} are"
+        return f"width {odd[0]}; supported: multiples of {TILE}"
     if sum(columns) > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
-        return f"{sum(columns)} columns; up to {most} are"
+        return f"{sum(columns)} columns; supported: up to {most}"
     return None if share_out(rows, [width], sum(columns)).fits else f"rows of {width} for shared memory"
 
 
 def top_supported(rows: int, shape: tuple[int, int], dtype: Any) -> str | None:
     """Why `top_tokens` can't serve so many rows and a head like this, or None if it can."""
     if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"a head in {jnp.dtype(dtype).name}; bfloat16 is"
+        return f"a head in {jnp.dtype(dtype).name}; supported: bfloat16"
     if rows > MAX_ROWS:
-        return f"{rows} rows; up to {MAX_ROWS} are"
+        return f"{rows} rows; supported: up to {MAX_ROWS}"
     if shape[0] % TILE or shape[1] % TILE:
-        return f"a head of {shape[0]} by {shape[1]}; multiples of {TILE} are"
+        return f"a head of {shape[0]} by {shape[1]}; supported: multiples of {TILE}"
     needed = 2 * shape[1] * (HEAD_STAGES * TILE + rows)
-    return f"{needed} bytes of shared memory; up to {ROOM} are" if needed > ROOM else None
+    return f"{needed} bytes of shared memory; supported: up to {ROOM}" if needed > ROOM else None
