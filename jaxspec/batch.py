@@ -1,7 +1,7 @@
-"""What travels between host and device: one packed int32 array into each program, one out; and the shapes they come in.
+"""The packed int32 arrays that travel between host and device, one into each program and one out, and their shapes.
 
 `Slots` is everything about a request that lives on the device, indexed by request slot. The host writes a slot once,
-when it admits a request; from then on it only names slots and pages. The last slot is the dummy that padding rows use.
+when it admits a request; from then on it only names slots and pages. The last slot is the dummy of padding rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang call options whose names here are others, so that who types those is told ours.
+"""vLLM's and SGLang's names for options that have other names here, so that an error can give ours.
 
 Names are spelt with underscores and without leading dashes. Nothing here is accepted as an option: `meant` explains one
 in an error message, and `server.cli.translate` rewrites a whole command line.

@@ -1,7 +1,7 @@
-"""The loop: take in requests, plan, dispatch, and read the results of all but the rounds just dispatched.
+"""The loop: admit requests, plan, dispatch, and read the results of all but the rounds just dispatched.
 
-`Engine` is single-threaded and owns scheduler and runner; `jaxspec.llm` drives it. Dispatching round n+1
-before reading round n is the whole of overlap: with `disable_overlap` each is read as soon as it is dispatched.
+`Engine` is single-threaded and owns scheduler and runner; `jaxspec.llm` drives it. Overlap is nothing but dispatching
+round n+1 before reading round n. With `disable_overlap` each round is read as soon as it is dispatched.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Compiled programs kept on disk, so that a second start neither traces nor lowers them, most of its time: XLA's
-own cache spares it only the compiling.
+"""Compiled programs kept on disk. A second start then neither traces nor lowers them, which takes most of its time;
+XLA's own cache would spare it only the compiling.
 
-A program is found again by all that made it: jaxspec's source, jax, the device, the flags of XLA, and what the caller
-names (`key`) with the arguments' shapes. Whatever can't be read is compiled anew. Files are pickles of our own; keep
-the cache folder yours.
+A program's key is everything that made it: jaxspec's source, jax, the device, XLA's flags, the caller's `key`, and the
+arguments' shapes. A file that can't be read is compiled again. Files are pickles of our own; keep the cache folder
+private.
 """
 
 from __future__ import annotations

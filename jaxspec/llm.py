@@ -1,7 +1,7 @@
 """The engine for callers: `LLM` generates for a list of prompts, `AsyncLLM` streams to many callers at once.
 
-Invariant: whoever waits for the engine hears from it. A request ends with its last delta or with one of the errors
-below, also when its step fails, takes too long, or never returns.
+Invariant: every caller that waits for the engine hears from it. A request ends with its last delta or with one of the
+errors below, also when its step fails, takes too long, or never returns.
 """
 
 from __future__ import annotations

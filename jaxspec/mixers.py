@@ -1,11 +1,11 @@
 """The target's cache, and the three ways in which its forward mixes tokens: over whole texts, prompt blocks, rounds.
 
-`Cache` holds pages of keys and values for the layers of full attention and, for models that have linear attention, a
-state of fixed size by slot for those. State slots 0 to n - 1 are those of the n request slots, slot n the dummy's, and
-those from n + 1 on hold snapshots: states after prefixes in the prefix tree.
+`Cache` holds pages of keys and values for the layers of full attention. For models with linear attention it also holds
+a state of fixed size for each state slot: 0 to n - 1 are those of the n request slots, n is the dummy's, and those from
+n + 1 on hold snapshots, states behind prefixes in the prefix tree.
 
-Invariant: of a running request with N known tokens, pages hold positions 0 .. N-2, and so does its state once as many
-rows of its last round are replayed into it as `round.State.replay` says (see `pallas.gated_delta`).
+Invariant: of a running request with N known tokens, pages hold positions 0 .. N-2. So does its state, once
+`round.State.replay` rows of its last round are replayed into it (see `pallas.gated_delta`).
 """
 
 from __future__ import annotations

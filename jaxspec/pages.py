@@ -1,13 +1,13 @@
 """Pages of KV, counted on the host: who holds each page, and which cached prefixes they spell. No jax.
 
 A page is `page_size` consecutive positions of one sequence, in every layer. `PagePool` counts the holders of each page.
-`PrefixTree` remembers which tokens the full pages hold, so that a prompt that starts alike needs no prefill. Of a model
-with linear attention, pages aren't all: it can go on from where the state was kept too, a *snapshot*, in a slot that a
-node owns (`Snapshots`).
+`PrefixTree` remembers which tokens the full pages hold, so that a prompt with a known beginning needs no prefill for
+it. A model with linear attention needs more than pages: it can continue only where a copy of the state was kept, a
+*snapshot*, in a slot that a node owns (`Snapshots`).
 
-Invariants: a page is free exactly when nobody holds it. Whoever holds the page of a tree node holds the pages of all
-its ancestors too; so a page that only the tree holds has no descendant in use, and everything `evictable` can be freed.
-A snapshot's slot is free, or is owned by one node that is in the tree.
+Invariants: a page is free exactly when nobody holds it. The holder of a tree node's page holds the pages of all its
+ancestors too. So a page that only the tree holds has no descendant in use, and everything `evictable` can be freed. A
+snapshot's slot is free, or is owned by one node that is in the tree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The device programs of one engine, compiled ahead of their calls: which there are, and their warm-up.
+"""The device programs of one engine: which there are, and their compilation ahead of calls.
 
-What they compute is in `round`, what is kept of them on disk in `executables`.
+`round` says what they compute, `executables` how they are kept on disk.
 """
 
 from __future__ import annotations

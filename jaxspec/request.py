@@ -1,7 +1,7 @@
-"""What a caller asks for and what comes back: plain host data, no jax.
+"""A caller's request and its result: plain host data, no jax.
 
-`SamplingParams` is validated when it is made, so everything behind it may trust it. Limits that depend on the model
-(vocabulary, context length, page pool) are checked by the engine when the request is added.
+`SamplingParams` is validated when it is made, so later code may trust it. Limits that depend on the model (vocabulary,
+context length, page pool) are checked by the engine when the request is added.
 """
 
 from __future__ import annotations

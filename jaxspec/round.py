@@ -1,7 +1,7 @@
 """The device programs: admission, prefill, the first token, and the round that drafts, verifies, accepts and commits.
 
-Each is a pure function of (params, state, one packed int32 array), compiled with the state donated (`programs`). What
-the next program needs stays in `State`, so a round can be dispatched before the previous one's result was read. Plain
+Each is a pure function of (params, state, one packed int32 array), compiled with the state donated (`programs`). The
+next program's inputs stay in `State`, so a round can be dispatched before the previous one's result is read. Plain
 decoding is the round of a drafter that drafts nothing, and a first token is the round whose rows the prefill has run.
 """
 

@@ -1,8 +1,8 @@
-"""From logits to tokens: what a request's settings do to a distribution, and the random numbers it draws.
+"""From logits to tokens: a request's settings applied to a distribution, and the random numbers it draws.
 
 The order is vLLM's: minimum length and bias, then penalties, then temperature, min-p, top-k, top-p. Every function
-works on all q rows of a verify round; row j sees the tokens drafted before it, in a tree those of its own branch.
-Random numbers depend on a request's seed, the position of the token and what it is drawn for, and on nothing else.
+works on all q rows of a verify round; row j sees the drafts before it, in a tree those of its own branch. Random
+numbers depend on a request's seed, the position of the token and the purpose of the draw, and on nothing else.
 """
 
 from __future__ import annotations

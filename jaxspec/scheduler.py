@@ -1,16 +1,17 @@
 """Which sequence runs when, and in which pages: admit, chunk, grow, preempt, finish. Host data only, no jax.
 
 Invariant: of a sequence that runs, with known tokens x_0..x_{N-1}, KV is committed for positions 0..N-2; the newest
-token has none. *Prefill* gets it there, chunk by chunk: all of a new prompt, after which its *first* token follows from
-the last position; of a sequence that had tokens already and was preempted, all but the newest. A *round* then writes to
-`lookahead` places from N-1 on and yields 1..width new tokens, after which the same holds of the larger N.
+token has none. *Prefill* brings it there, chunk by chunk. Of a new prompt it computes all, and the *first* token
+follows from the last position. Of a sequence that had tokens already and was preempted, it computes all but the newest.
+A *round* then writes `lookahead` KV slots from N-1 on and yields 1..width new tokens, after which the same holds for
+the larger N.
 
 The engine dispatches a round before it has read the one before, so the host's N is up to `in_flight` rounds old, and
-pages are given for the largest N those rounds can lead to. The device runs programs in the order of dispatch: a page
-freed here may be handed on at once, for whatever still writes to it runs before its next holder does.
+pages are reserved for the largest N those rounds can lead to. The device runs programs in the order of dispatch. So a
+page freed here may be given away at once: a program that still writes to it runs before its next holder does.
 
-Of a model with linear attention, each slot has a state too, of the tokens so far. A prefill leaves snapshots of it at
-the ends of pages, from which a later prompt that starts alike goes on; of what was generated there are none.
+With linear attention, each slot also has a state, of the tokens so far. A prefill leaves snapshots of it at the ends of
+pages, from which a later prompt with the same beginning continues. Generated text has none.
 
 Order is strict, first come first served. Everything admitted is older than everything waiting (the youngest is
 preempted first), and at most one prompt is unfinished at a time, the youngest admitted.

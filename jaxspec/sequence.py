@@ -1,4 +1,4 @@
-"""What the scheduler plans with: a sequence, the chunks of its prefill, and the plan of a step. No jax.
+"""The scheduler's data: a sequence, the chunks of its prefill, and the plan of a step. No jax.
 
 The engine reads tokens off a sequence, the runner slots and blocks off a chunk; only the scheduler changes them.
 """

@@ -1,4 +1,4 @@
-"""What the engine counts of itself: histograms, and the decode log line."""
+"""The engine's own counts: histograms, and the decode log line."""
 
 from __future__ import annotations
 

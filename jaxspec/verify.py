@@ -1,8 +1,8 @@
-"""Acceptance of chains and trees. Whatever was drafted, the tokens that come out have the target's distribution.
+"""Acceptance of chains and trees. Whatever was drafted, the resulting tokens have the target's distribution.
 
 A round verifies q rows: the newest token and up to q-1 drafts. Row j's distribution is over the token after the drafts
 that it follows: in a chain drafts 1..j, in a tree its ancestors and itself. The result is always at least one token:
-the accepted drafts and then one more, the bonus.
+the accepted drafts, then the bonus token.
 """
 
 from __future__ import annotations

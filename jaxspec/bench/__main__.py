@@ -1,4 +1,4 @@
-"""`python -m jaxspec.bench`: one subcommand per thing measured; each prints a table and can write JSON and PNG.
+"""`python -m jaxspec.bench`: one subcommand for each thing measured. Each prints a table and can write JSON and PNG.
 
 `report` turns the JSON files into markdown.
 """

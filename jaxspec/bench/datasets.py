@@ -1,4 +1,4 @@
-"""What to ask: prompts of random tokens, of random tokens behind shared prefixes, or questions from a file.
+"""Prompts to send: random tokens, random tokens behind shared prefixes, or questions from a file.
 
 Questions go through the model's chat template, on the server as offline. The files are the published ones, one JSON
 object a line: Spec-Bench's `question.jsonl` (https://github.com/hemingkx/Spec-Bench; the first turn of each question,

@@ -1,9 +1,9 @@
 """The least time that the hardware needs: bytes over bandwidth or operations over arithmetic, whichever is longer.
 
-Counted is the target model's own work: its weights once, the keys and values that are there, its multiplications; of
-linear attention, each request's states, read and written once a round. The embedding table is read only if it is also
-the head. Of experts, those are read that some token chose, their number as expected if all are equally likely: text
-that has a preference reads fewer. What a drafter does comes on top, so a round's ratio shows it.
+A floor counts the target model's own work: its weights once, the cached keys and values, its multiplications, and the
+states of linear attention, read and written once a round. The embedding table counts only if it is also the head.
+Experts count if some token chose them, their number as expected with all equally likely; real text has preferences and
+reads fewer. A drafter's work isn't counted, so a round's ratio shows it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Forced acceptance: a drafter whose drafts are accepted at given rates, whatever the model says to them.
+"""Forced acceptance: a drafter whose drafts are accepted at given rates, whatever the model says.
 
-So the cost of a round can be measured apart from how good the drafts are, on random weights too. Drafting, the forward
-over all rows, and the choice of a token at each row run as always; only the verdict is replaced, so the text means
-nothing. How deep a tree gets depends on what is in it, which is nothing to measure by; so its first drafts are made one
-path, and that is what stands. All shapes, and so the work, are those of any other tree.
+So a round's cost is measured apart from the quality of drafts, on random weights too. Drafting, the forward over all
+rows, and the choice of a token at each row run as always. Only the verdict is replaced, so the text means nothing. A
+tree's depth would depend on its content, which random weights make meaningless. So its first drafts form one path, and
+that path is accepted. All shapes, and so the work, are those of any other tree.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Host time per round: what the engine loop costs when the device's work costs nothing.
+"""Host time per round: the cost of the engine loop when the device's work costs nothing.
 
-The real `Engine` serves N requests at once: it plans, packs, dispatches, reads, detokenises, ends requests and takes in
-new ones in their place. Only the programs' bodies are exchanged. An empty program is compiled, called and donated to
-like the real one, takes all its arguments (every weight, so dispatch costs what it costs) and returns a result of the
-same shape; but it only counts a request's tokens on and makes some up. So whatever time passes in the loop is the
+The real `Engine` serves N requests at once: it plans, packs, dispatches, reads, detokenises, ends requests and admits
+new ones in their place. Only the programs' bodies are replaced. An empty program is compiled, called and donated to
+like the real one and takes all its arguments (every weight, so dispatch costs the same). It returns a result of the
+same shape, but only advances each request's count and makes up tokens. So all time that passes in the loop is the
 host's. The empty program's own few microseconds are counted too: the figures are upper bounds.
 
-`cpu` is the time that the loop's thread was computing. On a machine with nothing else to do it is almost the total; on
-a busy one the total also holds the waits for a core, and `cpu` is the figure to trust.
+`cpu` is the computing time of the loop's thread. On an idle machine it is almost the total. On a busy one the total
+also holds waits for a core, and `cpu` is the figure to trust.
 
-A request yields one token up to the verify width each round. Not included: HTTP, whose threads work beside the loop.
+A request yields one token up to the verify width each round. HTTP isn't included; its threads work beside the loop.
 """
 
 from __future__ import annotations

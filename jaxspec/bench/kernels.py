@@ -1,12 +1,12 @@
 """Device kernels by themselves, against plain jax.numpy and the floor.
 
-Each case calls its operation on LAYERS different layers' data in one compiled program, as a model does, so that no
-layer finds its operands in a cache; short ones go through all layers several times, since dispatching a program must
-take less than running it. The time is that of one call, the mean over the program's calls and many runs of it. `TB/s`
-counts the bytes that must be read and written once, `TFLOP/s` the operations that must be done (causal attention at
-half). `alone us` is what its kernels take by the profiler, without what lies between one kernel and the next. `ran` is
-the kernel that the operation chose. `plain` is its reference in jax.numpy on the same data, `error` the
-largest difference between the two over the largest value.
+Each case calls its operation on the data of LAYERS different layers in one compiled program, as a model does, so that
+no layer finds its operands in a cache. Short operations go through all layers several times, since a program must run
+longer than its dispatch. The time is that of one call: the mean over the program's calls and many runs. `TB/s` counts
+the bytes that must be read and written once, `TFLOP/s` the operations that must be done (causal attention at half).
+`alone us` is the kernels' own time by the profiler, without the gaps between them. `ran` is the kernel that the
+operation chose. `plain` is its reference in jax.numpy on the same data, `error` the largest difference between the two
+over the largest value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What callers felt: time to first token, time per token, gaps between rounds, whole requests, and their percentiles.
+"""Latencies of callers: time to first token, time per token, gaps between rounds, whole requests, and their
+percentiles.
 
-TTFT runs from sending a request to its first output; TPOT is the rest of its time over the rest of its tokens; ITL are
-the gaps between outputs, each of which holds all tokens of a round; E2E is the whole request.
+TTFT runs from sending a request to its first output. TPOT is the rest of its time over the rest of its tokens. ITL are
+the gaps between outputs, each of which holds all tokens of a round. E2E is the whole request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A closed load on an engine: N requests queued at once, served to the end, and the rounds in which all of them decode.
 
-Invariant: what is timed is the engine's own loop. Between two steps nothing is done but to read its counters.
+Invariant: the time is that of the engine's own loop. Between two steps the benchmark only reads counters.
 """
 
 from __future__ import annotations

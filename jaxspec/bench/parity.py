@@ -1,10 +1,10 @@
-"""Whether greedy text changes: with a drafter, or in other batches, against plain decoding; and how near the ties were.
+"""Does greedy text change with a drafter, or in other batches, against plain decoding? And how near were the ties?
 
 Offline, real weights. Every prompt is decoded plainly, all at once; then again at a quarter of that concurrency, which
-changes nothing but the batches; then with the drafter. In exact arithmetic all three agree. In bfloat16 other batch
-sizes take other kernels that round otherwise, so a near-tie between two tokens may turn. `differ` counts the texts that
-did. `margin` is how far the two tokens of a first difference lie apart in the model's own float32 logits there, each
-computed from the common text alone: a drafter that broke the text would show margins beyond rounding.
+changes only the batches; then with the drafter. In exact arithmetic all three agree. In bfloat16, other batch sizes
+take other kernels that round differently, so a near-tie between two tokens may turn. `differ` counts the texts in which
+one did. `margin` is the distance between the two tokens of a first difference, in the model's own float32 logits
+computed from the common text alone. A drafter that broke the text would show margins beyond rounding.
 """
 
 from __future__ import annotations

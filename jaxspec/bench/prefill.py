@@ -1,17 +1,17 @@
 """Time to the first token of single prompts, and tokens per second of many at once, against the floor.
 
-Offline, random weights unless --load-format says otherwise, random prompts that share nothing. For each length: the
-median over different prompts, served one after the other, of the time from a request's arrival to its first token; then
-prompts of that length are queued all at once, one new token each, and the prompts' tokens are divided by the time until
-the last is done. The floor counts the model's arithmetic (causal attention at half, one row unembedded) and its bytes.
+Offline, random weights unless --load-format says otherwise, random prompts that share nothing. For each length, prompts
+are first served one after the other: the figure is the median time from a request's arrival to its first token. Then
+prompts of that length are queued all at once, one new token each: the figure is their tokens over the time until the
+last is done. The floor counts the model's arithmetic (causal attention at half, one row unembedded) and its bytes.
 
-Memory is planned at the start, so prompts of any length should leave what is in use as it was. A row says by how much
-it grew over that row, and by how much the most that ever was in use did: the first row of a length can add the
-workspace of programs that had not run before, which the plan has. A note compares the most with the plan.
+Memory is planned at the start, so no prompt should change the memory in use. A row has the growth over that row, and
+the growth of the peak: the first row of a length can add the workspace of programs that had not run before, which the
+plan includes. A note compares the peak with the plan.
 
-Of a hybrid, --attention-only times the same prompts once more, on the same shapes with full attention in every layer:
-what they would cost without linear attention, all else being equal. It is measured since the share of arithmetic that
-attention has says little of its time.
+With --attention-only a hybrid's prompts run once more, on the same shapes with full attention in every layer. That is
+their cost without linear attention, all else being equal. Attention's share of the arithmetic says little of its time,
+so it is measured.
 """
 
 from __future__ import annotations

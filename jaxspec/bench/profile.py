@@ -1,4 +1,4 @@
-"""Kernels by name: what a piece of work on a GPU spends its time in, from jax's profiler.
+"""The kernels of a piece of work on a GPU by name and time, from jax's profiler.
 
 The profiler adds about a microsecond to a short kernel, so the sum can exceed the time of the work by itself.
 """

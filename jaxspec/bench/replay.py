@@ -1,7 +1,7 @@
-"""The round program by itself: dispatched again and again from the same place, with nothing read in between.
+"""The round program by itself: dispatched again and again from the same state, with nothing read in between.
 
-What the engine loop takes beyond this is the engine's own. The requests are wound back so that the replay runs through
-the contexts that the loop was timed at, over pages that are filled and theirs.
+The engine loop's time beyond this is the engine's own. The requests are wound back so that the replay runs through the
+contexts at which the loop was timed, over their own filled pages.
 """
 
 from __future__ import annotations

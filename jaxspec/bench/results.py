@@ -1,7 +1,7 @@
-"""What a benchmark leaves: rows of figures and the facts they depend on, as a table, as JSON, as markdown.
+"""A benchmark's result: rows of figures and the facts they depend on, as a table, as JSON, as markdown.
 
-Invariant: a row is on stdout and in the JSON file as soon as it is measured, so an interrupted run loses only what it
-had not finished. The document is all that reports and plots are made from.
+Invariant: a row is on stdout and in the JSON file as soon as it is measured, so an interrupted run keeps every finished
+row. Reports and plots are made from that document alone.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""A server or an engine under load: latencies as callers feel them, throughput, accept length, and programs compiled.
+"""A server or an engine under load: callers' latencies, throughput, accept length, and programs compiled.
 
 The server is a running one (--url), or `python -m server` started here with the engine flags below and stopped at the
-end; its start to the first answer of /health is `ready_s` in the JSON. For each N of --concurrency: prompts of the
-dataset are sent as streams, at most N at a time, as soon as one may (--request-rate inf) or at random times of that
-many a second on average (Poisson). Random prompts run to their full length; questions end where the model ends them.
+end. The time from its start to the first answer of /health is `ready_s` in the JSON. For each N of --concurrency, the
+dataset's prompts are sent as streams, at most N at a time: as soon as one may (--request-rate inf), or at random times,
+that many a second on average (Poisson). Random prompts run to their full length; questions end where the model ends
+them.
 
 TTFT is the time to a request's first output, TPOT the rest of its time over the rest of its tokens, ITL the gaps
-between outputs (a round's tokens come together), E2E the whole request; means and percentiles of all are printed at the
-end. With --via offline they go through an engine in this process instead, at the same concurrency and times; with --via
-both they do so after a server's, and `of offline` is what HTTP reached of its throughput.
+between outputs (a round's tokens come together), E2E the whole request. Means and percentiles are printed at the end.
+With --via offline the prompts go through an engine in this process instead, at the same concurrency and times. With
+--via both they go through a server first, and `of offline` is the share of the engine's throughput that HTTP reached.
 """
 
 from __future__ import annotations

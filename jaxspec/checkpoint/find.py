@@ -1,6 +1,6 @@
 """Where a model is: the demo, a GGUF file, a folder, a config alone, or a hub id that is fetched into the hub's cache.
 
-What exists on disk wins over what might be a hub id, and nothing is downloaded that the load format doesn't need.
+A file or folder on disk wins over a hub id of the same name. Nothing is downloaded that the load format doesn't need.
 """
 
 from __future__ import annotations

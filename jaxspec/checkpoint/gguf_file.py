@@ -1,7 +1,7 @@
 """A single-file GGUF model: its config, tensors and tokenizer, presented as a Hugging Face checkpoint would be.
 
-Tensor names, shapes and the order of rows that come out of here are those of the safetensors checkpoint that the file
-was made from, so nothing after this module knows where the weights came from.
+Tensors leave this module with the names, shapes and row order of the safetensors checkpoint that the file was made
+from. So nothing after it knows where the weights came from.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """DFlash: a whole block of drafts in one pass (https://arxiv.org/abs/2602.06036).
 
-A few Qwen3 layers read the newest token followed by mask tokens, and fill in the masks. What they know of the text
-comes from the target: the outputs of some of its layers, for each position projected once to the keys and values of
-every layer here. Those are all that is cached, over the target's pages. A block's own keys and values are written
-behind them, where the next block overwrites them, so between rounds this holds, as for the target: the keys and values
-of every known token but the newest are the context's.
+A few Qwen3 layers read the newest token followed by mask tokens, and fill in the masks. They know the text through the
+target: the outputs of some of its layers, projected once for each position to the keys and values of every layer here.
+Only those are cached, over the target's pages. A block's own keys and values are written behind them, and the next
+block overwrites them. So between rounds this holds, as for the target: the keys and values of every known token but the
+newest are the context's.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """EAGLE: one decoder layer that guesses the target's features, and from them its tokens.
 
 Row t pairs the target's features at position t with the token at t + 1, and its output predicts the token at t + 2
-(https://arxiv.org/abs/2401.15077). Drafting goes on from there: each draft is paired with the output that it was drawn
-from, in place of features that nobody knows yet. EAGLE-1 and 2 read the target's final hidden state; EAGLE-3 reads
-three layers and may draft from a smaller vocabulary (https://arxiv.org/abs/2503.01840). EAGLE-2 is EAGLE-1's weights
-under trees (`eagle_tree`), which EAGLE-3's grow as well; as chains, the two are one.
+(https://arxiv.org/abs/2401.15077). Drafting continues from there: each draft is paired with the output that it was
+drawn from, in place of features that the target hasn't computed yet. EAGLE-1 and 2 read the target's final hidden
+state. EAGLE-3 reads three layers and may draft from a smaller vocabulary (https://arxiv.org/abs/2503.01840). EAGLE-2 is
+EAGLE-1's weights under trees (`eagle_tree`), which EAGLE-3 can grow as well; as chains, the two are one.
 
 Between rounds, of a request with tokens x_0 .. x_(N-1), the rows of positions 0 .. N-2 are in the cache, all computed
-from the target's features, and `hidden` is the last one's output. What a round drafts is written behind them and
-overwritten by the next commit. As row t depends on token t + 1, a prefix's pages are shared only where the token after
+from the target's features, and `hidden` is the last one's output. A round writes its drafts' rows behind them, and the
+next commit overwrites those. Row t depends on token t + 1, so a prefix's pages are shared only where the token after
 them matches too (`reach`).
 """
 

@@ -1,13 +1,13 @@
 """EAGLE's dynamic tree (EAGLE-2, https://arxiv.org/abs/2406.16858): expand where drafts are likely, keep the likeliest.
 
 A step runs a *beam* of k drafts through the drafter's layer and takes the k likeliest tokens after each of them. Of
-these k * k *candidates* the k likeliest, by the product of probabilities down from the root, are the next step's beam.
-In the end the n likeliest candidates of all steps make the tree. A candidate is never likelier than its parent, and of
-equals the one found first is taken, so with each of them its whole branch is chosen; and in the order in which they
-were found, parents come first.
+these k * k *candidates*, the k likeliest are the next step's beam, by the product of probabilities down from the root.
+In the end the n likeliest candidates of all steps make the tree. A candidate is never likelier than its parent, and a
+tie goes to the one found first. So the whole branch of each chosen candidate is chosen too, and in the order in which
+they were found, parents come first.
 
-Invariant: of step i (from 1), beam j's keys and values lie k * (i - 1) + j places behind the newest token's. Each row
-sees all before these places and, through the mask, its own branch. The next commit overwrites them.
+Invariant: in step i (from 1), beam j's keys and values lie k * (i - 1) + j KV slots behind the newest token's. Each row
+sees everything before these and, through the mask, its own branch. The next commit overwrites them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """MTP: the multi-token prediction module that Qwen3-Next and Qwen3.5 were trained with, out of their own checkpoint.
 
-One decoder layer of the target's kind, with full attention, over pairs of the target's final hidden state at a position
-(after the last norm) and the token that follows. It was trained for one token ahead and goes on with its own normed
-output in place of what the target doesn't know yet, as EAGLE does, whose chains and caches these are (`eagle.Chain`).
-Embedding and head are the target's.
+It is one decoder layer of the target's kind, with full attention. It reads pairs: the target's final hidden state at a
+position (after the last norm), and the token that follows. It was trained for one token ahead. Further drafts continue
+from its own normed output, as EAGLE's do, whose chains and caches these are (`eagle.Chain`). Embedding and head are the
+target's.
 
 Names are `mtp.*` beside the model's own, in all public layouts. Experts can be one by one there and stacked in the
 body, or the other way round.

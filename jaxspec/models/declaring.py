@@ -1,4 +1,4 @@
-"""What families declare of a decoder's parameters: names are those of Hugging Face checkpoints, `model.layers.0.*`."""
+"""Declarations of a decoder's parameters, under the names of Hugging Face checkpoints: `model.layers.0.*`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families read out of a config.json, checked: keys as transformers names them. Each raises `ConfigError`."""
+"""The keys of a config.json that families share, as transformers names them. Each reader raises `ConfigError`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Device operations, one a file: its signature, its reference in plain jnp, and what chooses a kernel for it."""
+"""Device operations, one a file: signature, reference in plain jnp, and the choice of a kernel."""

@@ -1,9 +1,11 @@
-"""The short causal convolution in front of gated delta-rule attention, with the inputs it looks back on kept by slot.
+"""The short causal convolution in front of gated delta-rule attention, whose latest inputs are kept by slot.
 
 Each channel by itself: out_t = silu(sum_j weight[j] x_(t - w + 1 + j)), as `conv1d` of Qwen3-Next and Qwen3.5, with no
-bias and w = 4. Invariant, the same as for the attention's state (`pallas.gated_delta`): a slot's window holds the last
-w - 1 committed inputs as they were before its last round, and behind them that round's inputs, of which the next round
-is told how many were accepted. Nothing is undone.
+bias and w = 4.
+
+Invariant, the same as for the attention's state (`pallas.gated_delta`): a slot's window holds the last w - 1 committed
+inputs from before its last round, and behind them that round's inputs. The next round is told how many of those were
+accepted. Nothing is undone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Blocks of prompts before the gated delta rule, on Hopper: convolved, in heads, keys and queries of length one.
 
 A Mosaic GPU kernel in place of XLA's, which reached a fifth of the memory's speed. A warpgroup takes two heads of one
-block, each 64 rows of 128 channels behind those that came before, and asks for both at once: the second arrives while
-it is busy with the first. Sixteen threads share a row, so its length is a sum over a few lanes. What the next block or
-round looks back on goes into the windows here as well. Invariant: the rows before each block have been read from the
-windows when the kernel starts.
+block, each 64 rows of 128 channels and the rows before them. It prefetches both: the second arrives while it computes
+the first. Sixteen threads share a row, so the row's length is a sum over a few lanes. The kernel also writes the
+windows that the next block or round reads.
+
+Invariant: the rows before each block have been read from the windows when the kernel starts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A round's rows before the gated delta rule, on Hopper: convolved, in heads, keys and queries of length one.
 
-A Mosaic GPU kernel in place of seven of XLA's. A warpgroup takes a head of one request, a channel a thread: it brings
-what its channels saw last and the new rows, convolves them, and leaves both as the next round's window. Invariant:
-nobody else reads or writes those channels of that slot, so nothing has to be waited for.
+A Mosaic GPU kernel in place of seven of XLA's. A warpgroup takes a head of one request, a channel a thread. It loads
+the channels' window and the new rows, convolves them, and leaves both as the next round's window.
+
+Invariant: no other block reads or writes those channels of that slot, so none waits for another.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Blocks of prompts through gated delta-rule attention, in order, on Hopper: the part that can't be done all at once.
+"""Blocks of prompts through gated delta-rule attention, in order, on Hopper: the sequential part.
 
-A Mosaic GPU kernel. What a block's tokens do to one another is known beforehand (`delta_within`); the state S
-before the block enters linearly,
+A Mosaic GPU kernel. The interactions within a block are known beforehand (`delta_within`), and the state S before the
+block enters linearly,
 
     U = written - taken S^T,   out = total Q S^T + mixed U,   S <- total_t S + U^T diag(left) K
 
-so a warpgroup takes one value head and 64 of its value rows through all blocks, the state staying in shared memory, the
-next block's operands on their way meanwhile. Products run on the tensor cores with the value rows as M, so U and the
-output come out transposed. States and updates go in as two pieces of bfloat16.
+So a warpgroup takes one value head and 64 of its value rows through all blocks. The state stays in shared memory, and
+the next block's operands are prefetched. Products run on the tensor cores with the value rows as M, so U and the output
+come out transposed. States and updates enter as two pieces of bfloat16.
 
-Invariant: a state is rounded to the pool's dtype after every block, wherever it goes next, so how blocks are spread
-over programs doesn't show.
+Invariant: a state is rounded to the pool's dtype after every block, wherever it goes next. So the division of blocks
+among programs doesn't show.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""A round of gated delta-rule attention on Hopper: replay what was accepted, then run the new rows.
+"""A round of gated delta-rule attention on Hopper: replay the accepted rows, then run the new ones.
 
-A Mosaic GPU kernel, and bound by reading and writing the states: a warpgroup takes 64 rows of a head's state through
-registers, some of the columns at a time. In what comes out of the new rows u and o, the state before them enters
-through its products with their keys and queries alone,
+A Mosaic GPU kernel, bound by reading and writing the states. A warpgroup takes 64 rows of a head's state through
+registers, some of the columns at a time. The new rows' u and o depend on the state before them only through its
+products with their keys and queries,
 
     u_t = beta_t (v_t - G_t S k_t - sum_(i<t) G_t/G_i (k_i k_t) u_i)
     o_t = G_t S q_t + sum_(i<=t) G_t/G_i (k_i q_t) u_i
 
-with G the running product of the decays; those products run on the tensor cores. They take bfloat16, so a state goes in
+with G the running product of the decays. Those products run on the tensor cores, which take bfloat16, so a state enters
 as a sum of `PIECES` of them.
 
-A block has the value rows of one request and key head, or where requests are few a part of them: then the blocks of a
-cluster share them. Parts of the state go through a ring: a part is brought, changed where it is and written back, and
-while its write drains the next one is computed; only then is its place filled anew. Invariant: records are overwritten
-once every block that reads them has them.
+A block has the value rows of one request and key head. With few requests it has a part of them, and the blocks of a
+cluster share them. Parts of the state go through a ring: a part is loaded, changed in place and written back. While its
+write drains, the next one is computed; only then is its slot filled again.
+
+Invariant: records are overwritten after every block that reads them has read them.
 """
 
 from __future__ import annotations

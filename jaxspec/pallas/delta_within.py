@@ -1,14 +1,14 @@
-"""What a block's tokens do to one another in gated delta-rule attention, on Hopper, for all blocks at once.
+"""The interactions within a block of gated delta-rule attention, on Hopper, for all blocks at once.
 
-A Mosaic GPU kernel, before that of `delta_chunk`. A warpgroup takes one block of 64 tokens and one value head. With
+A Mosaic GPU kernel that runs before `delta_chunk`'s. A warpgroup takes one block of 64 tokens and one value head. With
 G_ti = alpha_(i+1) .. alpha_t it makes, of the strictly lower triangular N_ti = beta_t G_ti (k_t k_i),
 
     X = (I + N)^-1,   taken = X diag(beta total) K,   written = X diag(beta) V,   mixed_ti = G_ti (q_t k_i)
 
-with `total` the running product of the decays; `delta_chunk` says what for. The inverse grows from that of diagonal
-blocks of 1, 2, 4 .. tokens: with M the part of N between the halves of blocks twice as large, X <- X - X M X. That is
-as stable as substitution, and all of it are products of whole tiles, done on tensor cores with both sides as two pieces
-of bfloat16.
+with `total` the running product of the decays; `delta_chunk` explains their use. The inverse grows from that of
+diagonal blocks of 1, 2, 4 .. tokens: with M the part of N between the halves of blocks twice as large, X <- X - X M X.
+That is as stable as substitution, and consists of products of whole tiles, done on tensor cores with both sides as two
+pieces of bfloat16.
 """
 
 from __future__ import annotations

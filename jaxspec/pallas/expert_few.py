@@ -1,22 +1,21 @@
 """The experts of a few tokens as one kernel on Hopper, from the tokens to their weighted sums.
 
-At one token a mixture's weights are read in some 12 us, so nothing may stand between one byte and the next: no kernels
-that gather rows before or add results up after, and no block with more to read than another.
+At one token a mixture's weights are read in some 12 us, so reading must never pause: no kernel gathers rows before or
+adds results up after, and no block has more to read than another.
 
-- `up`: all blocks share the chosen experts' hidden columns in waves, in each of which a block makes a tile of 64 weight
-  rows for the tensor cores, half of them gate; the tokens are the narrow side, eight. What is less than a wave is
-  shared out `PART` columns at a time, and parts of several experts make up a tile, since all of them multiply the same
-  rows. So the first experts' hidden rows are done long before the last's, and a block that is ahead of the others has
-  something to go on with. The first waves are of the first token's experts: a block is at them while it finds out
-  which other experts there are.
+- `up`: all blocks share the chosen experts' hidden columns in waves. In each wave a block makes a tile of 64 weight
+  rows for the tensor cores, half of them gate; the tokens are the narrow side, eight. The rest that doesn't fill a wave
+  is divided `PART` columns at a time. Parts of several experts make up a tile, since all of them multiply the same
+  rows. So the first experts' hidden rows are done long before the last's, and a block ahead of the others has work. The
+  first waves are of the first token's experts: meanwhile a block finds out which other experts there are.
 - `down`: a block has `COLUMNS` outputs of all experts. Four experts' make up a tile, which is multiplied by the hidden
-  rows of all four, and of the product an expert's own rows are taken. So a block adds up by weight what it has, adds
-  that to the residual stream, and writes its columns of the result.
+  rows of all four; of the product, each expert's own rows are taken. The block adds its results by weight, adds that to
+  the residual stream, and writes its columns.
 
-Weights go through a ring in shared memory that a producer fills without looking at what is multiplied: when a block
-waits for the hidden rows that others make, its weights of `down` are on their way, and at one token all of them fit.
-But few are under way at a time: with more all is slower, presumably as what is written waits among what is read.
-Copies are few and large, because each of them is announced by all of a warpgroup's threads.
+Weights go through a ring in shared memory. Its producer runs ahead of the products: while a block waits for other
+blocks' hidden rows, its weights of `down` are on their way, and at one token all of them fit. Only a few are in flight
+at a time: with more, everything is slower, presumably because writes wait among the reads. Copies are few and large,
+because all of a warpgroup's threads announce each of them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Who computes what in a mixture of experts, for up to 128 tokens as one kernel on Hopper: from the router's choice to
-the rows and items that `expert_stream` takes.
+"""The plan of a mixture of experts, for up to 128 tokens as one kernel on Hopper: from the router's choice to the rows
+and items that `expert_stream` takes.
 
-A Mosaic GPU kernel in place of nine of XLA's. A warpgroup takes a token, and nothing passes between blocks: each finds
-out by itself how many tokens every expert has.
+A Mosaic GPU kernel in place of nine of XLA's. A warpgroup takes a token, and nothing passes between blocks: each counts
+every expert's tokens by itself.
 
 - A thread takes a token and makes of its experts a bit each, in words of 32.
-- A thread takes four experts and adds their bits of all tokens up, in a byte each; those of earlier tokens apart.
+- A thread takes four experts and adds up their bits of all tokens, in a byte each, with earlier tokens apart.
 - A warp takes one of the block's pairs, and adds up the blocks and items of all experts before its own.
 
-So it knows where the token's row goes, once for each of its experts. An item is written by the first pair in it.
+Then the block knows where the token's row goes, once for each of its experts. The first pair in an item writes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rows of many tokens on their way to their experts and back, on Hopper: gathered, and added up by weight.
+"""Rows of many tokens to their experts and back, on Hopper: gathered, and added up by weight.
 
-Mosaic GPU kernels. A warpgroup takes a few rows, or the token whose rows it adds up, and asks for all of them before
-it does anything with the first.
+Mosaic GPU kernels. A warpgroup takes a few rows, or the token whose rows it adds up, and loads all of them before it
+uses the first.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Work items (`Items`, made by `pallas.experts`) say which rows go through which expert. Each item's matmul is cut into
 units of a few output columns, and thread blocks, one per multiprocessor, take units in turn: first all of `up` (gate
-and up, and silu(gate) * up of them), then all of `down`. At a few tokens this is bound by reading weights, so nothing
-may hold that up: a weight producer runs ahead through units, and from up's into down's, as far as its ring of tiles has
-room, while another producer brings rows and waits, item by item, until all columns of an item's hidden rows are there.
-The consumers multiply. Rows fill the M of a matmul only as far as they are there: the other rows of a tile, whatever
-they are, make only rows that nobody stores.
+and up, and silu(gate) * up of them), then all of `down`. At a few tokens this is bound by reading weights, so reading
+must not pause. A weight producer runs ahead through units, and from up's into down's, as far as its ring of tiles has
+room. Another producer loads rows and waits, item by item, until all columns of an item's hidden rows are there. The
+consumers multiply. Valid rows needn't fill the M of a matmul: the other rows of a tile, whatever they hold, make only
+rows that aren't stored.
 
 A unit has two tiles of weights side by side, so that the rings' slots are alike: gate's and up's columns of `up`, two
 groups of columns of `down`.

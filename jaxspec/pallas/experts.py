@@ -1,11 +1,11 @@
-"""Gated MLPs of many experts, each over its own tokens: who computes what, in plain jnp or by the kernel.
+"""Gated MLPs of many experts, each over its own tokens: the division of work, in plain jnp or by the kernel.
 
-A (token, expert) pair is a row of work. Rows of one expert stand together, from a multiple of `ALIGN` rows on (what a
-bulk copy can start at), and are cut into items of at most n rows, which go through that expert's weights. What is done
-is proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
+A (token, expert) pair is a row of work. Rows of one expert stand together, from a multiple of `ALIGN` rows on (where a
+bulk copy can start), and are cut into items of at most n rows, which go through that expert's weights. The work is
+proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
-Up to 128 tokens have a kernel that finds all of that out and gathers the rows (`expert_plan`), up to eight one that
-needs no items at all (`expert_few`).
+Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`). Up to eight, a kernel needs no items at
+all (`expert_few`).
 """
 
 from __future__ import annotations

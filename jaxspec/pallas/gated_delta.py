@@ -6,13 +6,13 @@ A head's state S [v, k] maps keys to values. A token decays it, corrects what it
 
 (Gated DeltaNet, https://arxiv.org/abs/2412.06464, eq. 10; Qwen3-Next and Qwen3.5 have it in three of four layers).
 
-Invariant: a slot's state has seen every committed token but those of its last round. Of these it keeps *records* (k,
-u, alpha), and the next round replays as many as were accepted. So a round reads each state once and writes it once,
+Invariant: a slot's state has seen every committed token but those of its last round. It keeps *records* of these (k, u,
+alpha), and the next round replays as many as were accepted. So a round reads each state once and writes it once,
 however many rows it verifies, and a rejected draft leaves nothing to undo. Slots of requests and of snapshots are the
 same.
 
-Decays below 1e-37 count as 1e-37. Arithmetic is float32; a state in bfloat16 is rounded whenever it is written, which
-happens once a round or a block of a prompt, so that a prompt's cut into programs doesn't show.
+Decays below 1e-37 count as 1e-37. Arithmetic is float32. A state in bfloat16 is rounded whenever it is written, once a
+round or a block of a prompt, so the division of a prompt into programs doesn't show.
 """
 
 from __future__ import annotations

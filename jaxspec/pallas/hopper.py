@@ -1,4 +1,4 @@
-"""What the kernels are built for, Hopper (H100, H200), and how often each was built into a program.
+"""The kernels' target, Hopper (H100, H200): its numbers, and how often each kernel was built into a program.
 
 This is the one place for the hardware's numbers. On any other device the plain jax.numpy form of the same operation
 serves; `kernels_here` says why, and the runner logs it.

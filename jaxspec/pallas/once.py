@@ -1,11 +1,11 @@
 """Kernels that are lowered once for all programs that call them with the same shapes.
 
-Lowering a Mosaic kernel is Python and takes half a second to two, most of what a program's lowering takes; jax's own
-caches of it end with the program. But a ladder has each round three times (greedy, sampled, with logprobs), and what
-differs isn't the kernels. So a kernel is exported by itself, and its module put in wherever it is called.
+Lowering a Mosaic kernel is Python and takes half a second to two, most of a program's lowering. jax's own caches of it
+end with the program. But a ladder has each round three times (greedy, sampled, with logprobs), with the same kernels.
+So a kernel is exported by itself, and each call gets its module.
 
-It is compiled at once as well, beside what is lowered next. A process compiles a kernel once, so programs find it done;
-each would otherwise compile its own one after the other, up to half of the time that XLA takes for it.
+It is also compiled at once, beside the next lowering. A process compiles a kernel once, so programs find it done.
+Otherwise each would compile its own one after the other, up to half of the time that XLA takes for it.
 """
 
 from __future__ import annotations

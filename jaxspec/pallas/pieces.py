@@ -1,4 +1,4 @@
-"""Products of float32 numbers on tensor cores that take bfloat16: a number goes in as a sum of pieces, 8 bits each."""
+"""Products of float32 numbers on tensor cores that take bfloat16: a number enters as a sum of pieces, 8 bits each."""
 
 from __future__ import annotations
 

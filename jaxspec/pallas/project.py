@@ -1,4 +1,4 @@
-"""Products of rows with a layer's weights: by a kernel of ours where XLA's takes longer, else in plain jnp.
+"""Products of rows with a layer's weights: by our kernel where XLA's takes longer, else in plain jnp.
 
 The weight of a gated MLP holds gate and up as alternating runs of columns, so that a tile of it has both.
 """

@@ -1,15 +1,14 @@
 """A matmul of many rows, bound by arithmetic: of prompts, and of rounds that verify many rows of many requests.
 
-Each multiprocessor takes one tile of outputs after the other; tiles of the same weights come next to one another, so
-that these are read from memory once. A producer warpgroup copies both operands into a ring in shared memory, ahead into
-the next tile while the results of this one are written, and two warpgroups multiply, half of the tile's rows each. What
-goes into shared memory and comes out of it again is near to what that can do, and less of it the larger a tile is, and
-the nearer to a square.
+Each multiprocessor takes one tile of outputs after the other. Tiles of the same weights come next to one another, so
+that these are read from memory once. A producer warpgroup copies both operands into a ring in shared memory, and
+prefetches the next tile's while this one's results are written. Two warpgroups multiply, half of the tile's rows each.
+The traffic of shared memory is near its limit; larger tiles, and squarer ones, need less of it.
 
-How many rows are real is data: programs come in few sizes, and padding takes no time. Where rows don't fill the last
-tile, it begins among those of the tile before; a warpgroup all of whose rows are that one's has nothing to do. A gated
-matmul, whose weight alternates `HALF` columns of gate and `HALF` of up, writes silu(gate) * up. Another may add its
-results to what a residual stream has: that is loaded before the products, whose time hides it.
+The number of valid rows is data: programs come in few sizes, and padding takes no time. Where rows don't fill the last
+tile, it begins among the rows of the tile before; a warpgroup whose rows all belong to that one has nothing to do. A
+gated matmul, whose weight alternates `HALF` columns of gate and `HALF` of up, writes silu(gate) * up. Another may add
+its results to a residual stream, which is loaded before the products, whose time hides it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A router's choice: each token's likeliest experts and their weights, on Hopper in one kernel.
 
-A Mosaic GPU kernel. A warp takes one token: its experts' logits lie in registers, and are searched for the largest once
-for each expert that a token gets. So what it finds passes between lanes alone, and nothing has to be waited for. The
-expert that all tokens share has no logit, but a gate, whose product with the token's row the warp computes as well.
+A Mosaic GPU kernel. A warp takes one token. The experts' logits lie in its registers, and it searches them for the
+largest once for each expert that a token gets. Results pass between lanes alone, so nothing waits. The expert that all
+tokens share has no logit but a gate; the warp also computes the gate's product with the token's row.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 At a few rows a decoder layer is bound by reading its weights, and every kernel of its own costs some microseconds in
 which nothing is read: launch, filling the pipeline, draining it. Here one thread block per multiprocessor runs a chain
-of stages. Its weight producer knows all addresses in advance and keeps a ring of tiles full, across stages; the
+of stages. Its weight producer knows all addresses in advance and keeps a ring of tiles full, across stages. The
 consumers multiply, and hand their results to the next stage through memory (they stay in L2) and a counter that all
-blocks watch. What a stage waits for others is hidden as long as the ring has room.
+blocks watch. As long as the ring has room, it hides the time that a stage waits for others.
 
 Stages, over `rows` (the left operand of the next matmul) and the residual stream `x`:
 

@@ -1,8 +1,8 @@
-"""Heads of rows on Hopper: queries and keys normed and rotated, keys and values put into their pages.
+"""Heads of rows on Hopper: queries and keys normed and rotated, keys and values written into their pages.
 
-A Mosaic GPU kernel in place of four of XLA's and `kv_write`: what the projection made is read once, and of a round's
-rows one kernel's start is waited for. A warpgroup takes one row and asks for all of it before it begins. A head lies
-in some lanes of one warp, so its length is a sum over these, and columns that rotate together lie in one thread.
+A Mosaic GPU kernel in place of four of XLA's and `kv_write`. The projection's result is read once, and a round waits
+for one kernel's start. A warpgroup takes one row and loads all of it before it begins. A head lies in some lanes of one
+warp, so its length is a sum over these, and columns that rotate together lie in one thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grammars of one engine: what a request asks for, compiled for the model's tokens, within limits."""
+"""Grammars of one engine: a request's grammar, compiled for the model's tokens, within limits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Bounds on grammars that anyone may send: how large they are, and how long one may take to compile.
+"""Bounds on grammars that anyone may send: their size, and the time that one may take to compile.
 
-The library bounds what a step may cost, with two exceptions that are refused here before it sees them: regular
-expressions that counts make huge, and large multiples. What remains is bounded by time.
+The library bounds the cost of a step, with two exceptions that are refused here before it sees them: regular
+expressions that counts make huge, and large multiples. The rest is bounded by time.
 """
 
 from __future__ import annotations

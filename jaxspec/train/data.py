@@ -1,7 +1,7 @@
-"""What to train on: prompts from files, and texts with the target's answers, as token ids.
+"""Training data: prompts from files, and texts with the target's answers, as token ids.
 
 A file of texts has one JSON object a line: `{"tokens": [ids], "answers": [[begin, end], ...], "category": "..."}`.
-Only tokens within `answers` were written by the target; they alone are trained on, since they alone are drafted.
+The target wrote the tokens within `answers`. Only these are trained on, since only these are drafted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """DFlash's training: blocks that begin at random tokens of the answers, many of a text in one pass.
 
 A block is an anchor and masks. It sees the context before the anchor, as keys and values made of the target's features,
-and itself (https://arxiv.org/abs/2602.06036). What a wrong draft costs falls with its distance from the anchor, since
-nothing behind it would stand: draft j counts exp(-(j - 1) / gamma). Layers and context are `drafters.dflash.DFlash`'s
-own; what differs is where the keys are.
+and itself (https://arxiv.org/abs/2602.06036). A wrong draft costs less the further it is from the anchor, since all
+drafts behind it are lost anyway: draft j counts exp(-(j - 1) / gamma). Layers and context are
+`drafters.dflash.DFlash`'s own; only the layout of the keys differs.
 """
 
 from __future__ import annotations

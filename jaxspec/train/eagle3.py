@@ -2,8 +2,8 @@
 
 Row t pairs the target's features at t with the token at t + 1 and predicts the one at t + 2. In step i of the unrolled
 chain (https://arxiv.org/abs/2503.01840, "training-time test") row t reads its own output of step i - 1 in place of
-features, and the text's token at t + 1 + i; it sees what a chain that started at t would: the first step's keys up to
-t, and its own of the steps since. The layer is `drafters.eagle.Eagle3`'s own; what differs is where its keys are.
+features, and the text's token at t + 1 + i. It sees what a chain that started at t would: the first step's keys up to
+t, and its own of the steps since. The layer is `drafters.eagle.Eagle3`'s own; only the layout of the keys differs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How many tokens a round yields, by category and by draft position, measured by serving: the engine itself, greedy.
+"""Tokens a round, by category and by draft position, measured by serving: the engine itself, greedy.
 
-Prompts are texts that training held out, or files as training takes them; Spec-Bench's and GSM8K's are such files.
+Prompts are texts that training held out, or files that training can read; Spec-Bench's and GSM8K's are such files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Drafters as folders in the public layouts: what a training starts from, and what it leaves behind.
+"""Drafters as folders in the public layouts: a training's start and its result.
 
-EAGLE-3 as SpecForge and SGLang write it (`midlayer.*`, `d2t`, `t2d`), DFlash as z-lab does. A new drafter is made by
-writing its config and having the drafter's own loader make up weights for it, so names, shapes and checks are those
-that serving uses.
+EAGLE-3 as SpecForge and SGLang write it (`midlayer.*`, `d2t`, `t2d`), DFlash as z-lab does. To make a new drafter, its
+config is written and the drafter's own loader makes up weights for it. So names, shapes and checks are those of
+serving.
 """
 
 from __future__ import annotations

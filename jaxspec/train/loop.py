@@ -1,8 +1,8 @@
 """The training loop: Muon or AdamW under a warm-up and a cosine, data-parallel, resumable.
 
-All that a step depends on is the state (params, moments), the step's number, the data and the run's settings; batches,
-anchors and learning rates are functions of the number. So a run that was killed goes on from its last checkpoint to the
-very losses it would have had. An output folder is one run's: `run.json` says which.
+A step depends on the state (params, moments), its number, the data and the run's settings. Batches, anchors and
+learning rates are functions of the number. So a run that was killed continues from its last checkpoint to the very
+losses it would have had. An output folder belongs to one run: `run.json` says which.
 """
 
 from __future__ import annotations

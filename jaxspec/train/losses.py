@@ -1,8 +1,8 @@
-"""How wrong a drafter's logits are, against the target's, without ever holding the logits of a whole batch.
+"""A drafter's loss against the target's logits, without ever holding the logits of a whole batch.
 
-Rows are taken in chunks. As the result is one number, each chunk's gradient is taken on the spot (`over_chunks`), so
-its logits are computed once and dropped. All steps of an unrolled chain that predict the same token share the
-target's logits for it.
+Rows are processed in chunks. The result is one number, so each chunk's gradient is computed on the spot
+(`over_chunks`), and its logits are computed once and dropped. All steps of an unrolled chain that predict the same
+token share the target's logits for it.
 """
 
 from __future__ import annotations

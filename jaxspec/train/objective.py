@@ -1,4 +1,4 @@
-"""What both methods share: a batch of packed texts, the target's reading of it, and what a step of training reports."""
+"""What both methods share: a batch of packed texts, the target's forward over it, and the report of a training step."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Has the target write the training texts, through the engine: answers to prompts, and prompts too if there are none.
 
-A drafter is accepted as far as it knows what *this* model says, so nobody else's answers are of use. Without prompts,
-the model writes the user's turn itself: that is what it goes on with from the chat template's opening
-(https://arxiv.org/abs/2406.08464). Left alone it would mostly ask what it likes best, so most turns begin with a few
-words of ours, which are its categories too.
+A drafter is accepted as far as it knows what *this* model says, so other models' answers are of no use. Without
+prompts, the model writes the user's turn itself, as its continuation of the chat template's opening
+(https://arxiv.org/abs/2406.08464). Left alone it would mostly ask what it likes best. So most turns begin with a few
+words of ours, which are their categories too.
 """
 
 from __future__ import annotations

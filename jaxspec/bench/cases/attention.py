@@ -1,4 +1,4 @@
-"""Attention over pages, and what fills them: of rounds and of prompts, at Qwen3-8B's heads."""
+"""Attention over pages, and the operations that fill pages: rounds and prompts, with Qwen3-8B's heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case of `bench kernels` is, and the sizes that all of them share."""
+"""A case of `bench kernels`, and the sizes that all cases share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matmuls of a layer at few rows, each with what stands before and after it, on Hopper: see `layer`."""
+"""The matmuls of a layer at few rows, each with the operations before and after it, on Hopper: see `layer`."""
 
 from jaxspec.pallas.few_rows.layer import Scaled, add_product, gated, heads, keys_values, normed, product, scale_rows
 from jaxspec.pallas.few_rows.share import (

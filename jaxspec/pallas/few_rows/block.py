@@ -1,4 +1,4 @@
-"""What a block of these kernels does: it brings weights, norms rows or brings them too, multiplies, adds up."""
+"""A block of these kernels: it prefetches weights, norms rows or loads them too, multiplies, adds up."""
 
 from __future__ import annotations
 

@@ -1,27 +1,27 @@
-"""The matmuls of a layer at few rows, each with what stands before and after it, on Hopper.
+"""The matmuls of a layer at few rows, each with the operations before and after it, on Hopper.
 
-At few rows a layer takes little longer than reading its weights, so what counts is how many kernels there are, and how
-long each waits for memory in turn. Here a layer is four of them and attention:
+At few rows a layer takes little longer than reading its weights. What costs time is the number of kernels, and how long
+each waits for memory. Here a layer is four of them and attention:
 
 - `heads`: norm, q, k and v, the norms of q and k if there are any, their rotation, keys and values into their pages;
 - `add_product`: the output projection and `down`, each added to the residual stream (`product`: without);
 - `gated`: norm, gate and up, silu(gate) * up;
 - `normed`: norm and any products, such as of the router of a mixture of experts, for which it keeps the rows.
 
-Around the layers, `keys_values` are those of all of a drafter's layers, and `top_tokens` is norm, head and argmax.
+Beside the layers, `keys_values` makes those of all of a drafter's layers, and `top_tokens` is norm, head and argmax.
 
 A block of one warpgroup takes some columns of a product in groups of `TILE`: those of a head, or half a group each of
-gate and up. It asks for its weights first, all at once or as many as a ring in shared memory holds, and while they come
-it makes the other operand: every block norms all rows for itself, since they are few. On the tensor cores the weights'
-columns are what is 64 wide, and rows are the narrow side, so eight rows cost an eighth of 64. Inputs can be divided
-among the blocks of a cluster, which send their sums into the shared memory of the first one. In a small model, where
-memory is idle for most of a layer, a block that waits has later kernels' weights brought into the L2 cache (`ahead`);
-in wide layers that took longer than it saved.
+gate and up. It prefetches its weights, all at once or as many as a ring in shared memory holds. Meanwhile it makes the
+other operand: every block norms all rows for itself, since they are few. On the tensor cores the weights' columns are
+the side that is 64 wide, and rows the narrow one, so eight rows cost an eighth of 64. Inputs can be divided among the
+blocks of a cluster, which send their sums into the shared memory of the first one. In a small model memory is idle for
+most of a layer; there a waiting block prefetches later kernels' weights into the L2 cache (`ahead`). In wide layers
+that took longer than it saved.
 
-To norm wide rows takes longer than the first weights do, and room that weights could have. But a norm's factor is one
-number a row, and can as well multiply what was made of the row: with its sums `add_product` gives them times the scale
-of the norm that comes next, and their squares (`Scaled`). Such rows come in chunks with the weights, and the products
-are multiplied by the factor, in float32. Narrow rows are normed before their weights are there.
+Norming wide rows takes longer than the first weights do, and takes shared memory from the weights. But a norm's factor
+is one number a row, and can as well multiply the products. So `add_product` also returns its sums times the scale of
+the norm that comes next, and their squares (`Scaled`). Such rows come in chunks with the weights, and the products are
+multiplied by the factor, in float32. Narrow rows are normed before their weights are there.
 """
 
 from __future__ import annotations

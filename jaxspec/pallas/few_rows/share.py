@@ -1,4 +1,4 @@
-"""How the products of few rows are shared out among blocks, and which fit."""
+"""How the products of few rows are divided among blocks, and which sizes fit."""
 
 from __future__ import annotations
 
