@@ -335,7 +335,7 @@ class EngineConfig:
     )
     state_dtype: str = option(
         "float32",
-        "dtype of linear attention's states: float32, or bfloat16, which halves memory and traffic, and rounds the state "
+        "dtype of linear attention's states: float32, or bfloat16, which halves memory and traffic and rounds them "
         "every round",
         "TYPE",
         group=MEMORY,
