@@ -1,6 +1,6 @@
 """The command line's engine flags: one per field of `EngineConfig`, for server, benchmarks and trainer.
 
-`python -m jaxspec.flags` prints them as docs/flags.md has them.
+`scripts/flags_table.py` writes them into docs/flags.md.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def shown_default(default: Any, said: Option) -> str:
     return said.shown or str(default)
 
 
-def table() -> str:
-    """The engine's flags as rows of a Markdown table, for docs/flags.md."""
+def table(defaults: Mapping[str, Any]) -> str:
+    """The engine's flags as rows of a Markdown table, for docs/flags.md. `defaults` as in `add_engine_flags`."""
     code = lambda default: f"`{default}`" if isinstance(default, str) else None  # noqa: E731
+    told = {name: (defaults.get(name, default), said) for name, (_, default, said) in options_of(EngineConfig).items()}
     rows = [
         f"| `{flag(name)}` | {code(default) or shown_default(default, said)} | {said.help} |"
-        for name, (_, default, said) in options_of(EngineConfig).items()
+        for name, (default, said) in told.items()
     ]
     return "\n".join(rows)
 
@@ -75,7 +76,3 @@ def _at_least(text: str, low: int) -> int:
     if value < low:
         raise argparse.ArgumentTypeError(f"must be an integer of at least {low}, got {text!r}")
     return value
-
-
-if __name__ == "__main__":
-    print(table())

@@ -14,6 +14,7 @@ from jaxspec.drafters import load_drafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.flags import table
 from jaxspec.options import option
+from server.cli.options import SERVER_DEFAULTS
 from tests.tiny import tiny_checkpoint
 
 
@@ -40,7 +41,7 @@ def loaded(draft, model):
 
 def test_the_table_of_flags_in_the_docs_is_made_of_the_options():
     docs = (Path(__file__).parent.parent / "docs" / "flags.md").read_text()
-    assert table() in docs, "put the output of `python -m jaxspec.flags` into docs/flags.md"
+    assert table(SERVER_DEFAULTS) in docs, "run `python -m scripts.flags_table`"
 
 
 def test_a_drafter_takes_its_own_options_behind_its_name(model):
