@@ -125,7 +125,7 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     known = pack_blocks([(0, 0, length, NOTHING, NOTHING)], [prompt.tolist()], table[None], block)
     padded = np.pad(prompt, (0, block + 1 + lookahead - length))
     args = model.params, drafter.params, padded, length, known, table
-    what = model.config, drafter.drafter, block
+    what = model.config, drafter.drafter, block, model.dtype
     try:
         run = _proposer(*what)
     except TypeError:  # the drafter can't be hashed
@@ -141,13 +141,13 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
 
 
 @functools.lru_cache(maxsize=32)
-def _proposer(config, drafter, block):
-    return jax.jit(partial(_propose, config, drafter, block))
+def _proposer(config, drafter, block, dtype):
+    return jax.jit(partial(_propose, config, drafter, block, dtype))
 
 
-def _propose(config, drafter, block, params, draft_params, history, length, known, table):
+def _propose(config, drafter, block, dtype, params, draft_params, history, length, known, table):
     """The token after `history[:length]`, and a `Proposal` of what follows it. `known` is a prefill's one block."""
-    (capacity,), (pages,), dtype = history.shape, table.shape, str(params["embed"].dtype)
+    (capacity,), (pages,) = history.shape, table.shape
     slots = empty_slots(1, capacity)
     slots = slots.replace(
         history=slots.history.at[0].set(history),

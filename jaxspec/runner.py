@@ -378,7 +378,7 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
         num_draft_tokens=draft.drafter.num_draft_tokens or None,
         num_steps=draft.drafter.longest or None,
         topk=draft.drafter.topk,
-        dtype=str(jax.tree.leaves(model.params)[0].dtype),
+        dtype=model.dtype,
         context_length=context,
         max_running_requests=options.max_running_requests or defaults.max_running_requests,
         chunked_prefill_size=-(-chunk // defaults.block) * defaults.block,

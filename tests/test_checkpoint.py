@@ -67,10 +67,10 @@ def test_params_are_the_declared_fusion_of_the_tensors(family):
     attn = "model.layers.1.self_attn."
     layer = model.params["layers"][1]
     fused = np.concatenate([tensors[attn + f"{x}_proj.weight"].T for x in "qkv"], axis=1)
-    np.testing.assert_array_equal(layer["qkv"], fused)
+    np.testing.assert_array_equal(layer["qkv"].values, fused)
     np.testing.assert_array_equal(layer["qkv_bias"], np.concatenate([tensors[attn + f"{x}_proj.bias"] for x in "qkv"]))
     np.testing.assert_array_equal(model.params["embed"], tensors["model.embed_tokens.weight"])
-    np.testing.assert_array_equal(model.params["head"], tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(model.params["head"].values, tensors["lm_head.weight"].T)
     assert model.family is MODELS[family]
     assert (model.name, model.path, model.tokenizer) == (str(source), str(source), None)
 
@@ -348,7 +348,8 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf))
     model = load(tmp_path, load_format="dummy", dtype="bfloat16")
     declared = MODELS["qwen3"].tensors(ModelConfig.from_hf(hf).decoder)
-    assert jax.tree.map(lambda param: param.shape, declared) == jax.tree.map(lambda array: array.shape, model.params)
+    shapes = [param.shape for param in jax.tree.leaves(declared)]
+    assert shapes == [array.shape for array in jax.tree.leaves(model.params)]
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("bfloat16")}
     assert_same(load(tmp_path / "config.json", load_format="dummy", dtype="bfloat16").params, model.params)
     layer = model.params["layers"][0]
@@ -361,8 +362,8 @@ def test_dummy_weights_depend_on_seed_and_name_alone(tmp_path):
     edit_json(tmp_path / "config.json", num_hidden_layers=3)
     deeper = load(tmp_path, load_format="dummy", seed=0).params
     assert_same(one["layers"], deeper["layers"][:2])
-    assert not np.allclose(one["layers"][0]["qkv"], other["layers"][0]["qkv"])
-    assert not np.allclose(one["layers"][0]["qkv"], one["layers"][1]["qkv"])
+    assert not np.allclose(one["layers"][0]["qkv"].values, other["layers"][0]["qkv"].values)
+    assert not np.allclose(one["layers"][0]["qkv"].values, one["layers"][1]["qkv"].values)
 
 
 def test_dummy_activations_stay_moderate_in_a_deep_model(tmp_path):

@@ -31,7 +31,7 @@ from jaxspec.decoder.spec import (
 )
 from jaxspec.decoder.streamed import WEIGHT_STREAM
 from jaxspec.models import MODELS
-from jaxspec.weights import Param
+from jaxspec.weights import Unquantised, is_param
 from tests.tiny import tiny_config
 
 NORM = Norm(1e-6)
@@ -156,13 +156,39 @@ def test_a_difference_is_found_wherever_it_is():
     assert beyond(decoder, PLAIN.implements) is None
 
 
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """A format that nobody implements yet."""
+
+
+def with_format(layers, name: str, format):
+    """The layers, of which the last has one weight in this format."""
+    return [*layers[:-1], layers[-1] | {name: layers[-1][name].replace(format=format)}]
+
+
+@pytest.mark.parametrize("family,name", [("qwen3", "down"), ("qwen3_moe", "experts_down"), ("qwen3_next", "router")])
+def test_a_path_refuses_a_format_that_it_does_not_implement(family, name):
+    """Whichever weight has it, before sizes are looked at; a kernel that is handed such a weight raises."""
+    decoder, layers = described(family)
+    call = Call(1, 1, "bfloat16", processors=132)
+    for path in PATHS:
+        assert Unquantised in path.implements
+        assert "weights in" not in (path.refuses(decoder, layers, call) or "")
+        if beyond(decoder, path.implements) is None:
+            assert path.refuses(decoder, with_format(layers, name, Later()), call) == "weights in Later"
+    with pytest.raises(NotImplementedError, match="the plain one lacks weights in Later"):
+        choose(decoder, with_format(layers, name, Later()), call)
+    with pytest.raises(TypeError, match=r"a weight in .*Later.* was given to a kernel that takes unquantised ones"):
+        with_format(layers, name, Later())[-1][name].unquantised  # noqa: B018
+
+
 def described(family: str, **overrides):
     """A decoder, and its layers' weights as shapes."""
     sizes = dict(hidden_size=2048, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
     config = ModelConfig.from_hf(tiny_config(family, **sizes | overrides))
     tensors = MODELS[family].tensors(config.decoder)["layers"]
-    shape = lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype or "bfloat16")  # noqa: E731
-    return config.decoder, jax.tree.map(shape, tensors, is_leaf=lambda leaf: isinstance(leaf, Param))
+    shape = lambda param: param.made(jax.ShapeDtypeStruct(param.shape, param.dtype or "bfloat16"))  # noqa: E731
+    return config.decoder, jax.tree.map(shape, tensors, is_leaf=is_param)
 
 
 @pytest.mark.parametrize("requests,rows,path", [

@@ -184,7 +184,7 @@ def drafter_folder(target_folder, seed=0, **overrides):
     declared = DFlash.from_hf(hf, target).parameters()
     rng, tensors = np.random.default_rng(seed), {}
     for param in jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, Param)):
-        for name, width in zip(param.sources, param.splits, strict=True):
+        for name, width in zip(param.sources, param.layout.splits, strict=True):
             shape = (width, *param.shape[:-1]) if param.transpose else (width,)
             noise = rng.standard_normal(shape, np.float32)
             tensors[name] = noise * shape[1] ** -0.5 if param.transpose else 1 + 0.2 * noise
@@ -197,13 +197,13 @@ def drafts_everywhere(loaded, text, features):
     drafter, params, c, t = loaded.drafter, loaded.params, loaded.drafter.config, len(text)
     n, m, h = drafter.num_draft_tokens, c.num_kv_heads, c.head_dim
     eps = c.decoder.norm.eps
-    context = rms_norm(jnp.concatenate(list(features), -1) @ params["fc"], params["hidden_norm"], eps)
+    context = rms_norm(jnp.concatenate(list(features), -1) @ params["fc"].values, params["hidden_norm"], eps)
     position = jnp.arange(t)
     block = jnp.full((t, n + 1), drafter.mask_token).at[:, 0].set(text)
     positions = position[:, None] + jnp.arange(n + 1)
 
     def attention(_, layer, q, k, v):
-        weights = jnp.stack([p["qkv"] for p in params["layers"]])[layer][:, c.num_heads * h :]
+        weights = jnp.stack([p["qkv"].values for p in params["layers"]])[layer][:, c.num_heads * h :]
         norm = jnp.stack([p["k_norm"] for p in params["layers"]])[layer]
         k_context, v_context = jnp.split((context @ weights).reshape(1, t, 2 * m, h), 2, axis=2)
         k_context = rope(rms_norm(k_context, norm, eps), position[None], c.decoder.attention)

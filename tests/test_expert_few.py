@@ -12,12 +12,13 @@ from jaxspec.pallas import expert_few, experts, hopper
 from jaxspec.pallas.expert_few import MOST, PARTS, ROWS, STEP, TILE, mix, supported
 from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.hopper import KERNELS
+from jaxspec.weights import Weight
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
-from tests.test_moe import naive, random_case
+from tests.test_moe import arrays, naive, random_case
 
 
-def interpreted(*case, **options):
-    return mix(*case, **options, fused=False, interpret=plgpu.InterpretGPUParams())
+def interpreted(x, stacks, *rest, **options):
+    return mix(x, arrays(stacks), *rest, **options, fused=False, interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     d, f, e, k, shared = MODELS[model]
     shape = jax.ShapeDtypeStruct
-    stack = lambda e: (shape((e, 2 * f, d), jnp.bfloat16), shape((e, d, f), jnp.bfloat16))  # noqa: E731
+    stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
     stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
     before = KERNELS["expert_few"]
@@ -104,7 +105,7 @@ def test_rings_are_deep_enough(tokens, f):
 
 
 def test_what_it_leaves_to_others_is_named(few_blocks):
-    of = lambda f: random_case(2, 4, 2, d=256, f=f, shared=256)[1]  # noqa: E731
+    of = lambda f: arrays(random_case(2, 4, 2, d=256, f=f, shared=256)[1])  # noqa: E731
     assert supported(ROWS, MOST, jnp.bfloat16, of(256)) is None
     assert "9 tokens of 2 experts" in supported(9, 2, jnp.bfloat16, of(256))
     assert "1 tokens of 17 experts" in supported(1, 17, jnp.bfloat16, of(256))
@@ -115,4 +116,4 @@ def test_what_it_leaves_to_others_is_named(few_blocks):
     assert "4096 wide, which makes 256 blocks" in supported(1, 2, jnp.bfloat16, [wide])
     x, stacks, ids, weights = random_case(2, 4, 2)
     with pytest.raises(ValueError, match="float32, not bfloat16"):
-        mix(x, stacks, ids, weights)
+        mix(x, arrays(stacks), ids, weights)

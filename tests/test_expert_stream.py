@@ -14,7 +14,8 @@ from jaxspec.pallas import expert_few, expert_plan, expert_stream, experts, hopp
 from jaxspec.pallas.expert_rows import FEWEST
 from jaxspec.pallas.expert_stream import COUNT, Tiling, stream, supported, tiling
 from jaxspec.pallas.hopper import KERNELS
-from tests.test_moe import naive, random_case
+from jaxspec.weights import Weight
+from tests.test_moe import arrays, naive, random_case
 
 MODELS = {  # model width, expert width, experts, experts of a token, shared experts
     "qwen3-30b-a3b": (2048, 768, 128, 8, 0),
@@ -55,7 +56,7 @@ def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns):
     monkeypatch.setattr(expert_stream, "BLOCKS", 1)
     # Back to front, one by one, so that an item that writes too far spoils another's rows.
     items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
-    got = stream(rows, stacks, items, sizes=sizes, fused=False, interpret=plgpu.InterpretGPUParams())
+    got = stream(rows, arrays(stacks), items, sizes=sizes, fused=False, interpret=plgpu.InterpretGPUParams())
     expected = jax.jit(experts.reference)(rows, stacks, items)
     assert_close(got[place], expected[place])
 
@@ -84,7 +85,7 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     d, f, e, k, shared = MODELS[model]
     shape = jax.ShapeDtypeStruct
-    stack = lambda e: (shape((e, 2 * f, d), jnp.bfloat16), shape((e, d, f), jnp.bfloat16))  # noqa: E731
+    stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
     stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
     lowered = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
@@ -103,7 +104,7 @@ def test_rings_are_deep_enough(model, rows):
 
 
 def test_what_cannot_run_is_named():
-    of = lambda f: random_case(2, 4, 2, d=64, f=f, shared=64)[1]  # noqa: E731
+    of = lambda f: arrays(random_case(2, 4, 2, d=64, f=f, shared=64)[1])  # noqa: E731
     assert supported(jnp.bfloat16, of(64)) is None
     assert "float32" in supported(jnp.float32, of(64))
     assert "width 96" in supported(jnp.bfloat16, of(96)[:1])
@@ -111,4 +112,4 @@ def test_what_cannot_run_is_named():
     x, stacks, ids, _ = random_case(2, 4, 2)
     rows, items, _ = experts.plan(x, ids, 4)
     with pytest.raises(ValueError, match="float32, not bfloat16"):
-        stream(rows, stacks, items)
+        stream(rows, arrays(stacks), items)

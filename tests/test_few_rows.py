@@ -18,9 +18,11 @@ from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import layer as equations
+from jaxspec.decoder import matmul as matmul_module
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.functions import centred_rms_norm, cos_sin, rms_norm, rope
 from jaxspec.decoder.fused_norms import FUSED_NORMS
+from jaxspec.decoder.matmul import gate
 from jaxspec.decoder.path import Call
 from jaxspec.decoder.spec import Attention, Rope
 from jaxspec.draft import DraftBatch, Verified
@@ -28,10 +30,11 @@ from jaxspec.drafters import dflash, eagle, mtp
 from jaxspec.mixers import Cache, RoundRows, empty_cache
 from jaxspec.models import MODELS, llama
 from jaxspec.pallas import few_rows as op
-from jaxspec.pallas import hopper, project
+from jaxspec.pallas import hopper
 from jaxspec.pallas.few_rows import top
 from jaxspec.pallas.few_rows.share import share_out
 from jaxspec.pallas.hopper import KERNELS
+from jaxspec.weights import HALF, Weight
 from tests.test_weight_stream import assert_close
 from tests.tiny import tiny_config
 
@@ -127,7 +130,7 @@ def assert_written(given, kv, layers, new):
 def check_gated(given: dict[str, jax.Array], scaled: bool = False, **options):
     rows = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
     got = op.gated(*rows, given["gate_up"], [given["down"]], eps=EPS, **options)
-    assert_close(got, project.reference(rms_norm(given["x"], given["scale"], EPS), given["gate_up"], gated=True))
+    assert_close(got, gate(rms_norm(given["x"], given["scale"], EPS) @ given["gate_up"], HALF))
 
 
 def check_normed(given: dict[str, jax.Array], centred: bool = False, scaled: bool = False, **options):
@@ -332,6 +335,7 @@ def take_few_rows(monkeypatch):
         return True
 
     monkeypatch.setattr(forward_module, "hopper", SimpleNamespace(chosen=chosen, multiprocessors=lambda: 132))
+    monkeypatch.setattr(matmul_module, "chosen", lambda reason, *_: reason is None)
     few = [dataclasses.replace(path, processors=0) for path in (FEW_ROWS, FUSED_NORMS)]
     monkeypatch.setattr(forward_module, "PATHS", few)
     monkeypatch.setattr(forward_module, "FEW_ROWS", few[0])
@@ -434,7 +438,8 @@ def small_drafter(method: str):
         embed = normal(jax.random.key(6), config.vocab_size, config.hidden_size)
         return mtp.Mtp(config, "bfloat16", (2,), 3), own | {"embed": embed, "head": {"embed": embed}}
     config, params = small_model("qwen3" if method == "dflash" else "llama", num_key_value_heads=2)
-    d, fc = config.hidden_size, 0.05 * normal(jax.random.key(5), 3 * config.hidden_size, config.hidden_size)
+    d = config.hidden_size
+    fc = Weight(0.05 * normal(jax.random.key(5), 3 * d, d))
     head = {"embed": normal(jax.random.key(6), config.vocab_size, d)}
     if method == "dflash":
         sight = (False, True), (dflash.NO_WINDOW,) * 2
@@ -443,7 +448,7 @@ def small_drafter(method: str):
             **params, **head, **context, "fc": fc, "hidden_norm": 1 + 0.1 * normal(jax.random.key(7), d)
         }  # fmt: skip
     layer = params["layers"][0] | {"hidden_norm": 1 + 0.1 * normal(jax.random.key(7), d)}
-    layer["qkv"] = jnp.concatenate([layer["qkv"], layer["qkv"][::-1]])
+    layer["qkv"] = jax.tree.map(lambda values: jnp.concatenate([values, values[::-1]]), layer["qkv"])
     own = {"fc": fc, "layer": layer, "norm": params["norm"], "head": head, **head}
     return eagle.Eagle3(config, "bfloat16"), own
 

@@ -226,8 +226,8 @@ def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and family != "glm4" and "moe" not in family)
     assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family in ("qwen3", "qwen3_moe"))
     for param in declared:
-        assert len(param.splits) == len(param.sources)
-        assert sum(param.splits) == (param.shape[0] * param.shape[1] if param.stacked else param.shape[-1])
+        assert len(param.sources) == len(param.layout.splits) * (param.shape[0] if param.stacked else 1)
+        assert sum(param.layout.splits) == param.shape[1 if param.stacked else -1]
         assert sum(map(math.prod, param.stored().values())) == math.prod(param.shape)
 
 

@@ -26,7 +26,7 @@ from jaxspec.pallas import experts
 from jaxspec.pallas.expert_stream import COUNT
 from jaxspec.pallas.top_experts import top_experts
 from jaxspec.train.objective import matmul_weights
-from jaxspec.weights import Param
+from jaxspec.weights import Param, Weight
 from tests.tiny import tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,10 +51,16 @@ def config_of(**overrides) -> ModelConfig:
     return ModelConfig.from_hf(tiny_config("qwen3_moe", **overrides))
 
 
+def arrays(stacks):
+    """The weights of `random_case` as the kernels take them."""
+    return [tuple(weight.unquantised for weight in stack) for stack in stacks]
+
+
 def naive(x, stacks, ids, weights):
     """One pair at a time, float64."""
     x, out = np.asarray(x, np.float64), np.zeros(x.shape)
-    each = [tuple(np.asarray(m, np.float64) for m in pair) for stack in stacks for pair in zip(*stack, strict=True)]
+    pairs = [pair for stack in arrays(stacks) for pair in zip(*stack, strict=True)]
+    each = [tuple(np.asarray(m, np.float64) for m in pair) for pair in pairs]
     for t, chosen in enumerate(np.asarray(ids)):
         for j, e in enumerate(chosen):
             if e == experts.NOBODY:
@@ -75,9 +81,9 @@ def random_case(t: int, e: int, k: int, skew: float = 0.0, d: int = 32, f: int =
     ids = np.argsort(-liking, axis=1)[:, :k].astype(np.int32)
     weights = rng.random((t, k)).astype(np.float32)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5)  # noqa: E731
-    x, stacks = d**0.5 * draw(t, d), [(draw(e, 2 * f, d), draw(e, d, f))]
+    x, stacks = d**0.5 * draw(t, d), [(Weight(draw(e, 2 * f, d)), Weight(draw(e, d, f)))]
     if shared:
-        stacks.append((draw(1, 2 * shared, d), draw(1, d, shared)))
+        stacks.append((Weight(draw(1, 2 * shared, d)), Weight(draw(1, d, shared))))
         ids[:, -1] = e
     return x, stacks, jnp.asarray(ids), jnp.asarray(weights)
 
@@ -142,7 +148,7 @@ def test_equal_probabilities_choose_the_first_experts():
 def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
     mixture, router = config_of().decoder.mixture, jax.random.normal(jax.random.key(0), (32, 8))
     ((gate_up, down),) = random_case(1, 8, 2)[1]
-    layer = {"router": router, "experts_gate_up": gate_up, "experts_down": down}
+    layer = {"router": Weight(router), "experts_gate_up": gate_up, "experts_down": down}
     rows = jax.random.normal(jax.random.key(1), (t, 32))
     run = jax.jit(lambda x: equations.mixture(mixture, layer, x[None], x[None], jnp.arange(t)[None])[0])
     broken = run(rows.at[3].set(jnp.nan))
@@ -215,7 +221,7 @@ def test_both_layouts_give_the_same_stack(stacked):
             tensors |= {f"mlp.experts.{e}.{name}.weight": matrix for name, matrix in each.items()}
     layer = read_params(declared, Tensors(tensors), "x", "float32", progress=False)
     for name, expected in whole.items():
-        np.testing.assert_array_equal(layer[name], expected)
+        np.testing.assert_array_equal(layer[name].values, expected)
 
 
 def test_dummy_stacks_are_made_matrix_by_matrix():
@@ -223,8 +229,8 @@ def test_dummy_stacks_are_made_matrix_by_matrix():
     declared = mixture_tensors(config_of(moe_intermediate_size=64, num_experts=32).decoder.mixture, 128, "")
     layer = dummy(declared, "bfloat16", seed=0)
     for name, param in declared.items():
-        assert layer[name].shape == param.shape and layer[name].dtype == jnp.bfloat16
-    gate_up = np.asarray(layer["experts_gate_up"], np.float32)
+        assert layer[name].values.shape == param.shape and layer[name].dtype == jnp.bfloat16
+    gate_up = np.asarray(layer["experts_gate_up"].values, np.float32)
     assert gate_up.std() == pytest.approx(128**-0.5, rel=0.05)
     assert abs(np.corrcoef(gate_up[0].ravel(), gate_up[31].ravel())[0, 1]) < 0.05
     stack = params._normal_stack.lower(jax.random.key(0), gate_up.shape, 1.0, "bfloat16").compile()

@@ -122,7 +122,7 @@ def test_end_tokens_outside_the_vocabulary_end_nothing():
     """Which a config may name that was made for a larger one."""
     config = ModelConfig.from_hf(tiny_config(vocab=64, eos=[3, 64, 2**31 - 1]))
     tokenizer = SimpleNamespace(eos_token_ids=(5, 3, 99))
-    assert load.Model(config, None, "m", None, tokenizer).eos_ids == (3, 5)
+    assert load.Model(config, None, "float32", "m", None, tokenizer).eos_ids == (3, 5)
 
 
 # the JSON files of a folder

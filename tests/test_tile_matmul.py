@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import hopper, project, tile_matmul
+from jaxspec.decoder.matmul import gate, project, reference, valid_count
+from jaxspec.pallas import hopper, tile_matmul
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tile_matmul import BLOCKS, Tiling, matmul, supported
+from jaxspec.weights import HALF, Layout, Weight
 from tests.sample import one_in
 
 
@@ -33,7 +35,7 @@ def check(rows: int, real: int, width: int, outputs: int, gated: bool, added: bo
     residual = inputs(rows, outputs, 1, seed=1)[0] if added else None
     out = np.asarray(matmul(x, weight, jnp.array([real], jnp.int32), residual, gated=gated, **options), np.float32)
     wide = np.asarray(jnp.matmul(x, weight, preferred_element_type=jnp.float32))
-    expected = np.asarray(project.gate(wide)) if gated else wide
+    expected = np.asarray(gate(wide, HALF)) if gated else wide
     assert out.shape == expected.shape
     if added:
         out = out - np.asarray(residual, np.float32)
@@ -105,25 +107,27 @@ def test_what_is_not_for_it_is_named():
     assert "float32" in supported(512, jnp.float32, 4096, 4096)
 
 
-def test_real_rows_end_with_the_last_real_one():
-    assert project.real_rows(jnp.array([[0, -1, 2], [-1, 7, -1], [-1, -1, -1]])).tolist() == [5]
-    assert project.real_rows(jnp.full((2, 2), -1)).tolist() == [0]
+def test_valid_rows_end_with_the_last_valid_one():
+    assert valid_count(jnp.array([[0, -1, 2], [-1, 7, -1], [-1, -1, -1]])).tolist() == [5]
+    assert valid_count(jnp.full((2, 2), -1)).tolist() == [0]
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "added"])
 def test_projections_choose_it_and_have_gradients(monkeypatch, kind):
     """Gradients are those of plain jnp, which training needs where the kernel serves the forward."""
-    given, gated = inputs(256, 128, 256), kind == "gated"
+    gated = kind == "gated"
+    x, weight = inputs(256, 128, 256)
+    given = x, Weight(weight, layout=Layout((128, 128), interleave=HALF) if gated else Layout((256,)))
     if kind == "added":
         given += (inputs(256, 256, 1)[0],)
     real = jnp.array([256], jnp.int32)
     total = lambda f: jax.grad(lambda given: f(*given).astype(jnp.float32).sum())(given)  # noqa: E731
-    expected = total(partial(project.reference, gated=gated))
+    expected = total(partial(reference, gated=gated))
     monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     monkeypatch.setattr(tile_matmul, "matmul", partial(matmul, interpret=plgpu.InterpretGPUParams()))
     with counting() as chosen:
-        got = total(lambda x, w, *residual: project.project(x, w, real, *residual, gated=gated))
+        got = total(lambda x, w, *residual: project(x, w, real, *residual, gated=gated))
     assert chosen == {"tile_matmul": 1}
-    for ours, theirs in zip(got, expected, strict=True):
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import MODELS
-from jaxspec.weights import Param
+from jaxspec.weights import is_param
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_VOCAB = 256 + len(SPECIAL_TOKENS)  # what a checkpoint with a tokenizer needs at least
@@ -115,9 +115,7 @@ def random_tensors(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Checkpoint tensors by Hugging Face name, float32, drawn so that activations and logits keep a spread near one."""
     config = ModelConfig.from_hf(hf)
     rng = np.random.default_rng(seed)
-    declared = jax.tree.leaves(
-        MODELS[config.model_type].tensors(config.decoder), is_leaf=lambda leaf: isinstance(leaf, Param)
-    )
+    declared = jax.tree.leaves(MODELS[config.model_type].tensors(config.decoder), is_leaf=is_param)
     tensors = {}
     for param in declared:
         for name, shape in param.stored().items():

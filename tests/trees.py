@@ -60,7 +60,7 @@ class Session:
         ]
         shapes = Shapes(n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,))
         run = Programs(model.config, drafter, shapes, model.params, draft_params)
-        dtype = str(model.params["embed"].dtype)
+        dtype = model.dtype
         layout = PageLayout(n * pages + 1, PAGE, dtype)
         state = rounds.empty_state(model.config, drafter, layout, n, capacity, dtype).replace(slots=slots)
         which = [i for i, *_ in blocks]

@@ -19,6 +19,7 @@ from jaxspec.cache import kv_bytes_per_token
 from jaxspec.checkpoint import Model
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.experts import expected_experts
+from jaxspec.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ class ModelCost:
         tied, experts = config.decoder.tied, mixture.experts if mixture else 1
         layers = model.params["layers"]
         stacks = [layer[name] for layer in layers for name in ("experts_gate_up", "experts_down") if name in layer]
-        chosen, routed = mixture.per_token if mixture else 1, sum(x.size for x in stacks)
-        matrices = sum(x.size for x in jax.tree.leaves(layers) if x.ndim > 1) - routed
+        chosen, routed = mixture.per_token if mixture else 1, sum(x.values.size for x in stacks)
+        matrices = sum(x.values.size for x in _weights(layers)) - routed
         matrices += routed * chosen // experts
         states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
         numbers = states // jnp.dtype(state_dtype).itemsize
-        head = model.params["embed"] if tied else model.params["head"]
+        head = model.params["embed"] if tied else model.params["head"].values
         return cls(
             weight_bytes=_bytes(model.params) - (0 if tied else _bytes(model.params["embed"])),
             layer_flops=2 * matrices + 3 * 2 * numbers,  # a state is read twice and added to, for each token
@@ -97,6 +98,11 @@ class ModelCost:
         """Bytes and operations of a prompt up to its first token: only the last row is unembedded."""
         flops = tokens * self.layer_flops + self.head_flops + self.attention_flops * tokens * (tokens + 1) / 2
         return self._weights_read(tokens) + tokens * self.kv_bytes + self.state_bytes, flops
+
+
+def _weights(tree: Any) -> list[Weight]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Weight))
+    return [leaf for leaf in leaves if isinstance(leaf, Weight)]
 
 
 def _bytes(tree: Any) -> int:

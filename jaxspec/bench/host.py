@@ -147,7 +147,7 @@ def tiny_model(layers: int, context: int) -> Model:
     backend = Backend(models.BPE(vocab={chr(char): byte for char, byte in byte_alphabet().items()}, merges=[]))
     backend.decoder = decoders.ByteLevel()
     params = dummy(MODELS[config.model_type].tensors(config.decoder), "float32", seed=0)
-    return Model(config, params, "tiny", None, Tokenizer.from_backend(backend))
+    return Model(config, params, "float32", "tiny", None, Tokenizer.from_backend(backend))
 
 
 class EmptyPrograms(Programs):

@@ -34,7 +34,8 @@ class Model:
 
     **Attributes:**
 
-    - `params`: arrays on the device, in the structure of `family.tensors(config.decoder)`.
+    - `params`: arrays and `Weight`s on the device, in the structure of `family.tensors(config.decoder)`.
+    - `dtype`: of activations, and so of embeddings, norms and all weights that aren't quantised.
     - `name`: what the user typed. `path`: the folder or file that it was read from.
     - `tokenizer`: None if the checkpoint has none; token ids can still be generated.
     - `sampling`: how its generation_config.json would have tokens chosen, under `SamplingParams`' names.
@@ -42,6 +43,7 @@ class Model:
 
     config: ModelConfig
     params: Any
+    dtype: str
     name: str
     path: str | None
     tokenizer: Tokenizer | None
@@ -98,7 +100,7 @@ def load_model(
             "smaller model, or a smaller --dtype"
         ) from error
     sampling = _sampling(source.files.generation, source.name)
-    return Model(config, params, source.name, source.path, source.files.tokenizer(), sampling)
+    return Model(config, params, dtype, source.name, source.path, source.files.tokenizer(), sampling)
 
 
 def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:

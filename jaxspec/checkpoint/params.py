@@ -6,7 +6,6 @@ While streaming, the host holds one tensor, and the sources of a fused parameter
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Iterable
 from functools import partial
@@ -17,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.weights import Param
+from jaxspec.weights import Layout, Param
 
 _EMBEDDING_STD = 0.02
 
 
 def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: str) -> Any:
-    """Fill a pytree of `Param` with device arrays of `dtype`, taking (checkpoint name, host array) in any order.
+    """Fill a pytree of `Param` with arrays and weights of `dtype`, taking (checkpoint name, host array) in any order.
 
     Arrays have Hugging Face's shapes, already checked; names that no parameter is made of are passed over.
 
@@ -46,7 +45,7 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
             host = [np.concatenate(host).reshape(leaves[i].shape)]
         # A copy, because on a CPU an array may share the host's memory. Waiting for it bounds what the host holds.
         sources = [jnp.array(host.pop(0)) for _ in range(len(host))]
-        filled[i] = jax.block_until_ready(_fuse(sources, leaves[i], leaves[i].dtype or dtype))
+        filled[i] = leaves[i].made(jax.block_until_ready(_fuse(sources, leaves[i], leaves[i].dtype or dtype)))
         del parts[i]
     if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
         raise CheckpointError(f"the weights ended before {len(lacking)} parameters were complete: {lacking[0]}, ...")
@@ -56,24 +55,12 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
 def _fuse(sources: list[jax.Array], param: Param, dtype: str) -> jax.Array:
     if param.depthwise:
         sources = [source[:, 0] for source in sources]
-    return _fused(sources, param.transpose, param.interleave, param.grouped, dtype)  # layers alike share what compiles
+    return _fused(sources, param.transpose, param.layout, dtype)  # layers alike share what compiles
 
 
-@partial(jax.jit, static_argnames=("transpose", "interleave", "grouped", "dtype"))
-def _fused(
-    sources: list[jax.Array], transpose: bool, interleave: int, grouped: tuple[int, ...], dtype: str
-) -> jax.Array:
-    sources = [(source.T if transpose else source).astype(dtype) for source in sources]
-    flat = lambda x, rank: x.reshape(*x.shape[:-rank], -1)  # noqa: E731
-    whole = jnp.concatenate(sources, axis=-1)
-    if interleave:
-        halves = whole.reshape(*whole.shape[:-1], 2, -1, interleave)
-        return flat(jnp.swapaxes(halves, -3, -2), 3)
-    if not grouped:
-        return whole
-    groups = whole.reshape(*whole.shape[:-1], -1, sum(grouped))
-    parts = jnp.split(groups, list(itertools.accumulate(grouped))[:-1], axis=-1)
-    return jnp.concatenate([flat(part, 2) for part in parts], axis=-1)
+@partial(jax.jit, static_argnames=("transpose", "layout", "dtype"))
+def _fused(sources: list[jax.Array], transpose: bool, layout: Layout, dtype: str) -> jax.Array:
+    return layout.pack([(source.T if transpose else source).astype(dtype) for source in sources])
 
 
 def dummy(declared: Any, dtype: str, seed: int) -> Any:
@@ -84,7 +71,7 @@ def dummy(declared: Any, dtype: str, seed: int) -> Any:
     """
     root = jax.random.key(seed)
 
-    def make(path, param: Param) -> jax.Array:
+    def values(path, param: Param) -> jax.Array:
         if param.init != "normal":
             return jnp.full(param.shape, {"ones": 1, "zeros": 0}[param.init], param.dtype or dtype)
         key = jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))
@@ -93,7 +80,7 @@ def dummy(declared: Any, dtype: str, seed: int) -> Any:
         std = param.shape[0] ** -0.5 if param.transpose else _EMBEDDING_STD
         return _normal(key, param.shape, std, param.dtype or dtype)
 
-    return jax.tree_util.tree_map_with_path(make, declared)
+    return jax.tree_util.tree_map_with_path(lambda path, param: param.made(values(path, param)), declared)
 
 
 @partial(jax.jit, static_argnames=("shape", "std", "dtype"))

@@ -19,11 +19,11 @@ from jaxspec.decoder.functions import cos_sin
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixture_rows import Given, add, mixture
 from jaxspec.decoder.padding import flat, padded, unflat, valid_rows
-from jaxspec.decoder.path import Call, Path, Stack
+from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows
 from jaxspec.pallas.prompt_attention import UNIT
-from jaxspec.weights import HALF, run_length
+from jaxspec.weights import HALF, Unquantised
 
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
@@ -36,16 +36,17 @@ IMPLEMENTS = {
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling"}),
     **ROPE_SCALINGS,
+    Unquantised: frozenset(),
 }
 
 
-def fits(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
+def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
     return sizes_fit(decoder, layers, call)
 
 
-def sizes_fit(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
+def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """Why the kernels can't take these layers' sizes and dtypes, or None if they can."""
     if call.pages is None:
         return "no pages to write to"
@@ -62,7 +63,7 @@ def sizes_fit(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) 
         if len(mlps) > 1:
             return f"MLPs of different widths, {sorted(mlps)}"
         widths += tuple(mlps)
-        if run_length(*mlps) != HALF:
+        if any(each["gate_up"].layout.interleave != HALF for each in layers if "gate_up" in each):
             return f"an MLP {max(mlps)} wide"
     rows = call.requests * padded(call.requests, call.rows)
     return few_rows.supported(rows, a.head_dim, widths, layers[0]["qkv"].dtype, call.pages, beside=beside)
@@ -100,7 +101,7 @@ def run_one(decoder: Decoder, weights, inputs, x, positions, mixer, cache):
 
 def run_flat(
     layer: Layer,
-    weights: dict[str, Array],
+    weights: Weights,
     i: Int[Array, ""],
     inputs: Sequence[Given],
     x: Float[Array, "r d"],
@@ -108,7 +109,7 @@ def run_flat(
     table: Table,
     mixer: Mixer,
     cache: Any,
-    following: dict[str, Array] | None = None,
+    following: Weights | None = None,
     valid: tuple[Int[Array, "1 r"], int] | None = None,
 ) -> tuple[Float[Array, "r d"], Given | None, Any]:
     """A layer over the flat rows of `b` requests: what attention and MLP make of the residual stream `x`.
@@ -120,10 +121,10 @@ def run_flat(
     small = x.shape[1] <= few_rows.NARROW  # memory is idle for most of a small layer, and later weights are prefetched
     after = following["attn_norm"] if following else None
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
-    ahead = [weights[name] for name in ("out", "gate_up", "down") if small and name in weights]
+    ahead = [weights[name].unquantised for name in ("out", "gate_up", "down") if small and name in weights]
 
     def write(kv, place):
-        operands = *zip(*inputs, strict=True), weights["qkv"], *table, kv, i, place.reshape(-1)
+        operands = *zip(*inputs, strict=True), weights["qkv"].unquantised, *table, kv, i, place.reshape(-1)
         q, kv = few_rows.heads(*operands, norms, ahead, eps=eps)
         return q.reshape(b, -1, a.heads, a.head_dim), kv
 
@@ -133,8 +134,8 @@ def run_flat(
         x = mixture(layer, weights, x, mixed, *valid)
         return x, (x, after), cache
     x, given = add(x, mixed, weights["out"], weights["mlp_norm"])
-    ahead = [following["qkv"]] if small and following else []
-    hidden = few_rows.gated(*given, weights["gate_up"], ahead, eps=eps)
+    ahead = [following["qkv"].unquantised] if small and following else []
+    hidden = few_rows.gated(*given, weights["gate_up"].unquantised, ahead, eps=eps)
     x, given = add(x, hidden, weights["down"], after)
     return x, given, cache
 

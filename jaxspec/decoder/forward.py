@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.functions import normed, rope, row_of
 from jaxspec.decoder.fused_norms import FUSED_NORMS
+from jaxspec.decoder.matmul import matmul
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.padding import flat, padded, unflat
+from jaxspec.decoder.padding import flat, padded
 from jaxspec.decoder.path import Call, Path
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.spec import Decoder, Norm, beyond
@@ -129,21 +130,6 @@ def run_layer(
     return path.run_layer(decoder, weights, inputs, x, positions, mixer, cache)
 
 
-def product(
-    rows: Sequence[Float[Array, "b _ w"]], weight: Float[Array, "k n"], keep_padding: bool = False
-) -> Float[Array, "b _ n"]:
-    """The product of rows side by side, by a kernel where it serves. Some may have padding rows, and others none.
-
-    `keep_padding`: leave the kernel's in the result, for `run_layer`.
-    """
-    b, t = len(rows[0]), min(x.shape[1] for x in rows)
-    fits = few_rows.product_supported(b * padded(b, t), [x.shape[2] for x in rows], weight.shape, weight.dtype)
-    if hopper.chosen(fits):
-        out = few_rows.product([flat(x) for x in rows], weight)
-        return out.reshape(b, -1, out.shape[1]) if keep_padding else unflat(out, b, t)
-    return jnp.concatenate([x[:, :t] for x in rows], axis=-1) @ weight
-
-
 def write_keys_values(
     decoder: Decoder,
     params: dict[str, Any],
@@ -158,12 +144,13 @@ def write_keys_values(
     """
     (b, t, _), a, norm = context.shape, decoder.attention, decoder.layers[0].norm
     call = Call(b, t, _dtype(rows.pages(cache)), hopper.multiprocessors())
-    if hopper.chosen(beyond(decoder, FEW_ROWS.implements) or sizes_fit(decoder, params["layers"], call)):
+    reason = FEW_ROWS.lacks(decoder, params["context"]) or sizes_fit(decoder, params["layers"], call)
+    if hopper.chosen(reason):
         table = rope_table(a, rows.marked_positions(t))
         place = rows.written(cache, padded(b, t)).reshape(-1)
-        of = flat(context), params["hidden_norm"], params["context"], *table
+        of = flat(context), params["hidden_norm"], params["context"].unquantised, *table
         return few_rows.keys_values(*of, cache, place, params["context_norm"], eps=norm.eps)
-    kv = normed(context, params["hidden_norm"], norm) @ params["context"]
+    kv = matmul(normed(context, params["hidden_norm"], norm), params["context"])
     if a.bias:
         kv = kv + params["context_bias"]
     kv = kv.reshape(b, t, len(decoder.layers), 2, a.kv_heads, a.head_dim)
@@ -180,7 +167,7 @@ def _dtype(pages: Array | None) -> str | None:
 def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
     """Final hidden states to logits, float32."""
     if "head" in params:
-        return jnp.matmul(hidden, params["head"], preferred_element_type=jnp.float32)
+        return matmul(hidden, params["head"], jnp.float32)
     return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
 
 

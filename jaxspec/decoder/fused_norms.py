@@ -21,9 +21,10 @@ from jaxtyping import Array, Float
 from jaxspec.decoder.layer import feed, mix, projections
 from jaxspec.decoder.mixture_rows import mixture
 from jaxspec.decoder.padding import flat, pad, padded, valid_rows
-from jaxspec.decoder.path import Call, Path, Stack
+from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows
+from jaxspec.weights import Unquantised
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
@@ -35,20 +36,21 @@ IMPLEMENTS = {
     Norm: frozenset({"eps", "centred"}),
     Rope: frozenset({"theta", "scaling", "columns"}),
     **ROPE_SCALINGS,
+    Unquantised: frozenset(),
 }
 
 
-def fits(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
+def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if not all(layer.norm.centred for layer in decoder.layers):
         return "norms that aren't zero-centred"  # not measured
     if call.inputs is not None and len(call.inputs) != 1:
         return "inputs that aren't one residual stream"
     rows = call.requests * padded(call.requests, call.rows)
     for layer, weights in zip(decoder.layers, layers, strict=True):
-        (inputs, d), dtype = weights["out"].shape, weights["out"].dtype
-        columns = [weights[name].shape[1] for name in projections(layer)]
-        reason = few_rows.normed_supported(rows, d, columns, dtype)
-        reason = reason or few_rows.product_supported(rows, [inputs], (inputs, d), dtype)
+        out, d = weights["out"], decoder.width
+        columns = [weights[name].outputs for name in projections(layer)]
+        reason = few_rows.normed_supported(rows, d, columns, out.dtype)
+        reason = reason or few_rows.product_supported(rows, [out.inputs], (out.inputs, d), out.dtype)
         if reason is not None:
             return reason
     return None
@@ -80,7 +82,8 @@ def run_padded(layer: Layer, weights, i, x: Float[Array, "b r d"], positions, mi
     names, rows, t = projections(layer), x.reshape(-1, x.shape[-1]), positions.shape[1]
     dtypes = tuple("float32" if name == "ba" else str(x.dtype) for name in names)
     norm = {"eps": layer.norm.eps, "centred": layer.norm.centred}
-    made = few_rows.normed(rows, weights["attn_norm"], [weights[name] for name in names], dtypes=dtypes, **norm)
+    projecting = [weights[name].unquantised for name in names]
+    made = few_rows.normed(rows, weights["attn_norm"], projecting, dtypes=dtypes, **norm)
     made = [out.reshape(*x.shape[:2], -1) for out in made]
     if isinstance(layer.mixing, Attention):
         made = [out[:, :t] for out in made]
@@ -88,7 +91,7 @@ def run_padded(layer: Layer, weights, i, x: Float[Array, "b r d"], positions, mi
     mixed = flat(mixed)
     if isinstance(layer.feed, Mixture):
         return mixture(layer, weights, rows, mixed, *valid_rows(positions)).reshape(x.shape), cache
-    x = few_rows.add_product(rows, mixed, weights["out"]).reshape(x.shape)
+    x = few_rows.add_product(rows, mixed, weights["out"].unquantised).reshape(x.shape)
     return feed(layer, weights, x, positions), cache
 
 

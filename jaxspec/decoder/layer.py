@@ -4,8 +4,8 @@
     x = x + feed(norm(x))
 
 `mix` is `attention` or `delta_rule`, `feed` is `mlp` or `mixture`. Layers with post norms add norm(out(...)) and
-norm(feed(...)) instead. A layer's weights are a dict of arrays; q, k, v are one matmul, gate and up another: fewer,
-larger reads of weights.
+norm(feed(...)) instead. A layer's weights are a dict of `Weight`s and arrays; q, k, v are one matmul, gate and up
+another: fewer, larger reads of weights.
 
 Axis letters: b batch, t tokens, d model width, n query heads, m KV heads, h head width, f MLP width, e experts,
 k experts of a token.
@@ -21,15 +21,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, row_of
+from jaxspec.decoder.matmul import gate, project, valid_count
 from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Norm, Rope, beyond
 from jaxspec.pallas import write_heads
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.hopper import chosen
-from jaxspec.pallas.project import gate, project, real_rows
 from jaxspec.pallas.top_experts import top_experts
-
-Weights = dict[str, Array]
+from jaxspec.weights import matmul
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
@@ -72,10 +72,9 @@ def projections(layer: Layer) -> tuple[str, ...]:
 @jax.named_scope("projections")
 def products(layer: Layer, weights: Weights, rows: Float[Array, "b t w"], positions: Int[Array, "b t"]) -> list[Array]:
     """The normed rows' products with these weights; those of `ba`, which go into exponents, in float32."""
-    valid = real_rows(positions)
-    in_float32 = lambda weight: jnp.matmul(rows, weight, preferred_element_type=jnp.float32)  # noqa: E731
+    valid = valid_count(positions)
     return [
-        in_float32(weights[name]) if name == "ba" else project(rows, weights[name], valid)
+        matmul(rows, weights[name], jnp.float32) if name == "ba" else project(rows, weights[name], valid)
         for name in projections(layer)
     ]
 
@@ -104,16 +103,20 @@ def attention(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
+    dtype: Any = None,
 ) -> tuple[Float[Array, "b t k"], Any]:
-    """softmax(q k') v of each head's rotated queries and keys. `qkv` may come in parts, to be summed in float32."""
-    a, (b, t) = layer.mixing, positions.shape
+    """softmax(q k') v of each head's rotated queries and keys, in `dtype`, by default that of `qkv`.
+
+    `qkv` may come in parts, to be summed in float32.
+    """
+    a, (b, t), dtype = layer.mixing, positions.shape, dtype or qkv.dtype
     n, m, h = a.heads, a.kv_heads, a.head_dim
     if a.bias:
         qkv = qkv + weights["qkv_bias"]
-    if chosen(_not_written(layer, weights, mixer, cache)):
+    if chosen(_not_written(layer, weights, mixer, cache, dtype)):
         return _written_attention(layer, weights, i, qkv, positions, mixer, cache)
     if qkv.ndim > 3:
-        qkv = qkv.sum(0).astype(weights["qkv"].dtype)
+        qkv = qkv.sum(0).astype(dtype)
     queries = 2 * n if a.gated else n
     q, k, v = jnp.split(qkv.reshape(b, t, -1, h), [queries, queries + m], axis=2)
     if a.gated:
@@ -126,7 +129,7 @@ def attention(
     return out.reshape(b, t, n * h), cache
 
 
-def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any) -> str | None:
+def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any, dtype: Any) -> str | None:
     """Why `write_heads` can't take a projection's rows to what `mixer` keeps, or None if it can."""
     a = layer.mixing
     if reason := beyond(a, HEADS_WRITTEN):
@@ -136,7 +139,7 @@ def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any) -> st
     if (pages := mixer.pages(cache)) is None:
         return "no pages to write to"
     norms = [weights[name].dtype for name in ("q_norm", "k_norm") if a.qk_norm]
-    return write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, weights["qkv"].dtype, pages.dtype, *norms)
+    return write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, dtype, pages.dtype, *norms)
 
 
 def _written_attention(layer, weights, i, qkv, positions, mixer, cache):
@@ -188,7 +191,7 @@ def finish(
     positions: Int[Array, "b t"],
 ) -> Float[Array, "b t d"]:
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
-    valid = real_rows(positions)
+    valid = valid_count(positions)
     with jax.named_scope("output_projection"):
         x = added(layer, weights, "attn_post_norm", x, lambda x: add_product(x, mixed, weights, "out", valid))
     return feed(layer, weights, x, positions)
@@ -208,7 +211,7 @@ def feed(
     rows = normed(x, weights["mlp_norm"], layer.norm)
     if isinstance(layer.feed, Mixture):
         return added(layer, weights, "mlp_post_norm", x, lambda x: mixture(layer.feed, weights, x, rows, positions))
-    return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(weights, x, rows, real_rows(positions)))
+    return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(weights, x, rows, valid_count(positions)))
 
 
 @jax.named_scope("mlp")
@@ -217,7 +220,8 @@ def mlp(
 ) -> Float[Array, "b t d"]:
     """x + down(silu(gate) * up) of the normed rows, of which the first `valid` count."""
     if "gate_up_bias" in weights:
-        hidden = gate(project(rows, weights["gate_up"], valid) + weights["gate_up_bias"])
+        gate_up = project(rows, weights["gate_up"], valid) + weights["gate_up_bias"]
+        hidden = gate(gate_up, weights["gate_up"].layout.interleave)
     else:
         hidden = project(rows, weights["gate_up"], valid, gated=True)
     return add_product(x, hidden, weights, "down", valid)
@@ -247,7 +251,7 @@ def mixture(
     """
     # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
     shape, rows = rows.shape, jax.lax.optimization_barrier(rows.reshape(-1, rows.shape[-1]))
-    logits = jnp.matmul(rows, weights["router"], preferred_element_type=jnp.float32)
+    logits = matmul(rows, weights["router"], jnp.float32)
     x = None if x is None else x.reshape(rows.shape)
     return mix_experts(m, weights, rows, logits, positions, x).reshape(shape)
 
@@ -267,7 +271,7 @@ def mix_experts(
     stacks, shared = [(weights["experts_gate_up"], weights["experts_down"])], None
     if m.shared:  # one expert more, that every token chooses
         stacks.append((weights["shared_gate_up"], weights["shared_down"]))
-        shared, each = (rows, weights["shared_gate"]), each + 1
+        shared, each = (rows, weights["shared_gate"].dequantised(rows.dtype)), each + 1
     ids, scores = top_experts(logits, positions, shared, m.per_token, m.renormalised)
     rows, ids, scores = (a[:valid] for a in (rows, ids, scores))
     return experts_mlp(rows, stacks, ids, scores, each, residual)

@@ -6,26 +6,28 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import normed
+from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import Layer
 from jaxspec.pallas import few_rows
+from jaxspec.weights import Weight
 
 Given = tuple[Float[Array, "r d"], Float[Array, " d"]] | few_rows.Scaled  # rows and their norm's scale
 
 
-def add(x, rows, weight, scale, centred=False):
+def add(x, rows, weight: Weight, scale, centred=False):
     """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`.
 
     Narrow rows aren't scaled for it: they are normed before weights arrive. No scale: nothing follows.
     """
     if x.shape[1] > few_rows.NARROW and scale is not None:
-        return few_rows.add_product(x, rows, weight, scale, centred=centred)
-    x = few_rows.add_product(x, rows, weight)
+        return few_rows.add_product(x, rows, weight.unquantised, scale, centred=centred)
+    x = few_rows.add_product(x, rows, weight.unquantised)
     return x, (x, scale)
 
 
 def mixture(
     layer: Layer,
-    weights: dict[str, Array],
+    weights: Weights,
     x: Float[Array, "r d"],
     mixed: Float[Array, "r k"],
     positions: Int[Array, "1 r"],
@@ -37,7 +39,7 @@ def mixture(
     ones that aren't padding, whose positions are negative: one token alone has an experts' kernel that looks for no
     other.
     """
-    norm, router = layer.norm, weights["router"]
+    norm, router = layer.norm, weights["router"].unquantised
     x, given = add(x, mixed, weights["out"], weights["mlp_norm"], norm.centred)
     if few_rows.normed_supported(*x.shape, [router.shape[1]], router.dtype) is not None:
         rows = normed(x[None], weights["mlp_norm"], norm)

@@ -12,6 +12,9 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.spec import Decoder, Table, beyond
 from jaxspec.pallas import hopper
+from jaxspec.weights import Weight, formats
+
+Weights = dict[str, Array | Weight]  # of a layer
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Stack(NamedTuple):
 class Path:
     """One way to run a stack of layers.
 
-    - `implements`: by kind of description, the fields that it computes; all others must be at their defaults.
+    - `implements`: by kind of description or of a weight's format, the fields that it computes; all others must be at
+      their defaults.
     - `processors`: multiprocessors that it needs at once.
     - `fits(decoder, layers, call)`: why these sizes and dtypes don't, or None; `layers` are their weights.
     - `run(decoder, layers, x, positions, mixer, cache, wanted)`: the stack. `wanted`: as in `forward`; ignored by paths
@@ -63,14 +67,21 @@ class Path:
     name: str
     implements: Table
     processors: int
-    fits: Callable[[Decoder, Sequence[dict[str, Array]], Call], str | None]
+    fits: Callable[[Decoder, Sequence[Weights], Call], str | None]
     run: Callable[..., Stack]
     run_layer: Callable[..., tuple[Array, Any]] | None = None
 
-    def refuses(self, decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> str | None:
+    def refuses(self, decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         """Why this path doesn't run such a call, or None if it does."""
         if call.inputs is not None and self.run_layer is None:
             return "a layer by itself"
         if call.processors < self.processors:
             return f"{call.processors} Hopper multiprocessors; {self.processors} are needed"
-        return beyond(decoder, self.implements) or self.fits(decoder, layers, call)
+        return self.lacks(decoder, layers) or self.fits(decoder, layers, call)
+
+    def lacks(self, decoder: Decoder, weights: Any) -> str | None:
+        """What of a decoder, or of the formats of a pytree's weights, this path doesn't implement; None if nothing."""
+        if reason := beyond(decoder, self.implements):
+            return reason
+        reason = beyond(formats(weights), self.implements)
+        return reason and f"weights in {reason}"

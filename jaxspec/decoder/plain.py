@@ -13,6 +13,7 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import run_layer
 from jaxspec.decoder.path import Path, Stack
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.weights import Unquantised
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
@@ -24,6 +25,7 @@ IMPLEMENTS = {
     Norm: frozenset({"eps", "centred"}),
     Rope: frozenset({"theta", "scaling", "columns", "interleaved"}),
     **ROPE_SCALINGS,
+    Unquantised: frozenset(),
 }
 
 

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import attention, finish
+from jaxspec.decoder.matmul import matmul
 from jaxspec.decoder.path import Call, Path, Stack
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
 from jaxspec.pallas import weight_stream
+from jaxspec.weights import Unquantised
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
@@ -23,14 +25,16 @@ IMPLEMENTS = {
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling", "columns"}),
     **ROPE_SCALINGS,
+    Unquantised: frozenset(),
 }
 
 
 def fits(decoder: Decoder, layers: Any, call: Call) -> str | None:
     if len({layer.norm for layer in decoder.layers}) > 1:
         return "layers whose norms differ"  # a kernel begins in one layer and ends in the next
-    qkv, down = layers[0]["qkv"], layers[0]["down"]
-    return weight_stream.supported(call.requests * call.rows, qkv.dtype, *qkv.shape, *down.shape)
+    weights = layers[0]["qkv"], layers[0]["down"]
+    widths = [width for weight in weights for width in (weight.inputs, weight.outputs)]
+    return weight_stream.supported(call.requests * call.rows, weights[0].dtype, *widths)
 
 
 def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> Stack:
@@ -39,17 +43,17 @@ def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> St
 
     @partial(jax.jit, static_argnums=0)
     def attend(layer, weights, i, qkv, cache):
-        return attention(layer, weights, i, qkv, positions, mixer, cache)
+        return attention(layer, weights, i, qkv, positions, mixer, cache, x.dtype)
 
     @jax.jit
     def stream(weights, following, x, mixed):
-        chain = [weights["out"], weights["gate_up"], weights["down"], following["qkv"]]
+        chain = [*(weights[name].unquantised for name in ("out", "gate_up", "down")), following["qkv"].unquantised]
         scales = [weights["mlp_norm"], following["attn_norm"]]
         flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
         out, partials = weight_stream.stream(flat(x), flat(mixed), chain, scales, eps=first.norm.eps)
         return out.reshape(x.shape), partials.reshape(len(partials), *x.shape[:-1], -1)
 
-    qkv = normed(x, layers[0]["attn_norm"], first.norm) @ layers[0]["qkv"]  # few rows
+    qkv = matmul(normed(x, layers[0]["attn_norm"], first.norm), layers[0]["qkv"])  # few rows
     for i, (weights, following) in enumerate(itertools.pairwise(layers)):
         mixed, cache = attend(decoder.layers[i], weights, jnp.int32(i), qkv, cache)
         x, qkv = stream(weights, following, x, mixed)

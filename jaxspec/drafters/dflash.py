@@ -21,10 +21,11 @@ from jaxtyping import Array, Float, Int
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
 from jaxspec.checkpoint import CheckpointError, ModelFolder, dummy, locate, read_params
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.decoder.forward import forward, product, top_tokens, unembed, write_keys_values
+from jaxspec.decoder.forward import forward, top_tokens, unembed, write_keys_values
+from jaxspec.decoder.matmul import product
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.models import qwen3
-from jaxspec.weights import Param, linear, norm_scale
+from jaxspec.weights import Layout, Weight, is_param, linear, norm_scale
 
 NO_WINDOW = 2**30  # further than any two positions are apart
 
@@ -83,8 +84,7 @@ class DFlash(Drafter):
             drafter = cls.from_hf(files.hf, target.config, options.num_draft_tokens)
         except ConfigError as error:
             raise ConfigError(f"--draft {source} can't draft for {target.name}: {error}") from error
-        dtype = str(target.params["embed"].dtype)
-        declared = drafter.parameters()
+        declared, dtype = drafter.parameters(), target.dtype
         if options.load_format == "dummy":
             params = dummy(declared, dtype, options.seed or 0)
         else:
@@ -138,7 +138,7 @@ class DFlash(Drafter):
             param, sources=tuple(source.removeprefix("model.") for source in param.sources)
         )
         return {
-            **jax.tree.map(bare, body, is_leaf=lambda leaf: isinstance(leaf, Param)),
+            **jax.tree.map(bare, body, is_leaf=is_param),
             "fc": linear(len(self.feature_layers) * d, {"fc.weight": d}),
             "hidden_norm": norm_scale(d, "hidden_norm.weight"),
         }
@@ -215,12 +215,14 @@ class _Block:
         return jax.lax.cond((layer == jnp.array(drafter.windowed)).any(), near, far), kv
 
 
-def _context_projection(config: ModelConfig, layers: list[dict[str, Array]]) -> dict[str, Array]:
+def _context_projection(config: ModelConfig, layers: list[dict[str, Any]]) -> dict[str, Any]:
     """What projects context to keys and values, of all layers side by side: a second copy, so that it is one matmul."""
     a = config.decoder.attention
     queries = a.heads * a.head_dim
+    parts = [part for layer in layers for part in layer["qkv"].parts()[1:]]
+    layout = Layout(tuple(part.shape[1] for part in parts))
     projection = {
-        "context": jnp.concatenate([layer["qkv"][:, queries:] for layer in layers], axis=1),
+        "context": Weight(jnp.concatenate(parts, axis=1), layout=layout),
         "context_norm": jnp.stack([layer["k_norm"] for layer in layers]),
     }
     if a.bias:

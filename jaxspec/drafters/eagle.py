@@ -22,8 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.decoder.forward import product, run_layer, top_tokens, unembed
+from jaxspec.decoder.forward import run_layer, top_tokens, unembed
 from jaxspec.decoder.functions import normed
+from jaxspec.decoder.matmul import matmul, product
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
 
@@ -79,8 +80,7 @@ class Chain(Drafter):
             known = found.config.vocab_size if found.draft_ids is None else found.draft_ids
             if options.topk > known:
                 raise ConfigError(f"--topk {options.topk}: --draft {source} knows {known} tokens")
-        theirs = target.params["embed"]
-        dtype = str(theirs.dtype)
+        theirs, dtype = target.params["embed"], target.dtype
         params = found.read(dtype, options.seed or 0)
         own = params.get("embed")
         if own is None or (own.shape == theirs.shape and bool((own == theirs).all())):
@@ -195,7 +195,7 @@ class Eagle(Chain):
         return features[0]
 
     def _layer(self, params, kv, tokens, hidden, rows):
-        x = jnp.concatenate([params["embed"][tokens], hidden], axis=-1) @ params["fc"]
+        x = matmul(jnp.concatenate([params["embed"][tokens], hidden], axis=-1), params["fc"])
         if "fc_bias" in params:
             x = x + params["fc_bias"]
         positions = rows.marked_positions(x.shape[1])

@@ -26,7 +26,7 @@ from jaxspec.checkpoint import CheckpointError, ModelFolder, dummy, locate, read
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.models.declaring import layer_tensors
-from jaxspec.weights import Param, bias, linear, norm_scale
+from jaxspec.weights import Layout, Param, bias, linear, norm_scale
 
 _LAYER = "layers.0."
 _MAPS = ("d2t", "t2d")  # from draft ids to target ids, as offsets; and which of those have one, which nobody needs
@@ -122,7 +122,7 @@ def find_eagle3(source: str, target: ModelConfig, load_format: str) -> Found:
     if "fc_norm.0.weight" in found or settings.get("fc_norm") or settings.get("use_aux_norm"):
         declared["feature_norms"] = [norm_scale(target.hidden_size, f"fc_norm.{i}.weight") for i in range(len(layers))]
     if "embed_tokens.weight" in found or d != target.hidden_size:
-        declared["embed"] = Param((config.vocab_size, d), ("embed_tokens.weight",), (d,))
+        declared["embed"] = Param((config.vocab_size, d), ("embed_tokens.weight",), Layout((d,)))
     ids = _declare_head(source, declared, files, found, config, d != target.hidden_size)
     return Found(
         source=source,

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.checkpoint import MTP, ModelFolder, dummy, locate, read_params
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.decoder.forward import product, run_layer
+from jaxspec.decoder.forward import run_layer
 from jaxspec.decoder.functions import normed
+from jaxspec.decoder.matmul import product
 from jaxspec.decoder.spec import Attention, Mixture
 from jaxspec.drafters.eagle import Chain
 from jaxspec.models.declaring import layer_tensors
@@ -47,14 +48,14 @@ class Mtp(Chain):
                 "tokens, is supported"
             )
         config = module_config(target.config)
-        embed = target.params["embed"]
-        declared, dtype = parameters(config), str(embed.dtype)
+        declared, dtype = parameters(config), target.dtype
         if options.load_format == "dummy":
             params = dummy(declared, dtype, options.seed or 0)
         else:
             own = lambda name: name if name.startswith(MTP) else None  # noqa: E731
             params = read_params(declared, locate(target.path), f"{target.name}, MTP", dtype, rename=own)
-        params |= {"embed": embed, "head": {k: target.params[k] for k in ("head", "embed") if k in target.params}}
+        head = {name: target.params[name] for name in ("head", "embed") if name in target.params}
+        params |= {"embed": target.params["embed"], "head": head}
         drafts = options.num_draft_tokens or 3
         return cls(config, dtype, (target.config.num_layers,), drafts), params
 

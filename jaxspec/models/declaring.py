@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
-from jaxspec.weights import Param, bias, expert_stack, linear, norm_scale, run_length
+from jaxspec.weights import Layout, Param, bias, expert_stack, linear, norm_scale, run_length
 
 Tensors = dict[str, Param]
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}  # of a layer, by their names here
@@ -22,7 +22,7 @@ def decoder_tensors(
     """
     d, v = decoder.width, decoder.vocab_size
     tree: dict[str, Any] = {
-        "embed": Param((v, d), ("model.embed_tokens.weight",), (d,)),
+        "embed": Param((v, d), ("model.embed_tokens.weight",), Layout((d,))),
         "layers": [
             layer_tensors(layer, d, f"model.layers.{i}.", projections, norms) for i, layer in enumerate(decoder.layers)
         ],
@@ -71,11 +71,15 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
 def delta_rule_tensors(rule: DeltaRule, d: int, prefix: str, projections: Projections) -> Tensors:
     """Linear attention. What goes into an exponent stays in float32."""
     heads = rule.value_heads
-    by_head = lambda name: Param((heads,), (prefix + name,), (heads,), dtype="float32", init="zeros")  # noqa: E731
+    by_head = lambda name: Param((heads,), (prefix + name,), Layout((heads,)), dtype="float32", init="zeros")  # noqa: E731
     return {
         **projections(rule, d, prefix),
         "conv": Param(
-            (rule.taps, rule.channels), (prefix + "conv1d.weight",), (rule.channels,), transpose=True, depthwise=True
+            (rule.taps, rule.channels),
+            (prefix + "conv1d.weight",),
+            Layout((rule.channels,)),
+            transpose=True,
+            depthwise=True,
         ),
         "decay_log": by_head("A_log"),
         "decay_bias": by_head("dt_bias"),

@@ -13,7 +13,7 @@ from jaxspec.config import ConfigError, positive, shown
 from jaxspec.decoder.spec import Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
-from jaxspec.weights import Param
+from jaxspec.weights import Layout, Param
 
 __all__ = ["read", "tensors"]
 
@@ -72,7 +72,8 @@ def grouped_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
 
     def grouped(name: str, *widths: int) -> Param:
         columns = rule.key_heads * sum(widths)
-        return Param((d, columns), (prefix + name,), (columns,), transpose=True, grouped=widths)
+        layout = Layout((columns,), grouped=widths)
+        return Param((d, columns), (prefix + name,), layout, transpose=True)
 
     return {
         "qkvz": grouped("in_proj_qkvz.weight", rule.key_dim, rule.key_dim, values, values),

@@ -18,8 +18,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import expert_few, expert_plan, expert_rows, expert_stream
-from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items, Stack
+from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items
 from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.weights import Unquantised, Weight, formats
+
+Stack = tuple[Weight, Weight]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
 
 ITEM_ROWS = (8, 16, 32, 64, 128)
 NOBODY = 2**30  # the id of an expert that doesn't exist
@@ -42,17 +45,27 @@ def experts_mlp(
     Columns from `each` on, if it is given, hold nobody.
     """
     each = each or ids.shape[1]
-    few = expert_few.supported(len(x if residual is None else residual), each, x.dtype, stacks)
+    unread = _formats_unread(stacks)
+    arrays = [] if unread else [(gate_up.unquantised, down.unquantised) for gate_up, down in stacks]
+    few = unread or expert_few.supported(len(x if residual is None else residual), each, x.dtype, arrays)
     if chosen(few, x.shape[1] // expert_few.COLUMNS):
-        return expert_few.mix(x, stacks, ids, weights, residual, each=each)
-    rows, items, place = plan(x, ids, sum(len(down) for _, down in stacks), each)
-    fits = expert_stream.supported(x.dtype, stacks)
+        return expert_few.mix(x, arrays, ids, weights, residual, each=each)
+    rows, items, place = plan(x, ids, sum(len(down.values) for _, down in stacks), each)
+    fits = unread or expert_stream.supported(x.dtype, arrays)
     if fits is not None:
         tell("a mixture of experts", fits)
-    run = expert_stream.stream if chosen(fits, expert_stream.BLOCKS) else reference
-    out = run(rows, stacks, items)
+    if chosen(fits, expert_stream.BLOCKS):
+        out = expert_stream.stream(rows, arrays, items)
+    else:
+        out = reference(rows, stacks, items)
     mixed = combine(out, place, weights[:, :each])
     return mixed if residual is None else residual + jnp.pad(mixed, ((0, len(residual) - len(mixed)), (0, 0)))
+
+
+def _formats_unread(stacks: list[Stack]) -> str | None:
+    """Formats that the kernels can't read, or None if they can read all."""
+    others = [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]
+    return f"weights in {others[0]}" if others else None
 
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
@@ -152,12 +165,12 @@ def reference(rows: Float[Array, "r d"], stacks: list[Stack], items: Items) -> F
     matmul = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def mlp(stack, part, expert):
-        gate_up, down = stack
-        gate, up = jnp.split(matmul("rd,fd->rf", part, gate_up[expert]), 2, axis=1)
+        gate_up, down = (weight.matrix(expert, rows.dtype) for weight in stack)
+        gate, up = jnp.split(matmul("rd,fd->rf", part, gate_up), 2, axis=1)
         hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
-        return matmul("rf,df->rd", hidden, down[expert]).astype(rows.dtype)
+        return matmul("rf,df->rd", hidden, down).astype(rows.dtype)
 
-    first = np.cumsum([0, *(len(down) for _, down in stacks)])
+    first = np.cumsum([0, *(len(down.values) for _, down in stacks)])
     branches = [
         lambda part, expert, stack=stack, begin=begin: mlp(stack, part, expert - begin)
         for stack, begin in zip(stacks, first[:-1], strict=True)

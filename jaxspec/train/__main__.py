@@ -116,7 +116,7 @@ def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple
         vocabulary = np.sort(np.argsort(-counts, kind="stable")[:size])
         print(f"draft vocabulary: {size} tokens, {counts[vocabulary].sum() / counts.sum():.2%} of the answers' tokens")
     fresh = export.fresh_eagle3(args.output / "drafter", target, _shape(args, 1), vocabulary, args.seed)
-    dtype = str(target.params["embed"].dtype)
+    dtype = target.dtype
     return fresh, Eagle3Objective(fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay)
 
 
@@ -131,7 +131,7 @@ def _dflash(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple
         mask = int(np.flatnonzero(~seen)[-1])
     fresh = export.fresh_dflash(args.output / "drafter", target, _shape(args, 3), size, mask, args.seed)
     anchors, gamma = args.anchors or max(args.row_length // size, 1), args.gamma or size / 2
-    dtype = str(target.params["embed"].dtype)
+    dtype = target.dtype
     return fresh, DFlashObjective(fresh.drafter, target.config, dtype, args.loss, anchors, gamma)
 
 

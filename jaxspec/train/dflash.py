@@ -81,7 +81,7 @@ class DFlashObjective(Objective):
         blocks = self.anchors / row_length * (
             self.drafter.block_size * 6 * matmul_weights(config) + self.positions * (2 + 4) * head
         )  # fmt: skip
-        return 2 * matmul_weights(target) + 6 * (trained["fc"].size + context) + blocks
+        return 2 * matmul_weights(target) + 6 * (trained["fc"].values.size + context) + blocks
 
     def _draw(self, batch: Batch, keys: Key[Array, " b"]) -> tuple[Int[Array, "b a"], Bool[Array, "b a"]]:
         """Anchors, and which of them are real: a row may have fewer tokens that a block could begin with."""

@@ -82,11 +82,11 @@ class Eagle3Objective(Objective):
     def flops(self, trained, row_length):
         target, config = self.target, self.drafter.config
         own = "head" in trained
-        size = trained["head"]["head"].shape[1] if own else target.vocab_size
-        layer = matmul_weights(config) + config.hidden_size * trained["layer"]["qkv"].shape[1]  # it reads two vectors
+        size = trained["head"]["head"].outputs if own else target.vocab_size
+        layer = matmul_weights(config) + config.hidden_size * trained["layer"]["qkv"].outputs  # it reads two vectors
         step = 6 * layer + (6 if own else 4) * config.hidden_size * size
         target_flops = 2 * matmul_weights(target) + 2 * target.hidden_size * target.vocab_size
-        return target_flops + 6 * trained["fc"].size + self.steps * step
+        return target_flops + 6 * trained["fc"].values.size + self.steps * step
 
     def _unroll(self, params: Any, features: tuple[Array, ...], batch: Batch) -> list[Array]:
         hidden, cache, outputs = self.drafter._fuse(params, features), [], []

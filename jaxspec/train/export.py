@@ -27,7 +27,7 @@ from jaxspec.drafters import DRAFTERS
 from jaxspec.drafters.dflash import _feature_layers
 from jaxspec.drafters.eagle_checkpoint import _vocabulary, find_eagle3
 from jaxspec.train.data import TrainError
-from jaxspec.weights import Param
+from jaxspec.weights import Layout, Param, Weight, is_param
 
 _TRAINED_DTYPE, _STORED_DTYPE = "float32", jnp.bfloat16
 
@@ -100,8 +100,9 @@ def fresh_eagle3(
     if vocabulary is not None:
         offsets = vocabulary - np.arange(len(vocabulary))
         params |= _vocabulary(offsets, len(vocabulary), c.vocab_size, str(folder))
-        head = target.params["head"] if "head" in target.params else target.params["embed"].T
-        params["head"] = {"head": head[:, vocabulary]}
+        embed = target.params["embed"]
+        head = target.params["head"].dequantised(embed.dtype) if "head" in target.params else embed.T
+        params["head"] = {"head": Weight(head[:, vocabulary], layout=Layout((len(vocabulary),)))}
     fresh = _fresh(folder, drafter, declared, params, target)
     return dataclasses.replace(fresh, prefixes=("layers.0.", "midlayer."))
 
@@ -129,7 +130,7 @@ def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:
     They are bfloat16, but for what is declared with a dtype of its own.
     """
     tensors: dict[str, np.ndarray] = {}
-    leaves = jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, Param))
+    leaves = jax.tree.leaves(declared, is_leaf=is_param)
     for param, array in zip(leaves, jax.tree.leaves(params), strict=True):
         parts = _sources(param, np.asarray(array.astype(param.dtype or _STORED_DTYPE)))
         for name, part in zip(param.sources, parts, strict=True):
@@ -141,16 +142,8 @@ def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:
 def _sources(param: Param, array: np.ndarray) -> list[np.ndarray]:
     """What an array was put together from."""
     if param.stacked:
-        return np.split(array.reshape(-1, array.shape[-1]), np.cumsum(param.splits)[:-1])
-    if param.interleave:
-        runs = array.reshape(*array.shape[:-1], -1, 2, param.interleave)
-        array = np.swapaxes(runs, -3, -2).reshape(array.shape)
-    if param.grouped:
-        groups = array.shape[-1] // sum(param.grouped)
-        parts = np.split(array, np.cumsum(param.grouped)[:-1] * groups, axis=-1)
-        parts = [part.reshape(*array.shape[:-1], groups, -1) for part in parts]
-        array = np.concatenate(parts, axis=-1).reshape(array.shape)
-    return np.split(array, np.cumsum(param.splits)[:-1], axis=-1)
+        return [part for expert in array for part in np.split(expert, np.cumsum(param.layout.splits)[:-1])]
+    return [np.asarray(part) for part in param.layout.unpack(array)]
 
 
 def _layer_config(c: ModelConfig, shape: Shape) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def _frozen_forward(params, hidden):
 
 
 def _frozen_backward(params, gradient):
-    weight = params["head"] if "head" in params else params["embed"].T
+    embed = params["embed"]
+    weight = params["head"].dequantised(embed.dtype) if "head" in params else embed.T
     return None, gradient.astype(weight.dtype) @ weight.T
 
 

@@ -8,7 +8,7 @@ from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.checkpoint import Model
 from jaxspec.config import ModelConfig
 from jaxspec.models import MODELS
-from jaxspec.weights import Param
+from jaxspec.weights import is_param
 from tests.tiny import tiny_config
 
 H200 = Ceilings(4.3e12, 780e12)
@@ -55,11 +55,11 @@ def cost(**overrides):
     """The cost of a model that has shapes and no numbers, in bfloat16."""
     config = ModelConfig.from_hf(tiny_config(**overrides))
     params = jax.tree.map(
-        lambda param: jax.ShapeDtypeStruct(param.shape, jnp.bfloat16),
+        lambda param: param.made(jax.ShapeDtypeStruct(param.shape, jnp.bfloat16)),
         MODELS[config.model_type].tensors(config.decoder),
-        is_leaf=lambda leaf: isinstance(leaf, Param),
+        is_leaf=is_param,
     )
-    return ModelCost.of(Model(config, params, "shapes", None, None), "bfloat16")
+    return ModelCost.of(Model(config, params, "bfloat16", "shapes", None, None), "bfloat16")
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import pytest
 from jaxspec.pallas import experts
 from jaxspec.pallas.expert_stream import COLUMNS, Tiling, stream
 from jaxspec.pallas.hopper import KERNELS
+from jaxspec.weights import Weight
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
-from tests.test_moe import random_case
+from tests.test_moe import arrays, random_case
 
 pytestmark = pytest.mark.gpu
 
@@ -22,8 +23,8 @@ def draw(model: str, tokens: int, skew: float, seed: int):
     keys = jax.random.split(jax.random.key(seed))
     stacks = [
         (
-            jax.random.normal(keys[0], (count, 2 * f, d), jnp.bfloat16) * d**-0.5,
-            jax.random.normal(keys[1], (count, d, f), jnp.bfloat16) * f**-0.5,
+            Weight(jax.random.normal(keys[0], (count, 2 * f, d), jnp.bfloat16) * d**-0.5),
+            Weight(jax.random.normal(keys[1], (count, d, f), jnp.bfloat16) * f**-0.5),
         )
         for count in (e, *[1] * shared)
     ]
@@ -41,7 +42,9 @@ def test_kernel_matches_the_reference(model, tokens):
         got = run(*case)
         assert KERNELS["expert_few"] + KERNELS["expert_stream"] == before + 1
         np.testing.assert_array_equal(got, run(*case))
-        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, sum(len(down) for _, down in stacks))
+        rows, items, place = jax.jit(experts.plan, static_argnums=2)(
+            x, ids, sum(len(down.values) for _, down in stacks)
+        )
         assert_close(got, experts.combine(jax.jit(experts.reference)(rows, stacks, items), place, weights))
 
 
@@ -64,5 +67,5 @@ def test_every_tiling_hands_over(tokens, columns):
         x, stacks, ids, _ = bfloat16(random_case(tokens, 16, 2, d=256, f=128, seed=seed))
         rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, 16)
         sizes = Tiling(items.rows, columns, 64)
-        got = jax.jit(lambda *a, sizes=sizes: stream(*a, sizes=sizes))(rows, stacks, items)
+        got = jax.jit(lambda *a, sizes=sizes: stream(*a, sizes=sizes))(rows, arrays(stacks), items)
         assert_close(got[place], jax.jit(experts.reference)(rows, stacks, items)[place])

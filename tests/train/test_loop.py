@@ -116,7 +116,9 @@ def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, served, rounded)
     if method == "eagle3":
         assert loaded.params["target_ids"].tolist() == [1, 5, 9, 30]
-        np.testing.assert_array_equal(fresh.trained["head"]["head"], target.params["head"][:, [1, 5, 9, 30]])
+        np.testing.assert_array_equal(
+            fresh.trained["head"]["head"].values, target.params["head"].values[:, [1, 5, 9, 30]]
+        )
 
 
 def test_without_a_vocabulary_the_head_is_the_targets(model, tmp_path):

@@ -105,7 +105,6 @@ def _heads(name: str, rows: Rows, t: int, parts: int, layers: int, dtype: str) -
             name: 1 + 0.1 * jax.random.normal(key, (layers, HEAD_DIM), dtype)
             for name, key in zip(("q_norm", "k_norm"), norm_keys, strict=True)
         }
-        weights["qkv"] = jnp.empty((layers, 0), dtype)  # whose dtype is asked for
         shape = parts, blocks, t, total * HEAD_DIM
         qkv = [jax.random.normal(key, shape, made) for key in jax.random.split(qkv_key, layers)]
         return qkv, (weights, _empty(rows, layers, dtype))
@@ -113,7 +112,7 @@ def _heads(name: str, rows: Rows, t: int, parts: int, layers: int, dtype: str) -
     def mix(mixer, layer, qkv, own):
         weights, kv = own
         mine = {name: each[layer] for name, each in weights.items()}
-        q, kv = attention(described, mine, jnp.int32(layer), qkv[layer], rows.positions(t), mixer, kv)
+        q, kv = attention(described, mine, jnp.int32(layer), qkv[layer], rows.positions(t), mixer, kv, dtype)
         return q, (weights, kv)
 
     plain = OnlyAttention(lambda kv, layer, q, k, v: (q, _scatter(rows, kv, layer, k, v)))

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.bench.cases.case import PAGE, Case
+from jaxspec.decoder import matmul
 from jaxspec.decoder.functions import rms_norm
-from jaxspec.pallas import few_rows, project, weight_stream
+from jaxspec.pallas import few_rows, weight_stream
+from jaxspec.weights import HALF, Layout, Weight
 
 EPS = 1e-6
 
@@ -104,7 +106,8 @@ def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: 
         new = jnp.stack([turned[:, heads:], v], axis=1).reshape(rows, 2, kv_heads, width)
         kv = kv.at[i, place // PAGE, :, :, place % PAGE].set(new.astype(kv.dtype))
         x = x + turned[:, :heads].reshape(rows, -1).astype(x.dtype) @ layer["out"]
-        x = x + project.reference(rms_norm(x, layer["scale"], EPS), layer["gate_up"], gated=True) @ layer["down"]
+        hidden = matmul.gate(rms_norm(x, layer["scale"], EPS) @ layer["gate_up"], HALF)
+        x = x + hidden @ layer["down"]
         return x, (x, scaled, kv)
 
     return Case(
@@ -131,7 +134,7 @@ def projections(rows: int, d: int, f: int, n: int, layers: int, dtype: str = "bf
                     jax.random.normal(k, shape, dtype)
                     for k, shape in zip(jax.random.split(key), ((rows, inputs), (inputs, outputs)), strict=True)
                 )
-                return x, weight * inputs**-0.5
+                return x, Weight(weight * inputs**-0.5, layout=Layout((outputs,), interleave=HALF if gated else 0))
 
             return jnp.array([rows], jnp.int32), [own(each) for each in jax.random.split(key, layers)]
 
@@ -140,8 +143,8 @@ def projections(rows: int, d: int, f: int, n: int, layers: int, dtype: str = "bf
             group="projections",
             layers=layers,
             build=build,
-            op=lambda layer, real, own: project.project(*own[layer], real, gated=gated),
-            plain=lambda layer, real, own: project.reference(*own[layer], gated=gated),
+            op=lambda layer, real, own: matmul.project(*own[layer], real, gated=gated),
+            plain=lambda layer, real, own: matmul.reference(*own[layer], gated=gated),
             size=jnp.dtype(dtype).itemsize * (inputs * outputs + rows * (inputs + outputs // (1 + gated))),
             flops=2 * rows * inputs * outputs,
         )
@@ -157,6 +160,6 @@ def _stream(layer: int, shared: Any, own: Any) -> jax.Array:
 def _stream_plain(layer: int, shared: Any, own: Any) -> jax.Array:
     x, mixed, (out, gate_up, down, following), scales = own[layer]
     x = x + mixed @ out
-    runs = (rms_norm(x, scales[0], EPS) @ gate_up).reshape(len(x), -1, 2, weight_stream.HALF)
+    runs = (rms_norm(x, scales[0], EPS) @ gate_up).reshape(len(x), -1, 2, HALF)
     x = x + (jax.nn.silu(runs[:, :, 0]) * runs[:, :, 1]).reshape(len(x), -1) @ down
     return jnp.matmul(rms_norm(x, scales[1], EPS), following, preferred_element_type=jnp.float32)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspec.bench.cases.case import Case
 from jaxspec.pallas import experts, top_experts
+from jaxspec.weights import Weight
 
 
 def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, layers: int, dtype: str) -> Case:
@@ -33,7 +34,7 @@ def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, layers: 
 
         # An array each: as a slice of one, a kernel's operand would be copied first.
         shared = x, weights, [jnp.asarray(each) for each in ids]
-        return shared, [own(each) for each in jax.random.split(keys[2], layers)]
+        return shared, [tuple(map(Weight, own(each))) for each in jax.random.split(keys[2], layers)]
 
     return Case(
         name=f"experts {name}, {tokens} token{'s' * (tokens > 1)}",
@@ -69,5 +70,5 @@ def _mix(layer: int, shared: Any, own: Any) -> jax.Array:
 def _mix_plain(layer: int, shared: Any, own: Any) -> jax.Array:
     x, weights, ids = shared
     stack = own[layer]
-    rows, items, place = experts.plan(x, ids[layer], len(stack[0]))
+    rows, items, place = experts.plan(x, ids[layer], len(stack[0].values))
     return experts.combine(experts.reference(rows, [stack], items), place, weights)

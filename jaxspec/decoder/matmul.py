@@ -1,0 +1,105 @@
+"""Products of rows with weights. Here alone it is decided what computes one: a kernel of ours, or XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.decoder.padding import flat, padded, unflat
+from jaxspec.pallas import few_rows, tile_matmul
+from jaxspec.pallas.hopper import chosen
+from jaxspec.weights import Unquantised, Weight
+
+
+def matmul(x: Float[Array, "*b k"], weight: Weight, dtype: Any = None) -> Float[Array, "*b n"]:
+    """`x @ weight` by XLA, in `dtype`, by default that of x."""
+    return jnp.matmul(x, weight.dequantised(x.dtype), preferred_element_type=dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def project(
+    x: Float[Array, "*b k"],
+    weight: Weight,
+    valid: Int[Array, "1"],
+    residual: Float[Array, "*b n"] | None = None,
+    gated: bool = False,
+) -> Float[Array, "*b o"]:
+    """`residual + x @ weight`; `gated`, without a residual, silu(gate) * up of the product, half as wide.
+
+    Rows from `valid` on are padding, and may be anything finite.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if chosen(_not_tiled(len(rows), weight)):
+        before = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        out = tile_matmul.matmul(rows, weight.unquantised, valid, before, gated=gated)
+        return out.reshape(*x.shape[:-1], -1)
+    return reference(x, weight, residual, gated)
+
+
+def _not_tiled(rows: int, weight: Weight) -> str | None:
+    """Why `tile_matmul` can't take this weight, or None if it can."""
+    if not isinstance(weight.format, Unquantised):
+        return f"a weight in {weight.format}"
+    return tile_matmul.supported(rows, weight.dtype, weight.inputs, weight.outputs)
+
+
+def reference(
+    x: Float[Array, "*b k"],
+    weight: Weight,
+    residual: Float[Array, "*b n"] | None = None,
+    gated: bool = False,
+) -> Float[Array, "*b o"]:
+    """The same in plain jnp, of all rows."""
+    product = matmul(x, weight)
+    if gated:
+        product = gate(product, weight.layout.interleave)
+    return product if residual is None else residual + product
+
+
+def _forward(x, weight, valid, residual, gated):
+    return project(x, weight, valid, residual, gated), (x, weight, residual)
+
+
+def _backward(gated, kept, gradient):
+    x, weight, residual = jax.vjp(partial(reference, gated=gated), *kept)[1](gradient)
+    return x, weight, None, residual
+
+
+project.defvjp(_forward, _backward)
+
+
+def gate(gate_up: Float[Array, "*b n"], run: int) -> Float[Array, "*b o"]:
+    """silu(gate) * up of columns that alternate in runs of both."""
+    *batch, width = gate_up.shape
+    runs = gate_up.reshape(*batch, -1, 2, run)
+    return (jax.nn.silu(runs[..., 0, :]) * runs[..., 1, :]).reshape(*batch, width // 2)
+
+
+def product(rows: Sequence[Float[Array, "b _ w"]], weight: Weight, keep_padding: bool = False) -> Float[Array, "b _ n"]:
+    """The product of rows side by side, by a kernel where it serves. Some may have padding rows, and others none.
+
+    `keep_padding`: leave the kernel's in the result, for `forward.run_layer`.
+    """
+    b, t = len(rows[0]), min(x.shape[1] for x in rows)
+    if chosen(_not_few(b * padded(b, t), [x.shape[2] for x in rows], weight)):
+        out = few_rows.product([flat(x) for x in rows], weight.unquantised)
+        return out.reshape(b, -1, out.shape[1]) if keep_padding else unflat(out, b, t)
+    return matmul(jnp.concatenate([x[:, :t] for x in rows], axis=-1), weight)
+
+
+def _not_few(rows: int, widths: list[int], weight: Weight) -> str | None:
+    """Why `few_rows.product` can't take this weight, or None if it can."""
+    if not isinstance(weight.format, Unquantised):
+        return f"a weight in {weight.format}"
+    return few_rows.product_supported(rows, widths, (weight.inputs, weight.outputs), weight.dtype)
+
+
+def valid_count(positions: Int[Array, "b t"]) -> Int[Array, "1"]:
+    """How many rows there are up to the last that isn't padding, which has a negative position."""
+    row = jnp.arange(1, positions.size + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(positions.reshape(-1) >= 0, row, 0), keepdims=True)
