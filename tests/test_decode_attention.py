@@ -36,7 +36,9 @@ class Case:
     fp8: bool = False
     scaled: bool = False
     whole: bool = False  # the mask hides nothing
-    window: int = 0  # places that a mask is about, t of them the new rows' own; 0: rows are causal
+    places: int = 0  # that a mask is about, t of them the new rows' own; 0: rows are causal
+    window: int | None = None  # positions that a row sees
+    chain: bool = False  # rows of a mask stand at the positions of their places
     division: tuple[int, int] = (1, 1)  # blocks, warpgroups of a block
 
     def inputs(self, seed: int = 0) -> tuple[dict, dict]:
@@ -57,23 +59,34 @@ class Case:
             kv=jnp.asarray(kv).astype(op.FP8 if self.fp8 else jnp.bfloat16),
             layer=jnp.int32(LAYER),
             table=jnp.asarray(table),
-            start=jnp.asarray(self.lengths, jnp.int32) - (self.window or self.t),
+            start=jnp.asarray(self.lengths, jnp.int32) - (self.places or self.t),
         )
         scales = jnp.asarray(rng.uniform(0.5, 2, (LAYERS, 2, self.kv_heads)), jnp.float32) if self.scaled else None
-        return args, dict(scales=scales, mask=self.mask(rng) if self.window else None)
+        if not self.places:
+            return args, dict(scales=scales, mask=None) | self.sight()
+        mask, depth = self.tree(rng)
+        return args, dict(scales=scales, mask=mask) | self.sight(depth)
 
-    def mask(self, rng) -> jax.Array:
-        """A random tree over the window for each request, the new rows its last: a row's ancestors and itself."""
-        follows = np.full((len(self.lengths), self.window, self.window), self.whole)
-        for request in follows:
-            for i in range(self.window):
+    def sight(self, depth=None) -> dict:
+        if self.window is None:
+            return {}
+        return dict(window=self.window) | ({} if depth is None or self.chain else dict(depth=depth))
+
+    def tree(self, rng) -> tuple[jax.Array, jax.Array]:
+        """A random tree over the places for each request, the new rows its last: a row's ancestors and itself, and how
+        many ancestors it has."""
+        follows = np.full((len(self.lengths), self.places, self.places), self.whole)
+        depth = np.zeros((len(self.lengths), self.places), np.int32)
+        for request, depths in zip(follows, depth, strict=True):
+            for i in range(self.places):
                 if (parent := rng.integers(-1, i) if i else -1) >= 0:
                     request[i] = request[parent]
+                    depths[i] = depths[parent] + 1
                 request[i, i] = True
-        return jnp.asarray(follows[:, self.window - self.t :])
+        return jnp.asarray(follows[:, self.places - self.t :]), jnp.asarray(depth[:, self.places - self.t :])
 
 
-def dense(q, kv, layer, table, start, scales, mask):
+def dense(q, kv, layer, table, start, scales, mask, window=None, depth=None):
     """What `decode_attention` means: each row by itself, f64[b, t, n, h]."""
     q, kv = np.asarray(q, np.float64), np.asarray(kv[layer].astype(jnp.float32), np.float64)
     b, t, n, h = q.shape
@@ -84,10 +97,12 @@ def dense(q, kv, layer, table, start, scales, mask):
             k, v = k * np.asarray(scales)[layer, 0, :, None], v * np.asarray(scales)[layer, 1, :, None]
         for i in range(t):
             first = int(start[r])
-            seen = np.arange(first + i + 1)  # empty where that is negative
+            position = first + (i if depth is None else int(depth[r, i]))
+            begin = 0 if window is None else max(position - window + 1, 0)
+            seen = np.arange(begin, position + 1)  # empty where that is negative
             if mask is not None:
                 listed = first + np.flatnonzero(mask[r, i])
-                seen = np.concatenate([np.arange(first), listed[listed >= 0]])
+                seen = np.concatenate([np.arange(begin, first), listed[listed >= 0]])
             if len(seen):
                 kr, vr = (np.repeat(x[seen], n // m, axis=1) for x in (k, v))
                 scores = np.einsum("nh,snh->ns", q[r, i], kr) * h**-0.5
@@ -99,7 +114,7 @@ def dense(q, kv, layer, table, start, scales, mask):
 def check(case: Case, interpret=False):
     """The kernel's result is bfloat16's rounding away from the dense one, and rows without a position are zero."""
     args, named = case.inputs()
-    out = op._attend(**args, **named, division=case.division, interpret=interpret)
+    out = op._attend(**args, **named, parts=case.division, interpret=interpret)
     assert out.dtype == jnp.bfloat16
     out, expected = np.asarray(out, np.float64), dense(**args, **named)
     assert np.isfinite(out).all()
@@ -119,16 +134,30 @@ CASES = [
     Case("width 256, pages of 32", t=2, group=7, kv_heads=1, h=256, page=32, lengths=(100,)),
     Case("two tiles, blocks", t=9, group=8, kv_heads=1, page=128, entries=2, lengths=(131,), division=BLOCKS),
     Case("all rows", t=32, group=5, kv_heads=1, h=64, lengths=(100,)),
-    Case("tree", t=8, window=8, lengths=(8, 72)),
-    Case("tree of all bits, two tiles, pair", t=32, window=32, kv_heads=1, lengths=(90, 20), division=PAIR),
-    Case("a step of a tree, blocks", t=4, window=12, kv_heads=1, page=16, entries=9, lengths=(7, 12, 77, 130),
+    Case("tree", t=8, places=8, lengths=(8, 72)),
+    Case("tree of all bits, two tiles, pair", t=32, places=32, kv_heads=1, lengths=(90, 20), division=PAIR),
+    Case("a step of a tree, blocks", t=4, places=12, kv_heads=1, page=16, entries=9, lengths=(7, 12, 77, 130),
          division=BLOCKS),
-    Case("a step of a tree, all bits", t=3, window=32, group=7, kv_heads=1, h=64, lengths=(32, 90)),
-    Case("block that sees ahead", t=16, window=16, whole=True, group=2, lengths=(16, 80)),
+    Case("a step of a tree, all bits", t=3, places=32, group=7, kv_heads=1, h=64, lengths=(32, 90)),
+    Case("block that sees ahead", t=16, places=16, whole=True, group=2, lengths=(16, 80)),
     Case("fp8", t=2, fp8=True, scaled=True, lengths=(130, 5)),
     Case("fp8, many rows", t=10, fp8=True, scaled=True, kv_heads=1, lengths=(130, 9)),
     Case("fp8, pair", t=4, group=1, fp8=True, scaled=True, h=64, page=32, entries=6, lengths=(150,), division=PAIR),
     Case("fp8, width 256, no scales", fp8=True, kv_heads=1, h=256, lengths=(70,)),
+    Case("window", lengths=(1, 20, 21, 200, -3), window=20),
+    Case("window of whole pages, blocks", t=4, lengths=(4, 131, 256), window=64, division=BLOCKS),
+    Case("window longer than some texts, pair", t=4, lengths=(90, 100, 250), window=99, division=PAIR),
+    Case("window of one, pages of 128", t=3, page=128, kv_heads=1, lengths=(131, 128), window=1),
+    Case("window, two tiles, pages of 16, blocks", t=9, group=8, kv_heads=1, page=16, entries=9, lengths=(131, 12, 40),
+         window=5, division=BLOCKS),
+    Case("window, width 64, pair", t=3, group=3, kv_heads=1, h=64, page=16, entries=30, lengths=(470, 140), window=150,
+         division=PAIR),
+    Case("window, fp8, many rows", t=10, fp8=True, scaled=True, kv_heads=1, lengths=(230, 9), window=70),
+    Case("window, tree", t=8, places=8, lengths=(8, 72, 200), window=40),
+    Case("window, tree of two tiles, pair", t=32, places=32, kv_heads=1, lengths=(190, 40), window=100, division=PAIR),
+    Case("window, a step of a tree, blocks", t=4, places=12, kv_heads=1, page=16, entries=9, lengths=(7, 77, 130),
+         window=33, division=BLOCKS),
+    Case("window, block that sees ahead", t=16, places=16, whole=True, chain=True, group=2, lengths=(16, 180), window=90),
 ]  # fmt: skip
 
 
@@ -137,18 +166,33 @@ def test_equals_dense_softmax(case):
     check(case, interpret=plgpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize("h,page,group,t,fp8,window,few", one_in(len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
-    (64, 4, 1, False, 0, False),
-    (16, 7, 4, False, 16, True),
-    (32, 16, 4, False, 0, True),
-    (64, 4, 16, False, 16, False),
-    (128, 1, 32, True, 32, True),
+@pytest.mark.parametrize("h,page,group,t,fp8,places,few,window", one_in(len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
+    (64, 4, 1, False, 0, False, None),
+    (16, 7, 4, False, 16, True, None),
+    (32, 16, 4, False, 0, True, None),
+    (64, 4, 16, False, 16, False, None),
+    (128, 1, 32, True, 32, True, None),
+    (64, 4, 4, False, 0, True, 1024),
+    (16, 8, 16, True, 16, False, 128),
 ]))  # fmt: skip
-def test_lowers_for_cuda(h, page, group, t, fp8, window, few):
-    case = Case("", t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, window=window, entries=2, lengths=(90,))
+def test_lowers_for_cuda(h, page, group, t, fp8, places, few, window):
+    case = Case(
+        "",
+        t=t,
+        group=group,
+        h=h,
+        page=page,
+        fp8=fp8,
+        scaled=fp8,
+        places=places,
+        window=window,
+        entries=2,
+        lengths=(90,),
+    )
     args, named = case.inputs()
-    division = op._division(1, h) if few else (1, 1)
-    run = jax.jit(partial(op._attend, division=division, interpret=False))
+    division = op.division(1, h) if few else (1, 1)
+    named = {name: value for name, value in named.items() if name != "window"}
+    run = jax.jit(partial(op._attend, parts=division, window=window, interpret=False))
     text = run.trace(**args, **named).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
@@ -185,9 +229,14 @@ def test_an_unsupported_call_is_refused():
     args, _ = Case("", page=8).inputs()
     with pytest.raises(ValueError, match="pages of 8 tokens"):
         op.decode_attention(**args)
-    args, named = Case("", window=33).inputs()
+    args, named = Case("", places=33).inputs()
     with pytest.raises(ValueError, match="a mask over 33 places; up to 32 are"):
         op.decode_attention(**args, **named)
+
+
+def test_a_window_is_divided_into_no_more_parts_than_it_has_steps():
+    spans = {127: (4, 1), 128: (4, 1), 1024: (16, 2), None: (16, 2)}
+    assert {span: op.division(1, 128, span) for span in spans} == spans
 
 
 @pytest.mark.parametrize("tiles,h,processors,division", [
@@ -201,4 +250,4 @@ def test_an_unsupported_call_is_refused():
 ])  # fmt: skip
 def test_division_fills_the_processors(tiles, h, processors, division, monkeypatch):
     monkeypatch.setattr(op.jax, "devices", lambda: [SimpleNamespace(core_count=processors)])
-    assert op._division(tiles, h) == division
+    assert op.division(tiles, h) == division
