@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.pallas import kv_write
 from jaxspec.pallas.hopper import chosen
-from jaxspec.pallas.paged_attention import paged_attention, span_attention
+from jaxspec.pallas.paged_attention import paged_attention
 
 log = logging.getLogger("jaxspec")
 
@@ -70,18 +70,20 @@ class Rows:
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         """Of each row in the text, as rotary embeddings have it."""
-        return self._places(t) if self.depth is None else self._window[:, None] + self.depth
+        return self._places(t) if self.depth is None else self._masked_from[:, None] + self.depth
 
     def marked_positions(self, t: int) -> Int[Array, "b t"]:
         """The same, and -1 for rows outside `count`, as a model's forward is given them: padding needs no experts."""
         return jnp.where(jnp.arange(t) < self.count[:, None], self.positions(t), -1)
 
-    def attend(self, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, KV]:
+    def attend(
+        self, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array, window: int | None = None
+    ) -> tuple[Array, KV]:
         """Write these rows' keys and values, then attend to everything that each row sees.
 
         As in `decoder.mixer.Mixer`, with the pages as its cache.
         """
-        return self._look(self.write(kv, layer, k, v), layer, q)
+        return self._look(self.write(kv, layer, k, v), layer, q, window)
 
     def only(self, asked: Bool[Array, " b"]) -> Rows:
         """As in `decoder.mixer.Mixer`."""
@@ -91,34 +93,50 @@ class Rows:
         return kv
 
     def attend_written(
-        self, kv: KV, layer: Int[Array, ""], t: int, write: Callable[[KV, Array], tuple[Array, KV]]
+        self,
+        kv: KV,
+        layer: Int[Array, ""],
+        t: int,
+        write: Callable[[KV, Array], tuple[Array, KV]],
+        window: int | None = None,
     ) -> tuple[Array, KV]:
         """As in `decoder.mixer.PagedMixer`. The dummy page is padding's, and nothing is written there."""
         q, kv = write(kv, self.written(kv, t))
-        return self._look(kv, layer, q)
+        return self._look(kv, layer, q, window)
 
     def written(self, kv: KV, t: int) -> Int[Array, "b t"]:
         """Where t rows' keys and values belong, as slots counted over all pages, and -1 for padding."""
         page, slot = self._slots(kv, t)
         return jnp.where(page > 0, page * kv.shape[4] + slot, -1)
 
-    def _look(self, kv: KV, layer: Int[Array, ""], q: Array) -> tuple[Array, KV]:
-        mask, window = self.mask, self._window
+    def _look(self, kv: KV, layer: Int[Array, ""], q: Array, window: int | None) -> tuple[Array, KV]:
+        mask, depth, start = self.mask, self.depth, self._masked_from
         if self.asked is not None:
-            window = jnp.where(self.asked, window, -q.shape[1])  # before place 0: others see as little as can be
-        if mask is not None:  # rows that fill up follow those that it is about, and see nothing of them
-            mask = jnp.pad(mask, ((0, 0), (0, q.shape[1] - mask.shape[1]), (0, 0)))
-        return paged_attention(q, kv, layer, self.table, window, mask), kv
+            start = jnp.where(self.asked, start, -q.shape[1])  # before place 0: others see as little as can be
+        if mask is None:
+            return paged_attention(q, kv, layer, self.table, start, window=window), kv
+        padding = (0, q.shape[1] - mask.shape[1])  # rows that follow those of the mask, and see nothing of them
+        if window is not None:
+            mask, depth = self._within(window), jnp.pad(depth, ((0, 0), padding))
+        mask = jnp.pad(mask, ((0, 0), padding, (0, 0)))
+        return paged_attention(q, kv, layer, self.table, start, mask, window, depth), kv
 
-    def look(self, kv: KV, layer: Int[Array, ""], q: Array, mask: Bool[Array, "b t w"]) -> Array:
-        """Attention to all before these rows, and to those of them that each row's `mask` names."""
-        return paged_attention(q, kv, layer, self.table, self.start, mask)
+    def _within(self, window: int) -> Bool[Array, "b t w"]:
+        """The mask without ancestors that are before a row's window, as a tree's may be that is deeper."""
+        if window >= self.mask.shape[2]:
+            return self.mask
+        if self.mask.shape[1] < self.mask.shape[2]:
+            raise NotImplementedError(
+                f"a window of {window} positions, and a mask over {self.mask.shape[2]} places whose positions aren't "
+                f"all known; windows of at least {self.mask.shape[2]} positions are supported for trees made in steps"
+            )
+        return self.mask & (self.depth[:, :, None] - self.depth[:, None] < window)
 
-    def look_between(
-        self, kv: KV, layer: Int[Array, ""], q: Array, first: Int[Array, "b t"], last: Int[Array, "b t"]
+    def look(
+        self, kv: KV, layer: Int[Array, ""], q: Array, mask: Bool[Array, "b t w"], window: int | None = None
     ) -> Array:
-        """Attention of each row to places `first` to `last`."""
-        return span_attention(q, kv, layer, self.table, first, last)
+        """Attention to all before these rows, from each row's window on, and to those of them that its `mask` names."""
+        return paged_attention(q, kv, layer, self.table, self.start, mask, window)
 
     def write(self, kv: KV, layer: Array, k: Float[Array, "*l b t m h"], v: Float[Array, "*l b t m h"]) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
@@ -151,7 +169,7 @@ class Rows:
         return self._pages(places, real, kv.shape[4]), places % kv.shape[4]
 
     @property
-    def _window(self) -> Int[Array, " b"]:
+    def _masked_from(self) -> Int[Array, " b"]:
         """The first of the places that the mask is about; without one, that of the first row."""
         return self.start if self.mask is None else self.start + (self.mask.shape[1] - self.mask.shape[2])
 

@@ -81,8 +81,8 @@ class WholeTexts:
     def only(self, asked):
         return self
 
-    def attend(self, cache, layer, q, k, v):
-        return causal_attention(cache, layer, q, k, v)
+    def attend(self, cache, layer, q, k, v, window):
+        return causal_attention(cache, layer, q, k, v, window)
 
     def pages(self, cache):
         return None
@@ -123,15 +123,15 @@ class _OverPages:
     def only(self, asked):
         return self.replace(rows=self.rows.only(asked))
 
-    def attend(self, cache, layer, q, k, v):
-        out, kv = self.rows.attend(cache.kv, layer, q, k, v)
+    def attend(self, cache, layer, q, k, v, window):
+        out, kv = self.rows.attend(cache.kv, layer, q, k, v, window)
         return out, cache.replace(kv=kv)
 
     def pages(self, cache):
         return cache.kv
 
-    def attend_written(self, cache, layer, t, write):
-        out, kv = self.rows.attend_written(cache.kv, layer, t, write)
+    def attend_written(self, cache, layer, t, write, window):
+        out, kv = self.rows.attend_written(cache.kv, layer, t, write, window)
         return out, cache.replace(kv=kv)
 
 

@@ -53,6 +53,10 @@ class Case:
             for i, page in enumerate(row[:used]):
                 real = min(self.page, length - i * self.page)
                 kv[LAYER, page, :, :, :real] = rng.standard_normal((2, self.kv_heads, real, self.h), np.float32)
+            if self.window is not None:  # steps that the window doesn't reach aren't read
+                step = op.step_tokens(self.h)
+                unread = max(length - (self.places or self.t) - self.window + 1, 0) // step * step // self.page
+                kv[LAYER, row[:unread]] = np.nan
             row[used:] = 0  # the scheduler's tables end in the dummy page
         args = dict(
             q=jnp.asarray(2 * rng.standard_normal((b, self.t, n, self.h), np.float32), jnp.bfloat16),
@@ -157,7 +161,8 @@ CASES = [
     Case("window, tree of two tiles, pair", t=32, places=32, kv_heads=1, lengths=(190, 40), window=100, division=PAIR),
     Case("window, a step of a tree, blocks", t=4, places=12, kv_heads=1, page=16, entries=9, lengths=(7, 77, 130),
          window=33, division=BLOCKS),
-    Case("window, block that sees ahead", t=16, places=16, whole=True, chain=True, group=2, lengths=(16, 180), window=90),
+    Case("window, block that sees ahead", t=16, places=16, whole=True, chain=True, group=2, lengths=(16, 180),
+         window=90),
 ]  # fmt: skip
 
 
@@ -176,19 +181,8 @@ def test_equals_dense_softmax(case):
     (16, 8, 16, True, 16, False, 128),
 ]))  # fmt: skip
 def test_lowers_for_cuda(h, page, group, t, fp8, places, few, window):
-    case = Case(
-        "",
-        t=t,
-        group=group,
-        h=h,
-        page=page,
-        fp8=fp8,
-        scaled=fp8,
-        places=places,
-        window=window,
-        entries=2,
-        lengths=(90,),
-    )
+    sizes = dict(t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, places=places, window=window)
+    case = Case("", entries=2, lengths=(90,), **sizes)
     args, named = case.inputs()
     division = op.division(1, h) if few else (1, 1)
     named = {name: value for name, value in named.items() if name != "window"}

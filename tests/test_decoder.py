@@ -77,6 +77,7 @@ FIELDS = {
         "gated": (True, {EVERY, FUSED}),
         "bias": (True, {EVERY, HEADS}),
         "out_bias": (True, {EVERY, HEADS}),
+        "window": (128, ALL),
     },
     LinearScaling: {"factor": (2.0, ALL)},
     Yarn: {

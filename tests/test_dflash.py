@@ -202,7 +202,7 @@ def drafts_everywhere(loaded, text, features):
     block = jnp.full((t, n + 1), drafter.mask_token).at[:, 0].set(text)
     positions = position[:, None] + jnp.arange(n + 1)
 
-    def attention(_, layer, q, k, v):
+    def attention(_, layer, q, k, v, window):
         weights = jnp.stack([p["qkv"].values for p in params["layers"]])[layer][:, c.num_heads * h :]
         norm = jnp.stack([p["k_norm"] for p in params["layers"]])[layer]
         k_context, v_context = jnp.split((context @ weights).reshape(1, t, 2 * m, h), 2, axis=2)
@@ -212,7 +212,7 @@ def drafts_everywhere(loaded, text, features):
         at = jnp.concatenate([jnp.broadcast_to(position, (t, t)), positions], 1)
         real = jnp.concatenate([position < position[:, None], jnp.ones_like(block, bool)], 1)
         row, key = positions[..., None], at[:, None]
-        seen = real[:, None] & (jnp.abs(row - key) < jnp.array(drafter.windows)[layer])
+        seen = real[:, None] & (jnp.abs(row - key) < (window or 2**30))
         seen &= (key <= row) | ~jnp.array(drafter.causal)[layer]
         keys, values = (jnp.repeat(x, c.num_heads // m, axis=2) for x in (keys, values))
         scores = jnp.einsum("btnh,bsnh->bnts", q, keys) * h**-0.5

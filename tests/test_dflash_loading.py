@@ -13,7 +13,7 @@ import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.drafters import KNOWN, dflash
-from jaxspec.drafters.dflash import NO_WINDOW, DFlash
+from jaxspec.drafters.dflash import DFlash
 from tests.test_dflash import drafter_folder
 from tests.tiny import tiny_checkpoint
 
@@ -39,9 +39,10 @@ def test_by_method_or_by_path_alone(pair, method):
     loaded = load_drafter(f"{method}{folder}", target)
     assert isinstance(loaded.drafter, DFlash)
     assert dataclasses.replace(loaded.drafter, config=None) == DFlash(
-        config=None, mask_token=63, block_size=5, causal=(False, True), windows=(NO_WINDOW, 21), num_draft_tokens=4,
+        config=None, mask_token=63, block_size=5, causal=(False, True), num_draft_tokens=4,
         feature_layers=(1, 0),
     )  # fmt: skip
+    assert [layer.mixing.window for layer in loaded.drafter.config.decoder.layers] == [None, 21]
     assert loaded.params["embed"] is target.params["embed"] and loaded.params["head"] is target.params["head"]
     assert load_drafter(str(folder), target, EngineConfig(draft="ngram", num_draft_tokens=2)).drafter.block_size == 5
 
@@ -89,13 +90,13 @@ def test_default_layers(layers, target, expected):
 
 
 @pytest.mark.parametrize("keys,causal,windows", [
-    ({}, (False, False, False), (NO_WINDOW,) * 3),
-    ({"sliding_window": 7}, (False, False, False), (NO_WINDOW,) * 3),
+    ({}, (False, False, False), (None,) * 3),
+    ({"sliding_window": 7}, (False, False, False), (None,) * 3),
     ({"layer_types": ["full_attention", "sliding_attention", "full_attention"], "use_sliding_window": True,
-      "sliding_window": 7}, (False, True, False), (NO_WINDOW, 7, NO_WINDOW)),
-    ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 7}, (True, True, True), (NO_WINDOW,) * 3),
-    ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (False, True, True), (NO_WINDOW, 7, 7)),
-    ({"is_causal": True}, (True, True, True), (NO_WINDOW,) * 3),
+      "sliding_window": 7}, (False, True, False), (None, 7, None)),
+    ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 7}, (True, True, True), (None,) * 3),
+    ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (False, True, True), (None, 7, 7)),
+    ({"is_causal": True}, (True, True, True), (None,) * 3),
     ({"layer_types": ["sliding_attention"] * 3, "is_causal": False, "use_sliding_window": True, "sliding_window": 7},
      (False,) * 3, (7,) * 3),
 ])  # fmt: skip

@@ -442,9 +442,8 @@ def small_drafter(method: str):
     fc = Weight(0.05 * normal(jax.random.key(5), 3 * d, d))
     head = {"embed": normal(jax.random.key(6), config.vocab_size, d)}
     if method == "dflash":
-        sight = (False, True), (dflash.NO_WINDOW,) * 2
         context = dflash._context_projection(config, params["layers"])
-        return dflash.DFlash(config, 3, 5, *sight, 4), {
+        return dflash.DFlash(config, 3, 5, (False, True), 4), {
             **params, **head, **context, "fc": fc, "hidden_norm": 1 + 0.1 * normal(jax.random.key(7), d)
         }  # fmt: skip
     layer = params["layers"][0] | {"hidden_norm": 1 + 0.1 * normal(jax.random.key(7), d)}

@@ -130,7 +130,7 @@ def test_padding_reads_no_experts(monkeypatch):
     monkeypatch.setattr(equations, "experts_mlp", noted)
     model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
     rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))
-    attend = lambda kv, layer, q, k, v: (q, kv)  # noqa: E731
+    attend = lambda kv, layer, q, k, v, window: (q, kv)  # noqa: E731
     with jax.disable_jit():
         tokens = jnp.zeros((2, 3), jnp.int32)
         forward(model.config.decoder, model.params, tokens, rows.marked_positions(3), OnlyAttention(attend))

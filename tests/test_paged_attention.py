@@ -62,6 +62,51 @@ def test_equals_dense_softmax(heads, kv_heads, t, lengths, block_tokens):
             np.testing.assert_allclose(out[b, i], dense(q[b, i], k[:end], v[:end]), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window,block_tokens", one_in(2, [1, 5, 8, 30, 100], [8, 32]))
+@pytest.mark.parametrize("t,lengths", [(1, (1, 9, 70)), (4, (4, 17, 68)), (32, (33, 70))])
+def test_a_row_sees_no_further_back_than_its_window(t, lengths, window, block_tokens):
+    rng = np.random.default_rng(window)
+    kv, table, sequences = paged(rng, lengths, 2, page_size=8, entries=9)
+    q = rng.standard_normal((len(lengths), t, 4, H), np.float32)
+    start = np.array(lengths, np.int32) - t
+    out = reference(q, jnp.asarray(kv), jnp.int32(LAYER), table, start, window=window, block_tokens=block_tokens)
+    for b, (k, v) in enumerate(sequences):
+        for i in range(t):
+            end = start[b] + i + 1
+            begin = max(end - window, 0)
+            np.testing.assert_allclose(out[b, i], dense(q[b, i], k[begin:end], v[begin:end]), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 30])
+def test_rows_of_a_tree_keep_to_the_window_by_their_position_and_not_their_place(window):
+    """Two chains after one row, and a row that is padding."""
+    rng = np.random.default_rng(5)
+    parents, known, size = [-1, 0, 0, 1, 2, 3], 20, 6
+    path = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
+    assert all(mine[-2:-1] == [parent] for mine, parent in zip(path[1:], parents[1:], strict=True))
+    kv, table, ((k, v),) = paged(rng, (known + size,), 2, page_size=4, entries=7)
+    mask = np.array([[[j in mine for j in range(size)] for mine in path]])
+    depth = np.array([[len(mine) - 1 for mine in path]], np.int32)
+    rows = Rows(np.array([known], np.int32), np.array([size], np.int32), table, jnp.asarray(depth), jnp.asarray(mask))
+    q = rng.standard_normal((1, size + 1, 4, H), np.float32)
+    new = (x[None, known:] for x in (k, v))
+    out, _ = rows.attend(jnp.asarray(kv), jnp.int32(LAYER), q[:, :size], *new, window)
+    padded, _ = rows._look(jnp.asarray(kv), jnp.int32(LAYER), jnp.asarray(q), window)
+    np.testing.assert_array_equal(padded[:, :size], out)
+    for i, mine in enumerate(path):
+        seen = [*range(known), *(known + j for j in mine)][-window:]
+        np.testing.assert_allclose(out[0, i], dense(q[0, i], k[seen], v[seen]), atol=2e-6, rtol=1e-5)
+
+
+def test_a_tree_made_in_steps_needs_a_window_that_holds_it():
+    table, ones = np.ones((1, 4), np.int32), np.ones(1, np.int32)
+    rows = Rows(ones, ones, table, jnp.ones((1, 2), jnp.int32), jnp.ones((1, 2, 6), bool))
+    q, kv = jnp.zeros((1, 2, 4, H)), jnp.zeros((LAYERS, 3, 2, 2, 4, H))
+    rows._look(kv, jnp.int32(0), q, 6)
+    with pytest.raises(NotImplementedError, match="a window of 5 positions, and a mask over 6 places"):
+        rows._look(kv, jnp.int32(0), q, 5)
+
+
 def test_rows_before_the_start_are_zero_and_disturb_nobody():
     rng = np.random.default_rng(0)
     kv, table, ((k, v), _) = paged(rng, (2, 5), 2, page_size=4, entries=3)
@@ -146,6 +191,7 @@ def test_rows_see_their_span_and_nothing_else(block_tokens):
             np.testing.assert_allclose(out[b, i], expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("t,w,kernel", [
     (16, 0, "decode_attention"),
     (32, 0, "prompt_attention"),
@@ -154,13 +200,14 @@ def test_rows_see_their_span_and_nothing_else(block_tokens):
     (4, 33, "a mask over 33 places"),
     (33, 33, "33 rows a request"),
 ])  # fmt: skip
-def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, monkeypatch, caplog):
+def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, window, monkeypatch, caplog):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     monkeypatch.setattr(hopper, "KERNELS", hopper.Counter())
     hopper.tell.cache_clear()
     q, kv = jnp.zeros((1, t, 4, 64), jnp.bfloat16), jnp.zeros((1, 3, 2, 2, 64, 64), jnp.bfloat16)
     mask = jnp.ones((1, t, w), bool) if w else None
-    run = jax.jit(lambda q, kv: paged_attention(q, kv, jnp.int32(0), jnp.array([[1, 2]]), jnp.array([9]), mask))
+    where = jnp.int32(0), jnp.array([[1, 2]]), jnp.array([9])
+    run = jax.jit(lambda q, kv: paged_attention(q, kv, *where, mask, window))
     text = run.trace(q, kv).lower(lowering_platforms=("cuda",)).as_text()
     told = [record.getMessage() for record in caplog.records]
     if " " in kernel:

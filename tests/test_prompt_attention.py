@@ -1,5 +1,7 @@
 """The prompt kernel, interpreted, against the reference; and its lowering for CUDA, which needs no GPU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,12 +38,12 @@ def case(t, n, m, h, page_size, prompts, dtype=BF16, padding=0):
     return jnp.asarray(q, BF16), jnp.asarray(kv).astype(dtype), jnp.int32(LAYER), table, start
 
 
-def expected(q, kv, layer, table, start, scales=None):
+def expected(q, kv, layer, table, start, scales=None, window=None):
     """The reference in float32, over a cache that has been scaled beforehand."""
     kv = kv.astype(jnp.float32)
     if scales is not None:
         kv = kv * scales[:, None, :, :, None, None]
-    return paged_attention(q.astype(jnp.float32), kv, layer, table, start)
+    return paged_attention(q.astype(jnp.float32), kv, layer, table, start, window=window)
 
 
 def error(out, want):
@@ -65,6 +67,30 @@ def test_equals_the_reference(t, n, m, h, page_size, prompts, sms):
     assert error(out[:-1], expected(*args)[:-1]) < 0.02  # the last block is padding: finite is enough
 
 
+@pytest.mark.parametrize("t,n,m,h,page_size,prompts,sms,window", [
+    (64, 4, 1, 64, 64, [(0, 192), (300, 64)], 3, 100),  # begins within a step, and before the text
+    (64, 3, 1, 64, 128, [(300, 64)], 132, 256),  # whole steps between both ends
+    (64, 1, 1, 128, 32, [(65, 128)], 1, 1),  # a lone consumer, and rows that see themselves alone
+    (32, 5, 1, 64, 16, [(0, 32), (447, 32)], 2, 130),  # a prefix that is skipped
+    (64, 2, 1, 256, 128, [(270, 64)], 1, 64),  # as long as a step, and as a block
+    (128, 2, 2, 64, 64, [(0, 128)], 2, 500),  # longer than the text
+])  # fmt: skip
+def test_a_row_sees_no_further_back_than_its_window(t, n, m, h, page_size, prompts, sms, window):
+    args = case(t, n, m, h, page_size, prompts, padding=1)
+    out = prompt_attention(*args, window=window, interpret=plgpu.InterpretGPUParams(), sms=sms)
+    assert np.isfinite(np.float32(out)).all()
+    assert error(out[:-1], expected(*args, window=window)[:-1]) < 0.02
+
+
+def test_pages_before_the_window_are_not_read():
+    """They hold what no sum would survive. Keys are read in steps of 128, and the window begins in the second."""
+    q, kv, layer, table, start = case(64, 2, 1, 64, 64, [(300, 64)])
+    kv = kv.at[:, table[0, :2]].set(jnp.nan)
+    for window, finite in ((100, True), (None, False)):
+        out = prompt_attention(q, kv, layer, table, start, window=window, interpret=plgpu.InterpretGPUParams())
+        assert np.isfinite(np.float32(out)).all() == finite
+
+
 def test_an_fp8_cache_is_scaled_per_head():
     args = case(64, 2, 2, 64, 64, [(64, 64)], FP8)
     scales = jnp.asarray(np.random.default_rng(0).uniform(0.5, 2, (LAYERS, 2, 2)), jnp.float32)
@@ -72,6 +98,7 @@ def test_an_fp8_cache_is_scaled_per_head():
     assert error(out, expected(*args, scales)) < 0.02
 
 
+@pytest.mark.parametrize("window", [None, pytest.param(1024, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("t,n,m,h,page_size,dtype", [
     (64, 32, 8, 128, 64, BF16),
     (64, 32, 8, 128, 64, FP8),
@@ -84,11 +111,12 @@ def test_an_fp8_cache_is_scaled_per_head():
     (128, 7, 1, 128, 64, BF16),
     (256, 4, 4, 64, 64, BF16),
 ])  # fmt: skip
-def test_lowers_for_cuda(t, n, m, h, page_size, dtype):
+def test_lowers_for_cuda(t, n, m, h, page_size, dtype, window):
     q, start = jnp.zeros((3, t, n, h), BF16), jnp.zeros(3, jnp.int32)
     kv, table = jnp.zeros((1, 2, 2, m, page_size, h), dtype), jnp.zeros((3, 1), jnp.int32)
     assert supported(q.shape, kv.shape, kv.dtype) is None
-    jax.jit(prompt_attention).trace(q, kv, jnp.int32(0), table, start).lower(lowering_platforms=("cuda",))
+    run = jax.jit(partial(prompt_attention, window=window))
+    run.trace(q, kv, jnp.int32(0), table, start).lower(lowering_platforms=("cuda",))
 
 
 def test_layers_share_one_lowering():

@@ -29,7 +29,7 @@ from jaxspec.flags import positive
 from jaxspec.pallas.hopper import KERNELS, kernels_here
 
 COLUMNS = (
-    Column("case", "case", "<34", 34),
+    Column("case", "case", "<47", 47),
     Column("ran", "ran", width=16),
     Column("us", "us", ".1f"),
     Column("alone_us", "alone us", ".1f"),

@@ -30,7 +30,7 @@ Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "window"}),
     Mlp: frozenset({"width"}),
     Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
     Norm: frozenset({"eps"}),
@@ -128,7 +128,7 @@ def run_flat(
         q, kv = few_rows.heads(*operands, norms, ahead, eps=eps)
         return q.reshape(b, -1, a.heads, a.head_dim), kv
 
-    mixed, cache = mixer.attend_written(cache, i, len(x) // b, write)
+    mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, a.window)
     mixed = mixed.reshape(len(x), -1)
     if isinstance(layer.feed, Mixture):
         x = mixture(layer, weights, x, mixed, *valid)

@@ -103,13 +103,18 @@ def rope(x: Float[Array, "b t n h"], positions: Int[Array, "b t"], attention: At
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 
 
-def causal_attention(cache: Any, layer: Int[Array, ""], q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+def causal_attention(
+    cache: Any, layer: Int[Array, ""], q: Array, k: Array, v: Array, window: int | None = None
+) -> tuple[Array, Any]:
     """Attention among the given tokens alone, each sequence starting at its row 0; `cache` passes through."""
     b, t, n, h = q.shape
     m = k.shape[2]
     q = q.reshape(b, t, m, n // m, h)
     scores = jnp.einsum("btmgh,bsmh->bmgts", q, k, preferred_element_type=jnp.float32) * h**-0.5
-    scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -jnp.inf)
+    seen = jnp.tril(jnp.ones((t, t), bool))
+    if window is not None:
+        seen &= ~jnp.tril(seen, -window)
+    scores = jnp.where(seen, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bmgts,bsmh->btmgh", weights, v).reshape(b, t, n, h), cache
 

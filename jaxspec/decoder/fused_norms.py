@@ -29,7 +29,7 @@ from jaxspec.weights import Unquantised
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "window"}),
     DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
     Mlp: frozenset({"width", "bias"}),
     Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),

@@ -33,7 +33,7 @@ from jaxspec.weights import matmul
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias", "window"}),
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling"}),
     **ROPE_SCALINGS,
@@ -123,7 +123,7 @@ def attention(
         q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
     if a.qk_norm:
         q, k = normed(q, weights["q_norm"], a.qk_norm), normed(k, weights["k_norm"], a.qk_norm)
-    out, cache = mixer.attend(cache, i, rope(q, positions, a), rope(k, positions, a), v)
+    out, cache = mixer.attend(cache, i, rope(q, positions, a), rope(k, positions, a), v, a.window)
     if a.gated:
         out = out * jax.nn.sigmoid(gates)
     return out.reshape(b, t, n * h), cache
@@ -153,7 +153,7 @@ def _written_attention(layer, weights, i, qkv, positions, mixer, cache):
         q, kv = write_heads.write_heads(rows, cos, sin, kv, i, place.reshape(-1), norms, eps=layer.norm.eps)
         return q.reshape(b, t, a.heads, a.head_dim), kv
 
-    out, cache = mixer.attend_written(cache, i, t, write)
+    out, cache = mixer.attend_written(cache, i, t, write, a.window)
     return out.reshape(b, t, a.heads * a.head_dim), cache
 
 

@@ -30,8 +30,9 @@ class Mixer(Protocol):
         q: Float[Array, "b t n h"],
         k: Float[Array, "b t m h"],
         v: Float[Array, "b t m h"],
+        window: int | None,
     ) -> tuple[Float[Array, "b t n h"], Any]:
-        """Causal attention, scores scaled by h**-0.5."""
+        """Causal attention, scores scaled by h**-0.5. A row sees `window` positions up to its own; None: all."""
         ...
 
     def pages(self, cache: Any) -> Float[Array, "l p 2 m s h"] | None:
@@ -80,6 +81,7 @@ class PagedMixer(Mixer, Protocol):
         layer: Int[Array, ""],
         t: int,
         write: Callable[[Array, Int[Array, "b t"]], tuple[Float[Array, "b t n h"], Array]],
+        window: int | None,
     ) -> tuple[Float[Array, "b t n h"], Any]:
         """As `attend`, of t rows a request whose keys and values `write(pages, place)` puts where they belong.
 
@@ -92,7 +94,7 @@ class PagedMixer(Mixer, Protocol):
 class OnlyAttention:
     """A `Mixer` for models without linear attention, made of a function that attends. It has no pages."""
 
-    attend: Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
+    attend: Callable[[Any, Array, Array, Array, Array, int | None], tuple[Array, Any]]
 
     def only(self, asked: Bool[Array, " b"]) -> OnlyAttention:
         return self

@@ -18,7 +18,7 @@ from jaxspec.weights import Unquantised
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
     Layer: frozenset({"mixing", "feed", "norm", "post_norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias", "window"}),
     DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
     Mlp: frozenset({"width", "bias"}),
     Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),

@@ -73,10 +73,11 @@ class Rope:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention to all tokens so far, grouped heads.
+    """Causal attention, grouped heads.
 
     `qk_norm`: of each query and key head. `gated`: each query head's columns are followed by its gate's, whose sigmoid
-    multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection.
+    multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how many
+    positions a token sees, its own and those before it; None: all.
     """
 
     heads: int
@@ -87,6 +88,7 @@ class Attention:
     gated: bool = False
     bias: bool = False
     out_bias: bool = False
+    window: int | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jaxspec.weights import Unquantised
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "window"}),
     Mlp: frozenset({"width"}),
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling", "columns"}),

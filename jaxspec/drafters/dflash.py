@@ -23,11 +23,10 @@ from jaxspec.checkpoint import CheckpointError, ModelFolder, dummy, locate, read
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import forward, top_tokens, unembed, write_keys_values
 from jaxspec.decoder.matmul import product
+from jaxspec.decoder.spec import Decoder
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.models import qwen3
 from jaxspec.weights import Layout, Weight, is_param, linear, norm_scale
-
-NO_WINDOW = 2**30  # further than any two positions are apart
 
 # Keys of variants (DFlash 2, Domino, drafters for other families) that compute more than this; and what none of it is.
 VARIANTS = {
@@ -45,14 +44,13 @@ class DFlash(Drafter):
     """`config` is that of the drafter's own layers; embeddings and head are the target's.
 
     A block is the newest token and `num_draft_tokens` masks, `block_size` tokens at most. Within it, the rows of layer
-    i see each other, or only what is before them if `causal[i]`; and nothing `windows[i]` or more positions away.
+    i see each other, or only what is before them if `causal[i]`; and nothing its window or more positions away.
     """
 
     config: ModelConfig
     mask_token: int
     block_size: int
     causal: tuple[bool, ...]
-    windows: tuple[int, ...]
     num_draft_tokens: int
     feature_layers: tuple[int, ...] = ()
 
@@ -62,11 +60,6 @@ class DFlash(Drafter):
                 f"--num-draft-tokens {self.num_draft_tokens}: this DFlash drafter fills blocks of {self.block_size} "
                 f"tokens, of which the first is known, so it drafts 1 to {self.block_size - 1}"
             )
-
-    @property
-    def windowed(self) -> tuple[int, ...]:
-        """The layers whose rows don't see everything before them."""
-        return tuple(i for i, window in enumerate(self.windows) if window < NO_WINDOW)
 
     @classmethod
     def load(cls, target, source, options):
@@ -121,12 +114,11 @@ class DFlash(Drafter):
         block_size = _integer("block_size", value("block_size", 16), 2)
         causal, windows = _sight(hf, value("is_causal"), config.num_layers)
         return cls(
-            config=config,
+            config=dataclasses.replace(config, decoder=_windowed(config.decoder, windows)),
             feature_layers=_feature_layers(value("target_layer_ids"), config.num_layers, target.num_layers),
             mask_token=_integer("mask_token_id", value("mask_token_id"), 0, config.vocab_size),
             block_size=block_size,
             causal=causal,
-            windows=windows,
             num_draft_tokens=num_draft_tokens or block_size - 1,
         )
 
@@ -183,36 +175,31 @@ class _Block:
     drafter: DFlash
     rows: Rows
 
-    def attend(self, cache, layer, q, k, v):
-        return self._look(self.rows.write(cache, layer, k, v), layer, q)
+    def attend(self, cache, layer, q, k, v, window):
+        return self._look(self.rows.write(cache, layer, k, v), layer, q, window)
 
     def pages(self, cache):
         return cache
 
-    def attend_written(self, cache, layer, t, write):
+    def attend_written(self, cache, layer, t, write, window):
         q, kv = write(cache, self.rows.written(cache, t))
-        return self._look(kv, layer, q)
+        return self._look(kv, layer, q, window)
 
-    def _look(self, kv: KV, layer: Int[Array, ""], q: Array) -> tuple[Array, KV]:
-        """The context and the block. Of rows that fill up, nothing is seen."""
+    def _look(self, kv: KV, layer: Int[Array, ""], q: Array, window: int | None) -> tuple[Array, KV]:
+        """The context and the block, as far as a row's window reaches either way. Nothing is seen of padding rows."""
         drafter, rows, (b, t) = self.drafter, self.rows, q.shape[:2]
         causal, width = jnp.array(drafter.causal)[layer], drafter.num_draft_tokens + 1
+        mask = jnp.tril(jnp.ones((t, width), bool)) | ~causal
+        if window is not None:
+            mask &= abs(jnp.arange(t)[:, None] - jnp.arange(width)) < window
+        return rows.look(kv, layer, q, jnp.broadcast_to(mask, (b, t, width)), window), kv
 
-        def near():
-            position = rows.positions(t)
-            window = jnp.array(drafter.windows)[layer]
-            end = jnp.where(causal, position, position[:, width - 1, None])
-            first, last = position - window + 1, jnp.minimum(end, position + window - 1)
-            return rows.look_between(kv, layer, q, first, last)
 
-        def far():
-            mask = jnp.tril(jnp.ones((t, width), bool)) | ~causal
-            return rows.look(kv, layer, q, jnp.broadcast_to(mask, (b, t, width)))
-
-        if len(drafter.windowed) in (0, len(drafter.windows)):
-            return (near if drafter.windowed else far)(), kv
-        # All layers share one trace, in which the index is data. Where it is called it is a constant, and XLA decides.
-        return jax.lax.cond((layer == jnp.array(drafter.windowed)).any(), near, far), kv
+def _windowed(decoder: Decoder, windows: tuple[int | None, ...]) -> Decoder:
+    """The decoder with each layer's window."""
+    mixing = [dataclasses.replace(layer.mixing, window=w) for layer, w in zip(decoder.layers, windows, strict=True)]
+    layers = [dataclasses.replace(layer, mixing=each) for layer, each in zip(decoder.layers, mixing, strict=True)]
+    return dataclasses.replace(decoder, layers=tuple(layers))
 
 
 def _context_projection(config: ModelConfig, layers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -248,9 +235,9 @@ def _feature_layers(ids: Any, num_layers: int, target_layers: int) -> tuple[int,
     return tuple(_integer("each of target_layer_ids", i, 0, target_layers) for i in ids)
 
 
-def _sight(hf: Mapping[str, Any], is_causal: Any, num_layers: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+def _sight(hf: Mapping[str, Any], is_causal: Any, num_layers: int) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
     """By layer, whether rows of a block see only what is before them, and how far. Qwen3's keys, read as Qwen3 does."""
-    window = _integer("sliding_window", hf.get("sliding_window"), 1) if hf.get("use_sliding_window") else NO_WINDOW
+    window = _integer("sliding_window", hf.get("sliding_window"), 1) if hf.get("use_sliding_window") else None
     kinds = hf.get("layer_types")
     if kinds is None:
         full = hf.get("max_window_layers", 28) if hf.get("use_sliding_window") else num_layers
@@ -261,4 +248,4 @@ def _sight(hf: Mapping[str, Any], is_causal: Any, num_layers: int) -> tuple[tupl
         )
     sliding = [kind == "sliding_attention" for kind in kinds]
     causal = tuple(s if is_causal is None else bool(is_causal) for s in sliding)
-    return causal, tuple(window if s else NO_WINDOW for s in sliding)
+    return causal, tuple(window if s else None for s in sliding)

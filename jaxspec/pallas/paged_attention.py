@@ -31,17 +31,23 @@ def paged_attention(
     table: Int[Array, "b e"],
     start: Int[Array, " b"],
     mask: Bool[Array, "b t w"] | None = None,
+    window: int | None = None,
+    depth: Int[Array, "b t"] | None = None,
 ) -> Float[Array, "b t n h"]:
     """Causal attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
 
     With a `mask`, row i sees all places before `start`, and `start + j` if `mask[b, i, j]`: the rows of a tree, or of a
-    block that sees ahead. `table[b]` lists a request's pages in order; scores are scaled by h**-0.5 and summed in
-    float32. Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
+    block that sees ahead. With a `window`, a row sees no place before `start` that is so many positions or more before
+    its own: that is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
+    on the mask alone says what is seen. `table[b]` lists a request's pages in order; scores are scaled by h**-0.5 and
+    summed in float32. Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return
+    zeros.
     """
-    few = mask is not None or q.shape[1] <= DECODE_ROWS
-    if few:
-        window = 0 if mask is None else mask.shape[2]
-        kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, window)
+    named = {} if window is None else {"window": window}
+    if mask is not None or q.shape[1] <= DECODE_ROWS:
+        places = 0 if mask is None else mask.shape[2]
+        kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, places)
+        named |= {} if mask is None else {"mask": mask, "depth": depth}
     else:
         kernel, fits = prompt_attention, prompt_attention_fits(q.shape, kv.shape, kv.dtype)
     if q.dtype != jnp.bfloat16:
@@ -49,16 +55,19 @@ def paged_attention(
     if fits is not None:
         tell(kernel.__name__, fits)
     if not chosen(fits):
-        return reference(q, kv, layer, table, start, mask)
-    return kernel(q, kv, layer, table, start, **({} if mask is None else {"mask": mask}))
+        return reference(q, kv, layer, table, start, mask, window, depth)
+    return kernel(q, kv, layer, table, start, **named)
 
 
-def reference(q, kv, layer, table, start, mask=None, *, block_tokens: int = BLOCK_TOKENS) -> Array:
+def reference(
+    q, kv, layer, table, start, mask=None, window=None, depth=None, *, block_tokens: int = BLOCK_TOKENS
+) -> Array:
     """`paged_attention` in plain jnp, for any shapes and dtypes."""
+    position = start[:, None] + (jnp.arange(q.shape[1]) if mask is None or depth is None else depth)
+    first = jnp.zeros_like(position) if window is None else position - window + 1
     if mask is not None:
-        return _masked_attention(q, kv, layer, table, start, mask, block_tokens)
-    last = start[:, None] + jnp.arange(q.shape[1])
-    return span_attention(q, kv, layer, table, jnp.zeros_like(last), last, block_tokens)
+        return _masked_attention(q, kv, layer, table, start, first, mask, block_tokens)
+    return span_attention(q, kv, layer, table, first, position, block_tokens)
 
 
 @partial(jax.jit, static_argnames="block_tokens")
@@ -73,10 +82,8 @@ def span_attention(
 ) -> Float[Array, "b t n h"]:
     """Attention of rows that each see places `first` to `last`, in plain jnp; otherwise as `paged_attention`.
 
-    A causal row ends at its own place, a row of a block that sees all of itself at the block's end, and a window moves
-    the beginning. Rows that see no place return zeros.
+    Rows that see no place return zeros.
     """
-    tell("attention within a window", "no kernel keeps to one yet")
 
     def seen(place):
         return (place >= first[..., None]) & (place <= last[..., None])
@@ -85,15 +92,17 @@ def span_attention(
 
 
 @partial(jax.jit, static_argnames="block_tokens")
-def _masked_attention(q, kv, layer, table, start, mask, block_tokens):
+def _masked_attention(q, kv, layer, table, start, first, mask, block_tokens):
+    """Attention of rows that see places from `first` up to `start`, and behind it those that the mask names."""
     w = mask.shape[2]
 
     def seen(place):
         new = place - start[:, None]
         listed = jnp.take_along_axis(mask, jnp.clip(new, 0, w - 1)[:, None], axis=2)
-        return (new < 0)[:, None] | (listed & (new < w)[:, None])
+        old = (new < 0)[:, None] & (place >= first[..., None])
+        return old | (listed & (new < w)[:, None] & (new >= 0)[:, None])
 
-    return _stream(q, kv, layer, table, seen, jnp.int32(0), jnp.max(start) + w - 1, block_tokens)
+    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(start) + w - 1, block_tokens)
 
 
 def _stream(

@@ -75,8 +75,9 @@ def _mix(q: Array, k: Array, v: Array, first: Array, last: Array, own: Pair | No
 def packed_attention(first: Int[Array, "b t"]) -> OnlyAttention:
     """Causal attention within texts, of which `first` is the row that each row's text begins at. No cache."""
 
-    def attention(cache, layer, q, k, v):
-        return causal_attention(q, k, v, first), cache
+    def attention(cache, layer, q, k, v, window):
+        near = first if window is None else jnp.maximum(first, jnp.arange(q.shape[1]) - window + 1)
+        return causal_attention(q, k, v, near), cache
 
     return OnlyAttention(attention)
 

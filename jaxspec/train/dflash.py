@@ -100,7 +100,9 @@ class DFlashObjective(Objective):
         positions = take(batch.positions)[..., None] + jnp.arange(size)
         first = take(batch.first)
 
-        def attend(cache, layer, q, k, v):
+        def attend(cache, layer, q, k, v, window):
+            if window is not None:
+                raise NotImplementedError(f"a DFlash layer with a window of {window} can't be trained; full ones can")
             blocks = lambda x: x.reshape(b, a, size, *x.shape[2:])  # noqa: E731
             seen = [jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache]
             out = span_attention(blocks(q), *seen, first, anchors - 1, (blocks(k), blocks(v)))

@@ -38,7 +38,9 @@ class _Step:
     def pages(self, cache):
         return None
 
-    def attend(self, cache, layer, q, k, v):
+    def attend(self, cache, layer, q, k, v, window):
+        if window is not None:
+            raise NotImplementedError(f"an EAGLE-3 layer with a window of {window} can't be trained; one without can")
         cache = [*cache, (k, v)]
         own = [jnp.stack(each, axis=2) for each in zip(*cache[1:], strict=True)]
         return causal_attention(q, *cache[0], self.batch.first, tuple(own) or None), cache

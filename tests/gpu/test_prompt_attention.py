@@ -35,11 +35,11 @@ def case(t, n, m, h, page_size, prompts, layers=2, dtype=BF16, padding=0):
     return q, kv, jnp.int32(layers - 1), jnp.asarray(table), jnp.asarray(start)
 
 
-def expected(q, kv, layer, table, start, scales=None):
+def expected(q, kv, layer, table, start, scales=None, window=None):
     kv = kv.astype(jnp.float32)
     if scales is not None:
         kv = kv * scales[:, None, :, :, None, None]
-    return paged_attention(q.astype(jnp.float32), kv, layer, table, start)
+    return paged_attention(q.astype(jnp.float32), kv, layer, table, start, window=window)
 
 
 def error(out, want):
@@ -77,6 +77,20 @@ def test_equals_the_reference(t, n, m, h, page_size, dtype):
     assert supported(args[0].shape, args[1].shape, dtype) is None
     scales = jnp.asarray(np.random.default_rng(0).uniform(0.5, 2, (2, 2, m)), jnp.float32) if dtype == FP8 else None
     assert error(prompt_attention(*args, scales=scales), expected(*args, scales)) < 0.02
+
+
+@pytest.mark.parametrize("window", [1, 128, 333, 2000])
+@pytest.mark.parametrize("t,n,m,h,page_size,dtype", [
+    (64, 32, 8, 128, 64, BF16),
+    (64, 32, 8, 128, 64, FP8),
+    (64, 16, 2, 256, 64, BF16),
+    (64, 8, 4, 256, 128, FP8),
+    (32, 7, 1, 64, 16, BF16),
+    (128, 5, 1, 128, 64, BF16),
+])  # fmt: skip
+def test_a_row_sees_no_further_back_than_its_window(t, n, m, h, page_size, dtype, window):
+    args = case(t, n, m, h, page_size, PROMPTS, dtype=dtype, padding=3)
+    assert error(prompt_attention(*args, window=window), expected(*args, window=window)) < 0.02
 
 
 def test_repeats_exactly():

@@ -12,6 +12,11 @@ DECODE = (
     *((b, context, t) for t in (1, 4) for b, context in ((1, 1024), (1, 16384), (8, 1024), (32, 4096), (128, 1152))),
 )  # requests, tokens each, rows each
 PROMPTS = ((1, 1024), (1, 2048), (1, 8192), (16, 512))  # prompts, tokens each
+WINDOWS = {  # by tokens, how many of them a row sees (None: all): a window should cost what it holds
+    1024: (128, None),
+    8192: (128, 1024, 4096, None),
+    32768: (128, 1024, 4096, None),
+}
 FEW_ROWS = {  # model width, query heads, KV heads, their width, MLP width, whether queries and keys are normed
     (576, 9, 3, 64, 1536, False): (8, 32, 64),  # SmolLM2-135M's
     (4096, 32, 8, 128, 12288, True): (8,),  # Qwen3-8B's
@@ -30,6 +35,7 @@ CHUNKS = ((1, 1024), (1, 8192), (16, 512))  # prompts, tokens each
 SMALL = {
     "decode": ((2, 40, 1), (3, 17, 4)),
     "prompts": ((2, 100),),
+    "windows": {40: (8, None)},
     "mixtures": {"small": (64, 32, 8, 2)},
     "tokens": (3, 20),
     "delta": (1, 2, 16),
@@ -43,11 +49,16 @@ SMALL = {
 def make_cases(small: bool) -> list[Case]:
     """All cases, at Qwen3-8B's sizes and those of two mixtures of experts, or at tiny ones."""
     layers, dtype = (2, "float32") if small else (16, "bfloat16")
-    full = {"decode": DECODE, "prompts": PROMPTS, "mixtures": MIXTURES, "tokens": TOKENS}
+    full = {"decode": DECODE, "prompts": PROMPTS, "windows": WINDOWS, "mixtures": MIXTURES}
+    full |= {"tokens": TOKENS}
     full |= {"delta": DELTA, "steps": STEPS, "chunks": CHUNKS, "layer": LAYER, "many": MANY_ROWS}
     sizes = SMALL if small else full
     cases = [attention.decode_attention(b, context, t, layers, dtype) for b, context, t in sizes["decode"]]
     cases += [attention.prompt_attention(count, length, layers, dtype) for count, length in sizes["prompts"]]
+    for context, window in [(context, window) for context, each in sizes["windows"].items() for window in each]:
+        cases += [attention.decode_attention(b, context, t, layers, dtype, window) for b, t in ((2, 1), (4, 4))]
+        if window or (1, context) not in sizes["prompts"]:
+            cases.append(attention.prompt_attention(1, context, layers, dtype, window))
     named = [(name, t, widths) for name, widths in sizes["mixtures"].items() for t in sizes["tokens"]]
     cases += [mixtures.experts_mlp(name, t, *widths, layers // 2, dtype) for name, t, widths in named]
     cases += [mixtures.router(name, t, *widths[2:], layers) for name, t, widths in named]

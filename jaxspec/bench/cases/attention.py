@@ -20,38 +20,43 @@ from jaxspec.pallas.paged_attention import paged_attention, reference
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
-def decode_attention(b: int, context: int, t: int, layers: int, dtype: str) -> Case:
-    """`t` rows for each of `b` requests with `context` tokens."""
+def decode_attention(b: int, context: int, t: int, layers: int, dtype: str, window: int | None = None) -> Case:
+    """`t` rows for each of `b` requests with `context` tokens, of which each sees `window` (None: all)."""
     item, pages = jnp.dtype(dtype).itemsize, -(-context // PAGE)
     rows = b * t * HEADS * HEAD_DIM
+    seen = context if window is None else min(context, window + t - 1)
     return Case(
-        name=f"decode attention {b} x {context}, {t} row{'s' * (t > 1)}",
+        name=f"decode attention {b} x {context}, {t} row{'s' * (t > 1)}{_named(window)}",
         group="decode attention",
         layers=layers,
         build=partial(_paged, np.full(b, context - t), t, np.arange(b * pages).reshape(b, pages), layers, dtype),
-        op=_attend,
-        plain=_attend_plain,
-        size=item * (2 * b * context * KV_HEADS * HEAD_DIM + 2 * rows),
-        flops=4 * rows * (context - (t - 1) / 2),
+        op=partial(_attend, window=window),
+        plain=partial(_attend_plain, window=window),
+        size=item * (2 * b * seen * KV_HEADS * HEAD_DIM + 2 * rows),
+        flops=4 * rows * (seen - (t - 1) / 2),
     )
 
 
-def prompt_attention(count: int, length: int, layers: int, dtype: str) -> Case:
-    """`count` whole prompts of `length` tokens, in blocks as a prefill has them."""
+def prompt_attention(count: int, length: int, layers: int, dtype: str, window: int | None = None) -> Case:
+    """`count` whole prompts of `length` tokens, in blocks as a prefill has them; each sees `window` (None: all)."""
     item, blocks, pages = jnp.dtype(dtype).itemsize, -(-length // BLOCK), -(-length // PAGE)
     start = np.tile(np.arange(blocks) * BLOCK, count)
     table = np.repeat(np.arange(count * pages).reshape(count, pages), blocks, axis=0)
-    tokens = count * blocks * BLOCK
+    tokens, near = count * blocks * BLOCK, min(length, window or length)
     return Case(
-        name=f"prompt attention {count} x {length}",
+        name=f"prompt attention {count} x {length}{_named(window)}",
         group="prompt attention",
         layers=layers,
         build=partial(_paged, start, BLOCK, table, layers, dtype),
-        op=_attend,
-        plain=_attend_plain,
+        op=partial(_attend, window=window),
+        plain=partial(_attend_plain, window=window),
         size=item * tokens * HEAD_DIM * (2 * KV_HEADS + 2 * HEADS),
-        flops=4 * HEADS * HEAD_DIM * count * length * (length + 1) / 2,
+        flops=4 * HEADS * HEAD_DIM * count * near * (length - (near - 1) / 2),
     )
+
+
+def _named(window: int | None) -> str:
+    return "" if window is None else f", window {window}"
 
 
 def cache_write(count: int, length: int, layers: int, dtype: str) -> Case:
@@ -115,7 +120,7 @@ def _heads(name: str, rows: Rows, t: int, parts: int, layers: int, dtype: str) -
         q, kv = attention(described, mine, jnp.int32(layer), qkv[layer], rows.positions(t), mixer, kv, dtype)
         return q, (weights, kv)
 
-    plain = OnlyAttention(lambda kv, layer, q, k, v: (q, _scatter(rows, kv, layer, k, v)))
+    plain = OnlyAttention(lambda kv, layer, q, k, v, window: (q, _scatter(rows, kv, layer, k, v)))
     elements, item = blocks * t * total * HEAD_DIM, jnp.dtype(dtype).itemsize
     return Case(
         name=name,
@@ -136,13 +141,13 @@ class _Queries:
 
     rows: Rows
 
-    def attend(self, kv, layer, q, k, v):
+    def attend(self, kv, layer, q, k, v, window):
         return q, self.rows.write(kv, layer, k, v)
 
     def pages(self, kv):
         return kv
 
-    def attend_written(self, kv, layer, t, write):
+    def attend_written(self, kv, layer, t, write, window):
         return write(kv, self.rows.written(kv, t))
 
 
@@ -172,11 +177,11 @@ def _paged(start: np.ndarray, t: int, table: np.ndarray, layers: int, dtype: str
     return (q, jnp.int32(table + 1), jnp.int32(start)), cache
 
 
-def _attend(layer: int, shared: Any, kv: jax.Array) -> jax.Array:
+def _attend(layer: int, shared: Any, kv: jax.Array, window: int | None) -> jax.Array:
     q, table, start = shared
-    return paged_attention(q, kv, jnp.int32(layer), table, start)
+    return paged_attention(q, kv, jnp.int32(layer), table, start, window=window)
 
 
-def _attend_plain(layer: int, shared: Any, kv: jax.Array) -> jax.Array:
+def _attend_plain(layer: int, shared: Any, kv: jax.Array, window: int | None) -> jax.Array:
     q, table, start = shared
-    return reference(q, kv, jnp.int32(layer), table, start)
+    return reference(q, kv, jnp.int32(layer), table, start, window=window)

@@ -24,11 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.decode_attention.kernel import warpgroup
-from jaxspec.pallas.decode_attention.plan import FP8, HEAD_WIDTHS, PACK, ROWS, Plan, division, supported
+from jaxspec.pallas.decode_attention.plan import FP8, HEAD_WIDTHS, PACK, ROWS, Plan, division, step_tokens, supported
 from jaxspec.pallas.decode_attention.results import combine
 from jaxspec.pallas.once import lower_once
 
-__all__ = ["FP8", "HEAD_WIDTHS", "decode_attention", "division", "supported"]
+__all__ = ["FP8", "HEAD_WIDTHS", "decode_attention", "division", "step_tokens", "supported"]
 
 
 def decode_attention(

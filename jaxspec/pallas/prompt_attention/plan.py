@@ -1,0 +1,177 @@
+"""What is static about a call of the prompt kernel, the tiles that follow from it, and who takes which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.hopper import WGMMA_ROWS
+
+UNIT = WGMMA_ROWS  # query rows of a consumer
+STAGES = 2  # slots of the key and value rings
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+
+
+class Plan:
+    """What is static about one call: its shapes, and the tiling that follows from them."""
+
+    def __init__(self, q_shape, kv_shape, entries: int, fp8: bool, window: int | None, sms: int, interpret: bool):
+        self.blocks, self.t, n, self.h = q_shape
+        self.m, self.page_size = kv_shape[3:5]
+        self.entries, self.fp8, self.interpret = entries, fp8, interpret
+        self.window = window  # positions that a row sees, its own included; None: all so far
+        self.group = n // self.m
+
+        self.rows = min(self.t, UNIT)  # tokens of a unit
+        self.heads = UNIT // self.rows  # heads of a unit
+        self.head_units = -(-self.group // self.heads)  # the last repeats heads that it lacks, to the same result
+        self.units = self.t // self.rows * self.head_units  # of one block and kv head, in order of position
+        self.consumers = min(2, self.units)
+        self.pairs = -(-self.units // self.consumers)  # of an odd number of units, the last is computed twice
+        self.tiles = self.blocks * self.pairs * self.m
+        self.ctas = min(sms, self.tiles)
+
+        self.keys = 64 if self.h == 256 else 128  # of a step: as many as registers and shared memory hold
+        self.copy_rows = min(self.keys, self.page_size)
+        self.copies = self.keys // self.copy_rows  # that fill a slot of the key or value ring
+        self.q_slots = 1 if self.h == 256 else 2  # two let the next queries come early, if shared memory holds them
+
+    def scratch(self) -> Scratch:
+        def ring(slots: int, shape: tuple[int, ...], arrivals: int) -> Ring:
+            filled = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
+            released = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=slots)
+            return Ring(plgpu.SMEM(shape, jnp.bfloat16), filled, released)
+
+        queries = (self.q_slots * self.consumers, UNIT, self.h)
+        cached = (STAGES, self.keys, self.h)
+        raw = plgpu.SMEM((2, self.keys, self.h), jnp.float8_e4m3fn)
+        return Scratch(
+            ring(self.q_slots, queries, self.consumers * self.heads),
+            ring(STAGES, cached, 1 if self.fp8 else self.copies),
+            ring(STAGES, cached, 1 if self.fp8 else self.copies),
+            (raw, plgpu.Barrier(num_arrivals=self.copies, num_barriers=2)) if self.fp8 else None,
+            plgpu.SMEM((self.consumers, UNIT, self.keys), jnp.bfloat16) if self.interpret else None,
+        )
+
+
+class Ring(NamedTuple):
+    """Slots of shared memory, and for each slot the barriers that say who may have it."""
+
+    slots: Any
+    filled: Any
+    released: Any
+
+
+class Scratch(NamedTuple):
+    q: Ring  # consumers' units side by side; a unit's output leaves from where its queries were
+    k: Ring
+    v: Ring
+    raw: tuple[Any, Any] | None  # an fp8 cache's keys and values on their way, and their barriers
+    weights: Any  # in interpret mode
+
+
+class Refs(NamedTuple):
+    q: Any
+    kv: Any
+    layer: Any
+    table: Any
+    queue: Any
+    scales: Any
+    out: Any
+
+
+def div(x, y: int):
+    return lax.div(x, jnp.int32(y))
+
+
+def rem(x, y: int):
+    return lax.rem(x, jnp.int32(y))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Where a tile lies: its block and that block's start, its kv head, its pair of units; and what keys it sees."""
+
+    plan: Plan
+    block: Any
+    start: Any
+    kv_head: Any
+    pair: Any
+
+    @property
+    def last(self):
+        """The last row's position."""
+        return self.first(self.plan.consumers - 1) + self.plan.rows - 1
+
+    @property
+    def steps(self):
+        steps = div(self.last, self.plan.keys) + 1
+        return steps if self.plan.window is None else steps - self.skipped
+
+    @property
+    def skipped(self):
+        """Steps' worth of keys that lie before the window of all rows."""
+        return div(jnp.maximum(self.first(0) - (self.plan.window - 1), 0), self.plan.keys)
+
+    @property
+    def masked_steps(self):
+        """The first steps, with keys that lie ahead of some row: at least one."""
+        steps, whole = self.steps, div(self.first(0) + 1, self.plan.keys)
+        return steps - (whole if self.plan.window is None else jnp.maximum(whole - self.skipped, 0))
+
+    @property
+    def whole_steps(self):
+        """How many steps come before the last ones, with keys that lie before the window of some row."""
+        before = jnp.maximum(self.last - (self.plan.window - 1), 0) + (self.plan.keys - 1)
+        return jnp.maximum(self.steps - (div(before, self.plan.keys) - self.skipped), self.masked_steps)
+
+    def key(self, i):
+        """The position of the first key of step i: steps go backwards."""
+        step = self.steps - 1 - i
+        return (step if self.plan.window is None else self.skipped + step) * self.plan.keys
+
+    def first(self, consumer):
+        """The position of a consumer's first row."""
+        return self.start + self.part(consumer) * self.plan.rows
+
+    def unit(self, consumer):
+        return jnp.minimum(self.pair * self.plan.consumers + consumer, self.plan.units - 1)
+
+    def part(self, consumer):
+        """Which 64 tokens of a long block a consumer's unit has."""
+        return div(self.unit(consumer), self.plan.head_units)
+
+    def slices(self, consumer) -> Iterator[tuple[Any, Any]]:
+        """For each head of a consumer's unit: its rows in the unit, and where they are in q and out."""
+        plan = self.plan
+        for i in range(plan.heads):
+            head = jnp.minimum(rem(self.unit(consumer), plan.head_units) * plan.heads + i, plan.group - 1)
+            rows = pl.ds(self.part(consumer) * plan.rows, plan.rows)
+            yield pl.ds(i * plan.rows, plan.rows), (self.block, rows, self.kv_head * plan.group + head)
+
+
+def walk(plan: Plan, refs: Refs, visit: Callable) -> Any:
+    """Visit this CTA's tiles: `visit(tile, round, step) -> next step`, steps counted over all tiles. Returns rounds.
+
+    Odd rounds hand out tiles in mirrored order, so that nobody always gets the longest.
+    """
+    cta = lax.axis_index("cta")
+    full, rest = divmod(plan.tiles, plan.ctas)
+    rounds = full + jnp.where((plan.ctas - 1 - cta if full % 2 else cta) < rest, 1, 0)
+
+    def go(round_, step):
+        index = round_ * plan.ctas + jnp.where(rem(round_, 2) == 0, cta, plan.ctas - 1 - cta)
+        place = div(index, plan.m * plan.pairs)
+        pair = plan.pairs - 1 - rem(div(index, plan.m), plan.pairs)
+        tile = Tile(plan, refs.queue[0, place], refs.queue[1, place], rem(index, plan.m), pair)
+        return visit(tile, round_, step)
+
+    lax.fori_loop(0, rounds, go, jnp.int32(0))
+    return rounds
