@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, row_of
-from jaxspec.decoder.matmul import gate, project, valid_count
+from jaxspec.decoder.matmul import gate, matmul, project, valid_count
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Norm, Rope, beyond
@@ -29,7 +29,6 @@ from jaxspec.pallas import write_heads
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.top_experts import top_experts
-from jaxspec.weights import matmul
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
