@@ -22,7 +22,7 @@ FEW_ROWS = {  # model width, query heads, KV heads, their width, MLP width, whet
     (4096, 32, 8, 128, 12288, True): (8,),  # Qwen3-8B's
 }
 LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
-ROWS = (1, 8, 32, 128)
+ROWS = (1, 8, 9, 12, 16, 32, 128)
 MANY_ROWS = (256, 512, 1024, 2048)
 MIXTURES = {  # model width, expert width, experts, experts of a token
     "35B-A3B": (2048, 512, 256, 8),  # Qwen3.5's
