@@ -33,6 +33,7 @@ from server.http.cors import cors_options
 log = logging.getLogger("jaxspec.server")
 
 CLOSE_SECONDS = 3  # for the engine to end its step, once requests have had their time
+SWITCH_SECONDS = 0.0005  # Python's 5 ms are half a round, which the engine would wait while replies are written
 LAST_SECONDS = 5  # for that, and for those whose requests were cut off to be told
 
 
@@ -72,6 +73,7 @@ def run() -> NoReturn:
 
 
 def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> int:
+    sys.setswitchinterval(SWITCH_SECONDS)
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
     sampling = llm.engine.sampling if args.sampling_defaults == "model" else {}
     if sampling:
