@@ -19,8 +19,8 @@ class Ngram(Drafter):
     """`min_match` to `max_match` tokens must repeat; longer matches win, then later ones. No match drafts nothing."""
 
     num_draft_tokens: int = 4
-    min_match: int = option(2, "shortest match of a text's last tokens that counts", least=1)
-    max_match: int = option(5, "longest match that is looked for", least=1)
+    min_match: int = option(2, "shortest match of the last tokens that counts", least=1)
+    max_match: int = option(5, "longest match to look for", least=1)
 
     def __post_init__(self):
         if self.min_match > self.max_match:
