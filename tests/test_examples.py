@@ -190,6 +190,15 @@ def test_guides_name_files_and_functions_that_exist(page):
         assert not name or re.search(rf"^(def |class )?{name}\b", (ROOT / path).read_text(), re.M), f"{path}::{name}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if "adding" in page])
+def test_guides_quote_the_code_as_it_is(page):
+    """Line by line, but for `...` and blocks that a reader would run, which import jaxspec."""
+    code = {line.strip() for file in (ROOT / "jaxspec").rglob("*.py") for line in file.read_text().splitlines()}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    quoted = [line.strip() for block in blocks if "import jaxspec" not in block for line in block.splitlines()]
+    assert quoted and not [line for line in quoted if line not in code | {"..."}]
+
+
 @pytest.mark.parametrize("page", [*PAGES, ".github/workflows/test.yml"])
 def test_make_has_every_target_that_is_named(page):
     """A line of a shell block, or a code span."""
