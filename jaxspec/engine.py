@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(slots=True)
 class Flight:
-    """A dispatched program whose result hasn't been read, and what to do with that: `read(flight, result, deltas)`."""
+    """A dispatched program whose result hasn't been read, and how to read it: `read(flight, result, deltas)`."""
 
     read: Callable[[Flight, np.ndarray, list[Delta]], None]
     result: jax.Array
@@ -284,8 +284,8 @@ class Engine:
         self._flights.append(Flight(self._read_rounds, result, rows, mode))
 
     def _forced(self, seq: Sequence) -> list[int] | None:
-        """The drafts that a grammar forces next, if the device doesn't know them: it does from a slot's first round
-        or token on, and forgets them when the slot is lost."""
+        """The drafts that a grammar forces next, if the device doesn't know them. It knows them from a slot's first
+        round or token on, until the slot is lost."""
         matcher = seq.owner.matcher
         if matcher is None:
             return []
@@ -332,7 +332,8 @@ class Engine:
             self._decode_log.count(live[i], flight.started)
 
     def _live(self, flight: Flight, rounds: np.ndarray, width: int) -> list[tuple[Choice, list[list[int]], Any]]:
-        """The requests of a program that are still somebody's: whose, its row of each round, its packed logprobs."""
+        """The rows of a program that still belong to a request: the request, its row of each round, its packed
+        logprobs."""
         logprobs = [None] * len(flight.rows)
         if flight.mode == LOGPROBS:
             logprobs = rounds[..., TOKENS + width :].reshape(*rounds.shape[:2], width, LOGPROB_WIDTH).swapaxes(0, 1)
@@ -434,9 +435,9 @@ class Engine:
         return True
 
     def recover(self) -> None:
-        """Start anew after a step that raised: drop all requests, empty the prefix tree, make the device's state again.
+        """Restart after a step that raised: drop all requests, empty the prefix tree, make the device's state again.
 
-        The program that failed may have consumed the state, and what others wrote since is unknown.
+        The program that failed may have consumed the state, and later programs may have written anything.
 
         **Raises:** whatever the device raises if it can't be used any more; `RuntimeError` if pages don't balance.
         """
@@ -451,9 +452,9 @@ class Engine:
         self.runner.reset()
 
     def settle(self) -> None:
-        """Wait for all that was dispatched: jax aborts a process that ends while a program still runs.
+        """Wait for every dispatched program: jax aborts a process that ends while one still runs.
 
-        What a program that failed had consumed is deleted, and nothing to wait for.
+        Arrays that a failed program had consumed are deleted, and there is nothing to wait for.
         """
         jax.block_until_ready([x for x in jax.tree.leaves(self.runner.state) if not x.is_deleted()])
 
@@ -492,7 +493,7 @@ class Engine:
 
 
 def _mode(seqs: list[Sequence]) -> str:
-    """The least that serves them all."""
+    """The cheapest mode that serves them all."""
     return max((seq.owner.request.mode for seq in seqs), key=MODES.index)
 
 
@@ -510,14 +511,16 @@ def _open(choice: Choice) -> bool:
 
 
 def _sources(row: list[int]) -> list[str]:
-    """How each token that a row of a round emitted came, of `TOKEN_SOURCES`: after the drafts comes the model's own."""
+    """The source of each token that a row of a round emitted, of `TOKEN_SOURCES`: after the drafts comes the model's
+    own."""
     drafted, accepted = row[DRAFTED], row[ACCEPTED]
     own = "plain" if not drafted else "bonus" if accepted > drafted else "corrected"
     return [*["accepted"] * (accepted - 1), own][: row[EMITTED]]
 
 
 def _logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:
-    """Unpack `round._pack_logprobs`: one row of int32 bits per token, `wanted` of the top entries."""
+    """Unpack `round._pack_logprobs`: one row of int32 bits per token. `wanted`: how many of the top entries to
+    return."""
     values = rows.view(np.float32)
     entries = []
     for row, value, token in zip(rows, values, tokens, strict=True):

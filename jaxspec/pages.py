@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 
 class OutOfPages(RuntimeError):
-    """Fewer pages are free than were asked for."""
+    """Fewer pages are free than were requested."""
 
 
 class PagePool:
@@ -41,7 +41,7 @@ class PagePool:
         return len(self._free)
 
     def refcount(self, page: int) -> int:
-        """How many hold `page`, the prefix tree included."""
+        """The number of holders of `page`, the prefix tree included."""
         return self._holders[page]
 
     def alloc(self, n: int) -> list[int]:
@@ -110,10 +110,10 @@ class Node:
 
 
 class Snapshots:
-    """State slots for snapshots, and the nodes that own them: the least recently used gives its own up when all are.
+    """State slots for snapshots, and the nodes that own them. When all are owned, the least recently used is given up.
 
-    Nobody holds a snapshot. Who goes on from one does so in a program planned at once, and the device runs programs in
-    order; so its slot can be given to another the moment after.
+    Nobody holds a snapshot. Its reader is in a program that is planned at once, and the device runs programs in order.
+    So its slot can be given away the moment after.
     """
 
     def __init__(self, slots: Iterable[int]):
@@ -140,7 +140,7 @@ class Snapshots:
         return node.snapshot
 
     def use(self, node: Node) -> None:
-        """Note that a node's snapshot is gone on from."""
+        """Note that a request continues from a node's snapshot."""
         self._owners[node] = self._owners.pop(node)
 
     def drop(self, node: Node) -> None:
@@ -153,14 +153,14 @@ class Snapshots:
 class PrefixTree:
     """Full pages by the tokens they hold and all tokens before: a trie whose edges are one page of tokens.
 
-    Each node holds its page once. The queue of leaves is a heap by time of last use, put right lazily: each leaf has
-    one entry, whose time may be out of date, and an entry whose node has since had children is dropped when it is met.
+    Each node holds its page once. The queue of leaves is a heap by time of last use, corrected lazily. Each leaf has
+    one entry, whose time may be out of date. An entry whose node has children by now is dropped when it comes up.
 
-    With `reach`, so many tokens after a page decide with those in it what it holds (a drafter's cache may depend on
-    the token that comes next). An edge then has them too, and a page is published and matched once they are known.
+    With `reach`, a page's content also depends on that many tokens after it (a drafter's cache may depend on the token
+    that comes next). An edge then has them too, and a page is published and matched once they are known.
 
-    With `snapshots`, a match ends at the deepest node that has one. Who goes on from there computes again what the tree
-    has behind it, and its pages take the place of the tree's, or nothing new could be published beyond those.
+    With `snapshots`, a match ends at the deepest node that has one. A request that continues there computes the tree's
+    further pages again, and its own take their place. Otherwise nothing new could be published beyond those.
     """
 
     def __init__(self, pool: PagePool, page_size: int, reach: int = 0, snapshots: Snapshots | None = None):
@@ -179,7 +179,7 @@ class PrefixTree:
         return self._pool.idle
 
     def match(self, tokens: list[int], limit: int) -> tuple[list[int], Node]:
-        """The longest cached prefix of full pages within `tokens[:limit]` that can be gone on from.
+        """The longest cached prefix of full pages within `tokens[:limit]` from which a request can continue.
 
         Returns its pages, retained for the caller, and the node reached, from which the caller may `insert` on.
         """
@@ -202,7 +202,7 @@ class PrefixTree:
         return pages, node
 
     def find(self, tokens: list[int], limit: int) -> Node:
-        """The deepest node that spells full pages of `tokens[:limit]`, whether or not it can be gone on from."""
+        """The deepest node that spells full pages of `tokens[:limit]`, with a snapshot or without."""
         node, size = self.root, self.page_size
         for end in range(size, min(limit, len(tokens) - self.reach) + 1, size):
             if (child := node.children.get(tuple(tokens[end - size : end + self.reach]))) is None:
@@ -215,9 +215,9 @@ class PrefixTree:
     ) -> Node:
         """Publish the full pages of `tokens[:limit]`, where `pages[i]` holds the i-th page of tokens.
 
-        A node that is there already keeps its own page. At one with another page than the caller's, a caller that goes
-        on using its pages must stop (later nodes would be held while that one is not); one that is `leaving`, about to
-        release all of them, goes on. With snapshots, the caller's page takes the place of one that nobody else holds.
+        A node that is there already keeps its own page. If that isn't the caller's page, a caller that keeps its pages
+        must stop (later nodes would be held while this one is not). One that is `leaving`, about to release all of
+        them, continues. With snapshots, the caller's page takes the place of one that nobody else holds.
 
         **Arguments:**
 

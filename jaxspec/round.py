@@ -40,12 +40,13 @@ LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the va
 
 @flax.struct.dataclass
 class State:
-    """All that changes from program to program: request slots, the target's cache, the drafter's own state.
+    """Everything that changes from program to program: request slots, the target's cache, the drafter's own state.
 
-    Of each slot's last round, the first `replay` rows stand, and linear layers have yet to enter them into its state;
-    after a prefill there are none, nor in a model without such layers. `hidden` and `features` are the final hidden
-    state and the drafter's features of each slot's last prompt token, from the prefill that computed it until `first`
-    has made a token of it. `forced` is how many of the next drafts a grammar has settled, then those (`structured`).
+    Of each slot's last round, the first `replay` rows stand, and linear layers have yet to enter them into its state.
+    After a prefill there are none, and in a model without such layers there never are. `hidden` and `features` are the
+    final hidden state and the drafter's features of each slot's last prompt token, from the prefill that computed it
+    until `first` has made a token of it. `forced` is how many of the next drafts a grammar has determined, then those
+    drafts (`structured`).
     """
 
     slots: Slots
@@ -87,10 +88,10 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 def prefill(
     config: ModelConfig, drafter: Drafter, block: int, score: bool, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "b t w"] | None]:
-    """Compute keys, values and states of blocks of known tokens, packed as by `batch.pack_blocks`; which state slots
-    they start from and keep snapshots in is as in `mixers.PromptBlocks`. Of the slots themselves nothing is read.
+    """Compute keys, values and states of blocks of known tokens, packed as by `batch.pack_blocks`. State slots to start
+    from and to keep snapshots in are as in `mixers.PromptBlocks`. Request slots themselves aren't read.
 
-    A block that ends with the newest known token leaves what `first` needs of it. The drafter isn't shown that row: the
+    A block that ends with the newest known token leaves that row for `first`. The drafter doesn't see the row: the
     token after it isn't known yet. With `score`, also returns the packed logprobs of the token after each row.
     """
     (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block)
@@ -120,7 +121,7 @@ def first(
 ) -> tuple[State, Int[Array, "b w"]]:
     """The token after each prompt whose prefill has run to its end, for the requests in `packed`, as in a round.
 
-    A round of one row: what its forward would yield, the prefill has left in the state.
+    It is a round of one row, whose forward's result the prefill has left in the state.
     """
     slots, batch = batch_of(state, packed[:, 0], packed[:, 1:], mode)
     nothing, hidden = of_prompts(state, batch)
@@ -129,7 +130,7 @@ def first(
 
 
 def of_prompts(state: State, batch: DraftBatch) -> tuple[Proposal, Hidden]:
-    """Of a round of one row, after a prompt: no drafts, and what the prefill has left."""
+    """For a round of one row after a prompt: no drafts, and the row that the prefill has left."""
     b = len(batch.slots)
     nothing = Proposal(jnp.zeros((b, 0), jnp.int32), jnp.zeros((b,), jnp.int32))
     hidden, features = jax.tree.map(lambda kept: kept[batch.slots][:, None], (state.hidden, state.features))
@@ -156,7 +157,7 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
 
 
 def keep_replay(config: ModelConfig, state: State, ids: Int[Array, " b"], out: Int[Array, "b w"]) -> State:
-    """Note how many rows of this round linear layers have yet to enter into their states."""
+    """Record how many rows of this round linear layers have yet to enter into their states."""
     return state.replace(replay=state.replay.at[ids].set(out[:, EMITTED])) if config.linear else state
 
 
@@ -208,7 +209,7 @@ def _tree(drafter: Drafter, proposal: Proposal) -> Tree | None:
 def decode_rounds(
     config: ModelConfig, drafter: Drafter, mode: str, rounds: int, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "k b w"]]:
-    """That many rounds, one after the other, and what each of them yields."""
+    """That many rounds, one after the other, and each one's result."""
     ids, table = packed[:, 0], packed[:, 1:]  # taken apart once
 
     def step(state, _):

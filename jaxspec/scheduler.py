@@ -36,18 +36,19 @@ class Scheduler:
     **Arguments:**
 
     - `width`: most tokens that a round yields per sequence, drafts that it can accept plus one.
-    - `lookahead`: places that it may write to, from the newest token's on; at least `width`, more for trees.
+    - `lookahead`: KV slots that it may write, from the newest token's on; at least `width`, more for trees.
     - `chunk_tokens`: prompt tokens in one prefill program, in whole blocks of `block`; a block holds tokens of one
       sequence, so a chunk costs its tokens rounded up. `score_tokens`: the most in a chunk that is scored.
-    - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences that start alike.
-    - `reach`: tokens beyond a page that decide what it holds, see `PrefixTree`.
-    - `rounds`: rounds in one program when nobody can be taken in.
+    - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences with a common
+      prefix.
+    - `reach`: tokens beyond a page on which its content depends, see `PrefixTree`.
+    - `rounds`: rounds in one program when no request can be admitted.
     - `snapshots`: of a model with linear attention, the state slots for snapshots; None of other models.
       `snapshot_interval`: prompt tokens between two of them, rounded up to whole blocks and pages.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
-    the dummy slot, all 0. It changes in place: copy what a program is to read. `waiting`, `prefilling` and `running`
-    (in order of arrival) are for looking at.
+    the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling` and
+    `running` (in order of arrival) are for looking at.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class Scheduler:
         return len(self.waiting) + len(self.running) + (self.prefilling is not None)
 
     def check(self, prompt_len: int, max_tokens: int | None, min_tokens: int = 0) -> int:
-        """How many tokens in all such a request may reach: `prompt_len + max_tokens`, or what fits if that is None.
+        """The most tokens in all that such a request may reach: `prompt_len + max_tokens`, or as many as fit if that is
+        None.
 
         **Raises:** `RequestError` with the arithmetic if it could never be served, however idle the engine.
         """
@@ -151,7 +153,7 @@ class Scheduler:
         return prompt_len + completion
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence. **Raises:** `ValueError` if its tokens or limit are not such as `check` lets pass."""
+        """Queue a new sequence. **Raises:** `ValueError` if `check` wouldn't allow its tokens or limit."""
         fits = self._pages_for(seq.limit + self.lookahead) < self.pool.num_pages
         if not (1 <= len(seq.tokens) < seq.limit <= self.context_length and fits):
             raise ValueError(
@@ -268,11 +270,11 @@ class Scheduler:
         return self.pool.alloc(n)
 
     def _goes_on(self, seq: Sequence) -> bool:
-        """Whether `seq` may still run once what is in flight was read. Each unread round yields a token at least."""
+        """Whether `seq` may still run once its rounds in flight are read. Each of them yields at least one token."""
         return len(seq.tokens) + seq.in_flight < seq.limit
 
     def _missing(self, seq: Sequence, rounds: int) -> int:
-        """Pages that `seq` lacks for that many rounds more. The last of all rounds starts below the limit."""
+        """Pages that `seq` lacks for that many more rounds. The last of all rounds starts below the limit."""
         end = len(seq.tokens) - 1 + (seq.in_flight + rounds - 1) * self.width + self.lookahead
         return max(self._pages_for(min(end, seq.limit + self.lookahead)) - len(seq.pages), 0)
 
@@ -282,7 +284,8 @@ class Scheduler:
         self.table[seq.slot, held : held + pages] = seq.pages[held:]
 
     def _grow(self) -> bool:
-        """Pages for the next round of all that run, oldest first. False: short of them, and results are unread."""
+        """Pages for the next round of all running sequences, oldest first. False: there are too few, and results are
+        unread."""
         for seq in self.running:  # may lose its last elements on the way, `seq` itself among them; then the loop ends
             if self._goes_on(seq) and (missing := self._missing(seq, 1)) and not self._extend(seq, missing):
                 return False
@@ -301,9 +304,10 @@ class Scheduler:
         return True
 
     def _lookahead(self, rows: list[Sequence]) -> int:
-        """How many rounds to run in one program: several only if none can be taken in, and there are pages for them.
+        """How many rounds to run in one program: several only if no request can be admitted, and there are pages for
+        them.
 
-        Where requests wait for a slot, one that ends is replaced after the program instead of after the round.
+        If requests wait for a slot, one that ends is replaced after the program instead of after the round.
         """
         rounds = self.rounds
         if rounds == 1 or self.prefilling or (self.waiting and self._free_slots) or any(seq.stepwise for seq in rows):
@@ -337,7 +341,7 @@ class Scheduler:
         return max(seq.prompt_len, len(seq.tokens) - 1)
 
     def _next_chunk(self, seq: Sequence, blocks: int) -> Chunk:
-        """The next tokens of a prompt, as many as fit in so many blocks, which end where a snapshot is wanted."""
+        """The next tokens of a prompt, as many as fit in so many blocks, which end where a snapshot is due."""
         due, start, source = self._due(seq), seq.computed, seq.source
         end = start + self.score_tokens if seq.score else due
         for _ in range(blocks):
@@ -386,8 +390,8 @@ class Scheduler:
         return seq
 
     def _points(self, seq: Sequence, start: Node) -> list[int]:
-        """Where snapshots of a prompt's state are wanted, beyond the node that it starts from: at every interval, at
-        the last page that is published, and where the prompt leaves what the tree has, as another may again.
+        """Positions at which snapshots of a prompt's state are due, beyond the node that it starts from: at every
+        interval, at the last page that is published, and where the prompt leaves the tree, as another may again.
 
         A long prompt takes no more than a quarter of all slots for its intervals.
         """
@@ -401,7 +405,7 @@ class Scheduler:
         return sorted(point for point in points if first < point <= last)
 
     def _keep(self, seq: Sequence, start: int) -> tuple[tuple[int, int], ...]:
-        """Give slots for the snapshots wanted from `start` to where `seq` is computed, if the tree knows the place."""
+        """Give slots for the snapshots due from `start` to where `seq` is computed, at positions that the tree has."""
         keeps = []
         for point in seq.points:
             if not start < point <= seq.computed:
@@ -420,7 +424,7 @@ class Scheduler:
             seq.node = self.tree.insert(seq.tokens, seq.pages, end, seq.node, leaving=leaving)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the head of the queue. All its results have been read, so nothing of it is lost but the KV."""
+        """Back to the head of the queue. All its results have been read, so only its KV is lost."""
         self._vacate(seq)
         seq.state = State.WAITING
         seq.preemptions += 1
@@ -428,7 +432,7 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def _vacate(self, seq: Sequence) -> None:
-        """Publish what is committed, then give back slot and pages."""
+        """Publish the committed pages, then give back slot and pages."""
         if seq.state is State.RUNNING:
             # The drafter may not have caught up with the newest committed position, so that one is kept out.
             self._publish(seq, len(seq.tokens) - 2, leaving=True)

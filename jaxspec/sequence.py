@@ -30,15 +30,15 @@ class Sequence:
     - `tokens`: the prompt and those generated tokens that the host has read; `prompt_len` of them are the prompt's.
     - `limit`: how many tokens in all it may reach, as `Scheduler.check` returned.
     - `owner`: the engine's record; the scheduler never looks at it.
-    - `score`: log-probabilities of the prompt are wanted, so all of it is computed: no cached prefix, chunks of at most
-      `score_tokens`, each alone in its prefill. Cleared by the engine once it has them.
+    - `score`: log-probabilities of the prompt are requested, so all of it is computed: no cached prefix, chunks of at
+      most `score_tokens`, each alone in its prefill. Cleared by the engine once it has them.
     - `stepwise`: no program runs several of its rounds.
 
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
-    read yet, of which the first token is one; `epoch`, which moves on whenever slot and pages are lost, so that older
-    results can be told apart; `source`, the snapshot that the first chunk starts from; `points`, positions where
-    snapshots are wanted.
+    read yet, of which the first token is one; `epoch`, which changes whenever slot and pages are lost, so that older
+    results are recognised; `source`, the snapshot that the first chunk starts from; `points`, positions where snapshots
+    are due.
     """
 
     tokens: list[int] = field(repr=False)
@@ -63,8 +63,8 @@ class Sequence:
 class Chunk(NamedTuple):
     """Prefill of `seq.tokens[start : start + count]`.
 
-    `source` is the snapshot's state slot that it starts from; None: it goes on from the chunk before, or from nothing.
-    `keeps` are the positions, in order, at which the state is kept, and the state slots for that.
+    `source` is the snapshot's state slot that it starts from; None: it continues from the chunk before, or from
+    nothing. `keeps` are the positions, in order, at which the state is kept, and the state slots for that.
     """
 
     seq: Sequence
@@ -74,7 +74,7 @@ class Chunk(NamedTuple):
     keeps: tuple[tuple[int, int], ...] = ()
 
     def blocks(self, size: int) -> list[tuple[int, int, int, int]]:
-        """As blocks of up to `size` tokens: start, count, the state slots to go on from and to keep a snapshot in."""
+        """As blocks of up to `size` tokens: start, count, the state slots to start from and to keep a snapshot in."""
         own, blocks, end = self.seq.slot, [], self.start + self.count
         source = self.source if self.source is not None else own if self.start else NO_STATE
         for stop, keep in (*self.keeps, (end, NO_STATE)):
