@@ -182,8 +182,8 @@ def unpack_blocks(
 
 
 def ladder(limit: int) -> tuple[int, ...]:
-    """Sizes that programs are compiled for: powers of two below `limit`, and `limit`. Few, for each takes long to
-    compile; kernels skip most of the padding."""
+    """Sizes that programs are compiled for: powers of two below `limit`, and `limit`. They are few, since each takes
+    long to compile; kernels skip most of the padding."""
     return (*(1 << i for i in range((limit - 1).bit_length())), limit)
 
 

@@ -96,7 +96,7 @@ class Proposal:
 
 @flax.struct.dataclass
 class Verified:
-    """What verification did: the q rows' input tokens at positions `length - 1 ...` and how many tokens it yielded.
+    """A verification's result: the q rows' input tokens at positions `length - 1 ...` and how many tokens it yielded.
 
     q is the verify width; after a tree `longest + 1`, the rows being those of the accepted path; and 1 where a prompt's
     last token was given its successor and nothing had been drafted.
@@ -164,13 +164,14 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:
-        """Take note of a verification. `batch` is the one `propose` saw; for a prompt's last token nobody was asked."""
+        """Take note of a verification. `batch` is the one `propose` saw; for a prompt's last token `propose` wasn't
+        called."""
         return state
 
     def commit_others(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:
-        """As `commit`, where the drafts that were verified may not be those that `propose` made: a grammar forced them.
+        """As `commit`, after a round whose drafts a grammar may have forced, so that they aren't those of `propose`.
 
-        To be overridden by a drafter whose `propose` leaves something of its own drafts that `commit` relies on.
+        Override it if `propose` leaves something of its own drafts in the state that `commit` relies on.
         """
         return self.commit(params, state, batch, verified)
 

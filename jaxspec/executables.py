@@ -25,7 +25,8 @@ log = logging.getLogger("jaxspec")
 
 
 class Executables:
-    """The programs in `folder`, for this version of everything. `made_by` names what is the same for all of them."""
+    """The programs in `folder`, for this version of everything. `made_by`: the part of the key that all of them
+    share."""
 
     def __init__(self, folder: Path, made_by: Any):
         device = jax.devices()[0]

@@ -106,8 +106,9 @@ class Proposed:
 def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: int) -> Proposed:
     """Run the target over a prompt, take its greedy next token, then draft `n` tokens after that, in a tree `n` in all.
 
-    `logits` are those that the drafter took each draft from (over its draft vocabulary), None if it has none. What runs
-    are the functions of the engine's programs, compiled once for prompts of similar lengths if the drafter is hashable.
+    `logits` are those that the drafter took each draft from (over its draft vocabulary), None if it has none. The
+    functions are those of the engine's programs, compiled once for prompts of similar lengths if the drafter is
+    hashable.
 
     **Raises:** as `logits`, and `ConfigError` if `drafter` isn't one that `jaxspec.load_drafter` returns, or can't
     draft `n` tokens.

@@ -36,7 +36,7 @@ class EngineDead(RuntimeError):
 
 
 class RequestFailed(RuntimeError):
-    """A request that had begun and can't be finished, while the engine serves on. A cause of its own is chained."""
+    """A request that began and can't be finished, while the engine continues. Its own cause, if any, is chained."""
 
 
 class RequestTimeout(RequestFailed):
@@ -68,7 +68,7 @@ class LLM:
         prompts: str | list[int] | list[str] | list[list[int]],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete a prompt or several: strings, or lists of token ids used as they are. One output each, in order.
+        """Complete one prompt or several: strings, or lists of token ids used as they are. One output each, in order.
 
         Calls from several threads take turns; to serve many callers at once, use `AsyncLLM`.
 
@@ -110,7 +110,7 @@ class LLM:
         return [_output(request, gathered[request.id]) for request in requests]
 
     def _step(self) -> list[Delta]:
-        """One step of the engine. One that fails leaves it as if no request had ever been."""
+        """One step of the engine. A step that fails leaves it without requests, as if there had been none."""
         try:
             return self.engine.step()
         except Exception:
@@ -119,10 +119,10 @@ class LLM:
 
 
 class _Interrupts:
-    """Holds back what a Ctrl-C does (SIGINT's handler) until `deliver`: in the midst of a step it could lose the state
-    that a program has just been given. A second one isn't held back.
+    """Delays the effect of a Ctrl-C (SIGINT's handler) until `deliver`: in the midst of a step it could lose the state
+    that a program has just been given. A second Ctrl-C isn't delayed.
 
-    Python interrupts the main thread alone, so in others there is nothing to hold back.
+    Python interrupts the main thread alone, so in others there is nothing to delay.
     """
 
     def __enter__(self) -> _Interrupts:
@@ -144,7 +144,7 @@ class _Interrupts:
         self._held = received
 
     def deliver(self) -> None:
-        """Do now what was held back, if anything was."""
+        """Deliver the delayed interrupt, if there is one."""
         received, self._held = self._held, None
         if received is not None:
             self._handler(*received)
@@ -193,8 +193,8 @@ def _output(request: Request, gathered: list[Gathered]) -> RequestOutput:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """Where somebody waits for the engine. `begun`: it has taken the request; what came before was of another, whom
-    the same id belonged to. `sent` is counted by the engine's thread, `taken` by the caller's."""
+    """A caller that waits for the engine. `begun`: the engine has taken the request; earlier deltas were another
+    request's with the same id. `sent` is counted by the engine's thread, `taken` by the caller's."""
 
     loop: asyncio.AbstractEventLoop
     arrived: asyncio.Queue
@@ -210,8 +210,8 @@ class AsyncLLM:
     - `request_timeout`: seconds that a request may take in all; None bounds nothing.
     - `watchdog_timeout`: seconds after which a step counts as stuck, compiling excluded: see `stuck`.
 
-    A step that fails takes its requests with it and no others: the engine drops them, makes its state anew and serves
-    on. It ends for good if that fails, or the next step does before any request has finished.
+    A step that fails ends its own requests and no others: the engine drops them, makes its state anew and continues. It
+    ends for good if that fails, or if the next step fails before any request has finished.
 
     **Attributes:** `config`, the options with what was left to the machine filled in; `model_config`; `tokenizer`, or
     None; `error`, what the engine loop ended with, or None.
@@ -332,17 +332,17 @@ class AsyncLLM:
 
     @property
     def step_seconds(self) -> float:
-        """How long the step that runs has run, compiling excluded; 0 while there is none."""
+        """Seconds that the current step has run, compiling excluded; 0 while there is none."""
         began, programs = self._step_began, self.engine.runner.programs
         return 0.0 if began is None or programs.compiling else time.monotonic() - max(began, programs.compiled_at)
 
     @property
     def stuck(self) -> bool:
-        """Whether the step that runs has run for longer than `watchdog_timeout`."""
+        """Whether the current step has run for longer than `watchdog_timeout`."""
         return self.step_seconds > self.watchdog_timeout
 
     def give_up(self, error: BaseException) -> None:
-        """Wait no longer for an engine that doesn't come back: unfinished requests end with `EngineDead`."""
+        """Stop waiting for an engine that doesn't return: unfinished requests end with `EngineDead`."""
         self.error = error
         self._fail(error)
 
@@ -363,7 +363,7 @@ class AsyncLLM:
         return ended
 
     def _reserve(self, n: int) -> None:
-        """Count `n` completions as taken in. **Raises:** `Overloaded`, unless they would be the only ones."""
+        """Count `n` completions as admitted. **Raises:** `Overloaded`, unless they would be the only ones."""
         with self._counting:
             if self._held and self._held + n > self._places:
                 self._refused += 1
@@ -413,7 +413,7 @@ class AsyncLLM:
             self._fail(error)
 
     def _recover(self, error: Exception) -> None:
-        """End the requests of a step that raised `error`, and make the engine anew. **Raises:** `error` if it can't."""
+        """End the requests of a step that raised `error`, and restart the engine. **Raises:** `error` if it can't."""
         self._failures += 1
         if self._shaken:
             raise error

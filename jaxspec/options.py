@@ -26,11 +26,11 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """What is said of an option beside its name, type and default.
+    """The description of an option beside its name, type and default.
 
-    `metavar` names its value in --help; None: it is on or off. `shown` says in words what the default comes to.
-    `choices` are all values allowed, under `aliases` by other names too; numbers are `least` or more, or strictly
-    `between` two. `common`: most people set it.
+    `metavar` names its value in --help; None: it is on or off. `shown` is the default in words. `choices` are all
+    allowed values, `aliases` other names for some; numbers are `least` or more, or strictly `between` two. `common`:
+    most people set it.
     """
 
     help: str
@@ -52,7 +52,7 @@ def option(default: Any, help: str, metavar: str | None = None, *, aliases: Mapp
 
 @cache
 def options_of(cls: type) -> dict[str, tuple[type, Any, Option]]:
-    """By name, the type that a given value has, the default, and what is said, of a dataclass's options in order."""
+    """A dataclass's options in order, by name: the type of a given value, the default, and the description."""
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     found = {}
     for field in fields:

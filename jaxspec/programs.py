@@ -123,7 +123,7 @@ class Programs:
         return self._call("masked_first", state, packed, bits, forced)
 
     def warm_up(self, state: State) -> None:
-        """Compile every program of the ladder, several at a time. What one raises ends it all."""
+        """Compile every program of the ladder, several at a time. An exception from one ends them all."""
         wanted = [one for one in self._ladder() if one not in self._compiled]
         # Two kinds of work: XLA's, in threads, and Python's, of which one thread does as much as many. That one lowers
         # everything before it keeps anything on disk, since a program that isn't lowered yet can't be compiled either.
@@ -155,8 +155,8 @@ class Programs:
                 raise
 
     def _ladder(self) -> list[tuple[str, int]]:
-        """All programs: those first that take XLA longest, so that little is left to do once all are lowered, and one
-        mode after the other, since what the next ones share with it, kernels and XLA's choices, is there by then."""
+        """All programs. Those that take XLA longest come first, so that little is left to do once all are lowered. One
+        mode comes after the other, since later modes share its kernels and XLA's choices."""
         shapes = self.shapes
         several = [("rounds", shapes.batches)] if shapes.rounds > 1 else []
         of_rounds = ("round", shapes.batches), *several, ("first", shapes.firsts)
@@ -172,7 +172,7 @@ class Programs:
 
     @property
     def workspace_bytes(self) -> int:
-        """What the most demanding of the compiled programs needs beside its operands and results."""
+        """The most memory that a compiled program needs beside its operands and results."""
         return max((p.memory_analysis().temp_size_in_bytes for p in self._compiled.values()), default=0)
 
     def padding(self, rows: int, columns: int = 1) -> np.ndarray:
@@ -199,7 +199,8 @@ class Programs:
         return program
 
     def _weights(self, kind: str) -> tuple:
-        """The target's and the drafter's. To hand over hundreds of arrays takes a while, so not to what reads none."""
+        """The target's and the drafter's weights. Passing hundreds of arrays takes a while, so programs that read none
+        get none."""
         target, draft = self._params
         return (None, draft) if kind.partition("_")[0] in ("draft", "conclude") else (target, draft)
 
@@ -212,7 +213,7 @@ class Programs:
         return *self._weights(kind), state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)
 
     def _handed(self, kind: str, size: int, state: State) -> tuple:
-        """What a program is given beside the packed array, by shape: what the programs before it leave, and masks."""
+        """A program's arguments beside the packed array, by shape: the results of programs before it, and masks."""
         kind, _, mode = kind.partition("_")
         shape_of = lambda kind, *handed: self._jits[kind].eval_shape(*self._arguments(kind, size, state), *handed)  # noqa: E731
         rows = 1 if kind == "masked" else 1 + self._drafts
@@ -257,9 +258,10 @@ def _drafting(mode: str) -> str:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Lowering makes millions of objects, most of which stay: to go through them again and again is an eighth of it.
+    """Lowering makes millions of objects, most of which stay. Collecting garbage again and again takes an eighth of its
+    time.
 
-    Once at its end, though: half a second that a request would otherwise wait for.
+    It is collected once at the end: half a second that a request would otherwise wait for.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -273,8 +275,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _not_in_jax_cache() -> Iterator[None]:
-    """jax's own cache is read, but not written to: serialising a program, for which all of Python stands still, would
-    be done twice, by jax in the midst of lowering."""
+    """jax's own cache is read but not written. Serialising a program stops all of Python, and jax would do it a second
+    time, in the midst of lowering."""
     option = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, option)
     jax.config.update(option, float("inf"))

@@ -225,7 +225,7 @@ def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode
 
 
 def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array:
-    """The logits, f32[b, q, v]; in mode greedy all that is asked of them, the tokens they are highest at, i32[b, q]."""
+    """The logits, f32[b, q, v]; in mode greedy only their argmax, i32[b, q]."""
     if mode == GREEDY:
         top = top_tokens(params, config.decoder.norm, params["norm"], hidden.unnormed)
         if top is not None:
@@ -236,8 +236,8 @@ def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array
 
 @flax.struct.dataclass
 class Masks:
-    """What a grammar allows: of each row, the tokens that may come, and the drafts that it forces after its output, in
-    a round after this one: how many, then the tokens."""
+    """A grammar's masks: for each row the allowed tokens, and the drafts that it forces after the row's output, in a
+    later round: how many, then the tokens."""
 
     allowed: Bool[Array, "b q v"]
     forced: Int[Array, "b q k"]
@@ -255,9 +255,9 @@ def conclude(
     features: tuple[Float[Array, "b q d"], ...],
     masks: Masks | None = None,
 ) -> tuple[State, Int[Array, "b w"]]:
-    """From q rows' scores, as of `_score`, to tokens: accept, stop, commit, advance, and pack what came out.
+    """From q rows' scores, as `_score` gives them, to tokens: accept, stop, commit, advance, and pack the result.
 
-    With `masks`, scores in mode greedy are the tokens that are highest of those allowed.
+    With `masks`, scores in mode greedy are the argmax among the allowed tokens.
     """
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     drafted, tree = proposal.count, _tree(drafter, proposal)
@@ -290,7 +290,7 @@ def conclude(
 
 
 def _accept(scores: Array, slots: Slots, proposal: Proposal, mode: str, masks: Masks | None) -> tuple[Array, Array]:
-    """Of a chain: the outputs, and how many of them count."""
+    """For a chain: the outputs, and how many of them count."""
     settings, count = slots.sampling, proposal.count
     if mode != GREEDY and proposal.probs is not None:
         p = _probabilities(scores, slots, proposal, None, masks)
@@ -306,7 +306,7 @@ def _accept(scores: Array, slots: Slots, proposal: Proposal, mode: str, masks: M
 def _accept_path(
     scores: Array, slots: Slots, proposal: Proposal, tree: Tree, mode: str, masks: Masks | None
 ) -> tuple[Array, Array, Array]:
-    """Of a tree: the outputs along the accepted path, its rows, and how many of them count."""
+    """For a tree: the outputs along the accepted path, its rows, and how many of them count."""
     chosen = _choose(scores, slots, proposal, tree, mode, masks)
     if proposal.forced is None:
         path, accepted = verify.walk(chosen, proposal.tokens, proposal.count, tree)
@@ -340,7 +340,7 @@ def _probabilities(
 
 
 def _stop(slots: Slots, outputs: Int[Array, "b q"], accepted: Int[Array, " b"]) -> tuple[Array, Array]:
-    """How many of the accepted tokens stand once stop ids and the length limit cut in, and whether that ends it."""
+    """How many of the accepted tokens stand after stop ids and the length limit, and whether the request ends."""
     row = jnp.arange(outputs.shape[1])
     stops = (outputs[..., None] == slots.sampling.stop_ids[:, None]).any(-1)
     stop = jnp.min(jnp.where(stops, row + 1, len(row) + 1), axis=1)  # tokens up to the first that is one

@@ -51,11 +51,12 @@ SMALL_MODEL = 2**30  # bytes of weights below which that is worth it
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What options left to the machine come to there, and what else differs.
+    """The defaults of options that are left to the machine, and other differences between machines.
 
     `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
-    `mixture_prefill_size`: `chunked_prefill_size` of a mixture of experts, all of which a program of many tokens reads.
-    `least_rows`: rows that a round of several requests has at least, padding included; on a GPU fewer cost as much.
+    `mixture_prefill_size`: `chunked_prefill_size` of a mixture of experts, since a program of many tokens reads all
+    experts. `least_rows`: the fewest rows of a round of several requests, padding included; on a GPU fewer cost as
+    much.
     """
 
     block: int
@@ -90,7 +91,7 @@ GPU = Defaults(
 def enable_compilation_cache() -> None:
     """Keep compiled programs on disk, so that a second start is quick, unless the user set jax's own option.
 
-    A folder that can't be written to costs a warning and the time to compile, no more.
+    If the folder can't be written, a warning says so and each start compiles.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
@@ -108,8 +109,8 @@ def enable_compilation_cache() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OpenRound:
-    """A round whose drafts and forward have been dispatched. `drafts` i32[b, w] are on their way to the host: of each
-    request how many, which, and of a tree what each hangs from."""
+    """A round whose drafts and forward have been dispatched. `drafts` i32[b, w] are on their way to the host: for each
+    request how many, which, and in a tree their parents."""
 
     packed: jax.Array
     mode: str
@@ -120,7 +121,7 @@ class OpenRound:
 class Runner:
     """Loads model and drafter, plans memory, makes the state, compiles the programs.
 
-    `config` is resolved: what the options left to the model and the machine is filled in.
+    `config` is resolved: options that were left to the model and the machine are filled in.
 
     **Raises:** `ConfigError`, `CheckpointError`.
     """
@@ -212,7 +213,8 @@ class Runner:
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
     def _store(self) -> Executables | None:
-        """Where compiled programs are kept: not for a CPU, where jax can't, nor of drafters whose source isn't here."""
+        """The store of compiled programs. There is none on a CPU, where jax can't keep them, nor for drafters whose
+        source isn't here."""
         drafter = self.draft.drafter
         if jax.default_backend() != "gpu" or not type(drafter).__module__.startswith("jaxspec.drafters"):
             return None
@@ -233,7 +235,7 @@ class Runner:
         )
 
     def reset(self) -> None:
-        """Replace the state by an empty one. What is left of the old is freed first: there is no room for two."""
+        """Replace the state by an empty one. The old one is freed first: there is no room for two."""
         for array in jax.tree.leaves(self.state):
             if not array.is_deleted():
                 array.delete()
@@ -346,7 +348,7 @@ def _widest(config: ModelConfig) -> int:
 
 
 def _bytes(tree: Any, beside: Any = None) -> int:
-    """Bytes of a tree's arrays. Those that `beside` has too aren't counted: a drafter may borrow the target's."""
+    """Bytes of a tree's arrays, without those that are in `beside` too: a drafter may borrow the target's."""
     counted = {id(x) for x in jax.tree.leaves(beside)}
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if id(x) not in counted)
 
@@ -356,7 +358,7 @@ def _defaults() -> Defaults:
 
 
 def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> EngineConfig:
-    """Fill in what was left to us, and refuse what doesn't fit together."""
+    """Fill in the options that were left open, and refuse combinations that don't fit together."""
     defaults = _defaults()
     context = options.context_length or model.config.max_position
     if context > model.config.max_position:
@@ -389,14 +391,14 @@ def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> Engin
 
 
 def small_model(model: Model) -> bool:
-    """Whether a round takes so short that a program should have several."""
+    """Whether a round is so short that a program should have several."""
     return _bytes(model.params) < SMALL_MODEL
 
 
 def _shapes(config: EngineConfig, drafter: Drafter, alone: bool = True) -> Shapes:
-    """`alone`: whether one request by itself has a round, for its attention to be divided among all multiprocessors.
+    """`alone`: whether there is a round for one request, whose attention is divided among all multiprocessors.
 
-    Without, it is padded to `least_rows` as others are: small models are quicker so.
+    Without it, one request is padded to `least_rows` as others are, which is faster for small models.
     """
     defaults, width = _defaults(), drafter.num_draft_tokens + 1
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps

@@ -88,8 +88,8 @@ def allow(
 ) -> Float[Array, "b q v"]:
     """Adjusted logits of the tokens that a grammar allows, -inf elsewhere.
 
-    Where `adjust` has banned all of those, as an end token before `min_tokens`, the grammar wins: the logits as the
-    model gave them. At least one token of each row must be allowed.
+    If `adjust` has banned all of those, such as an end token before `min_tokens`, the grammar wins: then the model's
+    own logits stand. At least one token of each row must be allowed.
     """
     masked = jnp.where(allowed, adjusted, -jnp.inf)
     banned = jnp.isneginf(masked.max(-1, keepdims=True))

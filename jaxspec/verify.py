@@ -17,7 +17,7 @@ from jaxspec import sampling
 def match(
     chosen: Int[Array, "b q"], drafts: Int[Array, "b d"], count: Int[Array, " b"]
 ) -> tuple[Int[Array, "b q"], Int[Array, " b"]]:
-    """Accept drafts while they equal what the target chose at each row; the first row that differs gives the bonus.
+    """Accept drafts while they equal the target's choice at each row; the first row that differs gives the bonus.
 
     With `chosen` the argmax this is greedy verification. With `chosen` drawn from each row's distribution it is exact
     sampling: a draft from a point mass is accepted with the probability the target gives it, and otherwise the bonus
@@ -64,10 +64,10 @@ def reject(
 
 @flax.struct.dataclass
 class Tree:
-    """Where the q rows of a tree stand: row 0 is the newest token, the root; row j is draft j - 1.
+    """The q rows of a tree: row 0 is the newest token, the root; row j is draft j - 1.
 
-    `follows[r, j, i]`: row i is row j, or one of its ancestors. `depth[r, j]` counts the ancestors. Both are right down
-    to depth `height`; rows further down, which nobody will get to, are said to be just below.
+    `follows[r, j, i]`: row i is row j, or one of its ancestors. `depth[r, j]` counts the ancestors. Both are exact down
+    to depth `height`. Rows further down, which no path reaches, count as just below.
     """
 
     parents: Int[Array, "b d"]
@@ -117,7 +117,7 @@ def walk(
 ) -> tuple[Int[Array, "b k"], Int[Array, " b"]]:
     """As `match`, from the root of a tree down: wherever a child carries the token that the target chose, go there.
 
-    Exact for the same reason: which children there are decides how far a round gets, never what is said. The path, rows
+    Exact for the same reason: the children decide how far a round gets, never which tokens it yields. The path, rows
     i32[b, k] of which as many count as tokens are yielded, 1 to k: what was chosen at each of them.
     """
     within = jnp.arange(drafts.shape[1]) < count[:, None]

@@ -38,7 +38,7 @@ class Model:
     - `dtype`: of activations, and so of embeddings, norms and all weights that aren't quantised.
     - `name`: what the user typed. `path`: the folder or file that it was read from.
     - `tokenizer`: None if the checkpoint has none; token ids can still be generated.
-    - `sampling`: how its generation_config.json would have tokens chosen, under `SamplingParams`' names.
+    - `sampling`: the sampling settings of its generation_config.json, under `SamplingParams`' names.
     """
 
     config: ModelConfig
@@ -104,7 +104,7 @@ def load_model(
 
 
 def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
-    """What of a generation_config.json says how to choose tokens; what can't be used is told and left out."""
+    """The sampling settings of a generation_config.json; those that can't be used are logged and left out."""
     usable = {}
     for field_name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         if (value := generation.get(field_name)) is not None:
@@ -116,7 +116,7 @@ def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
 
 
 def text_name(name: str) -> str | None:
-    """A tensor's name in the text model alone; None for what isn't part of that: a vision tower, an MTP module."""
+    """A tensor's name in the text model alone; None for other parts: a vision tower, an MTP module."""
     if name.startswith(("model.visual.", "visual.", MTP)):
         return None
     return name.replace("model.language_model.", "model.", 1)

@@ -96,9 +96,9 @@ class ModelFolder:
 
 @contextmanager
 def unreadable_tokenizer(where: str) -> Iterator[None]:
-    """Whatever a tokenizer with nonsense in it sets off, as a `TokenizerError` of one line.
+    """Any failure to read a nonsensical tokenizer, as a `TokenizerError` of one line.
 
-    A panic of the Rust library that reads it is none of Python's `Exception`s.
+    A panic of the Rust library that reads it isn't an `Exception` in Python.
     """
     try:
         yield

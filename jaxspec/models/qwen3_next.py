@@ -63,7 +63,7 @@ def delta_rule(hf: reading.Config) -> DeltaRule:
 
 
 def grouped_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
-    """What a linear layer makes of its input: `qkvz`, and `ba`, from which beta and the decay come.
+    """The projections of a linear layer's input: `qkvz`, and `ba`, from which beta and the decay come.
 
     The checkpoint has both in groups, one a key head: its q and k, then v and z of its value heads; b and a of those.
     """

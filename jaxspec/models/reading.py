@@ -47,7 +47,7 @@ def attention(hf: Config, rotated: float = 1.0, interleaved: bool = False, **mor
 
 
 def full_attention_only(hf: Config) -> None:
-    """Refuse whatever isn't attention to all tokens in every layer."""
+    """Refuse a config in which some layer doesn't attend to all tokens."""
     no_windows(hf)
     if other := set(hf.get("layer_types") or ()) - {"full_attention"}:
         raise ConfigError(
@@ -74,7 +74,7 @@ def mlps(hf: Config) -> list[Mlp | Mixture]:
 
 
 def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
-    """Each layer's experts, or its MLP if it has none. `renormalised`: what the family does where the config is silent.
+    """Each layer's experts, or its MLP if it has none. `renormalised`: the family's default for `norm_topk_prob`.
 
     Keys as in transformers' Qwen3-MoE and Qwen3-Next: layer i has experts if it isn't in `mlp_only_layers` and i + 1 is
     a multiple of `decoder_sparse_step`. Version 5 of transformers saves `num_experts` as `num_local_experts`.

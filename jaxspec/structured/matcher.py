@@ -41,11 +41,11 @@ class Matcher:
         self.epoch: int | None = None
 
     def close(self) -> None:
-        """The completion has ended: its grammar may have the library's matcher for another."""
+        """The completion has ended: give the library's matcher back to its grammar for another."""
         self._grammar.give_back(self._matcher)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """The text goes on with these, the outputs of the round that `rows` was last called for. How many of them the
+        """Consume these tokens, the outputs of the round that `rows` was last called for. Returns how many of them the
         grammar forced. **Raises:** `GrammarFailed`."""
         row, forced = 0, 0
         for token in tokens:
@@ -109,7 +109,7 @@ class Matcher:
                 matcher.rollback(1)
 
     def _forced(self, most: int) -> list[int]:
-        """The tokens that must come next, the end of the text among them; at most so many, and often none."""
+        """The tokens that must come next, the end of the text included; at most so many, and often none."""
         tokens = self._matcher.compute_ff_tokens()
         if tokens and len(tokens) < most and self._matcher.try_consume_tokens(tokens) == len(tokens):
             if self._matcher.is_stopped():
@@ -133,8 +133,8 @@ def round_masks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The masks of a round: u32[b, q, w], and the forced drafts i32[b, q, k].
 
-    The matchers go along their drafts in step: a row of each is computed at a time, all in parallel. A matcher that
-    fails allows everything: its next `advance` says that it did.
+    The matchers walk along their drafts in step: one row of each at a time, all in parallel. A matcher that fails
+    allows everything: its next `advance` says that it did.
 
     `drafts` i32[b, ...] are as `structured.programs.draft` tells them; b is at least the number of matchers, of which
     those that are None, and padding, may say anything. `width` is q, which is k too.

@@ -45,7 +45,7 @@ def draft(
 ) -> tuple[State, Proposal, Int[Array, "b w"]]:
     """Draft for the requests in `packed[i]` = slot, forced drafts (`ON_DEVICE`, or how many), those, page table.
 
-    Also what the host is to know: how many drafts, which, and of a tree what each hangs from.
+    Also returned, for the host: how many drafts, which, and in a tree their parents.
     """
     slots, batch = _requests(drafter, state, packed, mode)
     given, kept = packed[:, 1 : columns(drafter.num_draft_tokens)], state.forced[batch.slots]
@@ -61,8 +61,8 @@ def draft(
 def force(proposal: Proposal, count: Int[Array, " b"], tokens: Int[Array, "b d"], longest: int) -> Proposal:
     """The proposal with its first `count` drafts replaced by `tokens`, as many as a round can accept.
 
-    The drafter's own further drafts stay where its first ones were these anyway; others follow another text. What is
-    forced has no siblings, so a tree becomes a chain.
+    The drafter's own further drafts stay if its first ones were these anyway; otherwise they follow another text.
+    Forced drafts have no siblings, so a tree becomes a chain.
     """
     count, draft = jnp.minimum(count, longest), jnp.arange(tokens.shape[1])
     over = draft < count[:, None]
