@@ -30,7 +30,7 @@ KV = Float[Array, "l p 2 m s h"]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """How many pages of how many tokens, and in what dtype: what a drafter needs to lay out its own cache."""
+    """The number of pages, their tokens and dtype: all that a drafter needs to lay out its own cache."""
 
     num_pages: int
     page_size: int
@@ -48,17 +48,17 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
 
 @flax.struct.dataclass
 class Rows:
-    """Where the rows of one forward stand: the keys and values of request r's row i at place `start[r] + i` of its
-    pages, real if `i < count[r]`.
+    """The KV slots of one forward's rows: row i of request r has its keys and values in slot `start[r] + i` of its
+    pages, and is valid if `i < count[r]`.
 
-    `table[r]` lists the pages of request r. Rows outside `count`, before place 0 or past the table are padding.
+    `table[r]` lists the pages of request r. Rows outside `count`, before slot 0 or past the table are padding.
 
-    The rows of a chain are the text's next, so their places are their positions, and each sees all up to its own. Those
-    of a tree share positions: `mask` says which of the last w places, up to the last row's own, each of them sees
-    besides everything before those (t <= w: earlier rows of the same tree may stand there), and `depth` how far behind
-    the first of these w places its position is.
+    A chain's rows are the text's next tokens, so their slots are their positions, and each sees all up to its own. A
+    tree's rows share positions. `mask` says which of the last w slots, up to the last row's own, each row sees, besides
+    everything before those (t <= w: earlier rows of the same tree may stand there). `depth` is the distance of its
+    position from the first of these w slots.
 
-    `asked[r]`, if given: whether anybody reads what request r's rows mix.
+    `asked[r]`, if given: whether the attention of request r's rows is requested.
     """
 
     start: Int[Array, " b"]
@@ -105,7 +105,7 @@ class Rows:
         return self._look(kv, layer, q, window)
 
     def written(self, kv: KV, t: int) -> Int[Array, "b t"]:
-        """Where t rows' keys and values belong, as slots counted over all pages, and -1 for padding."""
+        """The KV slots of t rows' keys and values, counted over all pages; -1 for padding."""
         page, slot = self._slots(kv, t)
         return jnp.where(page > 0, page * kv.shape[4] + slot, -1)
 
@@ -150,9 +150,10 @@ class Rows:
             new = jnp.clip(jnp.nan_to_num(new), -largest, largest)
         return kv.at[layer, page, :, :, slot].set(new.astype(kv.dtype))
 
-    def straighten(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
-        """Keep the path of a tree as the chain that it has become: move what all layers have of row `path[r, i]` to
-        place `start[r] + i`, for every i below `count[r]`. A path begins at row 0 and goes on to later rows."""
+    def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
+        """Compact a tree's accepted path into a chain: move the keys and values of row `path[r, i]` to KV slot
+        `start[r] + i` in all layers, for every i below `count[r]`. A path begins at row 0 and continues to later
+        rows."""
         layers = jnp.arange(kv.shape[0])[:, None, None]
         places = self.start[:, None] + path[:, 1:]
         page = self._pages(places, jnp.arange(1, path.shape[1]) < count[:, None], kv.shape[4])
@@ -224,13 +225,13 @@ def device_memory() -> tuple[int, int] | None:
 
 
 def _pool_share() -> float | None:
-    """What the environment gives XLA of a GPU's memory; None if it doesn't say."""
+    """XLA's share of a GPU's memory by the environment; None if it doesn't say."""
     return next((float(share) for name in POOL_SHARES if (share := os.environ.get(name))), None)
 
 
 @dataclass(frozen=True)
 class StateSlots:
-    """What linear attention keeps by slot: slots of `bytes` for so many requests and snapshots, and for the dummy.
+    """The state slots of linear attention, `bytes` each, for so many requests and snapshots, and for the dummy.
 
     `copies`: bytes that a copy of each request's state for each row of a round would take, as other engines keep them.
     """
@@ -299,7 +300,7 @@ def _gib(size: int) -> str:
 
 
 def _trials(usable: int) -> int:
-    """Bytes in which XLA tries kernels out while it compiles: copies of operands, a head's weight among them."""
+    """Memory in which XLA tries kernels while it compiles: copies of operands, a head's weight among them."""
     return min(usable // 20, 2**32)
 
 
@@ -317,7 +318,7 @@ def plan_memory(
     states: StateSlots = StateSlots(),
     max_snapshots: int | None = 0,
 ) -> MemoryPlan:
-    """Give the page pool what `mem_fraction` of the device's memory leaves after weights, slots and states.
+    """Plan the page pool: `mem_fraction` of the device's memory, less weights, slots and states.
 
     Of `states`, the number of snapshots is settled here: `max_snapshots`, or if that is None, some for each request and
     no more than a share of what weights leave.

@@ -28,7 +28,8 @@ BLOCK = 32  # tokens of a whole text that linear attention takes at once
 
 @flax.struct.dataclass
 class States:
-    """What linear layers know of the tokens so far, by slot: states of the delta rule, inputs of the convolution."""
+    """The state of linear layers after the tokens so far, by slot: states of the delta rule, inputs of the
+    convolution."""
 
     delta: DeltaPool
     windows: Windows
@@ -36,7 +37,7 @@ class States:
 
 @flax.struct.dataclass
 class Cache:
-    """What the target knows of all tokens so far. `states` is None of a model without linear attention."""
+    """The target's cache of all tokens so far. `states` is None for a model without linear attention."""
 
     kv: KV
     states: States | None = None
@@ -50,7 +51,7 @@ def empty_cache(
 
 
 def empty_states(config: ModelConfig, slots: int, rows: int, dtype: str, state_dtype: str) -> States:
-    """States of no tokens, those of the delta rule in `state_dtype`; the convolution's are inputs, in `dtype`."""
+    """States before any token, those of the delta rule in `state_dtype`; the convolution's are inputs, in `dtype`."""
     mix, layers = config.linear, config.num_linear_layers
     delta = gated_delta.empty(
         layers,
@@ -76,7 +77,7 @@ def state_bytes(config: ModelConfig, rows: int, dtype: str, state_dtype: str = "
 
 
 class WholeTexts:
-    """A `Mixer` of texts that begin at row 0 and are all there; the cache passes through."""
+    """A `Mixer` of whole texts that begin at row 0; the cache passes through."""
 
     def only(self, asked):
         return self
@@ -96,7 +97,7 @@ class WholeTexts:
         return split_heads(out, mix), cache
 
     def recur(self, cache, layer, q, k, v, decay, beta, filled):
-        """In blocks, as what rows of one block do to one another grows with the square of its length."""
+        """In blocks, since the interactions within a block grow with the square of its length."""
         b, t = q.shape[:2]
         count = -(-t // BLOCK)
         pad = count * BLOCK - t
@@ -139,8 +140,9 @@ class _OverPages:
 class PromptBlocks(_OverPages):
     """A `PagedMixer` of prompt blocks over a `Cache`: block i stands at `rows`, in request slot `slots[i]`.
 
-    Its state goes on from that of slot `source[i]`, and is left in its own slot and, as a snapshot, in `keep[i]`; both
-    can be `NOTHING`. Blocks of one request are in order, and a source may be what an earlier block of any keeps.
+    Its state continues from slot `source[i]`, and is left in its own slot and, as a snapshot, in `keep[i]`; both can be
+    `NOTHING`. Blocks of one request are in order, and a source may be a snapshot that an earlier block of any request
+    keeps.
     """
 
     rows: Rows
@@ -164,7 +166,7 @@ class PromptBlocks(_OverPages):
 class RoundRows(_OverPages):
     """A `PagedMixer` of a round's rows over a `Cache`: request i, in slot `slots[i]`, stands at `rows`.
 
-    Of the rows of its last round, `replay[i]` stood.
+    `replay[i]` rows of its last round were accepted.
     """
 
     rows: Rows

@@ -269,7 +269,7 @@ def conclude(
         # What was accepted is a chain, and from here on nobody knows of the tree.
         along = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
         rows = Rows(slots.length - 1, jnp.where(batch.live, accepted, 0), batch.table)
-        kv = rows.straighten(state.cache.kv, path, rows.count)
+        kv = rows.compact(state.cache.kv, path, rows.count)
         state = state.replace(cache=state.cache.replace(kv=kv))
         tokens, features, scores, forced = jax.tree.map(along, (tokens, features, scores, forced))
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]

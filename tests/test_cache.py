@@ -164,7 +164,7 @@ def test_a_cache_stays_finite_whatever_overflows(dtype, cache):
     k = jnp.broadcast_to(jnp.array([jnp.inf, jnp.nan, 1.5], dtype)[None, :, None, None], (1, 3, 1, 8))
     kv = rows.write(kv, jnp.int32(0), k, -k)
     assert jnp.isfinite(kv).all() and kv[0, 1, :, 0, 2, 0].tolist() == [1.5, -1.5]
-    assert jnp.isfinite(rows.straighten(kv, jnp.array([[0, 2]]), jnp.array([2]))).all()
+    assert jnp.isfinite(rows.compact(kv, jnp.array([[0, 2]]), jnp.array([2]))).all()
 
 
 def test_an_fp8_cache_serves_drafts_losslessly():

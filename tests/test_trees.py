@@ -157,7 +157,7 @@ def test_an_accepted_path_becomes_a_chain(dtype):
     start, path, count = [2, 7], [[0, 3, 4, 7], [0, 1, 3, 0]], [4, 3]
     rows = Rows(jnp.array(start), jnp.array(count), jnp.asarray(table))
     kv = jnp.asarray(before).astype(dtype)
-    after = np.asarray(rows.straighten(kv, jnp.array(path), rows.count).astype(jnp.float32))
+    after = np.asarray(rows.compact(kv, jnp.array(path), rows.count).astype(jnp.float32))
     expected = before.copy()
     for b in range(2):
         place = lambda i: (table[b, (start[b] + i) // page], (start[b] + i) % page)  # noqa: B023, E731
