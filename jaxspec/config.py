@@ -35,6 +35,7 @@ LARGEST = {
 
 # By model_type, what reads a config.json into a decoder. Each family of `jaxspec.models` enters itself.
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Decoder]] = {}
+DEFAULTS: dict[str, Mapping[str, Any]] = {}  # what the families' config.jsons may be silent about
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class ModelConfig:
             raise ConfigError(
                 f"model_type {shown(model_type)} is not supported; supported: {', '.join(sorted(FAMILIES))}"
             )
+        hf = {**DEFAULTS.get(model_type, {}), **hf}
         decoder = FAMILIES[model_type](hf)
         eos = hf.get("eos_token_id")
         eos = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
@@ -157,17 +159,22 @@ def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     text = hf.get("text_config")
     if isinstance(text, Mapping):
         flat = end_tokens(hf.get("eos_token_id"), text.get("eos_token_id"))
-        tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         names = ("dtype", "torch_dtype")
-        own = {"tie_word_embeddings": tied, "dtype": next((c[n] for c in (text, hf) for n in names if c.get(n)), None)}
-        hf = {**text, **own, "eos_token_id": flat}
+        own = {"dtype": next((c[n] for c in (text, hf) for n in names if c.get(n)), None), "eos_token_id": flat}
+        own |= {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
+        hf = {**text, **own}
     if isinstance(kind := hf.get("model_type"), str):
         hf = {**hf, "model_type": kind.removesuffix("_text")}
     return hf
 
 
 def _longest(decoder: Decoder, positions: int) -> int:
-    """The most positions, of a config whose rope scaling a user may have added without raising `positions`."""
+    """The most positions, of a config whose rope scaling a user may have added without raising `positions`.
+
+    Where each kind of layer has a rope of its own, as in Gemma 3, `positions` count the scaling already.
+    """
+    if len({layer.mixing.rope for layer in decoder.layers if isinstance(layer.mixing, Attention)}) > 1:
+        return positions
     match decoder.attention.rope.scaling:
         case Yarn(factor, original):
             return max(positions, int(factor * original))

@@ -78,6 +78,7 @@ FIELDS = {
         "bias": (True, {EVERY, HEADS}),
         "out_bias": (True, {EVERY, HEADS}),
         "window": (128, ALL),
+        "scale": (0.1, {EVERY, FUSED, STREAM}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
     Yarn: {
@@ -95,7 +96,11 @@ FIELDS = {
         "value_dim": (64, {EVERY, FUSED}),
         "taps": (3, {EVERY, FUSED}),
     },
-    Mlp: {"width": (2048, {EVERY, FEW, FUSED, STREAM}), "bias": (True, {EVERY, FUSED})},
+    Mlp: {
+        "width": (2048, {EVERY, FEW, FUSED, STREAM}),
+        "bias": (True, {EVERY, FUSED}),
+        "activation": ("gelu_tanh", {EVERY, FUSED}),
+    },
     Mixture: {
         "experts": (16, {EVERY, FEW, FUSED}),
         "per_token": (4, {EVERY, FEW, FUSED}),
@@ -115,6 +120,7 @@ FIELDS = {
         "layers": ((), {EVERY, FEW, FUSED, STREAM}),
         "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM}),
         "tied": (True, {EVERY, FEW, FUSED, STREAM}),
+        "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM}),
     },
 }
 
@@ -140,13 +146,13 @@ def test_a_path_refuses_what_it_does_not_implement(kind, field):
 def test_a_field_that_is_added_is_refused_by_all_until_they_name_it():
     @dataclasses.dataclass(frozen=True)
     class Later(Mlp):
-        activation: str = "silu"
+        squared: bool = False
 
     for path in PATHS:
         table = {**path.implements, Later: path.implements[Mlp]}
-        known, other = Later(1024), Later(1024, activation="gelu_tanh")
+        known, other = Later(1024), Later(1024, squared=True)
         assert beyond(known, table) is None
-        assert beyond(other, table) == "Later.activation='gelu_tanh'"
+        assert beyond(other, table) == "Later.squared=True"
         assert beyond(other, path.implements) == "Later"
 
 
@@ -213,6 +219,18 @@ def test_each_faster_path_says_why_not():
     assert "256 rows" in refused[FEW_ROWS.name] and "zero-centred" in refused[FUSED_NORMS.name]
     _, refused = choose(*described("qwen3_moe"), Call(16, 1, "bfloat16", processors=132))
     assert refused[WEIGHT_STREAM.name] == "Mixture"
+
+
+def test_layers_with_ropes_of_their_own_share_no_table():
+    decoder, layers = described("qwen3")
+    local = dataclasses.replace(decoder.attention, rope=Rope(100.0), window=64)
+    one = dataclasses.replace(decoder.layers[0], mixing=local)
+    mixed = dataclasses.replace(decoder, layers=(one, *decoder.layers[1:]))
+    _, refused = choose(mixed, layers, Call(8, 1, "bfloat16", processors=132))
+    assert refused[FEW_ROWS.name] == "layers whose ropes differ"
+    windowed = dataclasses.replace(one, mixing=dataclasses.replace(local, rope=decoder.attention.rope))
+    windowed = dataclasses.replace(decoder, layers=(windowed, *decoder.layers[1:]))
+    assert choose(windowed, layers, Call(8, 1, "bfloat16", processors=132))[0] is FEW_ROWS
 
 
 def test_what_no_path_implements_is_an_error():

@@ -29,6 +29,7 @@ CHAT_TEMPLATE = (
 )
 
 ARCHITECTURES = {
+    "gemma3": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -50,6 +51,7 @@ LINEAR = dict(
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16)
 # what a family's config has beside the keys that all have
 EXTRA = {
+    "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
     "qwen3_5": LINEAR,
     "qwen3_5_moe": LINEAR | EXPERTS,
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),

@@ -26,6 +26,7 @@ from jaxspec.tokenizer import Tokenizer
 log = logging.getLogger("jaxspec")
 
 MTP = "mtp."  # what the names of a multi-token prediction module's tensors begin with, beside the model's own
+OTHER_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.")  # of multimodal models, beside the text model
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +118,8 @@ def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
 
 def text_name(name: str) -> str | None:
     """A tensor's name in the text model alone; None for other parts: a vision tower, an MTP module."""
-    if name.startswith(("model.visual.", "visual.", MTP)):
+    name = name.removeprefix("language_model.")  # of all, as Gemma 3 was first published
+    if name.removeprefix("model.").startswith(OTHER_PARTS) or name.startswith(MTP):
         return None
     return name.replace("model.language_model.", "model.", 1)
 

@@ -28,7 +28,7 @@ from jaxspec.weights import HALF, Unquantised
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
 IMPLEMENTS = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
     Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "window"}),
     Mlp: frozenset({"width"}),
@@ -56,6 +56,8 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | 
     if len({layer.norm for layer in decoder.layers}) > 1:
         return "layers whose norms differ"  # a kernel begins in one layer and ends in the next
     a, norm = decoder.attention, decoder.layers[0].norm
+    if len({layer.mixing.rope for layer in decoder.layers}) > 1:
+        return "layers whose ropes differ"  # there is one table for all
     if odd := [each.mixing.qk_norm for each in decoder.layers if each.mixing.qk_norm not in (None, norm)]:
         return f"norms of q and k that aren't the layer's, {odd[0]}"
     widths = decoder.width, a.heads * a.head_dim

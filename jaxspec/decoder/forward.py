@@ -100,6 +100,8 @@ def forward(
     comes after it of these rows alone.
     """
     x, layers = params["embed"][tokens], params["layers"]
+    if decoder.embed_scale != 1:
+        x = x * jnp.asarray(decoder.embed_scale, x.dtype)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
     outputs, cache = path.run(decoder, layers, x, positions, mixer, cache, wanted)
     last = normed(outputs[-1], params["norm"], decoder.norm)

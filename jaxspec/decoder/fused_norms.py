@@ -27,11 +27,11 @@ from jaxspec.pallas import few_rows
 from jaxspec.weights import Unquantised
 
 IMPLEMENTS = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "window"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "window", "scale"}),
     DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
-    Mlp: frozenset({"width", "bias"}),
+    Mlp: frozenset({"width", "bias", "activation"}),
     Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
     Norm: frozenset({"eps", "centred"}),
     Rope: frozenset({"theta", "scaling", "columns"}),

@@ -24,7 +24,7 @@ from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, row_of
 from jaxspec.decoder.matmul import gate, matmul, project, valid_count
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Weights
-from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Norm, Rope, beyond
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, beyond
 from jaxspec.pallas import write_heads
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.hopper import chosen
@@ -122,7 +122,10 @@ def attention(
         q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
     if a.qk_norm:
         q, k = normed(q, weights["q_norm"], a.qk_norm), normed(k, weights["k_norm"], a.qk_norm)
-    out, cache = mixer.attend(cache, i, rope(q, positions, a), rope(k, positions, a), v, a.window)
+    q, k = rope(q, positions, a), rope(k, positions, a)
+    if a.scale is not None:  # a mixer multiplies by h**-0.5
+        q = (q.astype(jnp.float32) * (a.scale * h**0.5)).astype(q.dtype)
+    out, cache = mixer.attend(cache, i, q, k, v, a.window)
     if a.gated:
         out = out * jax.nn.sigmoid(gates)
     return out.reshape(b, t, n * h), cache
@@ -210,17 +213,19 @@ def feed(
     rows = normed(x, weights["mlp_norm"], layer.norm)
     if isinstance(layer.feed, Mixture):
         return added(layer, weights, "mlp_post_norm", x, lambda x: mixture(layer.feed, weights, x, rows, positions))
-    return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(weights, x, rows, valid_count(positions)))
+    valid = valid_count(positions)
+    return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(layer.feed, weights, x, rows, valid))
 
 
 @jax.named_scope("mlp")
 def mlp(
-    weights: Weights, x: Float[Array, "b t d"] | None, rows: Float[Array, "b t d"], valid: Int[Array, "1"]
+    m: Mlp, weights: Weights, x: Float[Array, "b t d"] | None, rows: Float[Array, "b t d"], valid: Int[Array, "1"]
 ) -> Float[Array, "b t d"]:
-    """x + down(silu(gate) * up) of the normed rows, of which the first `valid` count."""
-    if "gate_up_bias" in weights:
-        gate_up = project(rows, weights["gate_up"], valid) + weights["gate_up_bias"]
-        hidden = gate(gate_up, weights["gate_up"].layout.interleave)
+    """x + down(activation(gate) * up) of the normed rows, of which the first `valid` count."""
+    if m.bias or m.activation != "silu":
+        gate_up = project(rows, weights["gate_up"], valid)
+        gate_up = gate_up + weights["gate_up_bias"] if m.bias else gate_up
+        hidden = gate(gate_up, weights["gate_up"].layout.interleave, m.activation)
     else:
         hidden = project(rows, weights["gate_up"], valid, gated=True)
     return add_product(x, hidden, weights, "down", valid)

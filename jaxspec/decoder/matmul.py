@@ -73,11 +73,14 @@ def _backward(gated, kept, gradient):
 project.defvjp(_forward, _backward)
 
 
-def gate(gate_up: Float[Array, "*b n"], run: int) -> Float[Array, "*b o"]:
-    """silu(gate) * up of columns that alternate in runs of both."""
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+
+
+def gate(gate_up: Float[Array, "*b n"], run: int, activation: str = "silu") -> Float[Array, "*b o"]:
+    """activation(gate) * up of columns that alternate in runs of both."""
     *batch, width = gate_up.shape
     runs = gate_up.reshape(*batch, -1, 2, run)
-    return (jax.nn.silu(runs[..., 0, :]) * runs[..., 1, :]).reshape(*batch, width // 2)
+    return (ACTIVATIONS[activation](runs[..., 0, :]) * runs[..., 1, :]).reshape(*batch, width // 2)
 
 
 def product(rows: Sequence[Float[Array, "b _ w"]], weight: Weight, keep_padding: bool = False) -> Float[Array, "b _ n"]:

@@ -16,11 +16,13 @@ from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, L
 from jaxspec.weights import Unquantised
 
 IMPLEMENTS = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
     Layer: frozenset({"mixing", "feed", "norm", "post_norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias", "window"}),
+    Attention: frozenset(
+        {"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias", "window", "scale"}
+    ),
     DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
-    Mlp: frozenset({"width", "bias"}),
+    Mlp: frozenset({"width", "bias", "activation"}),
     Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
     Norm: frozenset({"eps", "centred"}),
     Rope: frozenset({"theta", "scaling", "columns", "interleaved"}),

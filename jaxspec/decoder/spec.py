@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 Table = Mapping[type, frozenset[str]]  # by kind of description, the fields that a path implements
 
@@ -77,7 +77,8 @@ class Attention:
 
     `qk_norm`: of each query and key head. `gated`: each query head's columns are followed by its gate's, whose sigmoid
     multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how many
-    positions a token sees, its own and those before it; None: all.
+    positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
+    head_dim**-0.5.
     """
 
     heads: int
@@ -89,6 +90,7 @@ class Attention:
     bias: bool = False
     out_bias: bool = False
     window: int | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,11 @@ class DeltaRule:
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(silu(gate) * up), `width` wide. `bias`: of all three."""
+    """down(activation(gate) * up), `width` wide. `bias`: of all three. `activation`: "silu", or GELU by its tanh."""
 
     width: int
     bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ class Layer:
 class Decoder:
     """A stack of layers, `width` wide, between embedding and head. `tied`: the head is the embedding.
 
+    `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype.
+
     All layers of attention have the same heads, and all of linear attention the same, since each kind shares a cache.
     """
 
@@ -158,6 +163,7 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: Norm
     tied: bool = False
+    embed_scale: float = 1.0
 
     @property
     def attention(self) -> Attention | None:

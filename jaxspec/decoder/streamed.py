@@ -18,9 +18,9 @@ from jaxspec.pallas import weight_stream
 from jaxspec.weights import Unquantised
 
 IMPLEMENTS = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied"}),
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "window"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "window", "scale"}),
     Mlp: frozenset({"width"}),
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling", "columns"}),

@@ -22,7 +22,6 @@ POST_NORMS = {"attn_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "po
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
-    hf = {**DEFAULTS, **hf}
     reading.full_attention_only(hf)
     norm = reading.norm(hf)
     attention = reading.attention(hf, rotated=0.5, interleaved=True, bias=bool(hf["attention_bias"]))

@@ -1,22 +1,28 @@
-"""Mistral: Llama's decoder. Where layers see a window alone, it must hold the whole context."""
+"""Mistral: Llama's decoder, whose layers see a window of the text if `sliding_window` isn't null."""
 
 from __future__ import annotations
 
-from jaxspec.config import ConfigError, positive
-from jaxspec.decoder.spec import Decoder
-from jaxspec.models import llama, reading
+import dataclasses
+
+from jaxspec.config import positive
+from jaxspec.decoder.spec import Decoder, Layer
+from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
 
 __all__ = ["read", "tensors"]
 
+# What transformers' MistralConfig has where a config.json is silent.
+DEFAULTS = {"sliding_window": 4096}
+
 
 def read(hf: reading.Config) -> Decoder:
-    """**Raises:** `ConfigError` naming the key."""
-    if hf.get("sliding_window") is not None:
-        window, longest = positive(hf, "sliding_window"), positive(hf, "max_position_embeddings")
-        if window < longest:
-            raise ConfigError(
-                f"sliding_window {window} with max_position_embeddings {longest}: attention within a window is not "
-                f"supported; lower max_position_embeddings to {window} to serve contexts that the window holds"
-            )
-    return llama.read(hf)
+    """Layers that `layer_types` calls full see all. **Raises:** `ConfigError` naming the key."""
+    norm, bias = reading.norm(hf), bool(hf.get("attention_bias", False))
+    attention = reading.attention(hf, bias=bias, out_bias=bias)
+    window = None if hf["sliding_window"] is None else positive(hf, "sliding_window")
+    windows = reading.windows(hf, window, lambda i: True)
+    layers = [
+        Layer(dataclasses.replace(attention, window=window), mlp, norm)
+        for mlp, window in zip(reading.mlps(hf), windows, strict=True)
+    ]
+    return reading.decoder(hf, layers, norm)

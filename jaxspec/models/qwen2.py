@@ -1,16 +1,28 @@
-"""Qwen2 and Qwen2.5: Llama's decoder with biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama's decoder with biases on queries, keys and values. Some layers may see a window alone."""
 
 from __future__ import annotations
 
+import dataclasses
+
+from jaxspec.config import positive
 from jaxspec.decoder.spec import Decoder, Layer
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
 
 __all__ = ["read", "tensors"]
 
+# What transformers' Qwen2Config has where a config.json is silent.
+DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
+
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
-    reading.full_attention_only(hf)
     norm, attention = reading.norm(hf), reading.attention(hf, bias=True)
-    return reading.decoder(hf, [Layer(attention, mlp, norm) for mlp in reading.mlps(hf)], norm)
+    window = positive(hf, "sliding_window") if hf.get("use_sliding_window") else None
+    first = reading.layer_number(hf, "max_window_layers")
+    windows = reading.windows(hf, window, lambda i: i >= first)
+    layers = [
+        Layer(dataclasses.replace(attention, window=window), mlp, norm)
+        for mlp, window in zip(reading.mlps(hf), windows, strict=True)
+    ]
+    return reading.decoder(hf, layers, norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.config import ConfigError, positive, positive_float, shown
@@ -40,8 +40,6 @@ def attention(hf: Config, rotated: float = 1.0, interleaved: bool = False, **mor
     head_dim = positive(hf, "head_dim", positive(hf, "hidden_size") // heads)
     if head_dim % 2:
         raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
-    if (act := hf.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"hidden_act {shown(act)} is not supported; supported: silu")
     rotary = dataclasses.replace(rope(hf, head_dim, rotated), interleaved=interleaved)
     return Attention(heads, kv_heads, head_dim, rotary, **more)
 
@@ -62,14 +60,52 @@ def no_windows(hf: Config) -> None:
         raise ConfigError(f"config.json: layer_types must be a list of names, got {shown(kinds)}")
     if hf.get("use_sliding_window") or "sliding_attention" in kinds:
         raise ConfigError(
-            "use_sliding_window or layer_types: sliding-window attention is not supported; "
-            "every layer attends to the whole context"
+            "use_sliding_window or layer_types: sliding-window attention is not supported for model_type "
+            f"{hf['model_type']!r}; every layer attends to the whole context"
         )
+
+
+def windows(hf: Config, window: int | None, sliding: Callable[[int], bool]) -> list[int | None]:
+    """How many positions each layer sees; None: all.
+
+    `window`: of layers that slide, None if there is none. `sliding`: whether a layer does, where `layer_types` is
+    silent.
+    """
+    count, kinds = positive(hf, "num_hidden_layers"), hf.get("layer_types")
+    known = ("full_attention", "sliding_attention")
+    if kinds is None:
+        kinds = [known[window is not None and sliding(i)] for i in range(count)]
+    if not isinstance(kinds, list | tuple) or len(kinds) != count or any(kind not in known for kind in kinds):
+        raise ConfigError(
+            f"config.json: layer_types must name {count} layers, each {' or '.join(known)}; got {shown(kinds)}"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError(
+            "config.json: layer_types names sliding_attention, and sliding_window or use_sliding_window says that no "
+            "layer slides; change either"
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def layer_number(hf: Config, key: str) -> int:
+    """A count of layers, which may be none."""
+    value = hf.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"config.json: {key} must be an integer of at least 0, got {shown(value)}")
+    return value
+
+
+def activation(hf: Config, key: str = "hidden_act") -> str:
+    known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+    name = hf.get(key, "silu")
+    if not isinstance(name, str) or name not in known:
+        raise ConfigError(f"{key} {shown(name)} is not supported; supported: {', '.join(known)}")
+    return known[name]
 
 
 def mlps(hf: Config) -> list[Mlp | Mixture]:
     """A dense MLP in every layer."""
-    mlp = Mlp(positive(hf, "intermediate_size"), bool(hf.get("mlp_bias", False)))
+    mlp = Mlp(positive(hf, "intermediate_size"), bool(hf.get("mlp_bias", False)), activation(hf))
     return [mlp] * positive(hf, "num_hidden_layers")
 
 
@@ -79,6 +115,8 @@ def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
     Keys as in transformers' Qwen3-MoE and Qwen3-Next: layer i has experts if it isn't in `mlp_only_layers` and i + 1 is
     a multiple of `decoder_sparse_step`. Version 5 of transformers saves `num_experts` as `num_local_experts`.
     """
+    if activation(hf) != "silu":
+        raise ConfigError(f"hidden_act {shown(hf['hidden_act'])} is not supported for experts; supported: silu")
     key = "num_experts" if "num_experts" in hf else "num_local_experts"
     experts, chosen = positive(hf, key), positive(hf, "num_experts_per_tok")
     if chosen > experts:

@@ -20,7 +20,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 150)
@@ -69,20 +77,36 @@ VARIANTS = {
     "glm4-tied": Glm4Config(
         **SIZES, head_dim=24, tie_word_embeddings=True, attention_bias=False, rms_norm_eps=EPS, **IDS
     ),
+    "mistral-window": MistralConfig(**SIZES, head_dim=16, tie_word_embeddings=False, sliding_window=20),
+    "qwen2-window": Qwen2Config(
+        **SIZES, tie_word_embeddings=False, use_sliding_window=True, sliding_window=33, max_window_layers=1
+    ),
+    "gemma3-tied": Gemma3TextConfig(
+        **SIZES, head_dim=16, query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=3,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=500.0, factor=4.0),
+            sliding_attention=dict(rope_type="default", rope_theta=50.0),
+        ),
+    ),
+    "gemma3-untied": Gemma3TextConfig(
+        **SIZES, head_dim=32, query_pre_attn_scalar=32, sliding_window=7, attention_bias=True, rms_norm_eps=EPS,
+        tie_word_embeddings=False, layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
 }  # fmt: skip
 
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:
     """Draw every parameter: transformers starts biases at 0 and norms at 1, where leaving them out goes unnoticed."""
+    centre = 0 if model.config.model_type.startswith("gemma") else 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
             elif parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * noise)
+                parameter.copy_(centre + 0.3 * noise)
             elif "embed_tokens" in name:
-                parameter.copy_(noise * (0.3 if tied else 1.0))
+                parameter.copy_(noise * ((0.3 if centre else 0.05) if tied else 1.0))
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
 

@@ -20,7 +20,7 @@ def test_packed_texts_dont_see_each_other(block, monkeypatch):
     first = jnp.array([[0] * 4 + [4] * 7])
 
     def packed(q):
-        return attention.packed_attention(first).attend(None, None, q, k, v)[0]
+        return attention.packed_attention(first).attend(None, None, q, k, v, None)[0]
 
     def alone(q):
         parts = [functions.causal_attention(None, None, q[:, s], k[:, s], v[:, s])[0] for s in (slice(4), slice(4, 11))]
