@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec.config import ModelConfig
@@ -208,6 +208,21 @@ def test_golden_rope_scaling_is_in_play(variant, scaling):
     plain = dataclasses.replace(model.config, decoder=dataclasses.replace(model.config.decoder, layers=layers))
     logits = unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last)
     assert abs(logits[0] - expected["logits_150"]).max() > 0.3
+
+
+@pytest.mark.parametrize("before,after", [("language_model.", "model."), ("", "model.language_model.")])
+def test_gemma3_is_read_from_a_multimodal_checkpoint(before, after, tmp_path):
+    """As first published, and as transformers saves it today; vision's tensors are left out."""
+    folder = GOLDEN / "checkpoints" / "gemma3-tied"
+    text = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    prefix = (lambda name: before + name) if before else (lambda name: name.replace("model.", after, 1))
+    tensors = {prefix(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    for other in ("vision_tower.head.weight", "multi_modal_projector.mm_soft_emb_norm.weight"):
+        tensors[other if before else f"model.{other}"] = np.zeros(3, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, expected = jaxspec.load_model(str(tmp_path), progress=False), golden("gemma3-tied")[1]
+    np.testing.assert_allclose(jaxspec.logits(model, expected["ids_33"][None])[0], expected["logits_33"], **CLOSE)
 
 
 @pytest.mark.parametrize("bias", [False, True])

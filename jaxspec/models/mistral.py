@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxspec.config import positive
-from jaxspec.decoder.spec import Decoder, Layer
+from jaxspec.decoder.spec import Decoder
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
 
@@ -21,8 +19,4 @@ def read(hf: reading.Config) -> Decoder:
     attention = reading.attention(hf, bias=bias, out_bias=bias)
     window = None if hf["sliding_window"] is None else positive(hf, "sliding_window")
     windows = reading.windows(hf, window, lambda i: True)
-    layers = [
-        Layer(dataclasses.replace(attention, window=window), mlp, norm)
-        for mlp, window in zip(reading.mlps(hf), windows, strict=True)
-    ]
-    return reading.decoder(hf, layers, norm)
+    return reading.decoder(hf, reading.layers(attention, reading.mlps(hf), norm, windows), norm)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxspec.config import positive
-from jaxspec.decoder.spec import Decoder, Layer
+from jaxspec.decoder.spec import Decoder
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
 
@@ -21,8 +19,4 @@ def read(hf: reading.Config) -> Decoder:
     window = positive(hf, "sliding_window") if hf.get("use_sliding_window") else None
     first = reading.layer_number(hf, "max_window_layers")
     windows = reading.windows(hf, window, lambda i: i >= first)
-    layers = [
-        Layer(dataclasses.replace(attention, window=window), mlp, norm)
-        for mlp, window in zip(reading.mlps(hf), windows, strict=True)
-    ]
-    return reading.decoder(hf, layers, norm)
+    return reading.decoder(hf, reading.layers(attention, reading.mlps(hf), norm, windows), norm)

@@ -87,6 +87,14 @@ def windows(hf: Config, window: int | None, sliding: Callable[[int], bool]) -> l
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+def layers(attention: Attention, feeds: list[Mlp | Mixture], norm: Norm, windows: list[int | None]) -> list[Layer]:
+    """Layers that differ in their windows and MLPs alone."""
+    return [
+        Layer(dataclasses.replace(attention, window=window), feed, norm)
+        for feed, window in zip(feeds, windows, strict=True)
+    ]
+
+
 def layer_number(hf: Config, key: str) -> int:
     """A count of layers, which may be none."""
     value = hf.get(key)
