@@ -253,6 +253,22 @@ class EngineConfig:
         aliases={"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
         common=True,
     )
+    quantization: str | None = option(
+        None,
+        "fp8 makes a checkpoint's weights FP8 while it loads; one that is quantised is served as it is without this",
+        "FORMAT",
+        group=MODEL,
+        shown="none",
+        choices=("fp8",),
+        aliases={"none": None},
+    )
+    fp8_activations: str = option(
+        "off",
+        "off multiplies FP8 weights by activations of --dtype; on quantises these, too, which is less exact",
+        "SWITCH",
+        group=MODEL,
+        choices=("on", "off"),
+    )
     load_format: str = option(
         "auto",
         "auto, or dummy for random weights made from the config alone",

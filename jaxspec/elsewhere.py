@@ -56,8 +56,8 @@ NEEDLESS = {
     "enable_auto_tool_choice": "it is always on where tools are supported",
 }  # fmt: skip
 UNSUPPORTED = {
-    **dict.fromkeys(("quantization", "torchao_config", "quantization_param_path"),
-                    "quantized weights are not supported; name an unquantized checkpoint or a GGUF file"),
+    **dict.fromkeys(("torchao_config", "quantization_param_path"),
+                    "weights are quantised by --quantization fp8, or as their checkpoint has them"),
     **dict.fromkeys(("enable_lora", "lora_modules", "lora_paths", "max_loras", "max_lora_rank", "max_loras_per_batch"),
                     "LoRA adapters are not supported; merge the adapter into its model"),
     **dict.fromkeys(("cpu_offload_gb", "swap_space", "kv_offloading_size", "enable_hierarchical_cache"),

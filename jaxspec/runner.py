@@ -141,6 +141,8 @@ class Runner:
             load_format=options.load_format,
             revision=options.revision,
             seed=options.seed or 0,
+            quantization=options.quantization,
+            fp8_activations=options.fp8_activations == "on",
         )
         self.draft = draft or load_drafter(options.draft, self.model, options)
         self.config = _resolve(options, self.model, self.draft)

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxspec import fp8
+
 HALF = 32  # columns of gate, then as many of up, in the weight of a gated MLP: so a tile of columns holds both
 
 
@@ -27,7 +29,18 @@ class Unquantised:
     """The values are the weight itself, in a floating-point dtype."""
 
 
-Format = Unquantised
+@dataclass(frozen=True)
+class Fp8:
+    """e4m3 values and their scales, as `jaxspec.fp8` defines them: one for each `block` inputs, or for all of them.
+
+    `activations`: rows are quantised as well before they are multiplied. Otherwise the weight is dequantised.
+    """
+
+    block: int | None
+    activations: bool = False
+
+
+Format = Unquantised | Fp8
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,16 @@ class Layout:
     splits: tuple[int, ...] = ()
     interleave: int = 0
     grouped: tuple[int, ...] = ()
+
+    @property
+    def unit(self) -> int:
+        """The most outputs that can share a scale, whatever blocks of 128 they come from."""
+        return math.gcd(fp8.BLOCK, *self.splits, self.interleave, *self.grouped)
+
+    def per(self, size: int) -> Layout:
+        """The layout of what there is one of for each `size` outputs, a divisor of `unit`."""
+        each = lambda widths: tuple(width // size for width in widths)  # noqa: E731
+        return Layout(each(self.splits), self.interleave // size, each(self.grouped))
 
     def pack(self, parts: Sequence[Array]) -> Array:
         """The projections' outputs, each the last axis of an array of `parts`, as they stand in the weight."""
@@ -71,22 +94,29 @@ class Layout:
 
 @flax.struct.dataclass
 class Weight:
-    """The weight of a matmul, `values` [inputs, outputs], or of many experts' [experts, outputs, inputs].
+    """The weight of a matmul, or of many experts' matmuls.
 
-    `format` says how to read the values, `layout` whose outputs they are. Both are static under jit.
+    `format` says how to read the values, `layout` whose outputs they are. Both are static under jit. Values are
+    [inputs, outputs]. Experts' are [experts, outputs, inputs], and FP8 ones [outputs, inputs], as checkpoints have
+    them. `scales`: of FP8 values.
     """
 
-    values: Float[Array, "*e k n"]
+    values: Float[Array, "*e a b"]
     format: Format = flax.struct.field(pytree_node=False, default=Unquantised())
     layout: Layout = flax.struct.field(pytree_node=False, default=Layout())
+    scales: Float[Array, "*e c d"] | None = None
+
+    @property
+    def _outputs_first(self) -> bool:
+        return self.values.ndim == 3 or isinstance(self.format, Fp8)
 
     @property
     def inputs(self) -> int:
-        return self.values.shape[-1 if self.values.ndim == 3 else -2]
+        return self.values.shape[-1 if self._outputs_first else -2]
 
     @property
     def outputs(self) -> int:
-        return self.values.shape[-2 if self.values.ndim == 3 else -1]
+        return self.values.shape[-2 if self._outputs_first else -1]
 
     @property
     def dtype(self) -> Any:
@@ -102,15 +132,30 @@ class Weight:
 
     def dequantised(self, dtype: Any) -> Float[Array, "*e k n"]:
         """The whole weight in `dtype`, in the shape that unquantised values have."""
+        if isinstance(self.format, Fp8):
+            whole = fp8.dequantise(self.values, self.scales, self.format.block).astype(dtype)
+            return whole if whole.ndim == 3 else whole.T
         return self.unquantised.astype(dtype)
 
-    def matrix(self, i: Any, dtype: Any) -> Float[Array, "n k"]:
-        """The i-th expert's weight of a stack, in `dtype`."""
-        return self.unquantised[i].astype(dtype)
+    def parts(self, dtype: Any) -> list[Array]:
+        """Each projection's columns in `dtype`, in the order of `layout.splits`."""
+        return self.layout.unpack(self.dequantised(dtype))
 
-    def parts(self) -> list[Array]:
-        """Each projection's columns, in the order of `layout.splits`."""
-        return self.layout.unpack(self.unquantised)
+
+def matmul(x: Float[Array, "*b k"], weight: Weight, dtype: Any = None) -> Float[Array, "*b n"]:
+    """`x @ weight` in plain jnp, in `dtype`, by default that of x. It defines what a format computes."""
+    if isinstance(weight.format, Fp8) and weight.format.activations:
+        out = fp8.product(x, weight.values, weight.scales, weight.format.block)
+        return out.astype(dtype or x.dtype)
+    return jnp.matmul(x, weight.dequantised(x.dtype), preferred_element_type=dtype)
+
+
+def expert_matmul(x: Float[Array, "r k"], stack: Weight, i: Any) -> Float[Array, "r n"]:
+    """The same with the i-th expert's weight of a stack, in float32."""
+    one = jax.tree.map(lambda array: array[i], stack)
+    if isinstance(stack.format, Fp8):
+        return matmul(x, one, jnp.float32)
+    return jnp.einsum("rk,nk->rn", x, one.unquantised.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 def formats(tree: Any) -> tuple[Format, ...]:
@@ -129,6 +174,9 @@ class Param:
 
     A stack of experts' weights, `[experts, out, in]`, has one matrix or several an expert for sources, with the rows of
     `layout.splits`, one under the other; or else the tensor `whole`, which holds them all already.
+
+    `exact`: never quantised on load. `format`: that of the weight. If it is FP8, `scales` names the tensor of each
+    source's scales with its shape, or is empty: then sources are quantised as they are loaded.
     """
 
     shape: tuple[int, ...]
@@ -139,6 +187,9 @@ class Param:
     dtype: str | None = None
     init: str = "normal"  # "normal" (fan-in scaled) | "ones" | "zeros", for dummy weights
     whole: str = ""
+    exact: bool = False
+    format: Format = Unquantised()
+    scales: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def stacked(self) -> bool:
@@ -149,12 +200,16 @@ class Param:
         """Whether it is a `Weight`, not an array."""
         return self.stacked or (self.transpose and not self.depthwise)
 
-    def made(self, values: Any) -> Any:
-        """What stands in the params for these values, of `shape`: an array, or a `Weight` of it."""
-        return Weight(values, layout=self.layout) if self.of_matmul else values
+    def made(self, values: Any, scales: Any = None) -> Any:
+        """What stands in the params for these values: an array, or a `Weight` of it."""
+        return Weight(values, self.format, self.layout, scales) if self.of_matmul else values
 
     def stored(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each checkpoint tensor that it is made of."""
+        return self.stored_values() | dict(self.scales)
+
+    def stored_values(self) -> dict[str, tuple[int, ...]]:
+        """The same of its sources alone, without scales."""
         if self.sources == (self.whole,):
             return {self.whole: self.shape}
         splits = self.layout.splits
@@ -174,10 +229,10 @@ def is_param(leaf: Any) -> bool:
     return isinstance(leaf, Param)
 
 
-def linear(inputs: int, sources: dict[str, int], interleave: int = 0) -> Param:
+def linear(inputs: int, sources: dict[str, int], interleave: int = 0, exact: bool = False) -> Param:
     """A matmul weight `[inputs, sum of widths]` fused from the named `[width, inputs]` checkpoint tensors."""
     layout = Layout(tuple(sources.values()), interleave)
-    return Param((inputs, sum(sources.values())), tuple(sources), layout, transpose=True)
+    return Param((inputs, sum(sources.values())), tuple(sources), layout, transpose=True, exact=exact)
 
 
 def bias(sources: dict[str, int], interleave: int = 0) -> Param:

@@ -236,12 +236,12 @@ def break_empty(folder):
         (lambda f: (f / "config.json").write_text("{"), "can't read .*config.json"),
         (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, found list"),
         (
-            lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "fp8"}),
-            "method fp8.*not supported",
+            lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "fp8", "fmt": "e5m2"}),
+            "quantised by fp8 with fmt 'e5m2', not e4m3",
         ),
         (
             lambda f: edit_json(f / "config.json", text_config={"quantization_config": {"quant_method": "awq"}}),
-            "method awq.*not supported",
+            "quantised by awq .*not supported; use the model's FP8 or unquantised checkpoint",
         ),
     ],
 )

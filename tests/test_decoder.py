@@ -31,7 +31,7 @@ from jaxspec.decoder.spec import (
 )
 from jaxspec.decoder.streamed import WEIGHT_STREAM
 from jaxspec.models import MODELS
-from jaxspec.weights import Unquantised, is_param
+from jaxspec.weights import Fp8, Unquantised, is_param
 from tests.tiny import tiny_config
 
 NORM = Norm(1e-6)
@@ -46,6 +46,8 @@ PLAINEST = {
     DeltaRule: DeltaRule(2, 4, 128, 128, 4),
     Mlp: Mlp(1024),
     Mixture: Mixture(8, 2, 128),
+    Unquantised: Unquantised(),
+    Fp8: Fp8(128),
     Layer: Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),
     Decoder: Decoder(512, 512, (Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),), NORM),
 }
@@ -101,6 +103,8 @@ FIELDS = {
         "bias": (True, {EVERY, FUSED}),
         "activation": ("gelu_tanh", {EVERY, FUSED}),
     },
+    Unquantised: {},
+    Fp8: {"block": (None, {EVERY}), "activations": (True, {EVERY})},
     Mixture: {
         "experts": (16, {EVERY, FEW, FUSED}),
         "per_token": (4, {EVERY, FEW, FUSED}),

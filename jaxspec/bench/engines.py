@@ -75,7 +75,13 @@ def _engine(
         options["num_draft_tokens"] = options["num_draft_tokens"] or len(rates)
     config = EngineConfig(**options)
     model = load_model(
-        config.model, config.dtype, load_format=config.load_format, revision=config.revision, seed=config.seed or 0
+        config.model,
+        config.dtype,
+        load_format=config.load_format,
+        revision=config.revision,
+        seed=config.seed or 0,
+        quantization=config.quantization,
+        fp8_activations=config.fp8_activations == "on",
     )
     model = alter(model)
     draft = load_drafter(config.draft, model, config)

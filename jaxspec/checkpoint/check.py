@@ -22,10 +22,14 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of one tensor. `shape` is Hugging Face's, `[out, in]`; `nbytes` as stored."""
+    """What a file's header says of one tensor.
+
+    `shape` is Hugging Face's, `[out, in]`; `nbytes` as stored; `dtype` as safetensors name it, if the file does.
+    """
 
     shape: tuple[int, ...]
     nbytes: int
+    dtype: str = ""
 
 
 def expected_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:

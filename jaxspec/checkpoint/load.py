@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +18,13 @@ from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.params import assemble, dummy
+from jaxspec.checkpoint.quantization import FORMATS, as_stored, quantised_on_load, unused
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import DTYPES, ModelConfig
 from jaxspec.models import MODELS
 from jaxspec.request import RequestError, SamplingParams
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.weights import Fp8
 
 log = logging.getLogger("jaxspec")
 
@@ -70,6 +73,8 @@ def load_model(
     revision: str | None = None,
     seed: int = 0,
     progress: bool = True,
+    quantization: str | None = None,
+    fp8_activations: bool = False,
 ) -> Model:
     """Find a model (see `resolve`), and read it shard by shard onto the device.
 
@@ -78,6 +83,9 @@ def load_model(
     - `dtype`: of the params, `float32`, `bfloat16` or `float16`. None is float32 on a CPU, else the checkpoint's own.
     - `load_format`: `auto`, or `dummy` for random weights made from the config and `seed` alone.
     - `progress`: show a progress bar on stderr.
+    - `quantization`: `fp8` makes weights of matmuls FP8, one by one as they are read; head, router and embedding stay
+      in `dtype`. A checkpoint that is quantised already stays as it is.
+    - `fp8_activations`: multiply FP8 weights by rows that are quantised as well, and not by `dtype`'s.
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
@@ -86,19 +94,27 @@ def load_model(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    declared = MODELS[config.model_type].tensors(config.decoder)
+    if quantization not in (None, *FORMATS):
+        raise CheckpointError(f"quantization must be None or one of {', '.join(FORMATS)}, got {quantization!r}")
+    declared, how = MODELS[config.model_type].tensors(config.decoder), source.files.quantization
+    online = quantization is not None and how is None
+    if online or (how is not None and load_format == "dummy"):
+        declared = jax.tree.map(lambda param: quantised_on_load(param, fp8_activations, how), declared)
     try:
         if load_format == "dummy":
             params = jax.block_until_ready(dummy(declared, dtype, seed))
         else:
-            params = read_params(declared, source.files, source.name, dtype, rename=text_name, progress=progress)
+            read = partial(read_params, rename=text_name, progress=progress, fp8_activations=fp8_activations)
+            params = read(declared, source.files, source.name, dtype)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        size = sum(math.prod(param.shape) for param in jax.tree.leaves(declared)) * jax.numpy.dtype(dtype).itemsize
+        item = jax.numpy.dtype(dtype).itemsize
+        of = lambda param: 1 if isinstance(param.format, Fp8) else item  # noqa: E731
+        size = sum(math.prod(param.shape) * of(param) for param in jax.tree.leaves(declared))
         raise CheckpointError(
-            f"{source.name}: its weights take {size / 2**30:,.1f} GiB in {dtype}, more than the device has free; use a "
-            "smaller model, or a smaller --dtype"
+            f"{source.name}: its weights take {size / 2**30:,.1f} GiB in {'fp8' if online else dtype}, more than the "
+            "device has free; use a smaller model, --quantization fp8, or a smaller --dtype"
         ) from error
     sampling = _sampling(source.files.generation, source.name)
     return Model(config, params, dtype, source.name, source.path, source.files.tokenizer(), sampling)
@@ -133,16 +149,23 @@ def read_params(
     rename: Callable[[str], str | None] = str,
     skip: Container[str] = (),
     progress: bool = True,
+    fp8_activations: bool = False,
 ) -> Any:
     """Fill a pytree of `Param` from a checkpoint's files, whose tensors are called `rename(their name)`.
 
-    Those whose new name is None, or in `skip`, are left alone.
+    Those whose new name is None, or in `skip`, are left alone. Weights that the file has in FP8 stay so.
 
     **Raises:** `CheckpointError` listing every tensor that is missing, unexpected or of another shape than declared.
     """
     renamed = ((rename(tensor), info) for tensor, info in files.tensors().items())
     found = {new: info for new, info in renamed if new is not None and new not in skip}
     declared = jax.tree.map(lambda param: param.as_found(found), declared)
+    if (how := files.quantization) is not None:
+        found, left = {k: v for k, v in found.items() if not unused(k)}, [k for k in found if unused(k)]
+        if left:
+            log.info("%s: %d scales like %s are not used: see docs/quantisation.md", name, len(left), left[0])
+        stored = partial(as_stored, found=found, how=how, activations=fp8_activations, where=str(files.path))
+        declared = jax.tree.map(stored, declared)
     check(jax.tree.leaves(declared), found, str(files.path))
     return assemble(declared, _with_bar(files.read(), rename, found, name, progress), dtype)
 

@@ -6,6 +6,7 @@ While streaming, the host holds one tensor, and the sources of a fused parameter
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable
 from functools import partial
@@ -15,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec import fp8
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.weights import Layout, Param
+from jaxspec.fp8 import BLOCK
+from jaxspec.weights import Fp8, Layout, Param
 
 _EMBEDDING_STD = 0.02
 
@@ -26,10 +29,11 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
 
     Arrays have Hugging Face's shapes, already checked; names that no parameter is made of are passed over.
 
-    **Raises:** `CheckpointError` if the tensors end before every parameter is complete.
+    **Raises:** `CheckpointError` if the tensors end before every parameter is complete, or for scales that aren't
+    finite numbers.
     """
     leaves, structure = jax.tree.flatten(declared)
-    owner = {source: i for i, param in enumerate(leaves) for source in param.sources}
+    owner = {name: i for i, param in enumerate(leaves) for name in (*param.sources, *dict(param.scales))}
     parts: dict[int, dict[str, np.ndarray]] = {}
     filled: list[Any] = [None] * len(leaves)
     for name, tensor in tensors:
@@ -38,24 +42,30 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
         i = owner[name]
         parts.setdefault(i, {})[name] = tensor
         del tensor  # or it would stay while the next one is read
-        if len(parts[i]) < len(leaves[i].sources):
+        if len(parts[i]) < len(leaves[i].sources) + len(leaves[i].scales):
             continue
         host = [parts[i].pop(source) for source in leaves[i].sources]
         if leaves[i].stacked:  # hundreds of matrices are put together here, since a program of so many operands is slow
             host = [np.concatenate(host).reshape(leaves[i].shape)]
         # A copy, because on a CPU an array may share the host's memory. Waiting for it bounds what the host holds.
         sources = [jnp.array(host.pop(0)) for _ in range(len(host))]
-        filled[i] = leaves[i].made(jax.block_until_ready(_fuse(sources, leaves[i], leaves[i].dtype or dtype)))
+        filled[i] = jax.block_until_ready(_made(leaves[i], sources, parts[i], dtype))
         del parts[i]
     if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
         raise CheckpointError(f"the weights ended before {len(lacking)} parameters were complete: {lacking[0]}, ...")
     return jax.tree.unflatten(structure, filled)
 
 
-def _fuse(sources: list[jax.Array], param: Param, dtype: str) -> jax.Array:
+def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray], dtype: str) -> Any:
     if param.depthwise:
         sources = [source[:, 0] for source in sources]
-    return _fused(sources, param.transpose, param.layout, dtype)  # layers alike share what compiles
+    if not isinstance(param.format, Fp8):
+        # Layers alike share what compiles.
+        return param.made(_fused(sources, param.transpose, param.layout, param.dtype or dtype))
+    if not param.scales:
+        return param.made(*_quantised(sources, param.layout))
+    values = sources[0] if param.stacked else _fused_rows(sources, param.layout)
+    return param.made(values, _scales(param, scales))
 
 
 @partial(jax.jit, static_argnames=("transpose", "layout", "dtype"))
@@ -63,11 +73,67 @@ def _fused(sources: list[jax.Array], transpose: bool, layout: Layout, dtype: str
     return layout.pack([(source.T if transpose else source).astype(dtype) for source in sources])
 
 
+@partial(jax.jit, static_argnames="layout")
+def _fused_rows(sources: list[jax.Array], layout: Layout) -> jax.Array:
+    """The same of outputs that are rows and stay so."""
+    return layout.pack([source.T for source in sources]).T
+
+
+def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
+    """Scales as `Weight` has them, [outputs / g, groups] or a stack of such.
+
+    A block's scale is repeated for each g of its outputs, g being the most that fusing and interleaving keep together;
+    that of a whole matrix for all outputs.
+    """
+    blocks, layout = param.format.block is not None, param.layout
+    size, each = layout.unit if blocks else 1, []
+    outputs = param.stored_values().values()
+    for (name, _), (*_, rows, _) in zip(param.scales, outputs, strict=True):
+        scales = np.asarray(found.pop(name), np.float32)
+        if not np.isfinite(scales).all():
+            raise CheckpointError(f"{name} has scales that aren't finite numbers; download the file again")
+        if blocks:
+            scales = np.repeat(scales, BLOCK // size, axis=-2)[..., : rows // size, :]
+        elif param.sources == (param.whole,):
+            scales = np.broadcast_to(scales.reshape(param.shape[0], -1, 1), (*param.shape[:2], 1))
+        else:
+            scales = np.broadcast_to(scales.reshape(-1, 1), (rows, 1))
+        each.append(scales)
+    if param.stacked:
+        return jnp.asarray(np.concatenate(each).reshape(param.shape[0], -1, each[0].shape[-1]))
+    return _fused_rows([jnp.asarray(scales) for scales in each], layout.per(size))
+
+
+@partial(jax.jit, static_argnames="layout")
+def _quantised(sources: list[jax.Array], layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """Values and scales of unquantised sources, each [outputs, inputs], or of a stack of experts' fused ones.
+
+    Each source is quantised by itself, so the result is that of a checkpoint quantised beforehand.
+    """
+    size = layout.unit
+
+    def one(source):
+        values, scales = fp8.quantise_blocks(source)
+        return values, jnp.repeat(scales, BLOCK // size, axis=0)[: len(source) // size]
+
+    if sources[0].ndim == 2:
+        values, scales = zip(*map(one, sources), strict=True)
+        return _fused_rows(values, layout), _fused_rows(scales, layout.per(size))
+
+    def expert(matrix):  # one after the other: float32 numbers of a whole stack would take four times its memory
+        ends = list(itertools.accumulate(layout.splits))[:-1]
+        values, scales = zip(*map(one, jnp.split(matrix, ends)), strict=True)
+        return jnp.concatenate(values), jnp.concatenate(scales)
+
+    return jax.lax.map(expert, sources[0])
+
+
 def dummy(declared: Any, dtype: str, seed: int) -> Any:
     """Random params on the device, each a function of `seed` and its own name alone.
 
     Matmul weights have standard deviation `inputs ** -0.5`, so every layer adds about unit variance to the residual
-    stream and activations stay finite at any depth; embeddings have 0.02.
+    stream and activations stay finite at any depth; embeddings have 0.02. Weights declared as FP8 are quantised one by
+    one, as soon as they are made.
     """
     root = jax.random.key(seed)
 
@@ -80,7 +146,14 @@ def dummy(declared: Any, dtype: str, seed: int) -> Any:
         std = param.shape[0] ** -0.5 if param.transpose else _EMBEDDING_STD
         return _normal(key, param.shape, std, param.dtype or dtype)
 
-    return jax.tree_util.tree_map_with_path(lambda path, param: param.made(values(path, param)), declared)
+    def make(path, param: Param) -> Any:
+        array = values(path, param)
+        if not isinstance(param.format, Fp8):
+            return param.made(array)
+        sources = [array] if param.stacked else [part.T for part in param.layout.unpack(array)]
+        return jax.block_until_ready(param.made(*_quantised(sources, param.layout)))
+
+    return jax.tree_util.tree_map_with_path(make, declared)
 
 
 @partial(jax.jit, static_argnames=("shape", "std", "dtype"))

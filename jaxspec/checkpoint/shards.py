@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxspec.checkpoint import quantization
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.config import ModelConfig, end_tokens, shown
 from jaxspec.tokenizer import Tokenizer, TokenizerError
@@ -33,11 +35,12 @@ class ModelFolder:
     """A model folder whose config.json has been read (`hf`) and whose weights have been located, not opened."""
 
     def __init__(self, folder: Path, config_file: Path, weights: bool = True):
-        """**Raises:** `CheckpointError` naming the file that is missing or at fault, or weights that are quantized."""
+        """**Raises:** `CheckpointError` naming the file that is missing or at fault, or a format of weights that isn't
+        supported."""
         self.path = folder
         self.config_file = config_file
         self.hf = read_json(config_file)
-        _refuse_quantized(config_file, self.hf)
+        self.quantization = quantization.read(self.hf, config_file)
         self.files = find_shards(folder) if weights else ()
 
     @functools.cached_property
@@ -65,17 +68,23 @@ class ModelFolder:
                         raise CheckpointError(f"{file}: tensor {name} is also in another file of {self.path}")
                     view = shard.get_slice(name)
                     shape, dtype = tuple(view.get_shape()), view.get_dtype()
-                    if (size := (_BYTES | _INDICES).get(dtype)) is None:
+                    if dtype == quantization.F8 and self.quantization is None:
+                        raise CheckpointError(
+                            f"{file}: {name} is stored as {dtype}, and config.json has no quantization_config to say "
+                            "how its scales are kept; get the config.json that came with these weights"
+                        )
+                    if (size := (_BYTES | _INDICES | {quantization.F8: 1}).get(dtype)) is None:
                         raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {', '.join(_BYTES)}")
-                    found[name] = TensorInfo(shape, size * int(np.prod(shape, dtype=np.int64)))
+                    found[name] = TensorInfo(shape, size * int(np.prod(shape, dtype=np.int64)), dtype)
         return found
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every tensor, shard by shard, as a host array in the dtype it is stored in."""
         for file in self.files:
             with _open(file) as shard:
+                places = _places(file) if self.quantization else {}
                 for name in shard.offset_keys():  # in the file's order, so that the disk is read forwards
-                    yield name, shard.get_tensor(name)
+                    yield name, places[name]() if name in places else shard.get_tensor(name)
 
     def tensor(self, name: str) -> np.ndarray:
         """One of the tensors that `tensors` lists, as a host array in the dtype it is stored in."""
@@ -122,6 +131,23 @@ def _open(file: Path):
         ) from error
 
 
+def _places(file: Path) -> dict[str, Callable[[], np.ndarray]]:
+    """What reads each e4m3 tensor of a shard: safetensors' numpy doesn't know that dtype.
+
+    A shard begins with the length of its header, 8 bytes, and the header, JSON; offsets in it count from its end.
+    """
+    with file.open("rb") as shard:
+        start = 8 + int.from_bytes(shard.read(8), "little")
+        header = json.loads(shard.read(start - 8))
+
+    def read(info: dict[str, Any]) -> np.ndarray:
+        begin, end = info["data_offsets"]
+        return np.fromfile(file, ml_dtypes.float8_e4m3fn, end - begin, offset=start + begin).reshape(info["shape"])
+
+    e4m3 = {name: info for name, info in header.items() if info.get("dtype") == quantization.F8}
+    return {name: functools.partial(read, info) for name, info in e4m3.items()}
+
+
 def find_shards(folder: Path) -> tuple[Path, ...]:
     """The weight files of a folder: those its index names, or `model.safetensors`, or its only safetensors file.
 
@@ -158,18 +184,6 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
         f"(pytorch_model.bin): convert them where you trust them. {_CONVERT}. For random weights, use --load-format "
         "dummy"
     )
-
-
-def _refuse_quantized(file: Path, config: dict[str, Any]) -> None:
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        if method := part.get("quantization_config"):
-            kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-            kind = kind if isinstance(kind, str) else shown(kind)
-            raise CheckpointError(
-                f"{file}: quantized weights (quantization_config, method {kind}) are not supported yet; "
-                "use the unquantized checkpoint, or a GGUF file"
-            )
 
 
 def read_json(file: Path) -> dict[str, Any]:

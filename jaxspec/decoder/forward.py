@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.functions import normed, rope, row_of
 from jaxspec.decoder.fused_norms import FUSED_NORMS
-from jaxspec.decoder.matmul import matmul
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.decoder.path import Call, Path
@@ -24,6 +23,7 @@ from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.spec import Decoder, Norm, beyond
 from jaxspec.decoder.streamed import WEIGHT_STREAM
 from jaxspec.pallas import few_rows, hopper
+from jaxspec.weights import matmul
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, PLAIN  # the fastest first
 

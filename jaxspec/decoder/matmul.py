@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.padding import flat, padded, unflat
 from jaxspec.pallas import few_rows, tile_matmul
 from jaxspec.pallas.hopper import chosen
-from jaxspec.weights import Unquantised, Weight
-
-
-def matmul(x: Float[Array, "*b k"], weight: Weight, dtype: Any = None) -> Float[Array, "*b n"]:
-    """`x @ weight` by XLA, in `dtype`, by default that of x."""
-    return jnp.matmul(x, weight.dequantised(x.dtype), preferred_element_type=dtype)
+from jaxspec.weights import Unquantised, Weight, matmul
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

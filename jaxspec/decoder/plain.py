@@ -13,7 +13,7 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import run_layer
 from jaxspec.decoder.path import Path, Stack
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
-from jaxspec.weights import Unquantised
+from jaxspec.weights import Fp8, Unquantised
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
@@ -28,6 +28,7 @@ IMPLEMENTS = {
     Rope: frozenset({"theta", "scaling", "columns", "interleaved"}),
     **ROPE_SCALINGS,
     Unquantised: frozenset(),
+    Fp8: frozenset({"block", "activations"}),
 }
 
 

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import attention, finish
-from jaxspec.decoder.matmul import matmul
 from jaxspec.decoder.path import Call, Path, Stack
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
 from jaxspec.pallas import weight_stream
-from jaxspec.weights import Unquantised
+from jaxspec.weights import Unquantised, matmul
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),

@@ -206,7 +206,7 @@ def _context_projection(config: ModelConfig, layers: list[dict[str, Any]]) -> di
     """What projects context to keys and values, of all layers side by side: a second copy, so that it is one matmul."""
     a = config.decoder.attention
     queries = a.heads * a.head_dim
-    parts = [part for layer in layers for part in layer["qkv"].parts()[1:]]
+    parts = [part for layer in layers for part in layer["qkv"].parts(layer["k_norm"].dtype)[1:]]
     layout = Layout(tuple(part.shape[1] for part in parts))
     projection = {
         "context": Weight(jnp.concatenate(parts, axis=1), layout=layout),

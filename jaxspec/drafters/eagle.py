@@ -24,9 +24,10 @@ from jaxspec.cache import KV, Rows, kv_bytes_per_token
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import run_layer, top_tokens, unembed
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.matmul import matmul, product
+from jaxspec.decoder.matmul import product
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
+from jaxspec.weights import matmul
 
 
 @dataclass(frozen=True)

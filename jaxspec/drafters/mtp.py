@@ -53,7 +53,14 @@ class Mtp(Chain):
             params = dummy(declared, dtype, options.seed or 0)
         else:
             own = lambda name: name if name.startswith(MTP) else None  # noqa: E731
-            params = read_params(declared, locate(target.path), f"{target.name}, MTP", dtype, rename=own)
+            params = read_params(
+                declared,
+                locate(target.path),
+                f"{target.name}, MTP",
+                dtype,
+                rename=own,
+                fp8_activations=options.fp8_activations == "on",
+            )
         head = {name: target.params[name] for name in ("head", "embed") if name in target.params}
         params |= {"embed": target.params["embed"], "head": head}
         drafts = options.num_draft_tokens or 3
@@ -92,7 +99,7 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     return {
         "embed_norm": norm_scale(d, MTP + "pre_fc_norm_embedding.weight", centred),
         "hidden_norm": norm_scale(d, MTP + "pre_fc_norm_hidden.weight", centred),
-        "fc": linear(2 * d, {MTP + "fc.weight": d}),
+        "fc": linear(2 * d, {MTP + "fc.weight": d}, exact=True),
         "layer": layer_tensors(config.decoder.layers[0], d, MTP + "layers.0."),
         "norm": norm_scale(d, MTP + "norm.weight", centred),
     }

@@ -27,7 +27,9 @@ class Standalone(Drafter):
 
     @classmethod
     def load(cls, target, source, options):
-        model = load_model(source, options.dtype, load_format=options.load_format, seed=options.seed or 0)
+        activations = options.fp8_activations == "on"
+        how = {"load_format": options.load_format, "seed": options.seed or 0, "fp8_activations": activations}
+        model = load_model(source, options.dtype, **how)
         if model.config.vocab_size != target.config.vocab_size:
             raise ConfigError(
                 f"--draft {source}: the draft model's vocabulary has {model.config.vocab_size} tokens, the target's "

@@ -29,7 +29,7 @@ def decoder_tensors(
         "norm": norm_scale(d, "model.norm.weight", decoder.norm.centred),
     }
     if not decoder.tied:
-        tree["head"] = linear(d, {"lm_head.weight": v})
+        tree["head"] = linear(d, {"lm_head.weight": v}, exact=True)
     return tree
 
 
@@ -111,7 +111,7 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
     e, f, s = mixture.experts, mixture.width, mixture.shared
     each, shared = prefix + "experts.{}.", prefix + "shared_expert."
     tree = {
-        "router": linear(d, {prefix + "gate.weight": e}),
+        "router": linear(d, {prefix + "gate.weight": e}, exact=True),
         "experts_gate_up": expert_stack(
             e, d, prefix + "experts.gate_up_proj", {each + "gate_proj.weight": f, each + "up_proj.weight": f}
         ),
@@ -121,5 +121,5 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
         halves = {shared + "gate_proj.weight": s, shared + "up_proj.weight": s}
         tree["shared_gate_up"] = expert_stack(1, d, "", halves)
         tree["shared_down"] = expert_stack(1, s, "", {shared + "down_proj.weight": d})
-        tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1})
+        tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1}, exact=True)
     return tree

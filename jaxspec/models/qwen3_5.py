@@ -26,7 +26,7 @@ def separate_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
     values, heads = rule.value_heads * rule.value_dim, rule.value_heads
     return {
         "qkvz": linear(d, {prefix + "in_proj_qkv.weight": rule.channels, prefix + "in_proj_z.weight": values}),
-        "ba": linear(d, {prefix + "in_proj_b.weight": heads, prefix + "in_proj_a.weight": heads}),
+        "ba": linear(d, {prefix + "in_proj_b.weight": heads, prefix + "in_proj_a.weight": heads}, exact=True),
     }
 
 

@@ -70,14 +70,14 @@ def grouped_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
     heads = rule.value_heads // rule.key_heads
     values = heads * rule.value_dim
 
-    def grouped(name: str, *widths: int) -> Param:
+    def grouped(name: str, *widths: int, exact: bool = False) -> Param:
         columns = rule.key_heads * sum(widths)
         layout = Layout((columns,), grouped=widths)
-        return Param((d, columns), (prefix + name,), layout, transpose=True)
+        return Param((d, columns), (prefix + name,), layout, transpose=True, exact=exact)
 
     return {
         "qkvz": grouped("in_proj_qkvz.weight", rule.key_dim, rule.key_dim, values, values),
-        "ba": grouped("in_proj_ba.weight", heads, heads),
+        "ba": grouped("in_proj_ba.weight", heads, heads, exact=True),
     }
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas import expert_few, expert_plan, expert_rows, expert_stream
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items
 from jaxspec.pallas.hopper import chosen, tell
-from jaxspec.weights import Unquantised, Weight, formats
+from jaxspec.weights import Unquantised, Weight, expert_matmul, formats
 
 Stack = tuple[Weight, Weight]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
 
@@ -162,13 +162,12 @@ def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
 @partial(jax.jit, inline=True)
 def reference(rows: Float[Array, "r d"], stacks: list[Stack], items: Items) -> Float[Array, "c d"]:
     """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero."""
-    matmul = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def mlp(stack, part, expert):
-        gate_up, down = (weight.matrix(expert, rows.dtype) for weight in stack)
-        gate, up = jnp.split(matmul("rd,fd->rf", part, gate_up), 2, axis=1)
+        gate_up, down = stack
+        gate, up = jnp.split(expert_matmul(part, gate_up, expert), 2, axis=1)
         hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
-        return matmul("rf,df->rd", hidden, down).astype(rows.dtype)
+        return expert_matmul(hidden, down, expert).astype(rows.dtype)
 
     first = np.cumsum([0, *(len(down.values) for _, down in stacks)])
     branches = [

@@ -44,7 +44,7 @@ def test_values_have_the_fields_types():
         (["--port", "http"], "0 to 65535, got http"),
         (["a/b", "c/d"], "unknown argument c/d: a/b is the model to serve, and there can be but one"),
         (["a/b", "--model", "c/d"], "unknown argument --model c/d: a/b is the model"),
-        (["--quantization", "awq"], "quantized weights are not supported"),
+        (["--torchao-config", "int4wo"], "weights are quantised by --quantization fp8"),
         (["--enable-lora"], "LoRA adapters are not supported"),
         (["--enable-overlap-schedule"], "unknown argument --enable-overlap-schedule; --help lists"),
         (["--enable-prefix-caching"], "it is always on"),

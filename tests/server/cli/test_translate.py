@@ -77,7 +77,7 @@ def test_translations(line, here):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--quantization awq", "--quantization: quantized weights are not supported"),
+        ("--torchao-config int4wo", "--torchao-config: weights are quantised by --quantization fp8"),
         ("--enable-lora --lora-modules a=b", "--enable-lora: LoRA"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: jaxspec serves on one GPU"),
         ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: supported are"),

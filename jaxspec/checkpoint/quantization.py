@@ -1,0 +1,187 @@
+"""How a checkpoint's weights are quantised: config.json's `quantization_config`, and which parameters it means.
+
+What can't be read is refused by its name before a weight is. Of files that are there, their headers decide: a weight
+stored as FP8 is quantised and must have its scales, any other isn't, whatever config.json says of it. Its lists of
+modules that aren't quantised decide for dummy weights alone, which have no files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxspec.checkpoint.check import CheckpointError, TensorInfo
+from jaxspec.config import shown
+from jaxspec.fp8 import BLOCK
+from jaxspec.weights import Fp8, Param
+
+FORMATS = ("fp8",)  # what weights can be quantised to on load
+F8 = "F8_E4M3"
+KINDS = ("block", "channel", "tensor")  # what has a scale: 128 x 128 numbers, an output, a whole matrix
+_INSTEAD = (
+    "use the model's FP8 or unquantised checkpoint (with --quantization fp8, the latter is made FP8 while it loads)"
+)
+_UNUSED = re.compile(r".*\.(input_scale|k_scale|v_scale|q_scale|output_scale|kv_scale)")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """FP8 weights of which each block of 128 x 128, each output, or each matrix has a scale: `kind`.
+
+    `kept` are names of modules that aren't quantised: a whole name, its first or its last parts, or a regular
+    expression behind `re:`.
+    """
+
+    kind: str
+    kept: tuple[str, ...] = ()
+
+    @property
+    def block(self) -> int | None:
+        """Inputs that share a scale; None: all of them."""
+        return BLOCK if self.kind == "block" else None
+
+    def keeps(self, module: str) -> bool:
+        """Whether a module isn't quantised."""
+        return any(_names(pattern, module) for pattern in self.kept)
+
+
+def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
+    """What config.json says of quantised weights, None if they aren't.
+
+    **Raises:** `CheckpointError` for any format but FP8 with float32 or bfloat16 scales.
+    """
+    text = hf.get("text_config")
+    parts = (part.get("quantization_config") for part in (hf, text) if isinstance(part, Mapping))
+    config = next((part for part in parts if part), None)
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{file}: quantization_config must be a mapping, got {shown(config)}")
+    match config.get("quant_method"):
+        case "fp8":
+            return _fp8(config, file)
+        case "compressed-tensors":
+            return _compressed(config, file)
+        case method:
+            name = method if isinstance(method, str) else shown(method)
+            if isinstance(algorithm := config.get("quant_algo"), str):
+                name += f" {algorithm}"
+            if isinstance(bits := config.get("bits", config.get("w_bit")), int):
+                name += f" in {bits} bits"
+            raise CheckpointError(_refusal(file, name))
+
+
+def _fp8(config: Mapping[str, Any], file: Path) -> Quantization:
+    block = config.get("weight_block_size")
+    if block is not None and (not isinstance(block, list | tuple) or list(block) != [BLOCK, BLOCK]):
+        raise CheckpointError(_refusal(file, f"fp8 with weight_block_size {shown(block)}, not [{BLOCK}, {BLOCK}]"))
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise CheckpointError(_refusal(file, f"fp8 with fmt {shown(config['fmt'])}, not e4m3"))
+    return Quantization("tensor" if block is None else "block", _list(config, "modules_to_not_convert", file))
+
+
+def _compressed(config: Mapping[str, Any], file: Path) -> Quantization:
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
+        raise CheckpointError(f"{file}: compressed-tensors: config_groups must be a mapping, got {shown(groups)}")
+    found = []
+    for group in groups.values():
+        weights = group.get("weights")
+        if not isinstance(weights, Mapping):
+            raise CheckpointError(f"{file}: compressed-tensors: a group's weights must be a mapping")
+        bits, number, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
+        if (bits, number) != (8, "float") or strategy not in KINDS:
+            layout = config.get("format") or group.get("format")
+            said = f"compressed-tensors {layout}, {bits}-bit {number} with strategy {shown(strategy)}"
+            raise CheckpointError(_refusal(file, said))
+        block = weights.get("block_structure")
+        if strategy == "block" and block not in ([BLOCK, BLOCK], (BLOCK, BLOCK), f"{BLOCK}x{BLOCK}", None):
+            raise CheckpointError(_refusal(file, f"compressed-tensors in blocks {shown(block)}, not {BLOCK} x {BLOCK}"))
+        found.append(strategy)
+    if len(set(found)) > 1:
+        raise CheckpointError(_refusal(file, f"compressed-tensors with several strategies, {', '.join(found)}"))
+    sparse = config.get("sparsity_config")
+    if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
+        raise CheckpointError(_refusal(file, f"compressed-tensors with sparsity {shown(sparse.get('format'))}"))
+    return Quantization(found[0], _list(config, "ignore", file))
+
+
+def _list(config: Mapping[str, Any], key: str, file: Path) -> tuple[str, ...]:
+    names = config.get(key) or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{file}: quantization_config: {key} must be a list of names, got {shown(names)}")
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise CheckpointError(
+                f"{file}: quantization_config: {key}: {shown(name)} is no pattern: {error}"
+            ) from error
+    return tuple(names)
+
+
+def _refusal(file: Path, what: str) -> str:
+    return f"{file}: weights quantised by {what} (quantization_config) are not supported; {_INSTEAD}"
+
+
+def _names(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    pattern = pattern.replace("model.language_model.", "model.", 1)
+    return module == pattern or module.startswith(pattern + ".") or module.endswith("." + pattern)
+
+
+def unused(name: str) -> bool:
+    """Whether a tensor belongs to the format, but isn't needed: scales of activations, or of keys and values.
+
+    Activations are quantised by their own largest magnitude, which is never less exact.
+    """
+    return _UNUSED.fullmatch(name) is not None
+
+
+def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, activations: bool, where: str) -> Param:
+    """The declaration with format and scales as the file has them.
+
+    **Raises:** `CheckpointError` for FP8 where it can't be read: an embedding or a norm, or one projection of several
+    that are fused.
+    """
+    stored = [source for source in param.sources if source in found and found[source].dtype == F8]
+    if not stored:
+        return param
+    if not param.of_matmul:
+        raise CheckpointError(f"{where}: {stored[0]} is stored as {F8}; only weights of matmuls can be")
+    if other := [source for source in param.sources if source not in stored and source in found]:
+        raise CheckpointError(
+            f"{where}: {stored[0]} is quantised and {other[0]} isn't. They are one matmul here: quantise both or none"
+        )
+    scales = tuple(_scale(source, shape, found, how) for source, shape in param.stored_values().items())
+    return dataclasses.replace(param, format=Fp8(how.block, activations), scales=scales)
+
+
+def _scale(
+    source: str, shape: tuple[int, ...], found: Mapping[str, TensorInfo], how: Quantization
+) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of the tensor that holds a source's scales."""
+    names = [f"{source}_{ending}" for ending in ("scale_inv", "scale")]
+    name = next((name for name in names if name in found), names[how.kind != "block"])
+    *stack, rows, inputs = shape
+    if how.kind == "block":
+        return name, (*stack, -(-rows // BLOCK), -(-inputs // BLOCK))
+    full = (*stack, rows, 1) if how.kind == "channel" else (*stack, 1)
+    # Exporters differ in axes of one.
+    as_found = found[name].shape if name in found else full
+    return name, as_found if math.prod(as_found) == math.prod(full) else full
+
+
+def quantised_on_load(param: Param, activations: bool, how: Quantization | None = None) -> Param:
+    """The declaration of a weight that is made FP8 in blocks while it loads, or as `how` says, of dummy weights."""
+    if not param.of_matmul or param.exact:
+        return param
+    if how is not None and any(how.keeps(source.removesuffix(".weight")) for source in param.sources):
+        return param
+    return dataclasses.replace(param, format=Fp8(BLOCK, activations))

@@ -1,0 +1,85 @@
+"""FP8 arithmetic in plain jnp: the specification of what FP8 kernels compute.
+
+Values are e4m3 [outputs, inputs], as checkpoints have them and tensor cores take them. Scales [outputs / g, groups] are
+float32: one for g outputs and for a group of inputs. With `block`, groups are of that many inputs, the last one of what
+is left; without, all inputs are one. A weight is values times scales.
+
+Rows are quantised as they come: each row's group by its own largest magnitude, one scale for as many inputs as the
+weight has. e4m3 has no infinity, so what is larger than its largest number is clipped.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+E4M3 = jnp.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+BLOCK = 128  # inputs and outputs of a block in checkpoints
+
+
+def quantise_blocks(weight: Float[Array, "n k"]) -> tuple[Float[Array, "n k"], Float[Array, "a b"]]:
+    """Values and scales of a weight in blocks of 128 x 128, the last ones of what is left. No scale is zero."""
+    n, k = weight.shape
+    whole = jnp.pad(weight.astype(jnp.float32), ((0, -n % BLOCK), (0, -k % BLOCK)))
+    blocks = whole.reshape(-(-n // BLOCK), BLOCK, -1, BLOCK)
+    scales = _scales(jnp.max(jnp.abs(blocks), axis=(1, 3)))
+    values = _e4m3(blocks / scales[:, None, :, None]).reshape(whole.shape)
+    return values[:n, :k], scales
+
+
+def quantise_rows(x: Float[Array, "*r k"], block: int | None) -> tuple[Float[Array, "*r k"], Float[Array, "*r b"]]:
+    """Values and scales of rows, a scale for each group of `block` inputs, or for all."""
+    k = x.shape[-1]
+    size = block or k
+    groups = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -k % size)]).reshape(*x.shape[:-1], -1, size)
+    scales = _scales(jnp.max(jnp.abs(groups), axis=-1))
+    values = _e4m3(groups / scales[..., None])
+    return values.reshape(*x.shape[:-1], -1)[..., :k], scales
+
+
+def dequantise(
+    values: Float[Array, "*e n k"], scales: Float[Array, "*e a b"], block: int | None
+) -> Float[Array, "*e n k"]:
+    """The weight in float32."""
+    n, k = values.shape[-2:]
+    scales = jnp.repeat(scales, n // scales.shape[-2], axis=-2)
+    if block:
+        scales = jnp.repeat(scales, block, axis=-1)[..., :k]
+    return values.astype(jnp.float32) * scales
+
+
+def product(
+    x: Float[Array, "*r k"], values: Float[Array, "n k"], scales: Float[Array, "a b"], block: int | None
+) -> Float[Array, "*r n"]:
+    """Rows, quantised, times a weight, in float32: the sum over groups of what each gives, times both scales.
+
+    Products of two e4m3 numbers and the sums over a group are exact enough in any dtype whose products are summed in
+    float32. Groups go one after the other, so that no more than one group's products are kept.
+    """
+    rows, row_scales = quantise_rows(x, block)
+    n, k = values.shape
+    size = block or k
+    pad = lambda a: jnp.pad(a.astype(x.dtype), [(0, 0)] * (a.ndim - 1) + [(0, -k % size)])  # noqa: E731
+    groups = jnp.moveaxis(pad(rows).reshape(*x.shape[:-1], -1, size), -2, 0)
+    parts = jnp.moveaxis(pad(values).reshape(n, -1, size), 1, 0)
+    weight_scales = jnp.repeat(scales, n // len(scales), axis=0).T  # [groups, n]
+
+    def add(total, group):
+        row, part, row_scale, weight_scale = group
+        dots = jnp.einsum("...k,nk->...n", row, part, preferred_element_type=jnp.float32)
+        return total + dots * row_scale[..., None] * weight_scale, None
+
+    start = jnp.zeros((*x.shape[:-1], n), jnp.float32)
+    return jax.lax.scan(add, start, (groups, parts, jnp.moveaxis(row_scales, -1, 0), weight_scales))[0]
+
+
+def _scales(largest: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """What brings the largest magnitude to the largest number; 1 where all are zero, or too small for a scale."""
+    scales = largest / LARGEST
+    return jnp.where(scales > 0, scales, 1.0)
+
+
+def _e4m3(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    return jnp.clip(x, -LARGEST, LARGEST).astype(E4M3)

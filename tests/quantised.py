@@ -1,0 +1,118 @@
+"""Quantised checkpoints for tests, written by numpy and loops from the formats' definitions: nothing of ours but names.
+
+An element of a matrix is its e4m3 number times the scale of its block, its row or its matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file
+
+E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
+NAMES = {np.dtype(E4M3): "F8_E4M3", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32"}
+# Of matrices, those that published checkpoints leave as they are.
+KEPT = re.compile(
+    r".*(lm_head|embed_tokens|mlp\.gate|shared_expert_gate|in_proj_ba|in_proj_a|in_proj_b|conv1d)\.weight"
+)
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def compressed(strategy: str, **weights) -> dict:
+    """A quantization_config of compressed-tensors."""
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+
+
+def quantised(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """e4m3 numbers, scales and the matrix that they stand for, float32. `kind`: block, channel or tensor."""
+    n, k = matrix.shape
+    rows, columns = {"block": (128, 128), "channel": (1, k), "tensor": (n, k)}[kind]
+    values, whole = np.zeros((n, k), E4M3), np.zeros((n, k), np.float32)
+    scales = np.zeros((-(-n // rows), -(-k // columns)), np.float32)
+    for i in range(0, n, rows):
+        for j in range(0, k, columns):
+            part = matrix[i : i + rows, j : j + columns]
+            scale = np.float32(np.abs(part).max() / 448 or 1)
+            values[i : i + rows, j : j + columns] = (part / scale).astype(E4M3)
+            whole[i : i + rows, j : j + columns] = values[i : i + rows, j : j + columns].astype(np.float32) * scale
+            scales[i // rows, j // columns] = scale
+    return values, scales, whole
+
+
+def write(
+    source: Path,
+    into: Path,
+    kind: str = "block",
+    config: dict = BLOCKS,
+    suffix: str = "_scale_inv",
+    scale_dtype=np.float32,
+    kept: re.Pattern = KEPT,
+) -> tuple[Path, Path]:
+    """A checkpoint with FP8 weights and the same one dequantised, of the float32 one in `source`."""
+    tensors, whole = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name] = whole[name] = tensor
+        if tensor.ndim == 2 and not kept.fullmatch(name):
+            values, scales, whole[name] = quantised(tensor, kind)
+            if scale_dtype is not np.float32:  # scales that were rounded stand for another matrix
+                rounded = scales.astype(scale_dtype)
+                whole[name] = whole[name] / spread(scales, tensor.shape) * spread(rounded, tensor.shape)
+                scales = rounded
+            tensors[name], tensors[name + suffix] = values, scales.reshape(-1) if kind == "tensor" else scales
+    for folder, content, more in (
+        (into / "fp8", tensors, {"quantization_config": config}),
+        (into / "whole", whole, {}),
+    ):
+        folder.mkdir(parents=True)
+        for file in source.iterdir():
+            if file.suffix != ".safetensors":
+                shutil.copy(file, folder)
+        hf = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**hf, **more}))
+        save(content, folder / "model.safetensors")
+    return into / "fp8", into / "whole"
+
+
+def spread(scales: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """A block's scale at each of its elements, float32."""
+    rows, columns = (128 if n > 1 or size > 1 else size for n, size in zip(scales.shape, shape, strict=True))
+    wide = np.repeat(np.repeat(scales.astype(np.float32), rows, axis=0), columns, axis=1)
+    return wide[: shape[0], : shape[1]]
+
+
+def save(tensors: dict[str, np.ndarray], file: Path) -> None:
+    """A safetensors file, whose own library doesn't write e4m3 from numpy: a header's length, a header, the bytes."""
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        raw = np.ascontiguousarray(tensor).tobytes()
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def read(file: Path) -> dict[str, np.ndarray]:
+    """What `save` wrote."""
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header, dtypes = json.loads(raw[8:start]), {name: dtype for dtype, name in NAMES.items()}
+    return {
+        name: np.frombuffer(raw[start + a : start + b], dtypes[each["dtype"]]).reshape(each["shape"])
+        for name, each in header.items()
+        for a, b in [each["data_offsets"]]
+    }
