@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import LLM, SamplingParams, fp8
+from jaxspec import LLM, EngineConfig, SamplingParams, fp8
 from jaxspec.bench.floors import ModelCost
 from jaxspec.checkpoint import CheckpointError, load_model
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
 from jaxspec.weights import Fp8, Layout, Unquantised, Weight, formats, matmul
+from tests import hybrids
 from tests.quantised import BF16, BLOCKS, E4M3, KEPT, compressed, quantised, read, save, write
 from tests.test_checkpoint import edit_json
 from tests.tiny import tiny_checkpoint
@@ -334,6 +335,19 @@ def test_greedy_texts_are_the_same_with_drafters_and_from_the_cache(tmp_path):
         for prompt, text in zip(prompts, texts["none"], strict=True):
             logits = np.asarray(jaxspec.logits(model, [prompt + list(text)]))[0]
             assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == list(text)
+
+
+def test_an_mtp_module_is_quantised_with_its_target(tmp_path):
+    folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
+    options = OPTIONS | {"max_running_requests": 1}
+    target = load(folder)
+    drafter = jaxspec.load_drafter("mtp", target, EngineConfig(str(folder), "mtp", fp8_activations="on"))
+    assert drafter.params["layer"]["qkv"].format == Fp8(128, activations=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    plain, drafted = (
+        LLM(str(folder), draft=draft, **options).generate([[5, 6, 7] * 5], params) for draft in ("none", "mtp")
+    )
+    assert plain[0].token_ids == drafted[0].token_ids
 
 
 def test_a_format_is_part_of_what_a_program_is_traced_for():
