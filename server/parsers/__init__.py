@@ -64,6 +64,12 @@ class Parser:
         """Whether no reasoning can follow."""
         return self._think is not None and self._think.past
 
+    @property
+    def openings(self) -> int:
+        """How many markers were read that begin reasoning; in harmony, any message."""
+        scanner = self._think or self._tools
+        return scanner.openings if scanner else 0
+
     def push(self, text: str) -> list[Piece]:
         """Add text; returns the pieces that it completes."""
         if not text:

@@ -40,6 +40,7 @@ class Harmony(ToolScanner):
             header = yield from self.upto(MESSAGE, MAX_HEADER)
             if header is not None:
                 self.forget()
+                self.openings += 1
                 yield from self._message(header)
             elif self.ended and _CUT_OFF.fullmatch(self.buffer, self.at):
                 return

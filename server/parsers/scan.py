@@ -68,6 +68,7 @@ class Scanner:
     def __init__(self):
         self.buffer, self.at, self.ended = "", 0, False
         self.pieces: list[Piece] = []
+        self.openings = 0  # markers read that begin a part of the reply, such as `<think>`
         self._mark: int | None = None
         self._steps = self.run()
         next(self._steps)

@@ -35,6 +35,7 @@ class Think(Scanner):
             opened = yield from self.literal(self.OPENS)
             if opened:
                 self.forget()
+                self.openings += 1
             else:
                 self.back()
             if opened or self.thinking == "prompt" or self.FORCED:

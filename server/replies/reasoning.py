@@ -17,8 +17,8 @@ from server.parsers import REASONING, Parser, Piece
 class ReasoningTokens:
     """Counts the reasoning tokens of one choice.
 
-    A token is reasoning if the next text that it leads to is. So an opening marker counts with the reasoning behind it,
-    and a closing one doesn't, as it leads to the answer.
+    Markers around the reasoning don't count, as in vLLM. A token without a whole character, or whose text may begin a
+    marker, counts if the text that it turns out to belong to is reasoning.
     """
 
     def __init__(self, speech: Speech, params: SamplingParams, tokenizer: Tokenizer):
@@ -33,8 +33,14 @@ class ReasoningTokens:
         for token in token_ids:
             if self._parser.past_reasoning:
                 return
+            openings = self._parser.openings
+            pieces = self._parser.push(self._text.push((token,))[0])
+            if self._parser.openings > openings:
+                self._undecided = 0  # those tokens were the marker's
+                if not pieces:
+                    continue
             self._undecided += 1
-            self._decide(self._parser.push(self._text.push((token,))[0]))
+            self._decide(pieces)
 
     def finish(self) -> None:
         """No more tokens come."""

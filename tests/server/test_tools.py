@@ -103,19 +103,19 @@ def test_a_stream_says_what_the_whole_says(step):
 
 @pytest.mark.parametrize("step", [1, 2, 5, 1000])
 @pytest.mark.parametrize(
-    ("format", "reasoning", "rest"),
+    ("format", "before", "reasoning", "rest"),
     [
-        ("qwen3", "<think>\nhm ☃ a < b\n", f"</think>\n\nI look.\n{OSLO}"),
-        ("qwen3", "<think>cut off", ""),
-        ("qwen3", "", "no reasoning <think>at all</think>"),
-        ("deepseek_r1", "no opening marker", "</think>ok"),
-        ("harmony", "<|channel|>analysis<|message|>hm ☃", "<|end|><|start|>assistant<|channel|>final<|message|>ok"),
-        (None, "", "<think>hm</think>ok"),
+        ("qwen3", "<think>", "\nhm ☃ a < b\n", f"</think>\n\nI look.\n{OSLO}"),
+        ("qwen3", "\n<think>", "cut off <", ""),
+        ("qwen3", "", "", "no reasoning <think>at all</think>"),
+        ("deepseek_r1", "", " no opening marker", "</think>ok"),
+        ("harmony", "<|channel|>analysis<|message|>", "hm ☃", "<|end|><|start|>assistant<|channel|>final<|message|>ok"),
+        (None, "", "", "<think>hm</think>ok"),
     ],
 )
-def test_reasoning_tokens_are_counted_however_they_arrive(step, format, reasoning, rest):
+def test_reasoning_tokens_are_counted_however_they_arrive(step, format, before, reasoning, rest):
     """A byte is a token."""
-    text, expected = reasoning + rest, len(reasoning.encode())
+    text, expected = before + reasoning + rest, len(reasoning.encode())
     tools = "harmony" if format == "harmony" else "hermes"
     with speaking(text, step, format or "none", tools) as (chat, _):
         usage = chat.create(**ASK, n=2).usage
