@@ -18,6 +18,7 @@ from tests.server.parsers.cases import AREA, WEATHER, coder, hermes
 
 ASK = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
 TOOLS = {"tools": [WEATHER, AREA]}
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 OSLO, BONN = hermes("get_weather", '{"city": "Oslo ☃"}'), hermes("get_weather", '{"city": "Bonn"}')
 
 
@@ -103,19 +104,22 @@ def test_a_stream_says_what_the_whole_says(step):
 
 @pytest.mark.parametrize("step", [1, 2, 5, 1000])
 @pytest.mark.parametrize(
-    ("format", "before", "reasoning", "rest"),
+    ("format", "parts"),
     [
-        ("qwen3", "<think>", "\nhm ☃ a < b\n", f"</think>\n\nI look.\n{OSLO}"),
-        ("qwen3", "\n<think>", "cut off <", ""),
-        ("qwen3", "", "", "no reasoning <think>at all</think>"),
-        ("deepseek_r1", "", " no opening marker", "</think>ok"),
-        ("harmony", "<|channel|>analysis<|message|>", "hm ☃", "<|end|><|start|>assistant<|channel|>final<|message|>ok"),
-        (None, "", "", "<think>hm</think>ok"),
+        ("qwen3", ["<think>", "\nhm ☃ a < b\n", f"</think>\n\nI look.\n{OSLO}"]),
+        ("qwen3", ["\n<think>", "cut off <"]),
+        ("qwen3", ["no reasoning <think>at all</think>"]),
+        ("deepseek_r1", ["", " no opening marker", "</think>ok"]),
+        (
+            "harmony",
+            [ANALYSIS, "hm ☃", f"<|end|><|start|>assistant{ANALYSIS}", "hm", f"<|end|><|start|>assistant{FINAL}ok"],
+        ),
+        (None, ["<think>hm</think>ok"]),
     ],
 )
-def test_reasoning_tokens_are_counted_however_they_arrive(step, format, before, reasoning, rest):
-    """A byte is a token."""
-    text, expected = before + reasoning + rest, len(reasoning.encode())
+def test_reasoning_tokens_are_counted_however_they_arrive(step, format, parts):
+    """A byte is a token. Every other part is reasoning."""
+    text, expected = "".join(parts), len("".join(parts[1::2]).encode())
     tools = "harmony" if format == "harmony" else "hermes"
     with speaking(text, step, format or "none", tools) as (chat, _):
         usage = chat.create(**ASK, n=2).usage
