@@ -12,11 +12,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxspec import AsyncLLM, EngineDead, RequestError, SamplingParams
 from jaxspec.llm import Overloaded, RequestFailed, RequestTimeout
+from tests.faults import out_of_memory
 from tests.test_engine import VOCAB, engine, idle, mixed_load, params, said, tokens
 from tests.tiny import tiny_checkpoint
 
@@ -326,14 +326,6 @@ def test_a_program_that_fails_having_consumed_the_state_leaves_the_engine_as_new
     idle(llm.engine)
 
 
-@jax.jit
-def out_of_memory(results):
-    """`results` behind an allocation that no machine has. The call returns; each result is an error once it is read."""
-    rows = jnp.arange(2**20) + results[0].sum(dtype=jnp.float32)
-    vast = (jnp.ones((2**20, 2**27)) * rows[:, None]) @ jnp.ones(2**27)
-    return [result + vast.sum().astype(result.dtype) for result in results]
-
-
 @pytest.mark.parametrize("program", ["prefill", "admit", "first", "round"])
 def test_a_device_that_runs_out_of_memory_behind_the_call_leaves_the_engine_as_new(monkeypatch, program):
     """The program was dispatched, and so were others behind it, before its results turned out to be an error."""
@@ -343,12 +335,8 @@ def test_a_device_that_runs_out_of_memory_behind_the_call_leaves_the_engine_as_n
     llm.engine.flush_cache()
     run = getattr(llm.engine.runner.programs, program)
 
-    def exhausted(state, *args):
-        leaves, kind = jax.tree.flatten(run(state, *args))
-        return jax.tree.unflatten(kind, out_of_memory(leaves))
-
     with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
-        patch.setattr(llm.engine.runner.programs, program, exhausted)
+        patch.setattr(llm.engine.runner.programs, program, lambda *args: out_of_memory(run(*args)))
         llm.generate(prompts, params())
     idle(llm.engine)
     assert [said(out) for out in llm.generate(prompts, params())] == expected

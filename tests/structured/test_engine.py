@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 
+import jax
 import jsonschema
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import jaxspec
 from jaxspec import LLM, SamplingParams, StructuredOutput
 from tests import heads, hybrids
 from tests import test_lossless as lossless
+from tests.faults import out_of_memory
 from tests.tiny import write_byte_tokenizer
 
 END = 258  # <|im_end|> of the byte tokenizer
@@ -246,6 +248,33 @@ def test_a_grammar_that_fails_ends_its_request_alone():
     assert ended["heavy"].finish_reason == "error" and "limit 50000" in str(ended["heavy"].error)
     assert ended["other"].finish_reason == "stop" and ended["plain"].finish_reason == "length"
     core.scheduler.audit()
+
+
+@pytest.mark.parametrize("program", ["masked_first", "draft", "forward", "conclude"])
+@pytest.mark.parametrize("fault", ["at the call", "behind it"])
+def test_a_program_that_fails_leaves_the_engine_as_new(monkeypatch, program, fault):
+    """Its grammars with it: the same requests, sent again, say what they would have said."""
+    llm = engine("ngram")
+    texts = [prompt(29), prompt(40)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=60, structured=GRAMMARS[name]) for name in ("compact", "regex")
+    ]
+    expected = said(llm.generate(texts, params))
+    llm.engine.flush_cache()
+    run_program = getattr(llm.engine.runner.programs, program)
+
+    def exhausted(*args):
+        results = run_program(*args)
+        if fault == "behind it":
+            return out_of_memory(results)
+        raise jax.errors.JaxRuntimeError("Out of memory allocating 12345 bytes")
+
+    with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        patch.setattr(llm.engine.runner.programs, program, exhausted)
+        llm.generate(texts, params)
+    llm.engine.scheduler.audit()
+    assert not llm.engine.busy
+    assert said(llm.generate(texts, params)) == expected
 
 
 def test_unconstrained_requests_have_rounds_of_one_program():
