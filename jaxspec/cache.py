@@ -146,7 +146,7 @@ class Rows:
             return kv_write.kv_write(kv, layer, page, slot, k, v)
         new = jnp.stack([k, v], axis=-3)
         largest = min(float(jnp.finfo(dtype).max) for dtype in (kv.dtype, new.dtype))
-        if largest < 1e6:  # what overflows would be NaN, with weight zero, to all who are given the page later
+        if largest < 1e6:  # an overflow would be NaN, at weight zero too, to all later owners of the page
             new = jnp.clip(jnp.nan_to_num(new), -largest, largest)
         return kv.at[layer, page, :, :, slot].set(new.astype(kv.dtype))
 

@@ -266,7 +266,7 @@ def conclude(
         outputs, accepted = _accept(scores, slots, proposal, mode, masks)
     else:
         outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode, masks)
-        # What was accepted is a chain, and from here on nobody knows of the tree.
+        # From here on the accepted path is a chain.
         along = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
         rows = Rows(slots.length - 1, jnp.where(batch.live, accepted, 0), batch.table)
         kv = rows.compact(state.cache.kv, path, rows.count)

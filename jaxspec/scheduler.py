@@ -99,7 +99,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._refused = False  # the head of `waiting` didn't fit, and no one has left since: don't match it anew
+        self._refused = False  # the head of `waiting` didn't fit, and no sequence has left since: don't match it again
 
     @property
     def free_pages(self) -> int:

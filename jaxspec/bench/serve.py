@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
         )
     options = engine_options(args)
     options["max_running_requests"] = options["max_running_requests"] or max(args.concurrency)
-    config = EngineConfig(**options)  # a mistake is told before a server is started
+    config = EngineConfig(**options)  # errors come before a server is started
     datasets.check(args)
     loads = None
     if args.url:

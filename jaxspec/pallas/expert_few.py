@@ -222,7 +222,7 @@ def _kernel(plan, held, outs, *refs, **scratch):
     downs = [refs[f"down{i}"] for i in range(len(plan.stacks)) if "down0" in refs]
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     columns = pl.ds(block * COLUMNS, COLUMNS)  # of the result, and of what it is added to
-    first_experts = refs["ids"].at[0]  # nobody looks for these: their weights are asked for at once
+    first_experts = refs["ids"].at[0]  # known without a search: their weights are prefetched
     experts = first_experts if plan.t == 1 else scratch["experts_s"].at[0]
     # by group of experts, how many of their parts of `up` are done
     done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.groups,))) if ups and downs else None
@@ -364,7 +364,7 @@ def _kernel(plan, held, outs, *refs, **scratch):
 
         def group(i, carry):
             step, total = carry
-            shares = _shares(plan, experts, share_of, i, work.count)  # asked for before anything is waited for
+            shares = _shares(plan, experts, share_of, i, work.count)  # loaded before anything is waited for
             first = i * (plan.f // STEP)
             each, step = _multiply(plan, scratch, plan.f, plan.beside, step, first)
             return step, _add(plan, scratch["each_s"], each, shares, total)

@@ -60,7 +60,7 @@ def _data(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     if not args.no_plots:
         plots.check()
-    settings, config = _settings(args), resolve(args.model).config  # what can't be is told before texts are written
+    settings, config = _settings(args), resolve(args.model).config  # errors come before texts are written
     if config.linear:
         raise TrainError(
             f"--model {args.model}: {config.model_type} has linear attention. A training row holds several texts, and "

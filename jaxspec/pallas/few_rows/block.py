@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.few_rows.share import GROUP, TILE, Share, largest, tiles_of
 
-AT_ONCE = 4  # groups of rows that are asked for before the first is normed
+AT_ONCE = 4  # groups of rows that are loaded before the first is normed
 PIECE = 1024  # columns that are normed together
 _i32, _f32 = jnp.int32, jnp.float32
 

@@ -65,7 +65,7 @@ def _top_of_tiles(share, eps, blocks, x_g, scale_g, weight_g, top_g, token_g, *,
     (chunks, rows, chunk), turns = rows_s.shape, -(-tiles // blocks)
 
     def tile(i):
-        return jnp.minimum(block + i * blocks, tiles - 1)  # who has none left takes the last one again
+        return jnp.minimum(block + i * blocks, tiles - 1)  # a block without one left takes the last one again
 
     def fetch(i, stage):
         for j in range(chunks):
