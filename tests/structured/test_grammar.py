@@ -64,7 +64,7 @@ def nested(depth, leaf):
     ({"choice": "ab"}, "choice", "list of non-empty strings"),
     ({"choice": ["a", ""]}, "choice", "list of non-empty strings"),
     ({"grammar": None, "choice": []}, "choice", "list of non-empty strings"),
-    ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "needs json"),
+    ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "applies to json alone"),
     ({"json": {}, "whitespace_pattern": 3}, "whitespace_pattern", "string"),
 ])  # fmt: skip
 def test_what_is_refused_when_made(given, param, words):
