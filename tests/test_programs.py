@@ -49,6 +49,8 @@ def kernels_of(made: runner.Runner, kind: str, size: int) -> set[str]:
     ("qwen3_moe", DRAFTED, {"top_experts", "expert_stream", "tile_matmul", "write_heads", "decode_attention"}),
     ("qwen3_next", FEW, {"delta_step", "conv_step", "top_experts", "expert_plan", "expert_stream", "decode_attention"}),
     ("qwen3_next", DRAFTED, {"delta_step", "conv_step", "top_experts", "expert_stream", "decode_attention"}),
+    ("mistral", FEW, {"weight_stream", "write_heads", "decode_attention"}),  # each layer sees a window
+    ("gemma3", DRAFTED, {"tile_matmul", "decode_attention"}),
 ])  # fmt: skip
 def test_rounds_of_odd_sizes(programs, family, drafts, expected):
     assert expected <= kernels_of(programs(family, *drafts), "round_greedy", drafts[1])

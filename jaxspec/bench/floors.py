@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache import kv_bytes_per_token
 from jaxspec.checkpoint import Model
+from jaxspec.decoder.spec import Attention
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.experts import expected_experts
 from jaxspec.weights import Weight
@@ -58,6 +59,7 @@ class ModelCost:
     expert_bytes: int = 0  # of weight_bytes, those of experts that a token may choose or not
     num_experts: int = 1
     experts_per_token: int = 1
+    windows: tuple[int | None, ...] = (None,)  # of the layers that attend
 
     @classmethod
     def of(cls, model: Model, kv_dtype: str, state_dtype: str = "float32") -> ModelCost:
@@ -81,7 +83,14 @@ class ModelCost:
             expert_bytes=_bytes(stacks),
             num_experts=experts,
             experts_per_token=chosen,
+            windows=tuple(
+                layer.mixing.window for layer in config.decoder.layers if isinstance(layer.mixing, Attention)
+            ),
         )
+
+    def _seen(self, context: float) -> float:
+        """Tokens that a row sees behind so many, the mean over the layers that attend."""
+        return sum(context if window is None else min(context, window) for window in self.windows) / len(self.windows)
 
     def _weights_read(self, tokens: float) -> float:
         """Bytes of weights that a forward over so many tokens must read."""
@@ -91,12 +100,15 @@ class ModelCost:
     def round(self, requests: int, width: int, context: float) -> tuple[float, float]:
         """Bytes and operations of verifying `width` rows for each of `requests` with `context` tokens on average."""
         rows = requests * width
+        context = self._seen(context)
         flops = rows * (self.layer_flops + self.head_flops + self.attention_flops * context)
         return self._weights_read(rows) + requests * (context * self.kv_bytes + 2 * self.state_bytes), flops
 
     def prefill(self, tokens: int) -> tuple[float, float]:
         """Bytes and operations of a prompt up to its first token: only the last row is unembedded."""
-        flops = tokens * self.layer_flops + self.head_flops + self.attention_flops * tokens * (tokens + 1) / 2
+        near = [min(tokens, window or tokens) for window in self.windows]
+        pairs = sum(each * (tokens - (each - 1) / 2) for each in near) / len(near)
+        flops = tokens * self.layer_flops + self.head_flops + self.attention_flops * pairs
         return self._weights_read(tokens) + tokens * self.kv_bytes + self.state_bytes, flops
 
 

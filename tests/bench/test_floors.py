@@ -96,6 +96,16 @@ def test_of_hybrids_states_are_read_and_written_and_few_layers_attend(requests, 
     assert hybrid.layer_flops + hybrid.head_flops == pytest.approx(2 * 3.05e9, rel=0.03)
 
 
+def test_windowed_layers_read_what_they_see():
+    sizes = dict(QWEN3_8B, num_hidden_layers=2, use_sliding_window=True, sliding_window=1024)
+    full, half = (cost(family="qwen2", **sizes, max_window_layers=layers) for layers in (2, 1))
+    assert half.round(8, 1, 1000) == full.round(8, 1, 1000) and half.prefill(1024) == full.prefill(1024)
+    saved = [x - y for x, y in zip(full.round(8, 1, 32768), half.round(8, 1, 32768), strict=True)]
+    assert saved == [8 * (32768 - 1024) * full.kv_bytes / 2, 8 * (32768 - 1024) * full.attention_flops / 2]
+    hidden = sum(max(seen - 1024, 0) for seen in range(1, 5001))
+    assert full.prefill(5000)[1] - half.prefill(5000)[1] == hidden * full.attention_flops / 2
+
+
 def test_verifying_many_rows_is_bound_by_arithmetic(qwen):
     size, flops = qwen.round(128, 16, 1152)
     assert H200.seconds(size, flops) == flops / 780e12 > size / 4.3e12
