@@ -49,33 +49,46 @@ def test_groups_and_page_sizes(group, page, h):
     check(Case("", t=3, group=group, page=page, h=h, entries=entries, lengths=(3, 350, 639), division=None))
 
 
-@pytest.mark.parametrize("b,tokens,least", [(128, 1152, 3.6), (32, 4096, 3.7), (1, 16384, 2.5)])
-def test_memory_bandwidth(b, tokens, least, figures):
-    """TB/s of keys and values read in four layers of Qwen3-8B's shape; `least` leaves room for a busy device.
+LAYERS, KV_HEADS, WIDTH, PAGE, NEW = 4, 8, 128, 64, 4  # four of Qwen3-8B's
 
-    The best of three: kernels are compiled in threads of their own (`pallas.once`), and the first may meet one.
-    """
-    layers, m, h, page, t = 4, 8, 128, 64, 4
-    entries = tokens // page
+
+def seconds(b, tokens, window=None):
+    """Of one layer's attention. The best of three: kernels are compiled in threads of their own (`pallas.once`), and
+    the first may meet one."""
+    entries = tokens // PAGE
     table = 1 + np.random.default_rng(0).permutation(b * entries).reshape(b, entries)
-    args = dict(table=jnp.asarray(table, jnp.int32), start=jnp.full(b, tokens - t, jnp.int32))
-    kv = jnp.full((layers, 1 + b * entries, 2, m, page, h), 0.5, jnp.bfloat16)
+    args = dict(table=jnp.asarray(table, jnp.int32), start=jnp.full(b, tokens - NEW, jnp.int32), window=window)
+    kv = jnp.full((LAYERS, 1 + b * entries, 2, KV_HEADS, PAGE, WIDTH), 0.5, jnp.bfloat16)
 
     @jax.jit
     def run(q, kv):
-        for layer in range(layers):
+        for layer in range(LAYERS):
             q = op.decode_attention(q, kv, jnp.int32(layer), **args)
         return q
 
-    q = jax.block_until_ready(run(jnp.ones((b, t, 32, h), jnp.bfloat16), kv))
-    seconds, rounds = [], 30
+    q = jax.block_until_ready(run(jnp.ones((b, NEW, 32, WIDTH), jnp.bfloat16), kv))
+    taken, rounds = [], 30
     for _ in range(3):
         begin = time.perf_counter()
         for _ in range(rounds):
             q = run(q, kv)
         q.block_until_ready()
-        seconds.append((time.perf_counter() - begin) / rounds / layers)
-    seconds = min(seconds)
-    rate = b * tokens * 2 * m * h * 2 / seconds / 1e12
-    figures[f"decode attention, {b} x {tokens}"] = {"us": seconds * 1e6, "TB/s": rate}
+        taken.append((time.perf_counter() - begin) / rounds / LAYERS)
+    return min(taken)
+
+
+@pytest.mark.parametrize("b,tokens,least", [(128, 1152, 3.6), (32, 4096, 3.7), (1, 16384, 2.5)])
+def test_memory_bandwidth(b, tokens, least, figures):
+    """TB/s of keys and values read; `least` leaves room for a busy device."""
+    taken = seconds(b, tokens)
+    rate = b * tokens * 2 * KV_HEADS * WIDTH * 2 / taken / 1e12
+    figures[f"decode attention, {b} x {tokens}"] = {"us": taken * 1e6, "TB/s": rate}
     assert rate >= least
+
+
+@pytest.mark.parametrize("b,window", [(1, 1024), (8, 1024), (32, 128), (32, 1024)])
+def test_a_window_costs_the_same_however_long_the_text(b, window, figures):
+    """The closest text has little more than the window."""
+    close, far = (seconds(b, tokens, window) for tokens in (window + 128, 16384))
+    figures[f"decode attention, {b} x 16384, window {window}"] = {"us": far * 1e6, "us at the window": close * 1e6}
+    assert far < 1.25 * close + 1e-6
