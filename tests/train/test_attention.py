@@ -13,18 +13,18 @@ def draw(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize("block", [3, 256])
-def test_packed_texts_dont_see_each_other(block, monkeypatch):
+@pytest.mark.parametrize("block,window", [(3, None), (3, 3), (256, None)])
+def test_packed_texts_dont_see_each_other(block, window, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", block)
     q, k, v = draw(1, 11, 4, 8), draw(1, 11, 2, 8, seed=1), draw(1, 11, 2, 8, seed=2)
     first = jnp.array([[0] * 4 + [4] * 7])
 
     def packed(q):
-        return attention.packed_attention(first).attend(None, None, q, k, v, None)[0]
+        return attention.packed_attention(first).attend(None, None, q, k, v, window)[0]
 
     def alone(q):
-        parts = [functions.causal_attention(None, None, q[:, s], k[:, s], v[:, s])[0] for s in (slice(4), slice(4, 11))]
-        return jnp.concatenate(parts, axis=1)
+        texts = ([x[:, s] for x in (q, k, v)] for s in (slice(4), slice(4, 11)))
+        return jnp.concatenate([functions.causal_attention(None, None, *text, window)[0] for text in texts], axis=1)
 
     np.testing.assert_allclose(jax.jit(packed)(q), jax.jit(alone)(q), atol=1e-6)
     gradient = lambda f: jax.jit(jax.grad(lambda q: (f(q) ** 2).sum()))(q)  # noqa: E731
