@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.padding import flat, padded, unflat
-from jaxspec.pallas import few_rows, tile_matmul
+from jaxspec.pallas import few_rows, fp8_rows, tile_matmul
 from jaxspec.pallas.hopper import chosen
-from jaxspec.weights import Unquantised, Weight, matmul
+from jaxspec.weights import Fp8, Unquantised, Weight, matmul
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -32,6 +32,8 @@ def project(
         before = None if residual is None else residual.reshape(-1, residual.shape[-1])
         out = tile_matmul.matmul(rows, weight.unquantised, valid, before, gated=gated)
         return out.reshape(*x.shape[:-1], -1)
+    if chosen(_not_fp8_rows(rows, weight)):
+        return _finished(_fp8_product(x, weight), weight, residual, gated)
     return reference(x, weight, residual, gated)
 
 
@@ -49,10 +51,27 @@ def reference(
     gated: bool = False,
 ) -> Float[Array, "*b o"]:
     """The same in plain jnp, of all rows."""
-    product = matmul(x, weight)
+    return _finished(matmul(x, weight), weight, residual, gated)
+
+
+def _finished(product, weight, residual, gated):
     if gated:
         product = gate(product, weight.layout.interleave)
     return product if residual is None else residual + product
+
+
+def _not_fp8_rows(rows: Float[Array, "r k"], weight: Weight) -> str | None:
+    """Why `fp8_rows` can't multiply these rows by this weight, or None if it can."""
+    match weight.format:
+        case Fp8(block, activations=False):
+            return fp8_rows.supported(len(rows), rows.dtype, block, weight.outputs, weight.inputs)
+    return f"a weight in {weight.format}"
+
+
+def _fp8_product(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"]:
+    """The product by `fp8_rows`, rounded to x's dtype."""
+    out = fp8_rows.product(x.reshape(-1, x.shape[-1]), weight.values, weight.scales)
+    return out.astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 def _forward(x, weight, valid, residual, gated):
@@ -86,7 +105,10 @@ def product(rows: Sequence[Float[Array, "b _ w"]], weight: Weight, keep_padding:
     if chosen(_not_few(b * padded(b, t), [x.shape[2] for x in rows], weight)):
         out = few_rows.product([flat(x) for x in rows], weight.unquantised)
         return out.reshape(b, -1, out.shape[1]) if keep_padding else unflat(out, b, t)
-    return matmul(jnp.concatenate([x[:, :t] for x in rows], axis=-1), weight)
+    whole = jnp.concatenate([x[:, :t] for x in rows], axis=-1)
+    if chosen(_not_fp8_rows(whole.reshape(b * t, -1), weight)):
+        return _fp8_product(whole, weight)
+    return matmul(whole, weight)
 
 
 def _not_few(rows: int, widths: list[int], weight: Weight) -> str | None:

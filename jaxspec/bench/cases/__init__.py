@@ -24,6 +24,7 @@ FEW_ROWS = {  # model width, query heads, KV heads, their width, MLP width, whet
 LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
 ROWS = (1, 8, 9, 12, 16, 32, 128)
 MANY_ROWS = (256, 512, 1024, 2048)
+FP8_ROWS = (1, 8, 32, 64)
 MIXTURES = {  # model width, expert width, experts, experts of a token
     "35B-A3B": (2048, 512, 256, 8),  # Qwen3.5's
     "30B-A3B": (2048, 768, 128, 8),  # Qwen3's
@@ -43,6 +44,7 @@ SMALL = {
     "chunks": ((2, 100),),
     "layer": (64, 64, 96),
     "many": (20,),
+    "fp8": (3,),
 }
 
 
@@ -51,7 +53,7 @@ def make_cases(small: bool) -> list[Case]:
     layers, dtype = (2, "float32") if small else (16, "bfloat16")
     full = {"decode": DECODE, "prompts": PROMPTS, "windows": WINDOWS, "mixtures": MIXTURES}
     full |= {"tokens": TOKENS}
-    full |= {"delta": DELTA, "steps": STEPS, "chunks": CHUNKS, "layer": LAYER, "many": MANY_ROWS}
+    full |= {"delta": DELTA, "steps": STEPS, "chunks": CHUNKS, "layer": LAYER, "many": MANY_ROWS, "fp8": FP8_ROWS}
     sizes = SMALL if small else full
     cases = [attention.decode_attention(b, context, t, layers, dtype) for b, context, t in sizes["decode"]]
     cases += [attention.prompt_attention(count, length, layers, dtype) for count, length in sizes["prompts"]]
@@ -72,6 +74,8 @@ def make_cases(small: bool) -> list[Case]:
         cases += [of(count, length, *delta) for count, length in sizes["chunks"]]
     for rows in sizes["many"]:
         cases += matmuls.projections(rows, *sizes["layer"], layers // 2, dtype)
+    for rows in sizes["fp8"]:
+        cases += matmuls.projections(rows, *sizes["layer"], layers // 2, dtype, quantised=True)
     if not small and kernels_here() is None:  # there is no other path to it: a model without it has plain layers
         cases += [matmuls.layer_matmuls(rows, *LAYER, layers=8) for rows in ROWS]
         few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]

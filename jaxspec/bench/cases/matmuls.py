@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec import fp8
 from jaxspec.bench.cases.case import PAGE, Case
 from jaxspec.decoder import matmul
 from jaxspec.decoder.functions import rms_norm
 from jaxspec.pallas import few_rows, weight_stream
-from jaxspec.weights import HALF, Layout, Weight
+from jaxspec.weights import HALF, Fp8, Layout, Weight
 
 EPS = 1e-6
 
@@ -124,28 +125,40 @@ def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: 
     )
 
 
-def projections(rows: int, d: int, f: int, n: int, layers: int, dtype: str = "bfloat16") -> list[Case]:
-    """The matmuls of a layer one by one, for more rows than `layer_matmuls` takes; names as there."""
+def projections(
+    rows: int, d: int, f: int, n: int, layers: int, dtype: str = "bfloat16", quantised: bool = False
+) -> list[Case]:
+    """The matmuls of a layer one by one, for more rows than `layer_matmuls` takes, or with FP8 ones. Names as there."""
 
     def one(name: str, inputs: int, outputs: int, gated: bool = False) -> Case:
+        layout = Layout((outputs,), interleave=HALF if gated else 0)
+
+        def made(weight):
+            if not quantised:
+                return Weight(weight, layout=layout)
+            values, scales = fp8.quantise_blocks(weight.T)
+            scales = jnp.repeat(scales, fp8.BLOCK // layout.unit, axis=0)[: outputs // layout.unit]
+            return Weight(values, Fp8(fp8.BLOCK), layout, scales)
+
         def build(key):
             def own(key):
                 x, weight = (
                     jax.random.normal(k, shape, dtype)
                     for k, shape in zip(jax.random.split(key), ((rows, inputs), (inputs, outputs)), strict=True)
                 )
-                return x, Weight(weight * inputs**-0.5, layout=Layout((outputs,), interleave=HALF if gated else 0))
+                return x, made(weight * inputs**-0.5)
 
             return jnp.array([rows], jnp.int32), [own(each) for each in jax.random.split(key, layers)]
 
+        item = jnp.dtype(dtype).itemsize
         return Case(
-            name=f"{name}, {rows} rows",
+            name=f"{'FP8 ' * quantised}{name}, {rows} row{'s' * (rows > 1)}",
             group="projections",
             layers=layers,
             build=build,
             op=lambda layer, real, own: matmul.project(*own[layer], real, gated=gated),
             plain=lambda layer, real, own: matmul.reference(*own[layer], gated=gated),
-            size=jnp.dtype(dtype).itemsize * (inputs * outputs + rows * (inputs + outputs // (1 + gated))),
+            size=(1 if quantised else item) * inputs * outputs + item * rows * (inputs + outputs // (1 + gated)),
             flops=2 * rows * inputs * outputs,
         )
 

@@ -1,0 +1,64 @@
+"""The FP8 kernel of few rows on the device: shapes that are served, and how much of the memory's speed it reaches."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import fp8
+from jaxspec.pallas.fp8_rows import product
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {"q, k, v": (6144, 4096), "out": (4096, 4096), "gate, up": (24576, 4096), "down": (4096, 12288)}
+
+
+def draw(rows: int, outputs: int, inputs: int, seed: int = 0):
+    keys = jax.random.split(jax.random.key(seed))
+    x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
+    values, scales = fp8.quantise_blocks(jax.random.normal(keys[1], (outputs, inputs), jnp.bfloat16))
+    return x, values, jnp.repeat(scales, 4, axis=0)  # one for 32 outputs, as gate and up have
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 33, 64])
+def test_matches_plain_jnp(rows, shape):
+    """Twice on the same data: a missing wait would differ now and then."""
+    run = jax.jit(product)
+    for seed in range(3):
+        x, values, scales = draw(rows, *SHAPES[shape], seed)
+        got = run(x, values, scales)
+        np.testing.assert_array_equal(got, run(x, values, scales))
+        with jax.default_matmul_precision("highest"):
+            expected = x.astype(jnp.float32) @ fp8.dequantise(values, scales, 128).T
+        np.testing.assert_allclose(got, expected, atol=1e-4 * float(jnp.abs(expected).max()))
+
+
+def test_a_row_gets_the_same_in_any_company():
+    x, values, scales = draw(8, 4096, 4096)
+    alone = product(x[:1], values, scales)
+    np.testing.assert_array_equal(product(x, values, scales)[:1], alone)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_reads_weights_fast(rows, shape):
+    """Of so many different weights that none is found in a cache."""
+    outputs, inputs = SHAPES[shape]
+    x, values, scales = draw(rows, outputs, inputs)
+    count = max(8, 2**30 // values.size)
+    weights = [(jnp.copy(values), jnp.copy(scales)) for _ in range(count)]
+    run = jax.jit(lambda x, weights: [product(x, *weight) for weight in weights])
+    jax.block_until_ready(run(x, weights))
+    begin, rounds = time.perf_counter(), 10
+    for _ in range(rounds):
+        outs = run(x, weights)
+    jax.block_until_ready(outs)
+    seconds = (time.perf_counter() - begin) / rounds / count
+    speed = values.size / seconds / 1e12
+    print(f"{shape}, {rows} rows: {seconds * 1e6:.1f} us, {speed:.2f} TB/s")
+    assert speed > 1.0  # of about 4
