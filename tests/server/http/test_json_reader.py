@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.request import RequestError
-from server.http.json_reader import MAX_DEPTH, MAX_DIGITS, MAX_ITEMS, MAX_KEY, MAX_STRING, MAX_VALUES, parse
+from server.http import json_reader
+from server.http.json_reader import MAX_DEPTH, MAX_DIGITS, MAX_ITEMS, MAX_KEY, MAX_STRING, MAX_VALUES
+from server.http.json_reader import walk as parse
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(
@@ -94,3 +96,25 @@ def test_no_document_takes_long():
         with contextlib.suppress(RequestError):
             parse(b"[" + unit * (4 * 2**20 // len(unit)) + b"1]")
     assert time.perf_counter() - start < 20  # about 2 s
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(alphabet='[]{}:,"\\01e.-+ \nutrfalsn/é', max_size=12))
+def test_a_small_document_is_read_by_c_as_a_large_one_is_here(text):
+    say = lambda read: _outcome(read, text.encode())  # noqa: E731
+    assert say(json_reader.parse) == say(json_reader.walk)
+
+
+@pytest.mark.parametrize("body", [
+    b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, b"1" * (MAX_DIGITS + 1),
+    b"1" * MAX_DIGITS, '"é"'.encode("utf-16"), "\ufeff[1]".encode(), b'["\xff"]', b'{"a": 1, "a": 2}',
+])  # fmt: skip
+def test_limits_are_those_of_a_large_one(body):
+    assert _outcome(json_reader.parse, body) == _outcome(json_reader.walk, body)
+
+
+def _outcome(read, body):
+    try:
+        return repr(read(body))
+    except RequestError as error:
+        return str(error)
