@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.http.errors import error_body
 
@@ -23,7 +23,7 @@ OTHER_FILES = 256  # files and sockets that a server has open beside its connect
 RETRY_SECONDS = 1  # in Retry-After of whoever is refused for want of room
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """uvicorn's connection, with limits.
 
     **Arguments:** `max_connections` that may be open; a request on one more is answered with 503. `idle_timeout`, in
