@@ -63,11 +63,12 @@ def reference(
     q, kv, layer, table, start, mask=None, window=None, depth=None, *, block_tokens: int = BLOCK_TOKENS
 ) -> Array:
     """`paged_attention` in plain jnp, for any shapes and dtypes."""
-    position = start[:, None] + (jnp.arange(q.shape[1]) if mask is None or depth is None else depth)
-    first = jnp.zeros_like(position) if window is None else position - window + 1
+    place = start[:, None] + jnp.arange(q.shape[1])
+    position = place if mask is None or depth is None else start[:, None] + depth
+    first = jnp.zeros_like(place) if window is None else position - window + 1
     if mask is not None:
         return _masked_attention(q, kv, layer, table, start, first, mask, block_tokens)
-    return span_attention(q, kv, layer, table, first, position, block_tokens)
+    return span_attention(q, kv, layer, table, first, place, block_tokens)
 
 
 @partial(jax.jit, static_argnames="block_tokens")
