@@ -32,10 +32,10 @@ def test_the_command_times_every_case(tmp_path, capsys):
 
 
 def test_only_and_no_plain(tmp_path, capsys):
-    only = ["--only", "attention 2 x 40, 1 row", "--no-plain"]
+    only = ["--only", "attention 3 x 17, 4 rows", "--no-plain"]
     bench.main(["kernels", "--small", "--repeats", "1", *only, "--json", str(tmp_path / "x.json")])
     (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert row["case"] == "decode attention 2 x 40, 1 row" and "error" not in row
+    assert row["case"] == "decode attention 3 x 17, 4 rows" and "error" not in row
     with pytest.raises(SystemExit):
         bench.main(["kernels", "--small", "--only", "nonsense"])
     assert "--only nonsense: no case has this in its name; there are decode attention" in capsys.readouterr().err
@@ -44,7 +44,9 @@ def test_only_and_no_plain(tmp_path, capsys):
 def test_a_wrong_kernel_shows_as_an_error(monkeypatch):
     right = attention.paged_attention
     monkeypatch.setattr(
-        attention, "paged_attention", lambda q, kv, layer, table, start: right(q, kv, layer, table, start - 1)
+        attention,
+        "paged_attention",
+        lambda q, kv, layer, table, start, **how: right(q, kv, layer, table, start - 1, **how),
     )
     case = cases.make_cases(small=True)[0]
     assert kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), True, seed=0)["error"] > 1e-3
@@ -60,9 +62,9 @@ def test_each_layer_has_its_own_share_of_the_cache():
 def test_what_the_operation_chose_is_told(monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
 
-    def chooses(q, kv, layer, table, start):
+    def chooses(q, kv, layer, table, start, **how):
         hopper.count("some_kernel")
-        return attention.reference(q, kv, layer, table, start)
+        return attention.reference(q, kv, layer, table, start, **how)
 
     monkeypatch.setattr(attention, "paged_attention", chooses)
     case = cases.make_cases(small=True)[0]
