@@ -25,6 +25,11 @@ def read(hf: reading.Config, feeds: list[Mlp | Mixture] | None = None) -> Decode
         raise ConfigError(f"attention_bias true is not supported for model_type {hf['model_type']!r}")
     if hf.get("attn_output_gate", True) is not True:
         raise ConfigError("config.json: attn_output_gate false is not supported; attention is gated in these models")
+    if (gate := hf.get("output_gate_type", "silu")) not in ("silu", "swish"):
+        raise ConfigError(
+            f"output_gate_type {shown(gate)} is not supported for model_type {hf['model_type']!r}; supported: silu "
+            "(also called swish)"
+        )
     norm, linear = reading.norm(hf, centred=True), linear_layers(hf)
     attention = reading.attention(hf, qk_norm=norm, gated=True, rotated=0.25)
     rule = delta_rule(hf)
