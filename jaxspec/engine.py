@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -19,57 +18,25 @@ import jax
 import numpy as np
 
 from jaxspec.config import EngineConfig
+from jaxspec.intake import Choice, Intake, Request
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.request import (
     MAX_LOGPROBS,
-    MAX_STOP_IDS,
     Delta,
     RequestError,
     RequestMetrics,
-    SamplingParams,
     TokenLogprobs,
 )
-from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, SAMPLED, TOKENS
+from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Chunk, Sequence
 from jaxspec.sequence import State as SequenceState
 from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally
-from jaxspec.structured.matcher import Matcher, first_masks, round_masks
-from jaxspec.tokenizer import Detokenizer, TokenizerError
+from jaxspec.structured.matcher import first_masks, round_masks
+from jaxspec.tokenizer import Detokenizer
 
 log = logging.getLogger("jaxspec")
-
-
-@dataclass(eq=False, slots=True)
-class Choice:
-    """One completion of a request: its sequence and its text so far."""
-
-    request: Request
-    index: int
-    seq: Sequence
-    detokenizer: Detokenizer | None
-    metrics: RequestMetrics
-    matcher: Matcher | None = None  # where it is in its grammar
-    told: bool = False  # a delta has been sent
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A validated request on its way through the engine."""
-
-    id: str
-    prompt: str | None
-    tokens: list[int]
-    params: SamplingParams
-    seed: int
-    stop_ids: frozenset[int]
-    limit: int
-    mode: str  # the first of `round.MODES` that serves it
-    added: float
-    matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
-    choices: list[Choice] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(slots=True)
@@ -113,6 +80,7 @@ class Engine:
             snapshot_interval=self.config.state_snapshot_interval,
         )
         self.grammars = self.runner.grammars
+        self.prepare = Intake(self.runner, self.scheduler).prepare
         self.requests: dict[str, Request] = {}
         self.totals: Counter = Counter()
         self.finished: Counter = Counter()
@@ -120,7 +88,6 @@ class Engine:
         self.accepted = [0] * (self.runner.yields - 1)
         self.step_tokens = Tally(STEP_TOKENS)
         self._flights: deque[Flight] = deque()
-        self._seeds = np.random.default_rng(self.config.seed)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
         self._compiles_at_start = self.runner.compiles["compiles"]
 
@@ -128,79 +95,10 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.requests or self._flights)
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None) -> Request:
-        """Check a request against model and pool, and tokenise it. Touches no engine state.
-
-        **Raises:** `RequestError` for anything that could never be served.
-        """
-        tokens = self._tokens(prompt)
-        vocab = self.model_config.vocab_size
-        if bad := next(
-            (t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab), None
-        ):
-            raise RequestError(f"token id {bad!r} is outside the vocabulary, ints from 0 to {vocab - 1}", "prompt")
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            if (bad := next((t for t in ids if t >= vocab), None)) is not None:
-                raise RequestError(f"{name}: token id {bad} is outside the vocabulary, 0 to {vocab - 1}", name)
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
-            )
-        ends = not params.ignore_eos or params.structured is not None  # a grammar's text ends where the grammar does
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset(self.eos_ids) if ends else frozenset())
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(
-                f"{len(stop_ids)} token ids would end this request (the model's own included), at most {MAX_STOP_IDS}",
-                "stop_token_ids",
-            )
-        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
-        plain = params.temperature == 0 and not params.logit_bias and not params.min_tokens
-        unpenalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
-        mode = LOGPROBS if params.logprobs is not None else GREEDY if plain and unpenalised else SAMPLED
-        return Request(
-            id=request_id or secrets.token_hex(8),
-            prompt=prompt if isinstance(prompt, str) else None,
-            tokens=tokens,
-            params=params,
-            seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
-            limit=limit,
-            mode=mode,
-            added=time.monotonic(),
-            matchers=None if params.structured is None else self._matchers(params),
-        )
-
-    def _matchers(self, params: SamplingParams) -> list[Matcher]:
-        wanted, name = params.structured, self.runner.model.name
-        if self.grammars is not None:
-            grammar = self.grammars.compile(wanted)
-            return [self.grammars.start(grammar, avoid_end=params.ignore_eos) for _ in range(params.n)]
-        if self.config.disable_structured_output:
-            why = "this engine was started with --disable-structured-output; start it without"
-        elif self.tokenizer is None:
-            why = f"{name} has no tokenizer, and a grammar needs one; add tokenizer.json to the model's folder"
-        else:
-            why = f"{name} names no end token, and a grammar needs one; add eos_token_id to its config"
-        raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
-
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids of the vocabulary that end a text, by the model's config and its tokenizer."""
         return self.runner.model.eos_ids
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise RequestError(
-                f"{self.runner.model.name} has no tokenizer: give the prompt as a list of token ids, or add "
-                "tokenizer.json to the model's folder",
-                "prompt",
-            )
-        try:
-            return self.tokenizer.encode(prompt)
-        except TokenizerError as error:
-            raise RequestError(str(error), "prompt") from error
 
     def add(self, request: Request) -> None:
         """Queue a prepared request.
