@@ -26,6 +26,14 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
+
+from tests import checked
+
+# What signatures say of shapes and dtypes is checked whenever these are called, or traced: where arrays are computed.
+# Elsewhere tests give what isn't allowed on purpose, to see the errors.
+CHECKED = ("decoder", "mixers", "models", "pallas", "sampling", "verify")
+install_import_hook([f"jaxspec.{name}" for name in CHECKED], f"{checked.__name__}.check")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -187,7 +187,7 @@ def test_rope_tables_are_those_of_transformers(entry):
     config = ModelConfig.from_hf({**LAYOUT, **more, **entry["config"]})
     frequencies = np.array(entry["frequencies"], np.float32)
     np.testing.assert_allclose(rope_frequencies(config.decoder.attention), frequencies, rtol=2e-6)
-    positions = np.array([0, 1, 500], np.int32)
+    positions = jnp.array([0, 1, 500])
     angles = positions[:, None] * frequencies
     expected = np.cos(angles) * entry["factor"], np.sin(angles) * entry["factor"]
     np.testing.assert_allclose(cos_sin(positions, config.decoder.attention), expected, atol=5e-4)

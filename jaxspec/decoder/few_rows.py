@@ -71,7 +71,15 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | 
     return few_rows.supported(rows, a.head_dim, widths, layers[0]["qkv"].dtype, call.pages, beside=beside)
 
 
-def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> Stack:
+def run(
+    decoder: Decoder,
+    layers: Sequence[Weights],
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+    wanted: Int[Array, " b"] | None,
+) -> Stack:
     """All rows go through the last layer, too."""
     (b, t), outputs, table = positions.shape, [], rope_table(decoder.attention, positions)
     valid = valid_rows(positions)
@@ -92,7 +100,15 @@ def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> St
     return Stack(outputs, cache)
 
 
-def run_one(decoder: Decoder, weights, inputs, x, positions, mixer, cache):
+def run_one(
+    decoder: Decoder,
+    weights: Weights,
+    inputs: Sequence[tuple[Float[Array, "b r w"], Float[Array, " w"] | None]],
+    x: Float[Array, "b r d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+) -> tuple[Float[Array, "b _ d"], Any]:
     """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
     layer, b = decoder.layers[0], len(positions)
     given = [(flat(rows), scale) for rows, scale in inputs]

@@ -18,7 +18,7 @@ from jaxspec.decoder.functions import normed, rope, row_of
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.padding import flat, padded
-from jaxspec.decoder.path import Call, Path
+from jaxspec.decoder.path import Call, Path, Weights
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.spec import Decoder, Norm, beyond
 from jaxspec.decoder.streamed import WEIGHT_STREAM
@@ -38,12 +38,12 @@ class Hidden:
     """
 
     last: Float[Array, "b t d"]
-    features: tuple[Float[Array, "b t d"], ...]
+    features: tuple[Float[Array, "b _ d"], ...]
     cache: Any
     unnormed: Float[Array, "b t d"] | None = None
 
 
-def choose(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> tuple[Path, dict[str, str]]:
+def choose(decoder: Decoder, layers: Sequence[Weights], call: Call) -> tuple[Path, dict[str, str]]:
     """The first path that runs such a call, and why each one before it doesn't. `layers` are the weights, or shapes.
 
     **Raises:** `NotImplementedError` if none does, which names what the plain path lacks.
@@ -57,7 +57,7 @@ def choose(decoder: Decoder, layers: Sequence[dict[str, Array]], call: Call) -> 
 
 
 def path_table(
-    decoder: Decoder, layers: Sequence[dict[str, Array]], requests: Sequence[int], rows: int, pages: str
+    decoder: Decoder, layers: Sequence[Weights], requests: Sequence[int], rows: int, pages: str
 ) -> list[dict[str, Any]]:
     """For rounds of so many `requests`, `rows` each: which path runs the layers, and why no faster one does."""
     table = []
@@ -112,7 +112,7 @@ def forward(
 
 def run_layer(
     decoder: Decoder,
-    weights: dict[str, Array],
+    weights: Weights,
     x: Float[Array, "b r d"],
     positions: Int[Array, "b t"],
     mixer: Mixer,
@@ -177,7 +177,7 @@ TOP_TOKENS = {Norm: frozenset({"eps"})}  # what the kernel implements that norms
 
 
 def top_tokens(
-    params: dict[str, Array], norm: Norm, scale: Float[Array, " d"], x: Float[Array, "b t d"] | None
+    params: dict[str, Any], norm: Norm, scale: Float[Array, " d"], x: Float[Array, "b t d"] | None
 ) -> Int[Array, "b t"] | None:
     """The tokens with the highest logits of rows before their final norm; None where no kernel serves."""
     if x is None or "head" in params:  # what is tied to the embeddings has a token's weights side by side

@@ -16,19 +16,19 @@ from jaxspec.decoder.spec import Attention, LinearScaling, Norm, RopeScaling, Ya
 
 
 @jax.named_scope("norm")
-def normed(x: Float[Array, "*b d"], weight: Float[Array, " d"], norm: Norm) -> Float[Array, "*b d"]:
-    """Root-mean-square norm (https://arxiv.org/abs/1910.07467)."""
+def normed(x: Float[Array, "*b d"], weight: Float[Array, "... d"], norm: Norm) -> Float[Array, "*b d"]:
+    """Root-mean-square norm (https://arxiv.org/abs/1910.07467). The weight broadcasts against x."""
     return (centred_rms_norm if norm.centred else rms_norm)(x, weight, norm.eps)
 
 
-def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
+def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "... d"], eps: float) -> Float[Array, "*b d"]:
     """In float32 whatever x's dtype, rounded before it is weighted."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32.astype(x.dtype) * weight).astype(x.dtype)
 
 
-def centred_rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
+def centred_rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "... d"], eps: float) -> Float[Array, "*b d"]:
     """As `rms_norm`, but the weight is an offset from one, and is applied in float32 (Gemma's, and Qwen3-Next's)."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -87,7 +87,7 @@ def cos_sin(
 
 
 @jax.named_scope("rope")
-def rope(x: Float[Array, "b t n h"], positions: Int[Array, "b t"], attention: Attention) -> Float[Array, "b t n h"]:
+def rope(x: Float[Array, "*b n h"], positions: Int[Array, "*#b"], attention: Attention) -> Float[Array, "*b n h"]:
     """Rotary embedding, computed in float32: first half against second half, or neighbours if `interleaved`.
 
     Where fewer columns than a head has rotate, they are the first, and the others stay.

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.layer import feed, mix, projections
+from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixture_rows import mixture
 from jaxspec.decoder.padding import flat, pad, padded, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights
@@ -56,7 +57,15 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     return None
 
 
-def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> Stack:
+def run(
+    decoder: Decoder,
+    layers: Sequence[Weights],
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+    wanted: Int[Array, " b"] | None,
+) -> Stack:
     """All rows go through the last layer, too."""
     x, t, outputs, counts = pad(x), positions.shape[1], [], Counter()
 
@@ -72,12 +81,28 @@ def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> St
     return Stack(outputs, cache)
 
 
-def run_one(decoder: Decoder, weights, inputs, x, positions, mixer, cache):
+def run_one(
+    decoder: Decoder,
+    weights: Weights,
+    inputs: Sequence[tuple[Float[Array, "b r w"], Float[Array, " w"] | None]],
+    x: Float[Array, "b r d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+) -> tuple[Float[Array, "b _ d"], Any]:
     """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
     return run_padded(decoder.layers[0], weights, jnp.int32(0), pad(x), positions, mixer, cache)
 
 
-def run_padded(layer: Layer, weights, i, x: Float[Array, "b r d"], positions, mixer, cache):
+def run_padded(
+    layer: Layer,
+    weights: Weights,
+    i: Int[Array, ""],
+    x: Float[Array, "b r d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+) -> tuple[Float[Array, "b r d"], Any]:
     """A layer over padded rows: the residual stream after it, and the cache."""
     names, rows, t = projections(layer), x.reshape(-1, x.shape[-1]), positions.shape[1]
     dtypes = tuple("float32" if name == "ba" else str(x.dtype) for name in names)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, row_of
 from jaxspec.decoder.matmul import gate, matmul, project, valid_count
-from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.mixer import LinearMixer, Mixer, PagedMixer
 from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, beyond
 from jaxspec.pallas import write_heads
@@ -144,13 +144,21 @@ def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any, dtype
     return write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, dtype, pages.dtype, *norms)
 
 
-def _written_attention(layer, weights, i, qkv, positions, mixer, cache):
+def _written_attention(
+    layer: Layer,
+    weights: Weights,
+    i: Int[Array, ""],
+    qkv: Float[Array, "*s b t d"],
+    positions: Int[Array, "b t"],
+    mixer: PagedMixer,
+    cache: Any,
+) -> tuple[Float[Array, "b t k"], Any]:
     """The same, with one kernel from the projection's parts to queries, and keys and values in their pages."""
     a, (b, t) = layer.mixing, positions.shape
     cos, sin = (x.reshape(b * t, -1) for x in cos_sin(positions, a))
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
-    def write(kv, place):
+    def write(kv: Array, place: Int[Array, "b t"]) -> tuple[Float[Array, "b t n h"], Array]:
         rows = qkv.reshape(-1, b * t, qkv.shape[-1])
         q, kv = write_heads.write_heads(rows, cos, sin, kv, i, place.reshape(-1), norms, eps=layer.norm.eps)
         return q.reshape(b, t, a.heads, a.head_dim), kv
@@ -167,7 +175,7 @@ def delta_rule(
     qkvz: Float[Array, "b r d"],
     ba: Float[Array, "b r g"],
     positions: Int[Array, "b t"],
-    mixer: Mixer,
+    mixer: LinearMixer,
     cache: Any,
 ) -> tuple[Float[Array, "b r k"], Any]:
     """norm(S q) * silu(z), of a state S that each token decays and corrects by beta.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.decoder.spec import DeltaRule
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """A forward hands it each layer's rows, and it owns what came before.
 
     The `cache` is whatever it keeps that in, passed through the forward. `layer` i32[] counts among the layers that mix
-    in the same way: attention reads keys and values of all tokens so far, `convolve` and `recur` a state of fixed size.
-    Models without linear attention never call those two.
+    in the same way.
     """
 
     def only(self, asked: Bool[Array, " b"]) -> Mixer:
@@ -38,6 +38,11 @@ class Mixer(Protocol):
     def pages(self, cache: Any) -> Float[Array, "l p 2 m s h"] | None:
         """The pages of all layers, as `cache.KV`, if a kernel may write keys and values there: see `PagedMixer`."""
         ...
+
+
+@runtime_checkable
+class LinearMixer(Mixer, Protocol):
+    """One that serves linear attention too, over a state of fixed size."""
 
     def convolve(
         self,
@@ -72,6 +77,7 @@ class Mixer(Protocol):
         ...
 
 
+@runtime_checkable
 class PagedMixer(Mixer, Protocol):
     """One that keeps keys and values in pages, and lets a kernel of the layer's own write them there."""
 
@@ -92,7 +98,7 @@ class PagedMixer(Mixer, Protocol):
 
 @dataclass(frozen=True)
 class OnlyAttention:
-    """A `Mixer` for models without linear attention, made of a function that attends. It has no pages."""
+    """A `Mixer` made of a function that attends. It has no pages."""
 
     attend: Callable[[Any, Array, Array, Array, Array, int | None], tuple[Array, Any]]
 

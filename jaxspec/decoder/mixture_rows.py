@@ -11,10 +11,16 @@ from jaxspec.decoder.spec import Layer
 from jaxspec.pallas import few_rows
 from jaxspec.weights import Weight
 
-Given = tuple[Float[Array, "r d"], Float[Array, " d"]] | few_rows.Scaled  # rows and their norm's scale
+Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled  # rows and their norm's scale
 
 
-def add(x, rows, weight: Weight, scale, centred=False):
+def add(
+    x: Float[Array, "r d"],
+    rows: Float[Array, "r k"],
+    weight: Weight,
+    scale: Float[Array, " d"] | None,
+    centred: bool = False,
+) -> tuple[Float[Array, "r d"], Given]:
     """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`.
 
     Narrow rows aren't scaled for it: they are normed before weights arrive. No scale: nothing follows.

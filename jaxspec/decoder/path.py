@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -14,7 +15,7 @@ from jaxspec.decoder.spec import Decoder, Table, beyond
 from jaxspec.pallas import hopper
 from jaxspec.weights import Weight, formats
 
-Weights = dict[str, Array | Weight]  # of a layer
+Weights = dict[str, Array | jax.ShapeDtypeStruct | Weight]  # of a layer, or their shapes
 
 
 @dataclass(frozen=True)

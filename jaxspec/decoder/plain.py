@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import run_layer
-from jaxspec.decoder.path import Path, Stack
+from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.path import Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.weights import Fp8, Unquantised
 
@@ -32,7 +35,15 @@ IMPLEMENTS = {
 }
 
 
-def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> Stack:
+def run(
+    decoder: Decoder,
+    layers: Sequence[Weights],
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+    wanted: Int[Array, " b"] | None,
+) -> Stack:
     """The last layer attends for sequences that `wanted` names a row of, and computes that row alone after it."""
     outputs, counts = [], Counter()
 
@@ -49,7 +60,15 @@ def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> St
     return Stack(outputs, cache)
 
 
-def run_one(decoder: Decoder, weights, inputs, x, positions, mixer, cache):
+def run_one(
+    decoder: Decoder,
+    weights: Weights,
+    inputs: Sequence[tuple[Float[Array, "b r w"], Float[Array, " w"] | None]],
+    x: Float[Array, "b r d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+) -> tuple[Float[Array, "b _ d"], Any]:
     """The layer of a decoder of one: see `forward.run_layer`. Padding rows of what it is given are cut off."""
     layer, t = decoder.layers[0], positions.shape[1]
     inputs = [(rows[:, :t], scale) for rows, scale in inputs]

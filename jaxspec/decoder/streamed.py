@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import attention, finish
-from jaxspec.decoder.path import Call, Path, Stack
+from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
 from jaxspec.pallas import weight_stream
 from jaxspec.weights import Unquantised, matmul
@@ -36,7 +39,15 @@ def fits(decoder: Decoder, layers: Any, call: Call) -> str | None:
     return weight_stream.supported(call.requests * call.rows, weights[0].dtype, *widths)
 
 
-def run(decoder: Decoder, layers: Any, x, positions, mixer, cache, wanted) -> Stack:
+def run(
+    decoder: Decoder,
+    layers: Sequence[Weights],
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+    wanted: Int[Array, " b"] | None,
+) -> Stack:
     """The last layer has no next one, whose q, k, v the kernel would end in."""
     first, last, outputs = decoder.layers[0], decoder.layers[-1], []
 

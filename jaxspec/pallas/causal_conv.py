@@ -157,7 +157,7 @@ def _before(windows, layer, slots, source, keep, count, x, back: int) -> Float[A
     return before
 
 
-def _targets(slots: Int[Array, " b"], keep: Int[Array, " b"], num_slots: int) -> Int[Array, " 2b"]:
+def _targets(slots: Int[Array, " b"], keep: Int[Array, " b"], num_slots: int) -> Int[Array, " 2*b"]:
     """The slot that each block's last inputs go to, then the slot for a copy of them: -1 if there is none, or if a
     later block of this call writes it."""
     targets, order = jnp.concatenate([slots, keep]), jnp.tile(jnp.arange(len(slots)), 2)

@@ -458,7 +458,7 @@ def _find(plan, ids_g, scratch):
     plgpu.barrier_arrive(scratch["known"])
 
 
-def _everywhere(width: int) -> plgpu.Layout:
+def _everywhere(width: int) -> Any:
     """Eight rows in the lanes of each warp: four lanes have a row, and all four warps the same."""
     tiling = plgpu.Tiling(((ROWS, width), (width // 4,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1)

@@ -101,7 +101,7 @@ def supported(rows: int, dtype: Any, *widths: int) -> str | None:
 def stream(
     x: Float[Array, "b d"],
     rows: Float[Array, "b k"],
-    weights: list[Float[Array, "k n"]],
+    weights: list[Float[Array, "_ _"]],
     scales: list[Float[Array, " d"]],
     *,
     eps: float,

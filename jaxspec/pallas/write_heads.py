@@ -43,7 +43,7 @@ def supported(heads: int, kv_heads: int, width: int, rotated: int, *dtypes: Any)
 
 @lower_once("write_heads", "eps")
 def write_heads(
-    qkv: Float[Array, "s r d"],
+    qkv: Float[Array, "parts r d"],
     cos: Float[Array, "r half"],
     sin: Float[Array, "r half"],
     kv: Float[Array, "l p 2 m s h"],
@@ -126,7 +126,7 @@ def _row(eps, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
             put(tiles, kv_g.at[layer, page, kind, :, slot])
 
 
-def _layout(heads: int, columns: int) -> plgpu.Layout:
+def _layout(heads: int, columns: int) -> Any:
     """Of so many heads each warp has a quarter; a head lies in as many of its lanes as there are for it."""
     vector = heads * columns // (WARPS * LANES)
     if heads == WARPS:

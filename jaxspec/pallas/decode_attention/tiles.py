@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -15,7 +17,7 @@ def by_row(plan: Plan):
     return plgpu.Layout.WGMMA.reduce(0 if plan.narrow else 1)
 
 
-def row_a_warp(h: int) -> plgpu.Layout:
+def row_a_warp(h: int) -> Any:
     """Of a pack's rows one in each warp, whose lanes hold neighbours."""
     vector = min(h // 32, 4)
     tiling = plgpu.Tiling(((PACK, 32 * vector), (vector,)))

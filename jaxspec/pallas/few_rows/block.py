@@ -18,20 +18,20 @@ PIECE = 1024  # columns that are normed together
 _i32, _f32 = jnp.int32, jnp.float32
 
 
-def by_row(vector: int) -> plgpu.Layout:
+def by_row(vector: int) -> Any:  # layouts: of a class that jax keeps to itself
     """Eight rows at a time, each in 16 lanes of a warp, which hold `vector` neighbours: so a row's sum stays there."""
     tiling = plgpu.Tiling(((GROUP, 16 * vector), (2, 16 * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def one_row(width: int) -> plgpu.Layout:
+def one_row(width: int) -> Any:
     """One row of a head, which all four warps hold."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((width,), (width // 32,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
     )
 
 
-def by_tile() -> plgpu.Layout:
+def by_tile() -> Any:
     """Sums of squares, [tiles, rows]: every warp has them all, so that each row's sum is where its products are."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((8, GROUP), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
