@@ -45,6 +45,7 @@ jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; a lim
 
 LONGEST = (
     "few_rows",
+    "few_rows_layers",
     "write_heads",
     "engine",
     "loop",
@@ -82,7 +83,7 @@ def _forget_programs(request):
     mappings, of which Linux allows a process 65,530, and one more is a segmentation fault."""
     yield
     for value in vars(request.module).values():
-        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+        if hasattr(value, "cache_clear") and value.__module__ in (request.module.__name__, "tests.engines"):
             value.cache_clear()
     jax.clear_caches()
     gc.collect()

@@ -8,64 +8,30 @@ import dataclasses
 import functools
 import itertools
 import random
-import shutil
-import time
-import types
 from collections import Counter
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 import jaxspec
-from jaxspec import LLM, RequestError, SamplingParams, StructuredOutput
-from jaxspec.draft import Drafter, Proposal
-from jaxspec.programs import Programs
-from jaxspec.round import MODES
-from tests.tiny import tiny_checkpoint
-
-VOCAB, PAGE, CONTEXT = 272, 8, 192
-OPTIONS = {
-    "page_size": PAGE,
-    "chunked_prefill_size": 64,
-    "context_length": CONTEXT,
-    "max_running_requests": 3,
-    "max_total_tokens": 208,  # so that three long requests preempt each other
-    "num_continuous_decode_steps": 4,  # which `set_rounds` turns on
-    "skip_warmup": True,
-    "few_programs": True,
-}
-
-
-def checkpoint():
-    return str(tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, num_hidden_layers=1))
-
-
-@dataclasses.dataclass(frozen=True)
-class CountUp(Drafter):
-    """Drafts the ids after the newest token's, which is right where `MEANINGS` makes the target count."""
-
-    num_draft_tokens: int = 3
-
-    def propose(self, params, state, batch):
-        tokens = batch.tokens(-1, 1) + 1 + jnp.arange(self.num_draft_tokens)
-        return Proposal(tokens % VOCAB, jnp.full(batch.length.shape, self.num_draft_tokens)), state
-
-
-@functools.cache
-def engine(draft):
-    drafts = {} if draft == "none" else {"num_draft_tokens": 3}
-    warm = {"skip_warmup": draft != "ngram"}  # that one is asked whether anything compiles later
-    llm = LLM(checkpoint(), draft.replace("self", checkpoint()), **OPTIONS | drafts | warm)
-    set_rounds(llm, 1)
-    return llm
-
-
-SELF = "standalone:self"
-COUNT_UP = f"{__name__}:CountUp"
-DRAFTERS = ["ngram", SELF]
+from jaxspec import LLM, StructuredOutput
+from tests.engines import (
+    COUNT_UP,
+    DRAFTERS,
+    OPTIONS,
+    PAGE,
+    SELF,
+    VOCAB,
+    checkpoint,
+    engine,
+    idle,
+    mixed_load,
+    params,
+    said,
+    set_overlap,
+    set_rounds,
+    tokens,
+)
 
 
 @pytest.fixture(params=DRAFTERS)
@@ -75,59 +41,6 @@ def llm(request):
     set_overlap(llm, True)
     set_rounds(llm, 1)
     idle(llm.engine)
-
-
-def idle(core):
-    """No request, and every page is free or in the prefix tree."""
-    core.scheduler.audit()
-    stats = core.stats()
-    assert not core.busy and not core.requests
-    assert stats["num_running"] == stats["num_waiting"] == 0
-    assert stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
-    assert core.flush_cache() and core.stats()["free_pages"] == stats["total_pages"]
-
-
-def tokens(n, seed=0):
-    return np.random.default_rng([n, seed]).integers(0, 256, n).tolist()
-
-
-def params(**settings):
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True} | settings)
-
-
-def mixed_load():
-    """Every feature that changes what a round does, in one batch that doesn't fit the pool at once."""
-    settings = [
-        {"max_tokens": 64},
-        {"logit_bias": {65: 20.0, 66: 20.0}, "temperature": 1.5, "seed": 1, "max_tokens": 60},
-        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "max_tokens": 40},
-        {},
-        {"temperature": 1.0, "seed": 11},
-        {"temperature": 0.7, "seed": -3, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-        {"logprobs": 3},
-        {"temperature": 1.0, "seed": 5, "n": 3, "max_tokens": 9},
-        {"speculative": False, "max_tokens": 12},
-        {"prompt_logprobs": 2, "max_tokens": 2},
-        {"stop": ["BA"], "logit_bias": {65: 50.0, 66: 50.0}, "min_tokens": 4, "temperature": 2.0, "seed": 2},
-        {"ignore_eos": False, "logit_bias": {258: 10.0}, "min_tokens": 3},
-        {"max_tokens": 1},
-    ]
-    lengths = (50, 41, 30, 1, 9, 33, 40, 17, 65, 130, 8, 12, 128)
-    return [tokens(n) for n in lengths], [params(**s) for s in settings]
-
-
-def said(out):
-    """What a caller can tell two outputs apart by, except times and the last bits of log-probabilities."""
-    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in out.completions]
-
-
-def set_overlap(llm, on):
-    llm.engine.config = dataclasses.replace(llm.engine.config, disable_overlap=not on)
-
-
-def set_rounds(llm, rounds):
-    """How many rounds a program runs when nobody waits: 1, or 4 as in `OPTIONS`."""
-    llm.engine.scheduler.rounds = rounds
 
 
 # -- one round stale, never wrong --------------------------------------------------------------------------------------
@@ -217,7 +130,7 @@ def test_no_seed_draws_a_new_one(llm):
     assert first.token_ids != second.token_ids
 
 
-# -- static shapes; the fast path ran ----------------------------------------------------------------------------------
+# -- the fast path ran -------------------------------------------------------------------------------------------------
 
 
 def test_nothing_compiles_after_warm_up():
@@ -238,61 +151,6 @@ def test_nothing_compiles_after_warm_up():
     assert stats["preemptions_total"] > 0
     assert stats["compiles_total"] == before
     idle(llm.engine)
-
-
-class Nothing:
-    """In place of a compiled program."""
-
-    def __call__(self, params, draft_params, state, packed):
-        return state, jnp.zeros((), jnp.int32)
-
-    def memory_analysis(self):
-        return types.SimpleNamespace(temp_size_in_bytes=0)
-
-
-def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
-    """With programs that aren't compiled: to compile one of each size for the test above would take a minute."""
-    compiled = []
-
-    def compile_(self, kind, size, lowered):
-        compiled.append((kind, size))
-        program = self._compiled[kind, size] = Nothing()
-        return program
-
-    monkeypatch.setattr(Programs, "_lower", lambda self, kind, size, state: (None, None))
-    monkeypatch.setattr(Programs, "_compile", compile_)
-    llm = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
-    warm, runner, table = list(compiled), llm.engine.runner, llm.engine.scheduler.table
-    for mode, count in itertools.product(MODES, (1, 2, 3)):
-        runner.round(list(range(count)), table, mode)
-        runner.round(list(range(count)), table, mode, 4)
-        runner.first(list(range(min(count, 2))), table, mode)  # of as many as a prefill has blocks
-    assert compiled == warm and {size for kind, size in warm if kind == "rounds_sampled"} == {1, 2, 3}
-
-
-def test_warm_up_keeps_programs_once_all_are_lowered(monkeypatch):
-    """To keep one stops Python for a while, and those that aren't lowered yet can't be compiled."""
-    done = []
-    monkeypatch.setattr(Programs, "_lower", lambda *_: done.append("lowered") or (None, None))
-    monkeypatch.setattr(
-        Programs, "_compile", lambda self, kind, size, _: self._compiled.setdefault((kind, size), Nothing())
-    )
-    monkeypatch.setattr(Programs, "_keep", lambda *_: done.append("kept"))
-    programs = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False}).engine.runner.programs
-    assert done == ["lowered"] * len(programs._compiled) + ["kept"] * len(programs._compiled)
-
-
-def test_a_program_that_fails_ends_a_warm_up(monkeypatch):
-    lowered = []
-    monkeypatch.setattr(Programs, "_lower", lambda self, *one: time.sleep(0.05) or lowered.append(one) or (None, None))
-
-    def fail(*_):
-        raise RuntimeError("no room for this program")
-
-    monkeypatch.setattr(Programs, "_compile", fail)
-    with pytest.raises(RuntimeError, match="no room for this program"):
-        LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
-    assert 0 < len(lowered) < 10
 
 
 def test_each_program_counts_its_dispatches():
@@ -554,44 +412,3 @@ def test_ngram_drafts_where_text_repeats_and_not_elsewhere():
     llm.generate([list(range(100, 160))], params(max_tokens=1))
     assert llm.engine.stats()["drafted_per_position"] == before
     idle(llm.engine)
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prompt,settings,words", [
-    ([], {}, "prompt is empty"),
-    ([VOCAB], {}, "outside the vocabulary"),
-    ([-1], {}, "outside the vocabulary"),
-    ([True], {}, "outside the vocabulary"),
-    (["a"], {}, "outside the vocabulary"),
-    ([np.int64(1)], {}, r"np.int64\(1\) is outside the vocabulary, ints from 0"),
-    ("a\ud800b", {}, "lone surrogates"),
-    ([1] * CONTEXT, {}, "maximum context length"),
-    ([1], {"max_tokens": CONTEXT}, "maximum context length"),
-    ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
-    ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
-    ([1], {"stop_token_ids": list(range(40))}, "at most 32"),
-])  # fmt: skip
-def test_a_bad_request_is_refused_before_anything_runs(prompt, settings, words):
-    llm = engine("ngram")
-    before = llm.engine.stats()["dispatches"]
-    with pytest.raises(RequestError, match=words):
-        llm.generate([[1, 2], prompt], params(**settings))
-    assert llm.engine.stats()["dispatches"] == before
-    idle(llm.engine)
-
-
-def test_text_goes_on_from_the_prompts(tmp_path):
-    """Of a SentencePiece model's completion the first space counts, or prompt and text couldn't be put together."""
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581Hi": 256, "there": 257, "<s>": 258}
-    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
-    backend.decoder = decoders.Sequence([*steps])
-    backend.add_special_tokens(["<s>"])
-    folder = shutil.copytree(tiny_checkpoint("llama", 259, num_hidden_layers=1), tmp_path / "model")
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>").save_pretrained(folder)
-    llm = LLM(str(folder), **OPTIONS)
-    always = params(max_tokens=2, logit_bias={256: 100.0})
-    going_on, fresh = llm.generate([[258, 257], [258]], always)
-    assert going_on.text == " Hi Hi" and fresh.text == "Hi Hi"

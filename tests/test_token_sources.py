@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec import RequestError, SamplingParams
 from jaxspec.request import TOKEN_SOURCES
-from tests.test_engine import COUNT_UP, SELF, engine, params, tokens
+from tests.engines import COUNT_UP, SELF, engine, params, tokens
 
 
 def test_nothing_is_reported_unasked():

@@ -1,0 +1,68 @@
+"""Warm-up: which programs it compiles, and when it keeps them."""
+
+import itertools
+import time
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import LLM
+from jaxspec.programs import Programs
+from jaxspec.round import MODES
+from tests.engines import OPTIONS, checkpoint
+
+
+class Nothing:
+    """In place of a compiled program."""
+
+    def __call__(self, params, draft_params, state, packed):
+        return state, jnp.zeros((), jnp.int32)
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(temp_size_in_bytes=0)
+
+
+def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
+    """With programs that aren't compiled: to compile one of each size for the test above would take a minute."""
+    compiled = []
+
+    def compile_(self, kind, size, lowered):
+        compiled.append((kind, size))
+        program = self._compiled[kind, size] = Nothing()
+        return program
+
+    monkeypatch.setattr(Programs, "_lower", lambda self, kind, size, state: (None, None))
+    monkeypatch.setattr(Programs, "_compile", compile_)
+    llm = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
+    warm, runner, table = list(compiled), llm.engine.runner, llm.engine.scheduler.table
+    for mode, count in itertools.product(MODES, (1, 2, 3)):
+        runner.round(list(range(count)), table, mode)
+        runner.round(list(range(count)), table, mode, 4)
+        runner.first(list(range(min(count, 2))), table, mode)  # of as many as a prefill has blocks
+    assert compiled == warm and {size for kind, size in warm if kind == "rounds_sampled"} == {1, 2, 3}
+
+
+def test_warm_up_keeps_programs_once_all_are_lowered(monkeypatch):
+    """To keep one stops Python for a while, and those that aren't lowered yet can't be compiled."""
+    done = []
+    monkeypatch.setattr(Programs, "_lower", lambda *_: done.append("lowered") or (None, None))
+    monkeypatch.setattr(
+        Programs, "_compile", lambda self, kind, size, _: self._compiled.setdefault((kind, size), Nothing())
+    )
+    monkeypatch.setattr(Programs, "_keep", lambda *_: done.append("kept"))
+    programs = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False}).engine.runner.programs
+    assert done == ["lowered"] * len(programs._compiled) + ["kept"] * len(programs._compiled)
+
+
+def test_a_program_that_fails_ends_a_warm_up(monkeypatch):
+    lowered = []
+    monkeypatch.setattr(Programs, "_lower", lambda self, *one: time.sleep(0.05) or lowered.append(one) or (None, None))
+
+    def fail(*_):
+        raise RuntimeError("no room for this program")
+
+    monkeypatch.setattr(Programs, "_compile", fail)
+    with pytest.raises(RuntimeError, match="no room for this program"):
+        LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
+    assert 0 < len(lowered) < 10
