@@ -81,11 +81,11 @@ def plan(
     return plgpu.kernel(
         partial(_token, each, experts, rows),
         kernel_name="expert_plan",
-        out_type=[
+        out_type=(
             jax.ShapeDtypeStruct((capacity, x.shape[1]), x.dtype),
             jax.ShapeDtypeStruct((items, 5), _i32),
             jax.ShapeDtypeStruct((len(x), each), _i32),
-        ],
+        ),
         grid=(len(x),),
         grid_names=("token",),
         scratch_types=dict(
