@@ -29,7 +29,7 @@ from jaxspec.pallas import few_rows as op
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.weights import Weight
-from tests.test_few_rows import INTERPRET, normal
+from tests.test_few_rows import INTERPRET, PAGE, normal
 from tests.test_weight_stream import assert_close
 from tests.tiny import tiny_config
 

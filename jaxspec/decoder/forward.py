@@ -117,7 +117,7 @@ def run_layer(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    inputs: Sequence[tuple[Float[Array, "b r w"], Float[Array, " w"] | None]] | None = None,
+    inputs: Sequence[tuple[Float[Array, "b r _"], Float[Array, " _"] | None]] | None = None,
 ) -> tuple[Float[Array, "b r d"], Any]:
     """The residual stream `x` after the layer of a decoder of one, before any norm, and the cache.
 

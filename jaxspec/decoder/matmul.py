@@ -96,7 +96,7 @@ def gate(gate_up: Float[Array, "*b n"], run: int, activation: str = "silu") -> F
     return (ACTIVATIONS[activation](runs[..., 0, :]) * runs[..., 1, :]).reshape(*batch, width // 2)
 
 
-def product(rows: Sequence[Float[Array, "b _ w"]], weight: Weight, keep_padding: bool = False) -> Float[Array, "b _ n"]:
+def product(rows: Sequence[Float[Array, "b _ _"]], weight: Weight, keep_padding: bool = False) -> Float[Array, "b _ n"]:
     """The product of rows side by side, by a kernel where it serves. Some may have padding rows, and others none.
 
     `keep_padding`: leave the kernel's in the result, for `forward.run_layer`.

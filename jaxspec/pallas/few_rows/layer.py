@@ -122,8 +122,8 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, weight_g, *refs, out_s, **scrat
 
 @lower_once("few_rows_heads", "eps", "splits")
 def heads(
-    rows: Sequence[Float[Array, "r d"]],
-    scales: Sequence[Float[Array, " d"] | Float[Array, "t r"]],
+    rows: Sequence[Float[Array, "r _"]],
+    scales: Sequence[Float[Array, " _"] | Float[Array, "t r"]],
     weight: Float[Array, "k n"],
     cos: Float[Array, "r half"],
     sin: Float[Array, "r half"],
@@ -272,7 +272,7 @@ def add_product(
 
 @lower_once("few_rows_product", "splits")
 def product(
-    rows: Sequence[Float[Array, "r k"]],
+    rows: Sequence[Float[Array, "r _"]],
     weight: Float[Array, "n d"],
     *,
     splits: int | None = None,
@@ -338,7 +338,7 @@ def _write_scaled(share, x, scale, rows_g, squares_g):
 def normed(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
-    weights: Sequence[Float[Array, "d n"]],
+    weights: Sequence[Float[Array, "d _"]],
     *,
     eps: float,
     dtypes: tuple[str, ...],
@@ -346,7 +346,7 @@ def normed(
     keep: bool = False,
     splits: int | None = None,
     interpret: Any = False,
-) -> list[Float[Array, "r n"]]:
+) -> list[Float[Array, "r _"]]:
     """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
 
     `x`, `scale` and `splits` as in `gated`. `centred`: as in `functions.centred_rms_norm`, which `Scaled` rows are
