@@ -103,7 +103,7 @@ def run(
 def run_one(
     decoder: Decoder,
     weights: Weights,
-    inputs: Sequence[tuple[Float[Array, "b r _"], Float[Array, " _"] | None]],
+    inputs: Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]],
     x: Float[Array, "b r d"],
     positions: Int[Array, "b t"],
     mixer: Mixer,

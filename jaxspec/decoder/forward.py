@@ -117,8 +117,8 @@ def run_layer(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    inputs: Sequence[tuple[Float[Array, "b r _"], Float[Array, " _"] | None]] | None = None,
-) -> tuple[Float[Array, "b r d"], Any]:
+    inputs: Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]] | None = None,
+) -> tuple[Float[Array, "b _ d"], Any]:
     """The residual stream `x` after the layer of a decoder of one, before any norm, and the cache.
 
     `inputs`: rows side by side that queries, keys and values are made of, each with the scale of its norm, None if it

@@ -198,7 +198,7 @@ def finish(
     weights: Weights,
     x: Float[Array, "b t d"],
     mixed: Float[Array, "b t k"],
-    positions: Int[Array, "b t"],
+    positions: Int[Array, "b _"],
 ) -> Float[Array, "b t d"]:
     """The rest of a layer after its mixing: output projection and MLP, each added to the residual stream."""
     valid = valid_count(positions)
@@ -215,7 +215,7 @@ def added(
 
 
 def feed(
-    layer: Layer, weights: Weights, x: Float[Array, "b t d"], positions: Int[Array, "b t"]
+    layer: Layer, weights: Weights, x: Float[Array, "b t d"], positions: Int[Array, "b _"]
 ) -> Float[Array, "b t d"]:
     """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert."""
     rows = normed(x, weights["mlp_norm"], layer.norm)
@@ -255,7 +255,7 @@ def mixture(
     weights: Weights,
     x: Float[Array, "b t d"] | None,
     rows: Float[Array, "b t d"],
-    positions: Int[Array, "b t"],
+    positions: Int[Array, "b _"],
 ) -> Float[Array, "b t d"]:
     """x + each token's experts, weighted as its router likes them (https://arxiv.org/abs/1701.06538), + the shared one.
 

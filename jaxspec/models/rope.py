@@ -34,7 +34,7 @@ def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
     return Rope(theta, _scaling(settings, kind, hf), None if columns == head_dim else columns)
 
 
-def _scaling(settings: Config, kind: str, hf: Config) -> RopeScaling | LinearScaling | Yarn | None:
+def _scaling(settings: Config, kind: Any, hf: Config) -> RopeScaling | LinearScaling | Yarn | None:
     match kind:
         case "default":
             return None

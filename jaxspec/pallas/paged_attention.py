@@ -32,7 +32,7 @@ def paged_attention(
     start: Int[Array, " b"],
     mask: Bool[Array, "b t w"] | None = None,
     window: int | None = None,
-    depth: Int[Array, "b t"] | None = None,
+    depth: Int[Array, "b _"] | None = None,
 ) -> Float[Array, "b t n h"]:
     """Causal attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
 

@@ -35,6 +35,9 @@ class _Step:
 
     marked_positions = positions  # padding is a text too
 
+    def only(self, asked):
+        return self
+
     def pages(self, cache):
         return None
 
