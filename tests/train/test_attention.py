@@ -24,7 +24,8 @@ def test_packed_texts_dont_see_each_other(block, window, monkeypatch):
 
     def alone(q):
         texts = ([x[:, s] for x in (q, k, v)] for s in (slice(4), slice(4, 11)))
-        return jnp.concatenate([functions.causal_attention(None, jnp.int32(0), *text, window)[0] for text in texts], axis=1)
+        parts = [functions.causal_attention(None, jnp.int32(0), *text, window)[0] for text in texts]
+        return jnp.concatenate(parts, axis=1)
 
     np.testing.assert_allclose(jax.jit(packed)(q), jax.jit(alone)(q), atol=1e-6)
     gradient = lambda f: jax.jit(jax.grad(lambda q: (f(q) ** 2).sum()))(q)  # noqa: E731
