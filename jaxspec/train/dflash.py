@@ -19,6 +19,7 @@ from jaxspec.decoder.forward import forward
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.drafters.dflash import DFlash, _context_projection
 from jaxspec.train.attention import span_attention
+from jaxspec.train.data import TrainError
 from jaxspec.train.losses import Rows, Scorer, frozen_logits
 from jaxspec.train.objective import Batch, Objective, check_rows, matmul_weights, report
 
@@ -102,7 +103,7 @@ class DFlashObjective(Objective):
 
         def attend(cache, layer, q, k, v, window):
             if window is not None:
-                raise NotImplementedError(f"a DFlash layer with a window of {window} can't be trained; full ones can")
+                raise TrainError(f"a DFlash layer with a window of {window} can't be trained; full ones can")
             blocks = lambda x: x.reshape(b, a, size, *x.shape[2:])  # noqa: E731
             seen = [jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache]
             out = span_attention(blocks(q), *seen, first, anchors - 1, (blocks(k), blocks(v)))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.forward import Hidden
 from jaxspec.drafters.eagle import Eagle3
 from jaxspec.train.attention import causal_attention
+from jaxspec.train.data import TrainError
 from jaxspec.train.losses import Rows, Scorer
 from jaxspec.train.objective import Batch, Objective, Report, matmul_weights, report
 
@@ -43,7 +44,7 @@ class _Step:
 
     def attend(self, cache, layer, q, k, v, window):
         if window is not None:
-            raise NotImplementedError(f"an EAGLE-3 layer with a window of {window} can't be trained; one without can")
+            raise TrainError(f"an EAGLE-3 layer with a window of {window} can't be trained; one without can")
         cache = [*cache, (k, v)]
         own = [jnp.stack(each, axis=2) for each in zip(*cache[1:], strict=True)]
         return causal_attention(q, *cache[0], self.batch.first, tuple(own) or None), cache

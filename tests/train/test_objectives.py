@@ -12,7 +12,7 @@ import jaxspec
 from jaxspec.checkpoint import load_model
 from jaxspec.decoder.forward import unembed
 from jaxspec.drafters import load_drafter
-from jaxspec.train import objective
+from jaxspec.train import eagle3, objective
 from jaxspec.train.data import TrainError
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.eagle3 import Eagle3Objective
@@ -111,3 +111,8 @@ def test_steps_too_small_for_a_gradient_are_refused(target, monkeypatch):
     loaded, _, batch = drafted(target, "dflash", 5)
     with pytest.raises(TrainError, match="a step has 29 rows, and takes more than"):
         DFlashObjective(loaded.drafter, target.config, "float32", "soft").read(target.params, batch)
+
+
+def test_a_layer_with_a_window_is_refused():
+    with pytest.raises(TrainError, match="window of 4 can't be trained"):
+        eagle3._Step(None, 0).attend([], jnp.int32(0), None, None, None, 4)
