@@ -34,6 +34,8 @@ def operands(rows: int, outputs: int, inputs: int, unit: int = 128):
     (8, 192, 384, 32, 1),  # scales for fewer outputs than a block has, a part of a block of 128
     (8, 128, 1024, 128, 1),  # more steps than the ring has slots
     (13, 64, 512, 64, 2),  # rows that are padded, inputs in two parts
+    (40, 256, 640, 32, 1),  # two groups of outputs a block
+    (72, 64, 384, 64, 1),
 ])  # fmt: skip
 def test_matches_numpy(monkeypatch, rows, outputs, inputs, unit, enough):
     monkeypatch.setattr(fp8_rows, "ENOUGH", enough)
@@ -44,8 +46,19 @@ def test_matches_numpy(monkeypatch, rows, outputs, inputs, unit, enough):
     np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max())
 
 
+def test_every_number_is_exact():
+    """Each e4m3 number comes out as it is, times its scale."""
+    numbers = jnp.arange(256, dtype=jnp.uint8).at[jnp.array([127, 255])].set(0)  # but for what is no number
+    values = jnp.broadcast_to(numbers, (64, 256)).view(E4M3)
+    for first in (0, 120, 248):
+        x = jnp.roll(jnp.eye(8, 256, dtype=jnp.bfloat16), first, axis=1)
+        got = product(x, values, jnp.array([[3.0, -5.0]]), interpret=plgpu.InterpretGPUParams())
+        expected = np.asarray(values[0, first : first + 8], np.float32) * (3.0 if first < 128 else -5.0)
+        np.testing.assert_array_equal(got[:, 5], expected)
+
+
 @pytest.mark.parametrize(
-    "rows,outputs,inputs", [(1, 4096, 4096), (8, 6144, 4096), (16, 24576, 4096), (64, 4096, 12288)]
+    "rows,outputs,inputs", [(1, 4096, 4096), (16, 24576, 4096), (64, 4096, 12288), (128, 6144, 4096)]
 )
 def test_lowers_for_cuda(rows, outputs, inputs):
     shapes = (rows, inputs), (outputs, inputs), (outputs // 32, inputs // 128)
@@ -56,9 +69,9 @@ def test_lowers_for_cuda(rows, outputs, inputs):
 
 @pytest.mark.parametrize("outputs,inputs", [(4096, 4096), (6144, 4096), (24576, 4096), (4096, 12288), (128, 128)])
 def test_every_multiprocessor_has_work(outputs, inputs):
-    share = Share.of(8, outputs, inputs)
-    assert share.splits * share.chunks * 128 == inputs and share.tiles * 64 == outputs
-    assert share.tiles * share.splits >= ENOUGH or share.chunks == 1
+    share = Share.of(8, outputs, inputs, 64)
+    assert share.splits * share.chunks * share.blocks * 128 == inputs and share.tiles * 64 == outputs
+    assert share.tiles * share.splits >= ENOUGH or share.chunks * share.blocks == 1
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "added"])
@@ -83,9 +96,10 @@ def test_projections_choose_it_and_have_gradients(monkeypatch, kind):
 
 
 def test_what_is_not_for_it_is_named():
-    ask = partial(supported, 8, jnp.bfloat16, 128, 4096, 4096)
-    assert ask() is None
-    assert "65 rows" in supported(MAX_ROWS + 1, jnp.bfloat16, 128, 4096, 4096)
-    assert "float32" in supported(8, jnp.float32, 128, 4096, 4096)
-    assert "128 inputs each" in supported(8, jnp.bfloat16, None, 4096, 4096)
-    assert "4096 x 100" in supported(8, jnp.bfloat16, 128, 100, 4096)
+    sizes = 128, 4096, 4096, 128
+    assert supported(MAX_ROWS, jnp.bfloat16, *sizes) is None
+    assert "129 rows" in supported(MAX_ROWS + 1, jnp.bfloat16, *sizes)
+    assert "float32" in supported(8, jnp.float32, *sizes)
+    assert "128 inputs each" in supported(8, jnp.bfloat16, None, *sizes[1:])
+    assert "4096 x 100" in supported(8, jnp.bfloat16, 128, 100, 4096, 128)
+    assert "16 outputs" in supported(8, jnp.bfloat16, 128, 4096, 4096, 16)

@@ -64,7 +64,8 @@ def _not_fp8_rows(rows: Float[Array, "r k"], weight: Weight) -> str | None:
     """Why `fp8_rows` can't multiply these rows by this weight, or None if it can."""
     match weight.format:
         case Fp8(block, activations=False):
-            return fp8_rows.supported(len(rows), rows.dtype, block, weight.outputs, weight.inputs)
+            unit = weight.outputs // len(weight.scales)
+            return fp8_rows.supported(len(rows), rows.dtype, block, weight.outputs, weight.inputs, unit)
     return f"a weight in {weight.format}"
 
 
