@@ -66,9 +66,8 @@ class Intake:
         """
         tokens = self._tokens(prompt)
         vocab = self.model.config.vocab_size
-        if bad := next(
-            (t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab), None
-        ):
+        if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab):
+            bad = next(t for t in tokens if type(t) is not int or not 0 <= t < vocab)
             raise RequestError(f"token id {bad!r} is outside the vocabulary, ints from 0 to {vocab - 1}", "prompt")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (bad := next((t for t in ids if t >= vocab), None)) is not None:

@@ -100,12 +100,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised. Any number of threads may call it.
 
-        The backend is asked itself: transformers changes its settings with every call, which two threads can't do.
+        The backend is asked itself: transformers changes its settings with every call, which two threads can't do. It
+        is asked for a batch, because `encode` holds the interpreter's lock from a text's first character to its last.
 
         **Raises:** `TokenizerError` for text that isn't valid Unicode (lone surrogates).
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, ValueError) as error:
             raise TokenizerError("can't encode the text: it must be a string without lone surrogates") from error
 

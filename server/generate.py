@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -183,24 +183,31 @@ async def _merge(streams: list[AsyncGenerator[Delta]]) -> Deltas:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def unless_gone[T](receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`; cancel it when the client disconnects first. **Raises:** `ClientGone`."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+class UnlessGone:
+    """`with UnlessGone(receive):` cancels what is awaited within as soon as the client disconnects.
 
+    **Raises:** `ClientGone`, once what was cancelled has cleaned up.
+    """
 
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    def __init__(self, receive: Receive):
+        self._receive, self._gone = receive, False
+
+    def __enter__(self) -> UnlessGone:
+        self._task = asyncio.current_task()
+        self._before = self._task.cancelling()
+        self._watch = asyncio.ensure_future(self._disconnect())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._watch.cancel()
+        if self._gone and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            raise ClientGone from error
+
+    async def _disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
 
 
 async def collect(deltas: Deltas, reply: Answer) -> Any:
@@ -226,8 +233,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.deltas):  # aborts the request if it isn't done
-            with suppress(ClientGone):
-                await unless_gone(receive, self._send(send))
+            with suppress(ClientGone), UnlessGone(receive):
+                await self._send(send)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from jaxspec import AsyncLLM, RequestError
 from server.chat.speech import Formats, Speech
-from server.generate import ClientGone, EventStream, chat_prompt, collect, completion_prompts, run, unless_gone
+from server.generate import ClientGone, EventStream, UnlessGone, chat_prompt, collect, completion_prompts, run
 from server.http.errors import GONE, ApiError, describe, engine_died
 from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
@@ -60,12 +60,12 @@ class Serving:
     async def answer(self, request: Request, making: Awaitable[Answer], stream: bool | None) -> Response:
         """Make a reply, run its prompts and send it, whole or as events. **Raises:** `RequestError`, `ApiError`."""
         try:
-            reply = await unless_gone(request.receive, making)
-            deltas = run(self.llm, reply.jobs(), self.metrics)
-            if stream:
-                first = await unless_gone(request.receive, anext(deltas))
-                return EventStream(self.llm, reply, first, deltas)
-            whole = await unless_gone(request.receive, collect(deltas, reply))
+            with UnlessGone(request.receive):
+                reply = await making
+                deltas = run(self.llm, reply.jobs(), self.metrics)
+                if stream:
+                    return EventStream(self.llm, reply, await anext(deltas), deltas)
+                whole = await collect(deltas, reply)
             return Response(encode(whole), media_type="application/json")
         except ClientGone:
             return Response(status_code=GONE)

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from server.generate import ClientGone, unless_gone
+from server.generate import ClientGone, UnlessGone
 from tests.server.live import wait_for
 
 BODY = {"prompt": ["a", "b"], "n": 2, "max_tokens": 9}
@@ -64,7 +64,7 @@ def test_others_go_on(url, fake):
     assert result["reply"].status_code == 200 and fake.aborted == 6
 
 
-def test_unless_gone_waits_for_the_work_to_clean_up():
+def test_unless_gone_lets_the_work_clean_up():
     cleaned = []
 
     async def work():
@@ -79,8 +79,29 @@ def test_unless_gone_waits_for_the_work_to_clean_up():
         return {"type": "http.disconnect"}
 
     async def main():
-        with pytest.raises(ClientGone):
-            await unless_gone(receive, work())
-        assert cleaned == [True]
+        with pytest.raises(ClientGone), UnlessGone(receive):
+            await work()
+        assert cleaned == [True] and not asyncio.current_task().cancelling()
+
+    asyncio.run(main())
+
+
+def test_unless_gone_lets_other_cancellations_through():
+    async def never():
+        await asyncio.sleep(10)
+
+    async def work():
+        with UnlessGone(never):
+            await asyncio.sleep(10)
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await work()
+        with UnlessGone(never):
+            await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) > 1
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "who watches ends with what is watched"
 
     asyncio.run(main())
