@@ -100,15 +100,23 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised. Any number of threads may call it.
 
-        The backend is asked itself: transformers changes its settings with every call, which two threads can't do. It
-        is asked for a batch, because `encode` holds the interpreter's lock from a text's first character to its last.
-
         **Raises:** `TokenizerError` for text that isn't valid Unicode (lone surrogates).
         """
+        return self.encode_all([text], add_special_tokens)[0]
+
+    def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of each text, in parallel.
+
+        The backend is asked itself: transformers changes its settings with every call, which two threads can't do. It
+        is asked for a batch, even of one text: its `encode` would hold the interpreter's lock all the while.
+
+        **Raises:** `TokenizerError` as `encode`, if any text is such.
+        """
         try:
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (TypeError, ValueError) as error:
             raise TokenizerError("can't encode the text: it must be a string without lone surrogates") from error
+        return [each.ids for each in found]
 
     def encode_within(
         self,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 from fastapi.responses import Response
@@ -24,15 +24,29 @@ from server.http.errors import describe
 from server.metrics import Metrics
 from server.protocol import ChatRequest, CompletionRequest
 from server.replies import Answer, Job, Prompt
-from server.workers import Workers
+from server.workers import Together, Workers
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
 Check = Callable[[], None]
 
 MOST_TEXT = 8  # times what the longest tokens could spell of a context: templates drop some of a chat, not most of it
 
-# Streams go on while texts are tokenised, and a burst of chats is tokenised in parallel. Texts that take long have
+# What the event loop writes itself, in a few hundred microseconds: to hand a brief chat over would take as long.
+BRIEF = 8 * 2**10  # characters of its messages, tools and variables
+FEW = 32  # messages
+
+
+def _encode_chats(chats: list[tuple[Tokenizer, str]]) -> list[list[int]]:
+    """Token ids of texts that a chat template wrote."""
+    if len(tokenizers := {id(tokenizer): tokenizer for tokenizer, _ in chats}) > 1:
+        return [tokenizer.encode(text, False) for tokenizer, text in chats]
+    (tokenizer,) = tokenizers.values()
+    return tokenizer.encode_all([text for _, text in chats], False)
+
+
+# Streams go on while texts are tokenised. A burst of brief chats is tokenised together. Texts that take long have
 # threads of their own, few of them, so that ordinary ones don't wait behind them.
+_brief_chats = Together(_encode_chats, 64, "jaxspec-encode")
 _tokenizers = Workers(min(8, os.cpu_count() or 1), "jaxspec-tokenize")
 _long_texts = Workers(2, "jaxspec-tokenize-long")
 
@@ -63,18 +77,22 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: F
             CONTEXT_EXCEEDED,
         )
 
-    def write(check: Check) -> list[int]:
-        text = tokenizer.write_chat(
+    def write() -> str:
+        return tokenizer.write_chat(
             messages,
             tools=tools,
             add_generation_prompt=not body.continue_final_message if opens is None else opens,
             continue_final_message=bool(body.continue_final_message),
             **(body.chat_template_kwargs or {}),
         )
-        return tokenizer.encode_within(text, context, False, check)
 
     size += sum(map(_weight, (body.chat_template_kwargs or {}).values()))
-    return Prompt(await _tokenize(write, size, "messages", context))
+    with _refusals("messages", context):
+        if size <= BRIEF and len(messages) <= FEW:
+            return Prompt(await _brief_chats.run((tokenizer, write())))
+        return Prompt(
+            await _threads(size).run(lambda check: tokenizer.encode_within(write(), context, False, check)),
+        )
 
 
 def _weight(variable: Any) -> int:
@@ -105,16 +123,22 @@ async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | Non
     def all_of_them(check: Check) -> list[Prompt]:
         return [one(given, check) for given in body.prompt]
 
-    texts = body.echo or isinstance(body.prompt[0], str)
-    return await _tokenize(all_of_them, sum(map(len, body.prompt)) if texts else 0, "prompt", context)
+    with _refusals("prompt", context):
+        if body.echo or isinstance(body.prompt[0], str):
+            return await _threads(sum(map(len, body.prompt))).run(all_of_them)
+        return all_of_them(lambda: None)
 
 
-async def _tokenize[T](work: Callable[[Check], T], size: int, param: str, context: int) -> T:
-    """Run `work` on texts of `size` characters in a thread; none, here. **Raises:** `RequestError` naming `param`."""
+def _threads(size: int) -> Workers:
+    """Those for texts of `size` characters."""
+    return _long_texts if size > LONG_PROMPT else _tokenizers
+
+
+@contextmanager
+def _refusals(param: str, context: int) -> Iterator[None]:
+    """Within, what a tokenizer refuses becomes a `RequestError` naming `param`."""
     try:
-        if not size:
-            return work(lambda: None)
-        return await (_long_texts if size > LONG_PROMPT else _tokenizers).run(work)
+        yield
     except TooLong as error:
         raise RequestError(
             f"This model's maximum context length is {context} tokens. However, the prompt has at least {error.least} "

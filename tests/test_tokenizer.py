@@ -2,6 +2,8 @@
 
 import json
 import random
+import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -217,6 +219,25 @@ def test_special_tokens_kept_by_name_are_shown_among_those_skipped():
 def test_text_that_is_not_unicode_is_an_error(text):
     with pytest.raises(TokenizerError, match="surrogates"):
         BYTES.encode(text)
+
+
+def test_texts_together_have_the_ids_of_each_alone():
+    texts = [TEXT, "", "a<|im_end|>b", 100 * TEXT]
+    for tokenizer in (MERGED, SENTENCEPIECE, BYTES):
+        for special in (True, False):
+            assert tokenizer.encode_all(texts, special) == [tokenizer.encode(text, special) for text in texts]
+            alone = [tokenizer._backend.encode(text, add_special_tokens=special).ids for text in texts]
+            assert tokenizer.encode_all(texts, special) == alone
+
+
+def test_other_threads_run_while_a_text_is_encoded():
+    encoding = threading.Thread(target=MERGED.encode, args=(5_000 * TEXT,))
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5, "for all of the text, the interpreter's lock was held"
 
 
 def test_chat_template():
