@@ -259,6 +259,13 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
 
+    def read_as(self, kept_special_tokens: tuple[str, ...], structured: StructuredOutput | None) -> SamplingParams:
+        """The same with these two fields, as `SamplingParams` checks them. The others aren't checked again."""
+        same = copy.copy(self)
+        object.__setattr__(same, "kept_special_tokens", kept_special_tokens)
+        object.__setattr__(same, "structured", structured)
+        return same
+
     def _settle_containers(self) -> None:
         """Check the kinds of the fields that hold several values, and keep copies that nobody else can change."""
         for name, kinds, what in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.request import RequestError, SamplingParams, StructuredOutput
@@ -66,7 +66,7 @@ class Speech:
         if self.tools_format:
             markers += PARSERS[self.tools_format].MARKERS
         structured = self.grammar or (params.structured and self._behind_reasoning(params.structured))
-        return replace(params, kept_special_tokens=tuple(dict.fromkeys(markers)), structured=structured)
+        return params.read_as(tuple(dict.fromkeys(markers)), structured)
 
     def _behind_reasoning(self, grammar: StructuredOutput) -> StructuredOutput:
         """A grammar is of what the model answers: it may reason before."""

@@ -98,9 +98,10 @@ class Body(BaseModel):
     def _know_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        known = cls.__pydantic_fields__  # `model_fields` warns of deprecation at every look, which takes its time
         kept = {}
         for name, value in data.items():
-            if name in cls.model_fields:
+            if name in known:
                 kept[name] = value
             elif value is None or name in cls.IGNORED:
                 continue
@@ -108,7 +109,7 @@ class Body(BaseModel):
                 if value not in cls.UNSUPPORTED[name]:
                     raise RequestError(f"{name} is not supported by this server; leave it out", name)
             else:
-                near = difflib.get_close_matches(name, cls.model_fields, n=1) if len(name) <= MAX_NAME else ()
-                hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(sorted(cls.model_fields))}"
+                near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME else ()
+                hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(sorted(known))}"
                 raise RequestError(f"unknown field {name!r}; {hint}", name)
         return kept
