@@ -9,6 +9,7 @@ from __future__ import annotations
 import email.message
 import inspect
 from collections.abc import Callable, Coroutine
+from functools import lru_cache
 from typing import Any
 
 from fastapi import Request, Response
@@ -88,6 +89,7 @@ def _validated(body: bytes, model: type[BaseModel]) -> BaseModel:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
 
 
+@lru_cache(maxsize=64)
 def _is_json(content_type: str) -> bool:
     header = email.message.Message()
     header["content-type"] = content_type
