@@ -1,6 +1,8 @@
 """Models in a single GGUF file: they equal the safetensors that they were made from, or an error says what differs."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -11,7 +13,7 @@ from safetensors.numpy import load_file
 from jaxspec.checkpoint import CheckpointError, resolve
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.functions import rope_frequencies
-from jaxspec.decoder.spec import LinearScaling, Norm, Rope
+from jaxspec.decoder.spec import LinearScaling, Rope
 from tests.test_checkpoint import assert_same, load
 from tests.tiny import random_tensors, tiny_checkpoint, tiny_config
 
@@ -24,21 +26,19 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+# What a Gemma 3 in GGUF has, whether its metadata says so or not.
+GEMMA3 = {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "rope_local_base_freq": 1e4}
 
 
 def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None, rope_freqs=None, **metadata) -> None:
-    """As llama.cpp's converter does: its names, and for Llama and Mistral, which it calls "llama", the rows of q and k
-    interleaved."""
+    """As llama.cpp's converter does: names by the gguf package's table; for Llama and Mistral, which it calls "llama",
+    the rows of q and k interleaved; 1 added to Gemma's norms."""
     family = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
     heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
-    names = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
-        **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-        **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
-        **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
-    }  # fmt: skip
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    names = gguf.get_tensor_name_map(arch, hf["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, family)
+    writer.add_vocab_size(hf["vocab_size"])
     writer.add_block_count(hf["num_hidden_layers"])
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(hf["hidden_size"])
@@ -48,6 +48,10 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
     writer.add_key_length(hf["head_dim"])
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     writer.add_rope_freq_base(hf["rope_theta"])
+    if family == "gemma3" and "sliding_window" in hf:
+        writer.add_sliding_window(hf["sliding_window"])
+    if family == "glm4":
+        writer.add_rope_dimension_count(hf["head_dim"] // 2)
     if scaling := hf.get("rope_scaling"):
         if scaling["rope_type"] != "llama3":
             writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
@@ -64,19 +68,18 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
     writer.add_eos_token_id(5)
     writer.add_uint32("tokenizer.ggml.eot_token_id", 6)
     for key, value in metadata.items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-        add(key.replace("__", ".").replace("ARCH", family), value)
+        adds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
+        adds[type(value)](key.replace("__", ".").replace("ARCH", family), value)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs)
     for name, tensor in tensors.items():
-        stem, kind = name.rsplit(".", 1)
-        layer, part = stem.split(".", 3)[2:] if stem.startswith("model.layers.") else (None, stem)
-        if family == "llama" and (which := part[-6:-5]) in heads and part.endswith("_proj") and "attn" in part:
-            tensor = tensor.reshape(heads[which], 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-        prefix = f"blk.{layer}." if layer else ""
+        if family == "llama" and (match := re.search(r"self_attn\.([qk])_proj", name)):
+            tensor = tensor.reshape(heads[match[1]], 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        if family == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
         raw = quant if quant is not None and tensor.ndim > 1 else None
         data = tensor if raw is None else gguf.quantize(tensor, raw)
-        writer.add_tensor(prefix + names.get(part, part) + "." + kind, np.ascontiguousarray(data), raw_dtype=raw)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), np.ascontiguousarray(data), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,22 +99,27 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
         ("qwen3", {}),
         ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "rope_scaling": LINEAR}),
         ("qwen3", {"rope_scaling": YARN | {"beta_fast": 24.0}}),
+        ("gemma3", {"tie_word_embeddings": True, "num_hidden_layers": 7}),
+        ("gemma3", {"tie_word_embeddings": False, "num_hidden_layers": 6, "rope_scaling": LINEAR}),
+        ("glm4", {}),
+        ("glm4", {"attention_bias": False, "tie_word_embeddings": True, "rope_scaling": YARN}),
     ],
 )
 def test_gguf_equals_safetensors(tmp_path, family, options):
-    source = tiny_checkpoint(family, **options)
+    source = tiny_checkpoint(family, **(GEMMA3 if family == "gemma3" else {}) | options)
     hf = json.loads((source / "config.json").read_text())
     write_gguf(tmp_path / "m.gguf", hf, load_file(source / "model.safetensors"))
     model, expected = load(tmp_path / "m.gguf"), load(source)
-    assert_same(model.params, expected.params)
+    rounding = 2e-7 if family == "gemma3" else 0  # of 1 added to norms and taken away
+    assert_same(model.params, expected.params, rounding)
     decoder, norm = model.config.decoder, model.config.decoder.norm
     assert norm.eps == pytest.approx(1e-6)  # stored as float32
-    assert repr(decoder).replace(repr(norm), repr(Norm(1e-6))) == repr(expected.config.decoder)
+    assert repr(decoder).replace(repr(norm), repr(dataclasses.replace(norm, eps=1e-6))) == repr(expected.config.decoder)
     differ = {"eos_token_ids": (5, 6), "decoder": decoder}
     if family == "mistral":  # whose name isn't in the file
         differ["model_type"] = "llama"
     assert {**vars(expected.config), **differ} == vars(model.config)
-    assert_same(load(tmp_path).params, expected.params)  # a folder with this one file
+    assert_same(load(tmp_path).params, expected.params, rounding)  # a folder with this one file
     assert model.tokenizer is None
 
 
@@ -149,6 +157,40 @@ def test_gguf_rope_factors_become_llama3_scaling(tmp_path):
     write_gguf(tmp_path / "odd.gguf", hf, tensors, rope_freqs=divisors[::-1].copy())
     with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight scales .* isn't Llama 3's"):
         load(tmp_path / "odd.gguf")
+
+
+@pytest.mark.parametrize("metadata, layers, window", [
+    ({}, "sssssfs", 20),
+    ({"ARCH__attention__sliding_window_pattern": 3}, "ssfssfs", 20),
+    ({"ARCH__attention__sliding_window_pattern": [True, True, False, True, False, False, True]}, "ssfsffs", 20),
+    ({}, "fffffff", None),
+])  # fmt: skip
+def test_gguf_says_which_layers_of_gemma_3_have_a_window(tmp_path, metadata, layers, window):
+    hf = tiny_config("gemma3", **GEMMA3, num_hidden_layers=7)
+    hf.pop("sliding_window") if window is None else None
+    write_gguf(tmp_path / "m.gguf", hf, {}, ARCH__rope__freq_base_swa=500.0, **metadata)
+    found = [layer.mixing for layer in resolve(str(tmp_path / "m.gguf")).config.decoder.layers]
+    assert "".join("fs"[mixing.window is not None] for mixing in found) == layers
+    assert {(mixing.window, mixing.rope.theta) for mixing in found} <= {(window, 500.0), (None, 1e4)}
+
+
+@pytest.mark.parametrize("layers, scale", [(48, None), (62, 8**-0.5)])
+def test_gguf_of_gemma_3_27b_scales_queries_by_its_width(tmp_path, layers, scale):
+    """Which no metadata says: llama.cpp knows the 27B by its 62 layers."""
+    write_gguf(tmp_path / "m.gguf", tiny_config("gemma3", **GEMMA3, num_hidden_layers=layers), {})
+    decoder = resolve(str(tmp_path / "m.gguf")).config.decoder
+    assert {layer.mixing.scale for layer in decoder.layers} == {scale}
+
+
+@pytest.mark.parametrize("family, metadata, message", [
+    ("gemma3", {"ARCH__final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+    ("glm4", {"ARCH__rope__dimension_sections": [4, 4, 0, 0]}, "rotary positions in sections"),
+    ("glm4", {"ARCH__nextn_predict_layers": 1}, "1 layers that predict further tokens"),
+])  # fmt: skip
+def test_gguf_variants_of_newer_families_that_are_not_supported(tmp_path, family, metadata, message):
+    write_gguf(tmp_path / "m.gguf", tiny_config(family), {}, **metadata)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        load(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(

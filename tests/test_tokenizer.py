@@ -297,7 +297,8 @@ def test_gguf_tokenizer_knows_token_types():
 
 
 @pytest.mark.parametrize(
-    "pre, flag, begins", [("qwen2", None, False), ("qwen2", True, True), ("llama-bpe", None, True)]
+    "pre, flag, begins",
+    [("qwen2", None, False), ("qwen2", True, True), ("llama-bpe", None, True), ("glm4", None, False)],
 )
 def test_gguf_tokenizer_adds_bos_when_asked(pre, flag, begins):
     tokenizer = gguf_tokenizer.build(gguf_metadata(pre=pre, add_bos_token=flag), "x.gguf")
@@ -309,7 +310,7 @@ def test_gguf_tokenizer_adds_bos_when_asked(pre, flag, begins):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"pre": "tekken"}, "pre is 'tekken'; supported: gpt-2, llama-bpe, qwen2, smollm"),
+        ({"pre": "tekken"}, "pre is 'tekken'; supported: glm4, gpt-2, llama-bpe, qwen2, smollm"),
         ({"pre": None}, "pre is None"),
         ({"model": "llama"}, "model is 'llama'; supported: 'gpt2'"),
         ({"merges": None}, "lacks tokenizer.ggml.merges"),

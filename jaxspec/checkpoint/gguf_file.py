@@ -7,7 +7,8 @@ from. So nothing after it knows where the weights came from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,39 @@ from jaxspec.config import ConfigError, ModelConfig, end_tokens, shown
 from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.tokenizer import Tokenizer
 
-# general.architecture -> whether its q and k rows are stored in the interleaved rotary order. Mistral is "llama" too.
-_ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+
+@dataclass(frozen=True)
+class _Architecture:
+    """How llama.cpp's converter stores one architecture."""
+
+    interleaved: bool = False  # rows of q and k are in the interleaved rotary order; in the checkpoint they aren't
+    centred: bool = False  # norms' weights are stored with 1 added
+    partial: bool = False  # `rope.dimension_count` may be less than the head width
+    names: Mapping[str, str] = field(default_factory=dict)  # of parts of a layer, where `_LAYER` has others
+
+
+# By general.architecture. Mistral is "llama" too.
+_ARCHITECTURES = {
+    "llama": _Architecture(interleaved=True),
+    "qwen2": _Architecture(),
+    "qwen3": _Architecture(),
+    "gemma3": _Architecture(
+        centred=True,
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+    "glm4": _Architecture(
+        partial=True,
+        names={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -38,6 +70,9 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+# What llama.cpp takes for Gemma 3 where the metadata is silent: every sixth layer sees all of the text, and only the
+# 27B, known by its layers, scales queries by the model's width a head.
+_GEMMA3_PATTERN, _GEMMA3_27B_LAYERS = 6, 62
 # What llama.cpp's converter assumes of llama3 rope scaling, beside the factor itself.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -56,6 +91,7 @@ class GgufFile:
                 f"{path}: architecture {shown(self._architecture)} is not supported in GGUF files; "
                 f"supported: {', '.join(_ARCHITECTURES)}"
             )
+        self._stored = _ARCHITECTURES[self._architecture]
         if (parts := self._metadata.get("split.count", 0)) not in (0, 1):
             raise CheckpointError(f"{path} is one of {shown(parts)} parts; join them with llama-gguf-split --merge")
         try:
@@ -67,7 +103,7 @@ class GgufFile:
 
     def tensors(self) -> dict[str, TensorInfo]:
         """What the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
-        return {_hf_name(name): TensorInfo(t.shape, t.nbytes) for name, t in self._weights().items()}
+        return {self._hf_name(name): TensorInfo(t.shape, t.nbytes) for name, t in self._weights().items()}
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every tensor, in the file's order, dequantised to float32.
@@ -76,14 +112,25 @@ class GgufFile:
         """
         for name, tensor in self._weights().items():
             values = self._dequantize(tensor)
-            if _ARCHITECTURES[self._architecture] and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", name)):
+            if self._stored.interleaved and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", name)):
                 heads = self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
                 values = _half_split(values, heads)
-            yield _hf_name(name), values
+            if self._stored.centred and name.endswith("norm.weight"):
+                values = values - 1
+            yield self._hf_name(name), values
 
     def tokenizer(self) -> Tokenizer | None:
         """**Raises:** `TokenizerError` for a tokenizer that can't be rebuilt."""
         return gguf_tokenizer.build(self._metadata, str(self.path))
+
+    def _hf_name(self, name: str) -> str:
+        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+        if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+            layer, part, kind = match.groups()
+            known = self._stored.names.get(part) or _LAYER.get(part)
+            return f"model.layers.{layer}.{known}.{kind}" if known else name
+        part, _, kind = name.rpartition(".")
+        return f"{_TOP[part]}.{kind}" if part in _TOP else name
 
     def _weights(self) -> dict[str, GgufTensor]:
         return {name: tensor for name, tensor in self._places.items() if name != _ROPE_FACTORS}
@@ -138,13 +185,46 @@ class GgufFile:
             "dtype": {"F32": "float32", "F16": "float16"}.get(embedding.type.name if embedding else "", "bfloat16"),
             "rope_scaling": self._rope_scaling(),
         }
+        if self._architecture == "gemma3":
+            hf |= self._gemma3(hf)
+        if self._stored.partial:
+            hf["partial_rotary_factor"] = self._count("rope.dimension_count", hf["head_dim"]) / hf["head_dim"]
         return self._with_rope_factors(hf) if _ROPE_FACTORS in self._places else ModelConfig.from_hf(hf)
+
+    def _gemma3(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Gemma 3's own keys. Without a window in the metadata no layer has one."""
+        layers, window = self._count("block_count"), self._value("attention.sliding_window", 0)
+        slides = self._value("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+        if not isinstance(slides, list):  # which says it of each layer
+            pattern = self._count("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+            slides = [bool((i + 1) % pattern) for i in range(layers)]
+        width = hf["head_dim"]
+        if layers == _GEMMA3_27B_LAYERS:
+            width = self._count("embedding_length") // hf["num_attention_heads"]
+        own = {
+            "layer_types": [("full_attention", "sliding_attention")[bool(window and each)] for each in slides],
+            "query_pre_attn_scalar": width,
+            "rope_theta": self._value("rope.freq_base", 1_000_000.0),
+            "rope_local_base_freq": self._value("rope.freq_base_swa", 10_000.0),
+            "final_logit_softcapping": self._metadata.get("gemma3.final_logit_softcapping"),
+        }
+        return own | ({"sliding_window": window} if window else {})
 
     def _refuse_variants(self) -> None:
         """Variants that share an architecture's name but not its forward."""
         if experts := self._value("expert_count", 0):
             raise CheckpointError(
                 f"{self.path}: mixture of {shown(experts)} experts is not supported; only dense models are"
+            )
+        if self._value("rope.dimension_sections", ()):
+            raise CheckpointError(
+                f"{self.path}: rotary positions in sections ({self._architecture}.rope.dimension_sections), as of a "
+                "model of text and images, are not supported"
+            )
+        if more := self._value("nextn_predict_layers", 0):
+            raise CheckpointError(
+                f"{self.path}: {shown(more)} layers that predict further tokens "
+                f"({self._architecture}.nextn_predict_layers) are not supported"
             )
         # What llama.cpp multiplies YaRN's frequencies and logits by, beyond what a config.json can say.
         for key, plain in (("attn_factor", 1), ("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
@@ -155,7 +235,7 @@ class GgufFile:
                 )
         width = self._count("embedding_length") // self._count("attention.head_count")
         width = self._count("attention.key_length", width)
-        for key in ("attention.value_length", "rope.dimension_count"):
+        for key in ("attention.value_length", *(() if self._stored.partial else ("rope.dimension_count",))):
             if (found := self._value(key, width)) != width:
                 raise CheckpointError(
                     f"{self.path}: {self._architecture}.{key} must be the head width {width}, got {shown(found)}"
@@ -200,15 +280,6 @@ class GgufFile:
                 f"(factor {divisors.max():g}, {_LLAMA3}); use the model's safetensors folder instead"
             )
         return config
-
-
-def _hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
-        layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{_LAYER[part]}.{kind}" if part in _LAYER else name
-    part, _, kind = name.rpartition(".")
-    return f"{_TOP[part]}.{kind}" if part in _TOP else name
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:

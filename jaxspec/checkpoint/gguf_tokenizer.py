@@ -47,6 +47,7 @@ _PRE = {
     "gpt-2": (None, lambda: pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
     "smollm": (None, _single_digits, False, False),
     "llama-bpe": (None, lambda: _split(r"\p{N}{1,3}"), True, True),
+    "glm4": (None, lambda: _split(r"\p{N}{1,3}"), False, False),
     "qwen2": (normalizers.NFC, lambda: _split(r"\p{N}"), False, False),
 }
 
