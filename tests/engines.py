@@ -41,10 +41,10 @@ class CountUp(Drafter):
 
 
 @functools.cache
-def engine(draft):
+def engine(draft, warm=False):
+    """`warm`: with all programs compiled, for tests that ask whether anything compiles later."""
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
-    warm = {"skip_warmup": draft != "ngram"}  # that one is asked whether anything compiles later
-    llm = LLM(checkpoint(), draft.replace("self", checkpoint()), **OPTIONS | drafts | warm)
+    llm = LLM(checkpoint(), draft.replace("self", checkpoint()), **OPTIONS | drafts | {"skip_warmup": not warm})
     set_rounds(llm, 1)
     return llm
 

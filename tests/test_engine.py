@@ -23,7 +23,6 @@ from tests.engines import (
     SELF,
     VOCAB,
     checkpoint,
-    engine,
     idle,
     mixed_load,
     params,
@@ -32,6 +31,11 @@ from tests.engines import (
     set_rounds,
     tokens,
 )
+from tests.engines import engine as shared_engine
+
+
+def engine(draft):
+    return shared_engine(draft, warm=draft == "ngram")
 
 
 @pytest.fixture(params=DRAFTERS)

@@ -95,7 +95,7 @@ def test_layers_are_those_of_the_model(monkeypatch, family, tree):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     """Their rows come scaled from one kernel to the next; of a width whose inputs nothing divides."""
-    experts = dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64) if family == "qwen3_moe" else {}
+    experts = dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=8) if family == "qwen3_moe" else {}
     config, params = small_model(family, hidden_size=17 * 64, num_hidden_layers=3, **experts)
     rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
     expected = forward(config, params, rows)
@@ -110,7 +110,7 @@ def small_hybrid(family: str, hidden_size: int = 64):
     )
     given |= dict(linear_num_key_heads=8, linear_key_head_dim=8, linear_num_value_heads=32, linear_value_head_dim=8)
     if family == "qwen3_5_moe":
-        given |= dict(num_experts=64, num_experts_per_tok=4)
+        given |= dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=8)
     config = ModelConfig.from_hf(tiny_config(family, **given))
     return config, dummy(MODELS[family].tensors(config.decoder), "bfloat16", seed=0)
 
@@ -123,13 +123,14 @@ def hybrid_round(config, params, t: int, requests: int):
     slots, first = jnp.ones(requests, jnp.int32).at[0].set(0), jnp.arange(requests) == 0
 
     @jax.jit
-    def run(cache, tokens, start, replay):
+    def run(params, cache, tokens, start, replay):  # not as constants, which take longer to compile
         rows = Rows(jnp.where(first, start, 0), jnp.where(first, t, 0), table)
         mixer, tokens = RoundRows(rows, slots, jnp.where(first, replay, 0)), jnp.where(first[:, None], tokens, 0)
         return forward_module.forward(config.decoder, params, tokens, rows.marked_positions(t), mixer, cache, (1,))
 
     for i in range(2):
-        hidden = jax.block_until_ready(run(cache, 7 + 5 * i + np.arange(t), 3 + i, i))  # before more is queued behind
+        hidden = run(params, cache, 7 + 5 * i + np.arange(t), 3 + i, i)
+        jax.block_until_ready(hidden)  # before more is queued behind
         cache = hidden.cache
     states = [leaf[:, 0] for leaf in jax.tree.leaves(cache.states)]
     return hidden.last[0], hidden.features[0][0], cache.kv[:, 1:], *states

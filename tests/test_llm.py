@@ -92,27 +92,27 @@ import asyncio, os, signal, sys, threading, jaxspec
 
 path, name = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background process may lack
-llm = getattr(jaxspec, name)(path, max_running_requests=1, num_continuous_decode_steps=1000, skip_warmup=True)
-params = jaxspec.SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+llm = getattr(jaxspec, name)(path, max_running_requests=1, num_continuous_decode_steps=500, skip_warmup=True)
 
-async def stream():
+async def stream(params):
     async for _ in llm.generate([1, 2], params):
         pass
 
-def generate():
-    asyncio.run(stream()) if name == "AsyncLLM" else llm.generate([1, 2], params)
+def generate(max_tokens):
+    params = jaxspec.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    asyncio.run(stream(params)) if name == "AsyncLLM" else llm.generate([1, 2], params)
 
-generate()
+generate(600)  # compiles
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 while True:  # one may take less than that
-    generate()
+    generate(2000)  # four programs, so that one is dispatched while another runs
 """
 
 
 @pytest.mark.parametrize("name", ["LLM", "AsyncLLM"])
 def test_a_script_that_is_interrupted_ends_as_pythons_do(name):
-    """With a traceback, while jax aborts a process that ends with a program running: here a thousand rounds."""
-    path = str(tiny_checkpoint(max_position_embeddings=4096))
+    """With a traceback, while jax aborts a process that ends with a program running: here 500 rounds."""
+    path = str(tiny_checkpoint(max_position_embeddings=2048))
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, path, name], capture_output=True, text=True, timeout=300)
     assert ended.stderr.endswith("KeyboardInterrupt\n") and "Traceback" in ended.stderr
     assert ended.returncode == -signal.SIGINT

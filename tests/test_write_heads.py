@@ -172,8 +172,8 @@ def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     rows = Rows(jnp.arange(b, dtype=jnp.int32), jnp.ones(b, jnp.int32), 1 + jnp.arange(b, dtype=jnp.int32)[:, None])
     kv = 0.5 * normal(jax.random.key(1), *PageLayout(b + 1, 16, "bfloat16").kv(config).shape)
     tokens = jnp.arange(b)[:, None]
-    run = jax.jit(lambda kv: paths.forward(config.decoder, params, tokens, rows.positions(1), rows, kv))
-    plain = run(kv)
+    run = jax.jit(lambda params, kv: paths.forward(config.decoder, params, tokens, rows.positions(1), rows, kv))
+    plain = run(params, kv)
     monkeypatch.setattr(weight_stream, "BLOCKS", 3)
     monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
     monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
@@ -181,7 +181,7 @@ def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     monkeypatch.setattr(paths, "PATHS", (dataclasses.replace(WEIGHT_STREAM, processors=0),))
     jax.clear_caches()
     with counting() as took:
-        streamed = run(kv)
+        streamed = run(params, kv)
     assert took == {"weight_stream": 1} | ({"write_heads": 2} if width == WIDTH else {})  # the first layer's, of parts
     for got, want in ((streamed.last, plain.last), (streamed.cache[:, 1:], plain.cache[:, 1:])):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
