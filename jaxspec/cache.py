@@ -77,13 +77,20 @@ class Rows:
         return jnp.where(jnp.arange(t) < self.count[:, None], self.positions(t), -1)
 
     def attend(
-        self, kv: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array, window: int | None = None
+        self,
+        kv: KV,
+        layer: Int[Array, ""],
+        q: Array,
+        k: Array,
+        v: Array,
+        window: int | None = None,
+        sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Array, KV]:
         """Write these rows' keys and values, then attend to everything that each row sees.
 
         As in `decoder.mixer.Mixer`, with the pages as its cache.
         """
-        return self._look(self.write(kv, layer, k, v), layer, q, window)
+        return self._look(self.write(kv, layer, k, v), layer, q, window, sinks)
 
     def only(self, asked: Bool[Array, " b"]) -> Rows:
         """As in `decoder.mixer.Mixer`."""
@@ -99,27 +106,30 @@ class Rows:
         t: int,
         write: Callable[[KV, Array], tuple[Array, KV]],
         window: int | None = None,
+        sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Array, KV]:
         """As in `decoder.mixer.PagedMixer`. The dummy page is padding's, and nothing is written there."""
         q, kv = write(kv, self.written(kv, t))
-        return self._look(kv, layer, q, window)
+        return self._look(kv, layer, q, window, sinks)
 
     def written(self, kv: KV, t: int) -> Int[Array, "b t"]:
         """The KV slots of t rows' keys and values, counted over all pages; -1 for padding."""
         page, slot = self._slots(kv, t)
         return jnp.where(page > 0, page * kv.shape[4] + slot, -1)
 
-    def _look(self, kv: KV, layer: Int[Array, ""], q: Array, window: int | None) -> tuple[Array, KV]:
+    def _look(
+        self, kv: KV, layer: Int[Array, ""], q: Array, window: int | None, sinks: Float[Array, " n"] | None = None
+    ) -> tuple[Array, KV]:
         mask, depth, start = self.mask, self.depth, self._masked_from
         if self.asked is not None:
             start = jnp.where(self.asked, start, -q.shape[1])  # before place 0: others see as little as can be
         if mask is None:
-            return paged_attention(q, kv, layer, self.table, start, window=window), kv
+            return paged_attention(q, kv, layer, self.table, start, window=window, sinks=sinks), kv
         padding = (0, q.shape[1] - mask.shape[1])  # rows that follow those of the mask, and see nothing of them
         if window is not None:
             mask, depth = self._within(window), jnp.pad(depth, ((0, 0), padding))
         mask = jnp.pad(mask, ((0, 0), padding, (0, 0)))
-        return paged_attention(q, kv, layer, self.table, start, mask, window, depth), kv
+        return paged_attention(q, kv, layer, self.table, start, mask, window, depth, sinks), kv
 
     def _within(self, window: int) -> Bool[Array, "b t w"]:
         """The mask without ancestors that are before a row's window, as a tree's may be that is deeper."""

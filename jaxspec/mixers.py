@@ -82,8 +82,8 @@ class WholeTexts:
     def only(self, asked):
         return self
 
-    def attend(self, cache, layer, q, k, v, window):
-        return causal_attention(cache, layer, q, k, v, window)
+    def attend(self, cache, layer, q, k, v, window, sinks=None):
+        return causal_attention(cache, layer, q, k, v, window, sinks)
 
     def pages(self, cache):
         return None
@@ -124,15 +124,15 @@ class _OverPages:
     def only(self, asked):
         return self.replace(rows=self.rows.only(asked))
 
-    def attend(self, cache, layer, q, k, v, window):
-        out, kv = self.rows.attend(cache.kv, layer, q, k, v, window)
+    def attend(self, cache, layer, q, k, v, window, sinks=None):
+        out, kv = self.rows.attend(cache.kv, layer, q, k, v, window, sinks)
         return out, cache.replace(kv=kv)
 
     def pages(self, cache):
         return cache.kv
 
-    def attend_written(self, cache, layer, t, write, window):
-        out, kv = self.rows.attend_written(cache.kv, layer, t, write, window)
+    def attend_written(self, cache, layer, t, write, window, sinks=None):
+        out, kv = self.rows.attend_written(cache.kv, layer, t, write, window, sinks)
         return out, cache.replace(kv=kv)
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
-from jaxspec import fp8
+from jaxspec import fp8, mxfp4
 
 HALF = 32  # columns of gate, then as many of up, in the weight of a gated MLP: so a tile of columns holds both
 
@@ -40,7 +40,12 @@ class Fp8:
     activations: bool = False
 
 
-Format = Unquantised | Fp8
+@dataclass(frozen=True)
+class Mxfp4:
+    """Packed E2M1 numbers, two a byte, and the scales of each 32 inputs, as `jaxspec.mxfp4` defines them."""
+
+
+Format = Unquantised | Fp8 | Mxfp4
 
 
 @dataclass(frozen=True)
@@ -97,26 +102,31 @@ class Weight:
     """The weight of a matmul, or of many experts' matmuls.
 
     `format` says how to read the values, `layout` whose outputs they are. Both are static under jit. Values are
-    [inputs, outputs]. Experts' are [experts, outputs, inputs], and FP8 ones [outputs, inputs], as checkpoints have
-    them. `scales`: of FP8 values.
+    [inputs, outputs]. Experts' are [experts, outputs, inputs], and quantised ones [outputs, inputs], as checkpoints
+    have them; MXFP4's have a byte for two inputs. `scales`: of quantised values.
     """
 
-    values: Float[Array, "*e a b"]
+    values: Float[Array, "*e a b"] | UInt8[Array, "*e a b"]
     format: Format = flax.struct.field(pytree_node=False, default=Unquantised())
     layout: Layout = flax.struct.field(pytree_node=False, default=Layout())
-    scales: Float[Array, "*e c d"] | None = None
+    scales: Float[Array, "*e c d"] | UInt8[Array, "*e c d"] | None = None
 
     @property
     def _outputs_first(self) -> bool:
-        return self.values.ndim == 3 or isinstance(self.format, Fp8)
+        return self.values.ndim == 3 or not isinstance(self.format, Unquantised)
 
     @property
     def inputs(self) -> int:
-        return self.values.shape[-1 if self._outputs_first else -2]
+        return self.values.shape[-1 if self._outputs_first else -2] * (2 if isinstance(self.format, Mxfp4) else 1)
 
     @property
     def outputs(self) -> int:
         return self.values.shape[-2 if self._outputs_first else -1]
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it stands for, those of all experts together."""
+        return math.prod(self.values.shape[:-2]) * self.inputs * self.outputs
 
     @property
     def dtype(self) -> Any:
@@ -132,10 +142,14 @@ class Weight:
 
     def dequantised(self, dtype: Any) -> Float[Array, "*e k n"]:
         """The whole weight in `dtype`, in the shape that unquantised values have."""
-        if isinstance(self.format, Fp8):
-            whole = fp8.dequantise(self.values, self.scales, self.format.block).astype(dtype)
-            return whole if whole.ndim == 3 else whole.T
-        return self.unquantised.astype(dtype)
+        match self.format:
+            case Fp8(block):
+                whole = fp8.dequantise(self.values, self.scales, block).astype(dtype)
+            case Mxfp4():
+                whole = mxfp4.dequantise(self.values, self.scales).astype(dtype)
+            case _:
+                return self.unquantised.astype(dtype)
+        return whole if whole.ndim == 3 else whole.T
 
     def parts(self, dtype: Any) -> list[Array]:
         """Each projection's columns in `dtype`, in the order of `layout.splits`."""
@@ -153,7 +167,7 @@ def matmul(x: Float[Array, "*b k"], weight: Weight, dtype: Any = None) -> Float[
 def expert_matmul(x: Float[Array, "r k"], stack: Weight, i: Any) -> Float[Array, "r n"]:
     """The same with the i-th expert's weight of a stack, in float32."""
     one = jax.tree.map(lambda array: array[i], stack)
-    if isinstance(stack.format, Fp8):
+    if not isinstance(stack.format, Unquantised):
         return matmul(x, one, jnp.float32)
     return jnp.einsum("rk,nk->rn", x, one.unquantised.astype(x.dtype), preferred_element_type=jnp.float32)
 
@@ -173,10 +187,11 @@ class Param:
     A `depthwise` convolution's weight is `[out, 1, in]` there. `dtype` is this array's own, whatever that of the rest.
 
     A stack of experts' weights, `[experts, out, in]`, has one matrix or several an expert for sources, with the rows of
-    `layout.splits`, one under the other; or else the tensor `whole`, which holds them all already.
+    `layout.splits`, one under the other; or else the tensor `whole`, which holds them all already, as
+    `[experts, in, out]` if `transpose`. An MXFP4 one is `[experts, out, in / 32, 16]` bytes there.
 
-    `exact`: never quantised on load. `format`: that of the weight. If it is FP8, `scales` names the tensor of each
-    source's scales with its shape, or is empty: then sources are quantised as they are loaded.
+    `exact`: never quantised on load. `format`: that of the weight. If it is quantised, `scales` names the tensor of
+    each source's scales with its shape, or is empty: then sources are quantised as they are loaded.
     """
 
     shape: tuple[int, ...]
@@ -211,7 +226,10 @@ class Param:
     def stored_values(self) -> dict[str, tuple[int, ...]]:
         """The same of its sources alone, without scales."""
         if self.sources == (self.whole,):
-            return {self.whole: self.shape}
+            experts, outputs, inputs = self.shape
+            if isinstance(self.format, Mxfp4):
+                return {self.whole: (experts, outputs, inputs // mxfp4.BLOCK, mxfp4.BLOCK // 2)}
+            return {self.whole: (experts, inputs, outputs) if self.transpose else self.shape}
         splits = self.layout.splits
         if self.stacked:
             rows = zip(self.sources, splits * self.shape[0], strict=True)

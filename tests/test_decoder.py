@@ -17,6 +17,7 @@ from jaxspec.decoder.path import Call
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.spec import (
     Attention,
+    ClampedSwiglu,
     Decoder,
     DeltaRule,
     Layer,
@@ -31,7 +32,7 @@ from jaxspec.decoder.spec import (
 )
 from jaxspec.decoder.streamed import WEIGHT_STREAM
 from jaxspec.models import MODELS
-from jaxspec.weights import Fp8, Unquantised, is_param
+from jaxspec.weights import Fp8, Mxfp4, Unquantised, is_param
 from tests.tiny import tiny_config
 
 NORM = Norm(1e-6)
@@ -46,8 +47,10 @@ PLAINEST = {
     DeltaRule: DeltaRule(2, 4, 128, 128, 4),
     Mlp: Mlp(1024),
     Mixture: Mixture(8, 2, 128),
+    ClampedSwiglu: ClampedSwiglu(1.702, 7.0),
     Unquantised: Unquantised(),
     Fp8: Fp8(128),
+    Mxfp4: Mxfp4(),
     Layer: Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),
     Decoder: Decoder(512, 512, (Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),), NORM),
 }
@@ -81,6 +84,7 @@ FIELDS = {
         "out_bias": (True, {EVERY, HEADS}),
         "window": (128, ALL),
         "scale": (0.1, {EVERY, FUSED, STREAM}),
+        "sinks": (True, {EVERY, HEADS}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
     Yarn: {
@@ -105,12 +109,17 @@ FIELDS = {
     },
     Unquantised: {},
     Fp8: {"block": (None, {EVERY}), "activations": (True, {EVERY})},
+    Mxfp4: {},
+    ClampedSwiglu: {"alpha": (1.0, {EVERY}), "limit": (3.0, {EVERY})},
     Mixture: {
         "experts": (16, {EVERY, FEW, FUSED}),
         "per_token": (4, {EVERY, FEW, FUSED}),
         "width": (256, {EVERY, FEW, FUSED}),
         "renormalised": (False, {EVERY, FEW, FUSED}),
         "shared": (128, {EVERY, FEW, FUSED}),
+        "bias": (True, {EVERY}),
+        "router_bias": (True, {EVERY}),
+        "activation": (ClampedSwiglu(1.702, 7.0), {EVERY}),
     },
     Layer: {
         "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM}),

@@ -13,13 +13,16 @@ from tests.sample import one_in
 LAYERS, LAYER, H = 2, 1, 8
 
 
-def dense(q, k, v):
-    """Attention of one row q f[n, h] over keys and values f[s, m, h]."""
+def dense(q, k, v, sinks=None):
+    """Attention of one row q f[n, h] over keys and values f[s, m, h]; `sinks` f[n] beside each head's scores."""
     n, h = q.shape
     k, v = (np.repeat(x.astype(np.float64), n // x.shape[1], axis=1) for x in (k, v))
     scores = np.einsum("nh,snh->ns", q.astype(np.float64), k) * h**-0.5
     weights = np.exp(scores - scores.max(1, keepdims=True))
-    return np.einsum("ns,snh->nh", weights / weights.sum(1, keepdims=True), v)
+    total = weights.sum(1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None] - scores.max(1, keepdims=True))
+    return np.einsum("ns,snh->nh", weights / total, v)
 
 
 def paged(rng, lengths, kv_heads, page_size, entries):
@@ -77,10 +80,28 @@ def test_a_row_sees_no_further_back_than_its_window(t, lengths, window, block_to
             np.testing.assert_allclose(out[b, i], dense(q[b, i], k[begin:end], v[begin:end]), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("t,window", [(1, None), (1, 8), (4, 5), (33, None)])
+def test_a_sink_takes_its_share_of_each_head(t, window):
+    """Even where it is far above all scores, or far below; a row that sees nothing stays zero."""
+    rng = np.random.default_rng(t)
+    kv, table, sequences = paged(rng, (t, 70), 2, page_size=8, entries=9)
+    q, sinks = rng.standard_normal((2, t, 4, H), np.float32), np.array([-200, 0.5, 3, 200], np.float32)
+    start = np.array([-1, 70 - t], np.int32)
+    given = q, jnp.asarray(kv), jnp.int32(LAYER), table, start
+    out = np.asarray(paged_attention(*given, window=window, sinks=sinks))
+    assert not out[0, 0].any()
+    for b, (k, v) in enumerate(sequences):
+        for i in range(-min(start[b], 0), t):
+            end = start[b] + i + 1
+            seen = slice(max(end - window, 0) if window else 0, end)
+            np.testing.assert_allclose(out[b, i], dense(q[b, i], k[seen], v[seen], sinks), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 30])
 def test_rows_of_a_tree_keep_to_the_window_by_their_position_and_not_their_place(window):
-    """Two chains after one row, and a row that is padding."""
+    """Two chains after one row, and a row that is padding; with sinks, too."""
     rng = np.random.default_rng(5)
+    sinks = rng.standard_normal(4).astype(np.float32) if window % 2 else None
     parents, known, size = [-1, 0, 0, 1, 2, 3], 20, 6
     path = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
     assert all(mine[-2:-1] == [parent] for mine, parent in zip(path[1:], parents[1:], strict=True))
@@ -90,12 +111,12 @@ def test_rows_of_a_tree_keep_to_the_window_by_their_position_and_not_their_place
     rows = Rows(np.array([known], np.int32), np.array([size], np.int32), table, jnp.asarray(depth), jnp.asarray(mask))
     q = rng.standard_normal((1, size + 1, 4, H), np.float32)
     new = (x[None, known:] for x in (k, v))
-    out, _ = rows.attend(jnp.asarray(kv), jnp.int32(LAYER), q[:, :size], *new, window)
-    padded, _ = rows._look(jnp.asarray(kv), jnp.int32(LAYER), jnp.asarray(q), window)
+    out, _ = rows.attend(jnp.asarray(kv), jnp.int32(LAYER), q[:, :size], *new, window, sinks)
+    padded, _ = rows._look(jnp.asarray(kv), jnp.int32(LAYER), jnp.asarray(q), window, sinks)
     np.testing.assert_array_equal(padded[:, :size], out)
     for i, mine in enumerate(path):
         seen = [*range(known), *(known + j for j in mine)][-window:]
-        np.testing.assert_allclose(out[0, i], dense(q[0, i], k[seen], v[seen]), atol=2e-6, rtol=1e-5)
+        np.testing.assert_allclose(out[0, i], dense(q[0, i], k[seen], v[seen], sinks), atol=2e-6, rtol=1e-5)
 
 
 def test_a_tree_made_in_steps_needs_a_window_that_holds_it():

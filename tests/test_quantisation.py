@@ -277,7 +277,7 @@ def test_scales_that_are_not_needed_are_left(tmp_path, caplog):
     ({"quant_method": "awq", "bits": 4}, "awq in 4 bits"),
     ({"quant_method": "gptq", "bits": 4}, "gptq in 4 bits"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-    ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"quant_method": "mxfp8"}, "mxfp8"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4"),
     ({"quant_method": ["?"]}, r"\['\?'\]"),
     ({}, None),

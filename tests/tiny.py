@@ -31,6 +31,7 @@ CHAT_TEMPLATE = (
 ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -52,6 +53,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, s
 # what a family's config has beside the keys that all have
 EXTRA = {
     "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, sliding_window=20),
     "qwen3_5": LINEAR,
     "qwen3_5_moe": LINEAR | EXPERTS,
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),

@@ -67,8 +67,8 @@ class ModelCost:
         tied, experts = config.decoder.tied, mixture.experts if mixture else 1
         layers = model.params["layers"]
         stacks = [layer[name] for layer in layers for name in ("experts_gate_up", "experts_down") if name in layer]
-        chosen, routed = mixture.per_token if mixture else 1, sum(x.values.size for x in stacks)
-        matrices = sum(x.values.size for x in _weights(layers)) - routed
+        chosen, routed = mixture.per_token if mixture else 1, sum(x.numbers for x in stacks)
+        matrices = sum(x.numbers for x in _weights(layers)) - routed
         matrices += routed * chosen // experts
         states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
         numbers = states // jnp.dtype(state_dtype).itemsize

@@ -24,7 +24,7 @@ from jaxspec.config import DTYPES, ModelConfig
 from jaxspec.models import MODELS
 from jaxspec.request import RequestError, SamplingParams
 from jaxspec.tokenizer import Tokenizer
-from jaxspec.weights import Fp8
+from jaxspec.weights import Fp8, Mxfp4, Unquantised
 
 log = logging.getLogger("jaxspec")
 
@@ -109,9 +109,8 @@ def load_model(
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        item = jax.numpy.dtype(dtype).itemsize
-        of = lambda param: 1 if isinstance(param.format, Fp8) else item  # noqa: E731
-        size = sum(math.prod(param.shape) * of(param) for param in jax.tree.leaves(declared))
+        item = {Fp8: 1, Mxfp4: 17 / 32, Unquantised: jax.numpy.dtype(dtype).itemsize}
+        size = sum(math.prod(param.shape) * item[type(param.format)] for param in jax.tree.leaves(declared))
         raise CheckpointError(
             f"{source.name}: its weights take {size / 2**30:,.1f} GiB in {'fp8' if online else dtype}, more than the "
             "device has free; use a smaller model, --quantization fp8, or a smaller --dtype"

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import fp8
+from jaxspec import fp8, mxfp4
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.fp8 import BLOCK
-from jaxspec.weights import Fp8, Layout, Param
+from jaxspec.weights import Fp8, Layout, Mxfp4, Param
 
 _EMBEDDING_STD = 0.02
 
@@ -45,8 +45,8 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
         if len(parts[i]) < len(leaves[i].sources) + len(leaves[i].scales):
             continue
         host = [parts[i].pop(source) for source in leaves[i].sources]
-        if leaves[i].stacked:  # hundreds of matrices are put together here, since a program of so many operands is slow
-            host = [np.concatenate(host).reshape(leaves[i].shape)]
+        if leaves[i].stacked:
+            host = [_stack(leaves[i], host)]
         # A copy, because on a CPU an array may share the host's memory. Waiting for it bounds what the host holds.
         sources = [jnp.array(host.pop(0)) for _ in range(len(host))]
         filled[i] = jax.block_until_ready(_made(leaves[i], sources, parts[i], dtype))
@@ -56,10 +56,23 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
     return jax.tree.unflatten(structure, filled)
 
 
+def _stack(param: Param, host: list[np.ndarray]) -> np.ndarray:
+    """Experts' matrices in one array, [experts, _, _]: a program of hundreds of operands would be slow."""
+    if param.sources != (param.whole,):
+        return np.concatenate(host).reshape(param.shape)
+    return host[0].reshape(*host[0].shape[:2], -1)  # the bytes of MXFP4 have an axis of blocks
+
+
 def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray], dtype: str) -> Any:
     if param.depthwise:
         sources = [source[:, 0] for source in sources]
+    if param.stacked and param.transpose:
+        sources = [jnp.swapaxes(source, 1, 2) for source in sources]
+    if isinstance(param.format, Mxfp4):
+        return param.made(_fused_rows(sources, param.layout), _fused_rows([_exponents(param, scales)], param.layout))
     if not isinstance(param.format, Fp8):
+        if param.stacked:
+            return param.made(_fused_rows(sources, param.layout, param.dtype or dtype))
         # Layers alike share what compiles.
         return param.made(_fused(sources, param.transpose, param.layout, param.dtype or dtype))
     if not param.scales:
@@ -73,10 +86,20 @@ def _fused(sources: list[jax.Array], transpose: bool, layout: Layout, dtype: str
     return layout.pack([(source.T if transpose else source).astype(dtype) for source in sources])
 
 
-@partial(jax.jit, static_argnames="layout")
-def _fused_rows(sources: list[jax.Array], layout: Layout) -> jax.Array:
-    """The same of outputs that are rows and stay so."""
-    return layout.pack([source.T for source in sources]).T
+@partial(jax.jit, static_argnames=("layout", "dtype"))
+def _fused_rows(sources: list[jax.Array], layout: Layout, dtype: Any = None) -> jax.Array:
+    """The same of outputs that are rows and stay so, or of a stack of such. No `dtype`: that of the sources."""
+    columns = layout.pack([jnp.swapaxes(source, -1, -2).astype(dtype or source.dtype) for source in sources])
+    return jnp.swapaxes(columns, -1, -2)
+
+
+def _exponents(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
+    """The scales of MXFP4."""
+    ((name, _),) = param.scales
+    scales = found.pop(name)
+    if (scales == mxfp4.NAN).any():
+        raise CheckpointError(f"{name} has scales that aren't numbers; download the file again")
+    return jnp.array(scales)
 
 
 def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
@@ -123,7 +146,7 @@ def _quantised(sources: list[jax.Array], layout: Layout) -> tuple[jax.Array, jax
     def expert(matrix):  # one after the other: float32 numbers of a whole stack would take four times its memory
         ends = list(itertools.accumulate(layout.splits))[:-1]
         values, scales = zip(*map(one, jnp.split(matrix, ends)), strict=True)
-        return jnp.concatenate(values), jnp.concatenate(scales)
+        return _fused_rows(values, layout), _fused_rows(scales, layout.per(size))
 
     return jax.lax.map(expert, sources[0])
 
@@ -132,21 +155,25 @@ def dummy(declared: Any, dtype: str, seed: int) -> Any:
     """Random params on the device, each a function of `seed` and its own name alone.
 
     Matmul weights have standard deviation `inputs ** -0.5`, so every layer adds about unit variance to the residual
-    stream and activations stay finite at any depth; embeddings have 0.02. Weights declared as FP8 are quantised one by
-    one, as soon as they are made.
+    stream and activations stay finite at any depth; embeddings have 0.02. Weights declared as quantised are made
+    so one by one, as soon as they are there.
     """
     root = jax.random.key(seed)
+    key_of = lambda path: jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))  # noqa: E731
 
     def values(path, param: Param) -> jax.Array:
         if param.init != "normal":
             return jnp.full(param.shape, {"ones": 1, "zeros": 0}[param.init], param.dtype or dtype)
-        key = jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        key = key_of(path)
         if param.stacked:
             return _normal_stack(key, param.shape, param.shape[-1] ** -0.5, dtype)
         std = param.shape[0] ** -0.5 if param.transpose else _EMBEDDING_STD
         return _normal(key, param.shape, std, param.dtype or dtype)
 
     def make(path, param: Param) -> Any:
+        if isinstance(param.format, Mxfp4):
+            made = _packed_stack(key_of(path), param.shape, param.shape[-1] ** -0.5, dtype)
+            return jax.block_until_ready(param.made(*made))
         array = values(path, param)
         if not isinstance(param.format, Fp8):
             return param.made(array)
@@ -165,3 +192,9 @@ def _normal(key: jax.Array, shape: tuple[int, ...], std: float, dtype: str) -> j
 def _normal_stack(key: jax.Array, shape: tuple[int, ...], std: float, dtype: str) -> jax.Array:
     """Matrix by matrix: random bits and float32 numbers of a whole stack would take four times its memory."""
     return jax.lax.map(lambda k: _normal(k, shape[1:], std, dtype), jax.random.split(key, shape[0]))
+
+
+@partial(jax.jit, static_argnames=("shape", "std", "dtype"))
+def _packed_stack(key: jax.Array, shape: tuple[int, ...], std: float, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """The same in MXFP4: packed numbers and their scales."""
+    return jax.lax.map(lambda k: mxfp4.quantise(_normal(k, shape[1:], std, dtype)), jax.random.split(key, shape[0]))

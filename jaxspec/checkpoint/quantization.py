@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxspec import mxfp4
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.config import shown
 from jaxspec.fp8 import BLOCK
-from jaxspec.weights import Fp8, Param
+from jaxspec.weights import Fp8, Mxfp4, Param
 
 FORMATS = ("fp8",)  # what weights can be quantised to on load
-F8 = "F8_E4M3"
-KINDS = ("block", "channel", "tensor")  # what has a scale: 128 x 128 numbers, an output, a whole matrix
+F8, U8 = "F8_E4M3", "U8"  # one byte an element; quantised weights alone are stored so, and MXFP4's scales
+KINDS = ("block", "channel", "tensor")  # what has an FP8 scale: 128 x 128 numbers, an output, a whole matrix
+MXFP4 = "mxfp4"
 _INSTEAD = (
     "use the model's FP8 or unquantised checkpoint (with --quantization fp8, the latter is made FP8 while it loads)"
 )
@@ -33,8 +35,10 @@ _UNUSED = re.compile(r".*\.(input_scale|k_scale|v_scale|q_scale|output_scale|kv_
 class Quantization:
     """FP8 weights of which each block of 128 x 128, each output, or each matrix has a scale: `kind`.
 
-    `kept` are names of modules that aren't quantised: a whole name, its first or its last parts, or a regular
-    expression behind `re:`.
+    Or, of kind "mxfp4", stacks of experts' weights in MXFP4.
+
+    `kept` are names of modules that aren't quantised: a whole name, its first or its last parts, with `*` for any
+    characters, or a regular expression behind `re:`.
     """
 
     kind: str
@@ -45,6 +49,11 @@ class Quantization:
         """Inputs that share a scale; None: all of them."""
         return BLOCK if self.kind == "block" else None
 
+    @property
+    def dtype(self) -> str:
+        """What quantised weights are stored as."""
+        return U8 if self.kind == MXFP4 else F8
+
     def keeps(self, module: str) -> bool:
         """Whether a module isn't quantised."""
         return any(_names(pattern, module) for pattern in self.kept)
@@ -53,7 +62,7 @@ class Quantization:
 def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
     """What config.json says of quantised weights, None if they aren't.
 
-    **Raises:** `CheckpointError` for any format but FP8 with float32 or bfloat16 scales.
+    **Raises:** `CheckpointError` for any format but FP8 with float32 or bfloat16 scales, and MXFP4.
     """
     text = hf.get("text_config")
     parts = (part.get("quantization_config") for part in (hf, text) if isinstance(part, Mapping))
@@ -67,6 +76,8 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
             return _fp8(config, file)
         case "compressed-tensors":
             return _compressed(config, file)
+        case "mxfp4":
+            return Quantization(MXFP4, _list(config, "modules_to_not_convert", file))
         case method:
             name = method if isinstance(method, str) else shown(method)
             if isinstance(algorithm := config.get("quant_algo"), str):
@@ -133,6 +144,8 @@ def _names(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), module) is not None
     pattern = pattern.replace("model.language_model.", "model.", 1)
+    if "*" in pattern:
+        return re.fullmatch(re.escape(pattern).replace(r"\*", ".*") + r"(\..*)?", module) is not None
     return module == pattern or module.startswith(pattern + ".") or module.endswith("." + pattern)
 
 
@@ -150,6 +163,8 @@ def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, 
     **Raises:** `CheckpointError` for FP8 where it can't be read: an embedding or a norm, or one projection of several
     that are fused.
     """
+    if how.kind == MXFP4:
+        return _stored_as_mxfp4(param, found, where)
     stored = [source for source in param.sources if source in found and found[source].dtype == F8]
     if not stored:
         return param
@@ -161,6 +176,34 @@ def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, 
         )
     scales = tuple(_scale(source, shape, found, how) for source, shape in param.stored_values().items())
     return dataclasses.replace(param, format=Fp8(how.block, activations), scales=scales)
+
+
+def _stored_as_mxfp4(param: Param, found: Mapping[str, TensorInfo], where: str) -> Param:
+    if param.stacked and any(f"{param.whole}_{ending}" in found for ending in ("blocks", "scales")):
+        param = as_mxfp4(param, where)
+    packed = isinstance(param.format, Mxfp4)
+    for name in param.stored():
+        if name in found and (found[name].dtype == U8) != packed:
+            raise CheckpointError(
+                f"{where}: {name} is stored as {found[name].dtype}; blocks and scales of experts are {U8} in MXFP4 "
+                "checkpoints, and nothing else is"
+            )
+    return param
+
+
+def as_mxfp4(param: Param, where: str) -> Param:
+    """The declaration of a stack of experts' weights that is stored in MXFP4.
+
+    **Raises:** `CheckpointError` for inputs that no blocks of 32 divide.
+    """
+    experts, outputs, inputs = param.shape
+    if inputs % mxfp4.BLOCK:
+        raise CheckpointError(
+            f"{where}: {param.whole} has {inputs} inputs by the config; MXFP4 weights have a multiple of {mxfp4.BLOCK}"
+        )
+    scales = (f"{param.whole}_scales", (experts, outputs, inputs // mxfp4.BLOCK))
+    name = f"{param.whole}_blocks"
+    return dataclasses.replace(param, sources=(name,), whole=name, transpose=False, format=Mxfp4(), scales=(scales,))
 
 
 def _scale(
@@ -179,9 +222,14 @@ def _scale(
 
 
 def quantised_on_load(param: Param, activations: bool, how: Quantization | None = None) -> Param:
-    """The declaration of a weight that is made FP8 in blocks while it loads, or as `how` says, of dummy weights."""
+    """The declaration of a weight that is made FP8 in blocks while it loads, or as `how` says, of dummy weights.
+
+    **Raises:** `CheckpointError` as `as_mxfp4`.
+    """
     if not param.of_matmul or param.exact:
         return param
     if how is not None and any(how.keeps(source.removesuffix(".weight")) for source in param.sources):
         return param
+    if how is not None and how.kind == MXFP4:
+        return as_mxfp4(param, "config.json") if param.stacked and param.whole else param
     return dataclasses.replace(param, format=Fp8(BLOCK, activations))

@@ -68,13 +68,15 @@ class ModelFolder:
                         raise CheckpointError(f"{file}: tensor {name} is also in another file of {self.path}")
                     view = shard.get_slice(name)
                     shape, dtype = tuple(view.get_shape()), view.get_dtype()
-                    if dtype == quantization.F8 and self.quantization is None:
+                    if dtype in (quantization.F8, quantization.U8) and self.quantization is None:
                         raise CheckpointError(
                             f"{file}: {name} is stored as {dtype}, and config.json has no quantization_config to say "
                             "how its scales are kept; get the config.json that came with these weights"
                         )
-                    if (size := (_BYTES | _INDICES | {quantization.F8: 1}).get(dtype)) is None:
-                        raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {', '.join(_BYTES)}")
+                    more = {self.quantization.dtype: 1} if self.quantization else {}
+                    if (size := (_BYTES | _INDICES | more).get(dtype)) is None:
+                        known = ", ".join(_BYTES | more)
+                        raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {known}")
                     found[name] = TensorInfo(shape, size * int(np.prod(shape, dtype=np.int64)), dtype)
         return found
 

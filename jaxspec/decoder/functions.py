@@ -104,8 +104,14 @@ def rope(x: Float[Array, "*b n h"], positions: Int[Array, "*#b"], attention: Att
 
 
 def causal_attention(
-    cache: Any, layer: Int[Array, ""], q: Array, k: Array, v: Array, window: int | None = None
-) -> tuple[Array, Any]:
+    cache: Any,
+    layer: Int[Array, ""],
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t m h"],
+    v: Float[Array, "b t m h"],
+    window: int | None = None,
+    sinks: Float[Array, " n"] | None = None,
+) -> tuple[Float[Array, "b t n h"], Any]:
     """Attention among the given tokens alone, each sequence starting at its row 0; `cache` passes through."""
     b, t, n, h = q.shape
     m = k.shape[2]
@@ -115,7 +121,10 @@ def causal_attention(
     if window is not None:
         seen &= ~jnp.tril(seen, -window)
     scores = jnp.where(seen, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    if sinks is not None:  # a logit more, whose weight nobody takes
+        more = jnp.broadcast_to(sinks.reshape(m, n // m, 1, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, more], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :t].astype(v.dtype)
     return jnp.einsum("bmgts,bsmh->btmgh", weights, v).reshape(b, t, n, h), cache
 
 

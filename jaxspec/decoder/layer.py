@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, row_of
-from jaxspec.decoder.matmul import gate, matmul, project, valid_count
+from jaxspec.decoder.matmul import gate, gating, matmul, project, valid_count
 from jaxspec.decoder.mixer import LinearMixer, Mixer, PagedMixer
 from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, beyond
@@ -32,7 +32,7 @@ from jaxspec.pallas.top_experts import top_experts
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias", "window"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias", "window", "sinks"}),
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling"}),
     **ROPE_SCALINGS,
@@ -125,10 +125,15 @@ def attention(
     q, k = rope(q, positions, a), rope(k, positions, a)
     if a.scale is not None:  # a mixer multiplies by h**-0.5
         q = (q.astype(jnp.float32) * (a.scale * h**0.5)).astype(q.dtype)
-    out, cache = mixer.attend(cache, i, q, k, v, a.window)
+    out, cache = mixer.attend(cache, i, q, k, v, a.window, **_sinks(a, weights))
     if a.gated:
         out = out * jax.nn.sigmoid(gates)
     return out.reshape(b, t, n * h), cache
+
+
+def _sinks(a: Attention, weights: Weights) -> dict[str, Array]:
+    """What a mixer is told beside of layers with sinks: so one that doesn't know of sinks fails."""
+    return {"sinks": weights["sinks"].astype(jnp.float32)} if a.sinks else {}
 
 
 def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any, dtype: Any) -> str | None:
@@ -163,7 +168,7 @@ def _written_attention(
         q, kv = write_heads.write_heads(rows, cos, sin, kv, i, place.reshape(-1), norms, eps=layer.norm.eps)
         return q.reshape(b, t, a.heads, a.head_dim), kv
 
-    out, cache = mixer.attend_written(cache, i, t, write, a.window)
+    out, cache = mixer.attend_written(cache, i, t, write, a.window, **_sinks(a, weights))
     return out.reshape(b, t, a.heads * a.head_dim), cache
 
 
@@ -264,6 +269,7 @@ def mixture(
     # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
     shape, rows = rows.shape, jax.lax.optimization_barrier(rows.reshape(-1, rows.shape[-1]))
     logits = matmul(rows, weights["router"], jnp.float32)
+    logits = logits + weights["router_bias"] if m.router_bias else logits
     x = None if x is None else x.reshape(rows.shape)
     return mix_experts(m, weights, rows, logits, positions, x).reshape(shape)
 
@@ -280,10 +286,12 @@ def mix_experts(
 ) -> Float[Array, "r d"]:
     """The same of flat rows from the router's logits; of the first `valid` rows alone, if that is given."""
     positions, each = positions.reshape(-1), m.per_token
-    stacks, shared = [(weights["experts_gate_up"], weights["experts_down"])], None
+    biases = (weights["experts_gate_up_bias"], weights["experts_down_bias"]) if m.bias else ()
+    stacks, shared = [(weights["experts_gate_up"], weights["experts_down"], *biases)], None
     if m.shared:  # one expert more, that every token chooses
         stacks.append((weights["shared_gate_up"], weights["shared_down"]))
         shared, each = (rows, weights["shared_gate"].dequantised(rows.dtype)), each + 1
     ids, scores = top_experts(logits, positions, shared, m.per_token, m.renormalised)
     rows, ids, scores = (a[:valid] for a in (rows, ids, scores))
-    return experts_mlp(rows, stacks, ids, scores, each, residual)
+    other = None if m.activation == "silu" else gating(m.activation)
+    return experts_mlp(rows, stacks, ids, scores, each, residual, other)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.padding import flat, padded, unflat
+from jaxspec.decoder.spec import ClampedSwiglu
 from jaxspec.pallas import few_rows, fp8_rows, tile_matmul
 from jaxspec.pallas.hopper import chosen
 from jaxspec.weights import Fp8, Unquantised, Weight, matmul
@@ -90,11 +92,26 @@ project.defvjp(_forward, _backward)
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
+@functools.cache  # so that what is traced for it is traced once
+def gating(activation: str | ClampedSwiglu) -> Callable[[Array, Array], Array]:
+    """The function of gate and up that an MLP's or an expert's activation is."""
+    if isinstance(activation, ClampedSwiglu):
+        return partial(clamped_swiglu, alpha=activation.alpha, limit=activation.limit)
+    return lambda gate, up: ACTIVATIONS[activation](gate) * up
+
+
+def clamped_swiglu(
+    gate: Float[Array, "*b n"], up: Float[Array, "*b n"], *, alpha: float, limit: float
+) -> Float[Array, "*b n"]:
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
 def gate(gate_up: Float[Array, "*b n"], run: int, activation: str = "silu") -> Float[Array, "*b o"]:
     """activation(gate) * up of columns that alternate in runs of both."""
     *batch, width = gate_up.shape
     runs = gate_up.reshape(*batch, -1, 2, run)
-    return (ACTIVATIONS[activation](runs[..., 0, :]) * runs[..., 1, :]).reshape(*batch, width // 2)
+    return gating(activation)(runs[..., 0, :], runs[..., 1, :]).reshape(*batch, width // 2)
 
 
 def product(rows: Sequence[Float[Array, "b _ _"]], weight: Weight, keep_padding: bool = False) -> Float[Array, "b _ n"]:

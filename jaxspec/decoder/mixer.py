@@ -31,8 +31,12 @@ class Mixer(Protocol):
         k: Float[Array, "b t m h"],
         v: Float[Array, "b t m h"],
         window: int | None,
+        sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Float[Array, "b t n h"], Any]:
-        """Causal attention, scores scaled by h**-0.5. A row sees `window` positions up to its own; None: all."""
+        """Causal attention, scores scaled by h**-0.5. A row sees `window` positions up to its own; None: all.
+
+        `sinks`: of each head, one more logit of its softmax, float32, given only where a layer has them.
+        """
         ...
 
     def pages(self, cache: Any) -> Float[Array, "l p 2 m s h"] | None:
@@ -88,6 +92,7 @@ class PagedMixer(Mixer, Protocol):
         t: int,
         write: Callable[[Array, Int[Array, "b t"]], tuple[Float[Array, "b t n h"], Array]],
         window: int | None,
+        sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Float[Array, "b t n h"], Any]:
         """As `attend`, of t rows a request whose keys and values `write(pages, place)` puts where they belong.
 

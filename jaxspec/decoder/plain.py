@@ -15,23 +15,38 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import run_layer
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Path, Stack, Weights
-from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
-from jaxspec.weights import Fp8, Unquantised
+from jaxspec.decoder.spec import (
+    ROPE_SCALINGS,
+    Attention,
+    ClampedSwiglu,
+    Decoder,
+    DeltaRule,
+    Layer,
+    Mixture,
+    Mlp,
+    Norm,
+    Rope,
+)
+from jaxspec.weights import Fp8, Mxfp4, Unquantised
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
     Layer: frozenset({"mixing", "feed", "norm", "post_norm"}),
     Attention: frozenset(
-        {"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias", "window", "scale"}
+        {"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias", "window", "scale", "sinks"}
     ),
     DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
     Mlp: frozenset({"width", "bias", "activation"}),
-    Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
+    Mixture: frozenset(
+        {"experts", "per_token", "width", "renormalised", "shared", "bias", "router_bias", "activation"}
+    ),
+    ClampedSwiglu: frozenset({"alpha", "limit"}),
     Norm: frozenset({"eps", "centred"}),
     Rope: frozenset({"theta", "scaling", "columns", "interleaved"}),
     **ROPE_SCALINGS,
     Unquantised: frozenset(),
     Fp8: frozenset({"block", "activations"}),
+    Mxfp4: frozenset(),
 }
 
 

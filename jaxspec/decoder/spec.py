@@ -78,7 +78,7 @@ class Attention:
     `qk_norm`: of each query and key head. `gated`: each query head's columns are followed by its gate's, whose sigmoid
     multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how many
     positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
-    head_dim**-0.5.
+    head_dim**-0.5. `sinks`: each head has a learnt logit more in its softmax, which no value belongs to.
     """
 
     heads: int
@@ -91,6 +91,7 @@ class Attention:
     out_bias: bool = False
     window: int | None = None
     scale: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,20 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss' activation: (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and -limit <= up <= limit."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class Mixture:
     """A mixture of `experts` small MLPs, `width` wide, of which a router picks `per_token`.
 
-    `renormalised`: the weights of those picked sum to one. `shared`: the width of one more, that every token has; 0:
-    there is none.
+    `renormalised`: the weights of those picked sum to one, as after a softmax over their logits alone. `shared`: the
+    width of one more, that every token has; 0: there is none. `bias`: of the experts' matrices. `router_bias`: of the
+    router's logits.
     """
 
     experts: int
@@ -134,6 +144,9 @@ class Mixture:
     width: int
     renormalised: bool = True
     shared: int = 0
+    bias: bool = False
+    router_bias: bool = False
+    activation: Literal["silu"] | ClampedSwiglu = "silu"
 
 
 @dataclass(frozen=True)

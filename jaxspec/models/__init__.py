@@ -7,11 +7,24 @@ the ways to run them are in `jaxspec.decoder`.
 """
 
 from jaxspec.config import DEFAULTS, FAMILIES
-from jaxspec.models import gemma3, glm4, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next
+from jaxspec.models import (
+    gemma3,
+    glm4,
+    gpt_oss,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 
 MODELS = {
     "gemma3": gemma3,
     "glm4": glm4,
+    "gpt_oss": gpt_oss,
     "llama": llama,
     "mistral": mistral,
     "qwen2": qwen2,

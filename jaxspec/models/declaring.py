@@ -11,20 +11,26 @@ from jaxspec.weights import Layout, Param, bias, expert_stack, linear, norm_scal
 Tensors = dict[str, Param]
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}  # of a layer, by their names here
 Projections = Callable[[DeltaRule, int, str], Tensors]  # of a linear layer, given the width and the names' prefix
+Mixtures = Callable[[Mixture, int, str], Tensors]  # of a mixture, the same
 
 
 def decoder_tensors(
-    decoder: Decoder, projections: Projections | None = None, norms: Mapping[str, str] = NORMS
+    decoder: Decoder,
+    projections: Projections | None = None,
+    norms: Mapping[str, str] = NORMS,
+    mixtures: Mixtures | None = None,
 ) -> dict[str, Any]:
     """The params pytree as declarations.
 
     `projections`: those of layers of linear attention, in families with some. `norms`: the checkpoint's name of each.
+    `mixtures`: of mixtures of experts, by default `mixture_tensors`.
     """
     d, v = decoder.width, decoder.vocab_size
     tree: dict[str, Any] = {
         "embed": Param((v, d), ("model.embed_tokens.weight",), Layout((d,))),
         "layers": [
-            layer_tensors(layer, d, f"model.layers.{i}.", projections, norms) for i, layer in enumerate(decoder.layers)
+            layer_tensors(layer, d, f"model.layers.{i}.", projections, norms, mixtures)
+            for i, layer in enumerate(decoder.layers)
         ],
         "norm": norm_scale(d, "model.norm.weight", decoder.norm.centred),
     }
@@ -34,14 +40,19 @@ def decoder_tensors(
 
 
 def layer_tensors(
-    layer: Layer, d: int, prefix: str, projections: Projections | None = None, norms: Mapping[str, str] = NORMS
+    layer: Layer,
+    d: int,
+    prefix: str,
+    projections: Projections | None = None,
+    norms: Mapping[str, str] = NORMS,
+    mixtures: Mixtures | None = None,
 ) -> Tensors:
     """One decoder layer, whose tensors are called `prefix...` in the checkpoint."""
     if isinstance(layer.mixing, Attention):
         mixing = attention_tensors(layer, d, prefix + "self_attn.")
     else:
         mixing = delta_rule_tensors(layer.mixing, d, prefix + "linear_attn.", projections)
-    feed = mixture_tensors if isinstance(layer.feed, Mixture) else mlp_tensors
+    feed = (mixtures or mixture_tensors) if isinstance(layer.feed, Mixture) else mlp_tensors
     return {
         **{name: norm_scale(d, f"{prefix}{source}.weight", layer.norm.centred) for name, source in norms.items()},
         **mixing,
@@ -62,6 +73,8 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
         tree["qkv_bias"] = bias({f"{prefix}{name}.bias": width for name, width in widths.items()})
     if a.out_bias:
         tree["out_bias"] = bias({prefix + "o_proj.bias": d})
+    if a.sinks:
+        tree["sinks"] = Param((a.heads,), (prefix + "sinks",), Layout((a.heads,)))
     if a.qk_norm:
         tree["q_norm"] = norm_scale(a.head_dim, prefix + "q_norm.weight", a.qk_norm.centred)
         tree["k_norm"] = norm_scale(a.head_dim, prefix + "k_norm.weight", a.qk_norm.centred)

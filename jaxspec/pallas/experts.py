@@ -10,6 +10,7 @@ all (`expert_few`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -22,7 +23,9 @@ from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items
 from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.weights import Unquantised, Weight, expert_matmul, formats
 
-Stack = tuple[Weight, Weight]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
+# Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
+Stack = tuple[Weight, Weight] | tuple[Weight, Weight, Float[Array, "e n"], Float[Array, "e d"]]
+Gating = Callable[[Array, Array], Array]  # of gate and up
 
 ITEM_ROWS = (8, 16, 32, 64, 128)
 NOBODY = 2**30  # the id of an expert that doesn't exist
@@ -36,36 +39,41 @@ def experts_mlp(
     weights: Float[Array, "t w"],
     each: int | None = None,
     residual: Float[Array, "n d"] | None = None,
+    gating: Gating | None = None,
 ) -> Float[Array, "n d"]:
     """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype,
-    added to `residual`, whose rows from t on stay as they are.
+    added to `residual`, whose rows from t on stay as they are. `gating`: another function of gate and up.
 
-    Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each. A token's must be distinct, or
-    `NOBODY`. Each expert's result is rounded to x's dtype before it is weighted, and the sum, in float32, at last.
-    Columns from `each` on, if it is given, hold nobody.
+    Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each, or with their biases [e, 2f]
+    and [e, d] after them, which are added to the products. A token's must be distinct, or `NOBODY`. Each expert's
+    result is rounded to x's dtype before it is weighted, and the sum, in float32, at last. Columns from `each` on, if
+    it is given, hold nobody.
     """
     each = each or ids.shape[1]
-    unread = _formats_unread(stacks)
+    unread = _unread(stacks, gating)
     arrays = [] if unread else [(gate_up.unquantised, down.unquantised) for gate_up, down in stacks]
     few = unread or expert_few.supported(len(x if residual is None else residual), each, x.dtype, arrays)
     if chosen(few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, arrays, ids, weights, residual, each=each)
-    rows, items, place = plan(x, ids, sum(len(down.values) for _, down in stacks), each)
+    rows, items, place = plan(x, ids, sum(len(stack[1].values) for stack in stacks), each)
     fits = unread or expert_stream.supported(x.dtype, arrays)
     if fits is not None:
         tell("a mixture of experts", fits)
     if chosen(fits, expert_stream.BLOCKS):
         out = expert_stream.stream(rows, arrays, items)
     else:
-        out = reference(rows, stacks, items)
+        out = reference(rows, stacks, items, gating)
     mixed = combine(out, place, weights[:, :each])
     return mixed if residual is None else residual + jnp.pad(mixed, ((0, len(residual) - len(mixed)), (0, 0)))
 
 
-def _formats_unread(stacks: list[Stack]) -> str | None:
-    """Formats that the kernels can't read, or None if they can read all."""
-    others = [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]
-    return f"weights in {others[0]}" if others else None
+def _unread(stacks: list[Stack], gating: Gating | None) -> str | None:
+    """What of these experts the kernels can't compute, or None if they can all of it."""
+    if others := [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]:
+        return f"weights in {others[0]}"
+    if any(len(stack) > 2 for stack in stacks):
+        return "experts with biases"
+    return "an activation that isn't SiLU" if gating else None
 
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
@@ -159,17 +167,20 @@ def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
     return jnp.sum(jnp.where(earlier, counts[None], 0), axis=1, dtype=jnp.int32)
 
 
-@partial(jax.jit, inline=True)
-def reference(rows: Float[Array, "r d"], stacks: list[Stack], items: Items) -> Float[Array, "c d"]:
+@partial(jax.jit, static_argnames="gating", inline=True)
+def reference(
+    rows: Float[Array, "r d"], stacks: list[Stack], items: Items, gating: Gating | None = None
+) -> Float[Array, "c d"]:
     """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero."""
 
     def mlp(stack, part, expert):
-        gate_up, down = stack
-        gate, up = jnp.split(expert_matmul(part, gate_up, expert), 2, axis=1)
-        hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
-        return expert_matmul(hidden, down, expert).astype(rows.dtype)
+        gate_up, down, *biases = stack
+        more = [bias[expert] for bias in biases] or [0, 0]
+        gate, up = jnp.split(expert_matmul(part, gate_up, expert) + more[0], 2, axis=1)
+        hidden = gating(gate, up) if gating else jax.nn.silu(gate) * up
+        return (expert_matmul(hidden.astype(rows.dtype), down, expert) + more[1]).astype(rows.dtype)
 
-    first = np.cumsum([0, *(len(down.values) for _, down in stacks)])
+    first = np.cumsum([0, *(len(stack[1].values) for stack in stacks)])
     branches = [
         lambda part, expert, stack=stack, begin=begin: mlp(stack, part, expert - begin)
         for stack, begin in zip(stacks, first[:-1], strict=True)

@@ -33,6 +33,7 @@ def paged_attention(
     mask: Bool[Array, "b t w"] | None = None,
     window: int | None = None,
     depth: Int[Array, "b _"] | None = None,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b t n h"]:
     """Causal attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
 
@@ -40,8 +41,9 @@ def paged_attention(
     block that sees ahead. With a `window`, a row sees no place before `start` that is so many positions or more before
     its own: that is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
     on the mask alone says what is seen. `table[b]` lists a request's pages in order; scores are scaled by h**-0.5 and
-    summed in float32. Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return
-    zeros.
+    summed in float32. `sinks`: of each head, one more logit of its softmax, which no value belongs to.
+
+    Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
     """
     named = {} if window is None else {"window": window}
     if mask is not None or q.shape[1] <= DECODE_ROWS:
@@ -52,23 +54,25 @@ def paged_attention(
         kernel, fits = prompt_attention, prompt_attention_fits(q.shape, kv.shape, kv.dtype)
     if q.dtype != jnp.bfloat16:
         fits = f"queries are {q.dtype.name}, not bfloat16"
+    if sinks is not None:
+        fits = "attention has sinks"
     if fits is not None:
         tell(kernel.__name__, fits)
     if not chosen(fits):
-        return reference(q, kv, layer, table, start, mask, window, depth)
+        return reference(q, kv, layer, table, start, mask, window, depth, sinks)
     return kernel(q, kv, layer, table, start, **named)
 
 
 def reference(
-    q, kv, layer, table, start, mask=None, window=None, depth=None, *, block_tokens: int = BLOCK_TOKENS
+    q, kv, layer, table, start, mask=None, window=None, depth=None, sinks=None, *, block_tokens: int = BLOCK_TOKENS
 ) -> Array:
     """`paged_attention` in plain jnp, for any shapes and dtypes."""
     place = start[:, None] + jnp.arange(q.shape[1])
     position = place if mask is None or depth is None else start[:, None] + depth
     first = jnp.zeros_like(place) if window is None else position - window + 1
     if mask is not None:
-        return _masked_attention(q, kv, layer, table, start, first, mask, block_tokens)
-    return span_attention(q, kv, layer, table, first, place, block_tokens)
+        return _masked_attention(q, kv, layer, table, start, first, mask, sinks, block_tokens)
+    return span_attention(q, kv, layer, table, first, place, block_tokens, sinks)
 
 
 @partial(jax.jit, static_argnames="block_tokens")
@@ -80,6 +84,7 @@ def span_attention(
     first: Int[Array, "b t"],
     last: Int[Array, "b t"],
     block_tokens: int = BLOCK_TOKENS,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b t n h"]:
     """Attention of rows that each see places `first` to `last`, in plain jnp; otherwise as `paged_attention`.
 
@@ -89,11 +94,11 @@ def span_attention(
     def seen(place):
         return (place >= first[..., None]) & (place <= last[..., None])
 
-    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(last), block_tokens)
+    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(last), block_tokens, sinks)
 
 
 @partial(jax.jit, static_argnames="block_tokens")
-def _masked_attention(q, kv, layer, table, start, first, mask, block_tokens):
+def _masked_attention(q, kv, layer, table, start, first, mask, sinks, block_tokens):
     """Attention of rows that see places from `first` up to `start`, and behind it those that the mask names."""
     w = mask.shape[2]
 
@@ -103,7 +108,7 @@ def _masked_attention(q, kv, layer, table, start, first, mask, block_tokens):
         old = (new < 0)[:, None] & (place >= first[..., None])
         return old | (listed & (new < w)[:, None] & (new >= 0)[:, None])
 
-    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(start) + w - 1, block_tokens)
+    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(start) + w - 1, block_tokens, sinks)
 
 
 def _stream(
@@ -115,8 +120,12 @@ def _stream(
     first: Int[Array, ""],
     last: Int[Array, ""],
     block_tokens: int,
+    sinks: Array | None,
 ) -> Array:
-    """Attention of rows to the places that `seen` says, of those from `first` to `last`."""
+    """Attention of rows to the places that `seen` says, of those from `first` to `last`.
+
+    A sink is where a head's running maximum and sum begin.
+    """
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]
     pages = max(1, min(block_tokens // s, table.shape[1]))
@@ -142,7 +151,10 @@ def _stream(
         return acc * shrink[..., None] + mix, new_top, total * shrink + weights.sum(-1)
 
     shape = (b, m, n // m, t)
-    empty = (jnp.zeros((*shape, h)), jnp.full(shape, -jnp.inf), jnp.zeros(shape))
+    top, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
+    if sinks is not None:
+        top, total = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(m, n // m, 1), shape), jnp.ones(shape)
+    empty = (jnp.zeros((*shape, h)), top, total)
     begin = jnp.maximum(first // (pages * s), 0)
     end = jnp.clip(last // (pages * s), -1, table.shape[1] // pages - 1) + 1
     acc, _, total = jax.lax.fori_loop(begin, end, step, empty)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SIZES = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=512)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "gpt_oss")
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
 SCALINGS = (
     dict(rope_type="linear", factor=2.5),

@@ -1,0 +1,60 @@
+"""MXFP4 in plain jnp, by the Open Compute Project's microscaling formats (OCP MX v1.0): what kernels for it compute.
+
+A number is E2M1: a sign, two bits of exponent and one of mantissa. Two stand in a byte, the first one in its low half.
+Each `BLOCK` inputs of an output share a scale E8M0, a byte s that stands for 2**(s - 127); 255 is no number. A weight
+is numbers times scales. bfloat16 holds such a product exactly, unless it is too large or subnormal; 2**-127 counts as
+zero, since that is what devices make of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, UInt8
+
+BLOCK = 32  # inputs that share a scale
+LARGEST = 6.0  # of E2M1
+NAN = 255  # the scale that isn't a number
+_BIAS = 127
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits
+
+
+def dequantise(packed: UInt8[Array, "*e n k2"], scales: UInt8[Array, "*e n b"]) -> Float[Array, "*e n k"]:
+    """The weight in float32, k = 2 k2 inputs of which each 32 have one of the b scales."""
+    pairs = jnp.stack([packed & 15, packed >> 4], axis=-1)
+    blocks = _number(pairs).reshape(*scales.shape, BLOCK)
+    return (blocks * _powers(scales)[..., None]).reshape(*packed.shape[:-1], -1)
+
+
+def _powers(scales: UInt8[Array, "*s"]) -> Float[Array, "*s"]:
+    """E8M0 is the exponent of a float32."""
+    return lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
+
+
+def _number(code: UInt8[Array, "*s"]) -> Float[Array, "*s"]:
+    """E2M1 by arithmetic, which fuses with what follows where a table's look-ups wouldn't."""
+    exponent, mantissa = ((code >> 1) & 3).astype(jnp.int32), (code & 1).astype(jnp.float32)
+    magnitude = jnp.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * (1 << jnp.maximum(exponent - 1, 0)))
+    return jnp.where(code >= 8, -magnitude, magnitude)
+
+
+def quantise(weight: Float[Array, "*e n k"]) -> tuple[UInt8[Array, "*e n k2"], UInt8[Array, "*e n b"]]:
+    """Packed numbers and scales of a weight whose inputs are a multiple of 32, as the standard says it.
+
+    A scale is the power of two of a block's largest magnitude, over 4. Numbers go to the nearest, halfway ones to the
+    even mantissa, and those above 6 to 6.
+    """
+    blocks = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, BLOCK)
+    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    power = jnp.where(largest > 0, jnp.frexp(largest)[1] - 1 - 2, 0)  # 4 is two powers above 1
+    scales = jnp.clip(power + _BIAS, 1, NAN - 1).astype(jnp.uint8)
+    parts = jnp.minimum(jnp.abs(blocks) / _powers(scales)[..., None], LARGEST)
+    # Between two magnitudes' middles each; at a middle the even one of the two, whose last bit is zero.
+    code = jnp.zeros(parts.shape, jnp.uint8)
+    for i, (low, high) in enumerate(itertools.pairwise(_MAGNITUDES)):
+        middle = (low + high) / 2
+        code = code + ((parts >= middle) if i % 2 else (parts > middle)).astype(jnp.uint8)
+    code = jnp.where(blocks < 0, code + 8, code).reshape(*weight.shape[:-1], -1, 2)
+    return code[..., 0] | (code[..., 1] << 4), scales
