@@ -15,7 +15,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
-NAMES = {np.dtype(E4M3): "F8_E4M3", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32"}
+NAMES = {
+    np.dtype(E4M3): "F8_E4M3", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"
+}  # fmt: skip
 # Of matrices, those that published checkpoints leave as they are.
 KEPT = re.compile(
     r".*(lm_head|embed_tokens|mlp\.gate|mlp\.router|shared_expert_gate|in_proj_ba|in_proj_a|in_proj_b|conv1d)\.weight"
@@ -73,8 +75,15 @@ def write(
                 whole[name] = whole[name] / spread(scales, tensor.shape) * spread(rounded, tensor.shape)
                 scales = rounded
             tensors[name], tensors[name + suffix] = values, scales.reshape(-1) if kind == "tensor" else scales
+    return _folders(source, into, "fp8", tensors, whole, config)
+
+
+def _folders(
+    source: Path, into: Path, name: str, tensors: dict[str, np.ndarray], whole: dict[str, np.ndarray], config: dict
+) -> tuple[Path, Path]:
+    """Checkpoints of quantised tensors and of dequantised ones, everything else as in `source`."""
     for folder, content, more in (
-        (into / "fp8", tensors, {"quantization_config": config}),
+        (into / name, tensors, {"quantization_config": config}),
         (into / "whole", whole, {}),
     ):
         folder.mkdir(parents=True)
@@ -84,7 +93,7 @@ def write(
         hf = json.loads((source / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**hf, **more}))
         save(content, folder / "model.safetensors")
-    return into / "fp8", into / "whole"
+    return into / name, into / "whole"
 
 
 def spread(scales: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
@@ -117,3 +126,38 @@ def read(file: Path) -> dict[str, np.ndarray]:
         for name, each in header.items()
         for a, b in [each["data_offsets"]]
     }
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+    ],
+}  # fmt: skip
+
+
+def mxfp4(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes [n, k / 32, 16], scales [n, k / 32] and the matrix f32[n, k] that they stand for, of one f32[n, k]."""
+    n, k = matrix.shape
+    blocks = matrix.reshape(n, k // 32, 32)
+    largest = np.abs(blocks).max(-1)
+    power = np.where(largest > 0, np.floor(np.log2(np.where(largest > 0, largest, 1))) - 2, 0)
+    wide = 2.0 ** power[..., None]
+    distance = np.abs(blocks[..., None] / wide[..., None] - E2M1)
+    # The nearest, of two as near the one with an even mantissa. Zero has no sign.
+    code = np.argmin(np.where(np.arange(16) == 8, np.inf, distance + 1e-7 * (np.arange(16) % 2)), axis=-1)
+    packed = (code[..., 0::2] | code[..., 1::2] << 4).astype(np.uint8)
+    return packed, (power + 127).astype(np.uint8), (E2M1[code] * wide).reshape(n, k).astype(np.float32)
+
+
+def write_mxfp4(source: Path, into: Path) -> tuple[Path, Path]:
+    """A checkpoint whose experts are packed and the same one dequantised, of gpt-oss' float32 one in `source`."""
+    tensors, whole = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name] = whole[name] = tensor
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed, scales, values = zip(*(mxfp4(matrix.T) for matrix in tensors.pop(name)), strict=True)
+            tensors |= {f"{name}_blocks": np.stack(packed), f"{name}_scales": np.stack(scales)}
+            whole[name] = np.stack(values).swapaxes(1, 2)
+    return _folders(source, into, "mxfp4", tensors, whole, MXFP4)

@@ -1,4 +1,4 @@
-"""Dense families in the engine, their rope scaled: each drafter leaves the text as it is, cached or cold.
+"""Families in the engine, their rope scaled: each drafter leaves the text as it is, cached or cold.
 
 What the families compute is held to transformers in test_models.py. Here every token must be the argmax of a forward
 over the whole text, which knows no cache, no page and no draft; and the text must come out again from cached prefixes.
@@ -27,6 +27,7 @@ FAMILIES = {
     "mistral": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "qwen2": {"rope_scaling": YARN},
     "qwen3": {"rope_scaling": {**YARN, "attention_factor": 0.8}},
+    "gpt_oss": {"rope_scaling": YARN | {"truncate": False}},  # the first layer has a window
 }
 DRAFTS = {
     "ngram": lambda target: "ngram",
@@ -69,7 +70,9 @@ def cases():
     """Every family with every drafter; `make test` has all drafters with one family, and two with the others."""
     for family in FAMILIES:
         for draft in DRAFTS:
-            often = family == "qwen2" or (family, draft) in {("mistral", "eagle3"), ("llama", "standalone")}
+            often = family == "qwen2" or (family, draft) in {
+                ("mistral", "eagle3"), ("llama", "standalone"), ("gpt_oss", "eagle3")
+            }  # fmt: skip
             yield pytest.param(family, draft, marks=() if often else pytest.mark.exhaustive)
 
 

@@ -60,9 +60,11 @@ class Model:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids of the vocabulary that end a text, by its config and its tokenizer."""
+        """Token ids of the vocabulary that end a text, by its config, its tokenizer and its family."""
         extra, vocab = self.tokenizer.eos_token_ids if self.tokenizer else (), self.config.vocab_size
-        return tuple(dict.fromkeys(token for token in (*self.config.eos_token_ids, *extra) if token < vocab))
+        added = self.tokenizer.added_tokens if self.tokenizer else {}
+        ends = [added[name] for name in getattr(self.family, "ENDS", ()) if name in added]
+        return tuple(dict.fromkeys(token for token in (*self.config.eos_token_ids, *extra, *ends) if token < vocab))
 
 
 def load_model(

@@ -52,6 +52,8 @@ SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made 
 KNOWN: dict[str, dict[str, str]] = {
     "dflash": {
         "meta-llama/llama-3.1-8b-instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+        "openai/gpt-oss-20b": "z-lab/gpt-oss-20b-DFlash",
+        "openai/gpt-oss-120b": "z-lab/gpt-oss-120b-DFlash",
         "qwen/qwen3-4b": "z-lab/Qwen3-4B-DFlash-b16",
         "qwen/qwen3-8b": "z-lab/Qwen3-8B-DFlash-b16",  # trained with thinking disabled
         "smollm2-135m-instruct": str(SHIPPED / "smollm2-135m-instruct-dflash"),
@@ -59,6 +61,8 @@ KNOWN: dict[str, dict[str, str]] = {
     "eagle": {},
     "eagle3": {
         "meta-llama/llama-3.1-8b-instruct": "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B",
+        "openai/gpt-oss-20b": "RedHatAI/gpt-oss-20b-speculator.eagle3",
+        "openai/gpt-oss-120b": "RedHatAI/gpt-oss-120b-speculator.eagle3",
         "qwen/qwen3-8b": "AngelSlim/Qwen3-8B_eagle3",
         "smollm2-135m-instruct": str(SHIPPED / "smollm2-135m-instruct-eagle3"),
     },

@@ -45,6 +45,8 @@ DEFAULTS = {
     "attention_bias": True,
 }
 
+ENDS = ("<|return|>", "<|call|>")  # of a reply, and of a call of a tool, which somebody else answers
+
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""

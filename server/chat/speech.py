@@ -13,10 +13,12 @@ from typing import Any
 
 from jaxspec.request import RequestError, SamplingParams, StructuredOutput
 from jaxspec.tokenizer import Tokenizer
+from server.chat.harmony import as_template_takes
 from server.chat.tool_grammar import tool_call_grammar
 from server.chat.tool_prompt import write_tools
 from server.parsers import CALL, PARSERS, REASONING_PARSERS, Parser, Piece
 from server.parsers.defaults import mentions_tools, reasoning_default, tool_default
+from server.parsers.harmony import Harmony
 from server.parsers.think import Think
 from server.protocol.chat import ChatRequest
 from server.protocol.tools import Named
@@ -122,6 +124,8 @@ class Formats:
                 "tools",
             )
         history = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+        if self.in_template and Harmony in (REASONING_PARSERS.get(self.reasoning), PARSERS.get(self.tools)):
+            return as_template_takes(messages, tools)
         if self.in_template or not (tools or history):
             return messages, tools or None
         if self.tools is not None and not self._is_hermes:
