@@ -38,6 +38,7 @@ class Case:
     whole: bool = False  # the mask hides nothing
     places: int = 0  # that a mask is about, t of them the new rows' own; 0: rows are causal
     window: int | None = None  # positions that a row sees
+    sinks: bool = False
     chain: bool = False  # rows of a mask stand at the positions of their places
     division: tuple[int, int] = (1, 1)  # blocks, warpgroups of a block
 
@@ -66,10 +67,13 @@ class Case:
             start=jnp.asarray(self.lengths, jnp.int32) - (self.places or self.t),
         )
         scales = jnp.asarray(rng.uniform(0.5, 2, (LAYERS, 2, self.kv_heads)), jnp.float32) if self.scaled else None
+        named = dict(scales=scales, mask=None)
+        if self.sinks:  # some far above all scores, some far below
+            named["sinks"] = jnp.asarray(rng.choice([-300.0, -1.0, 2.0, 4.0, 300.0], n), jnp.float32)
         if not self.places:
-            return args, dict(scales=scales, mask=None) | self.sight()
+            return args, named | self.sight()
         mask, depth = self.tree(rng)
-        return args, dict(scales=scales, mask=mask) | self.sight(depth)
+        return args, named | dict(mask=mask) | self.sight(depth)
 
     def sight(self, depth=None) -> dict:
         if self.window is None:
@@ -90,7 +94,7 @@ class Case:
         return jnp.asarray(follows[:, self.places - self.t :]), jnp.asarray(depth[:, self.places - self.t :])
 
 
-def dense(q, kv, layer, table, start, scales, mask, window=None, depth=None):
+def dense(q, kv, layer, table, start, scales, mask, window=None, depth=None, sinks=None):
     """What `decode_attention` means: each row by itself, f64[b, t, n, h]."""
     q, kv = np.asarray(q, np.float64), np.asarray(kv[layer].astype(jnp.float32), np.float64)
     b, t, n, h = q.shape
@@ -110,8 +114,11 @@ def dense(q, kv, layer, table, start, scales, mask, window=None, depth=None):
             if len(seen):
                 kr, vr = (np.repeat(x[seen], n // m, axis=1) for x in (k, v))
                 scores = np.einsum("nh,snh->ns", q[r, i], kr) * h**-0.5
-                weights = np.exp(scores - scores.max(1, keepdims=True))
-                out[r, i] = np.einsum("ns,snh->nh", weights / weights.sum(1, keepdims=True), vr)
+                top = scores.max(1, keepdims=True)
+                total = np.exp(scores - top).sum(1, keepdims=True)
+                if sinks is not None:
+                    total += np.exp(np.asarray(sinks, np.float64)[:, None] - top)
+                out[r, i] = np.einsum("ns,snh->nh", np.exp(scores - top) / total, vr)
     return out
 
 
@@ -161,6 +168,11 @@ CASES = [
     Case("window, tree of two tiles, pair", t=32, places=32, kv_heads=1, lengths=(190, 40), window=100, division=PAIR),
     Case("window, a step of a tree, blocks", t=4, places=12, kv_heads=1, page=16, entries=9, lengths=(7, 77, 130),
          window=33, division=BLOCKS),
+    Case("sinks", lengths=(1, 20, -3, 200), h=64, group=8, kv_heads=2, sinks=True),
+    Case("sinks, window, blocks", t=4, lengths=(4, 131, 256), h=64, group=8, kv_heads=1, window=20, sinks=True,
+         division=BLOCKS),
+    Case("sinks, two tiles, pair", t=9, group=8, kv_heads=1, h=64, lengths=(131, 5), sinks=True, division=PAIR),
+    Case("sinks, tree, fp8", t=8, places=8, fp8=True, scaled=True, h=64, kv_heads=1, lengths=(8, 72), sinks=True),
     Case("window, block that sees ahead", t=16, places=16, whole=True, chain=True, group=2, lengths=(16, 180),
          window=90),
 ]  # fmt: skip
@@ -173,6 +185,8 @@ RARE = {
     "window, width 64, pair",
     "window, fp8, many rows",
     "window, tree of two tiles, pair",
+    "sinks, two tiles, pair",
+    "sinks, tree, fp8",
 }
 
 
@@ -193,12 +207,20 @@ def test_equals_dense_softmax(case):
     (16, 8, 16, True, 16, False, 128),
 ]))  # fmt: skip
 def test_lowers_for_cuda(h, page, group, t, fp8, places, few, window):
-    sizes = dict(t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, places=places, window=window)
+    lower(few, t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, places=places, window=window)
+
+
+@pytest.mark.parametrize("t,few,places,window", [(1, True, 0, 128), (16, False, 16, None)])
+def test_lowers_for_cuda_with_sinks(t, few, places, window):
+    lower(few, t=t, group=8, h=64, places=places, window=window, sinks=True)
+
+
+def lower(few: bool, **sizes):
     case = Case("", entries=2, lengths=(90,), **sizes)
     args, named = case.inputs()
-    division = op.division(1, h) if few else (1, 1)
+    division = op.division(1, case.h) if few else (1, 1)
     named = {name: value for name, value in named.items() if name != "window"}
-    run = jax.jit(partial(op._attend, parts=division, window=window, interpret=False))
+    run = jax.jit(partial(op._attend, parts=division, window=case.window, interpret=False))
     text = run.trace(**args, **named).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 

@@ -38,12 +38,12 @@ def case(t, n, m, h, page_size, prompts, dtype=BF16, padding=0):
     return jnp.asarray(q, BF16), jnp.asarray(kv).astype(dtype), jnp.int32(LAYER), table, start
 
 
-def expected(q, kv, layer, table, start, scales=None, window=None):
+def expected(q, kv, layer, table, start, scales=None, **named):
     """The reference in float32, over a cache that has been scaled beforehand."""
     kv = kv.astype(jnp.float32)
     if scales is not None:
         kv = kv * scales[:, None, :, :, None, None]
-    return paged_attention(q.astype(jnp.float32), kv, layer, table, start, window=window)
+    return paged_attention(q.astype(jnp.float32), kv, layer, table, start, **named)
 
 
 def rare(*arguments):
@@ -86,6 +86,18 @@ def test_a_row_sees_no_further_back_than_its_window(t, n, m, h, page_size, promp
     assert error(out[:-1], expected(*args, window=window)[:-1]) < 0.02
 
 
+@pytest.mark.parametrize("t,n,m,h,prompts,sms,window", [
+    (64, 8, 1, 64, [(0, 64), (300, 64)], 3, 100),
+    (32, 5, 1, 64, [(0, 32), (127, 32)], 2, None),  # units of two heads, of which the last has one
+    rare(64, 1, 1, 128, [(65, 128)], 1, None),
+])  # fmt: skip
+def test_sinks_take_their_share(t, n, m, h, prompts, sms, window):
+    args = case(t, n, m, h, 64, prompts)
+    sinks = jnp.asarray(np.random.default_rng(n).uniform(-3, 5, n), jnp.float32).at[0].set(-300.0)
+    out = prompt_attention(*args, window=window, sinks=sinks, interpret=plgpu.InterpretGPUParams(), sms=sms)
+    assert error(out, expected(*args, window=window, sinks=sinks)) < 0.02
+
+
 def test_pages_before_the_window_are_not_read():
     """They hold what no sum would survive. Keys are read in steps of 128, and the window begins in the second."""
     q, kv, layer, table, start = case(64, 2, 1, 64, 64, [(300, 64)])
@@ -104,6 +116,7 @@ def test_an_fp8_cache_is_scaled_per_head():
 
 @pytest.mark.parametrize("window", [None, pytest.param(1024, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("t,n,m,h,page_size,dtype", [
+    (64, 64, 8, 64, 64, BF16),  # gpt-oss', with sinks
     (64, 32, 8, 128, 64, BF16),
     (64, 32, 8, 128, 64, FP8),
     (64, 16, 1, 64, 16, BF16),
@@ -119,7 +132,7 @@ def test_lowers_for_cuda(t, n, m, h, page_size, dtype, window):
     q, start = jnp.zeros((3, t, n, h), BF16), jnp.zeros(3, jnp.int32)
     kv, table = jnp.zeros((1, 2, 2, m, page_size, h), dtype), jnp.zeros((3, 1), jnp.int32)
     assert supported(q.shape, kv.shape, kv.dtype) is None
-    run = jax.jit(partial(prompt_attention, window=window))
+    run = jax.jit(partial(prompt_attention, window=window, sinks=jnp.ones(n) if n == 64 else None))
     run.trace(q, kv, jnp.int32(0), table, start).lower(lowering_platforms=("cuda",))
 
 

@@ -105,7 +105,7 @@ class PagedMixer(Mixer, Protocol):
 class OnlyAttention:
     """A `Mixer` made of a function that attends. It has no pages."""
 
-    attend: Callable[[Any, Array, Array, Array, Array, int | None], tuple[Array, Any]]
+    attend: Callable[..., tuple[Array, Any]]  # as `Mixer.attend`
 
     def only(self, asked: Bool[Array, " b"]) -> OnlyAttention:
         return self

@@ -46,6 +46,7 @@ def paged_attention(
     Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
     """
     named = {} if window is None else {"window": window}
+    named |= {} if sinks is None else {"sinks": sinks}
     if mask is not None or q.shape[1] <= DECODE_ROWS:
         places = 0 if mask is None else mask.shape[2]
         kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, places)
@@ -54,8 +55,6 @@ def paged_attention(
         kernel, fits = prompt_attention, prompt_attention_fits(q.shape, kv.shape, kv.dtype)
     if q.dtype != jnp.bfloat16:
         fits = f"queries are {q.dtype.name}, not bfloat16"
-    if sinks is not None:
-        fits = "attention has sinks"
     if fits is not None:
         tell(kernel.__name__, fits)
     if not chosen(fits):

@@ -27,6 +27,7 @@ def span_attention(
     own: Pair | None = None,
     *,
     causal: bool = False,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b a r n h"]:
     """Attention of `a` groups of `r` rows: each group sees positions `first` to `last` of k and v, and its own.
 
@@ -34,6 +35,7 @@ def span_attention(
 
     - `own`: keys and values `[b, a, o, m, h]` that only the group's rows see.
     - `causal`: group i sees nothing behind position i, so what lies behind a block of groups isn't looked at.
+    - `sinks`: of each head, one more logit of its softmax, which no value belongs to.
 
     A group must see something. Scores are scaled by h**-0.5 and summed in float32; the result has q's dtype.
     """
@@ -45,12 +47,14 @@ def span_attention(
         keys = end if causal else k.shape[1]
         cut = lambda x, start=start, end=end: x[:, start:end]  # noqa: E731
         mine = None if own is None else tuple(map(cut, own))
-        parts.append(_mix(cut(q), k[:, :keys], v[:, :keys], cut(first), cut(last), mine))
+        parts.append(_mix(cut(q), k[:, :keys], v[:, :keys], cut(first), cut(last), mine, sinks))
     return jnp.concatenate(parts, axis=1)
 
 
 @jax.checkpoint
-def _mix(q: Array, k: Array, v: Array, first: Array, last: Array, own: Pair | None) -> Array:
+def _mix(
+    q: Array, k: Array, v: Array, first: Array, last: Array, own: Pair | None, sinks: Array | None = None
+) -> Array:
     """Heads come first and scores stay as they are multiplied, so that only what is small is ever transposed."""
     b, a, r, n, h = q.shape
     s, m = k.shape[1:3]
@@ -65,19 +69,22 @@ def _mix(q: Array, k: Array, v: Array, first: Array, last: Array, own: Pair | No
         grouped = q.reshape(b, m, g, a, r, h)
         mine = jnp.einsum("bmgarh,baomh->bmgaro", grouped, own[0], preferred_element_type=jnp.float32)
         scores = jnp.concatenate([scores, mine], axis=-1)
+    if sinks is not None:
+        more = jnp.broadcast_to(sinks.reshape(m, g, 1, 1, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, more], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bmqs,bmsh->bmqh", weights[..., :s].reshape(b, m, g * a * r, s), v).reshape(b, m, g, a, r, h)
     if own is not None:
-        out = out + jnp.einsum("bmgaro,baomh->bmgarh", weights[..., s:], own[1])
+        out = out + jnp.einsum("bmgaro,baomh->bmgarh", weights[..., s : s + own[1].shape[2]], own[1])
     return out.transpose(0, 3, 4, 1, 2, 5).reshape(b, a, r, n, h)
 
 
 def packed_attention(first: Int[Array, "b t"]) -> OnlyAttention:
     """Causal attention within texts, of which `first` is the row that each row's text begins at. No cache."""
 
-    def attention(cache, layer, q, k, v, window):
+    def attention(cache, layer, q, k, v, window, sinks=None):
         near = first if window is None else jnp.maximum(first, jnp.arange(q.shape[1]) - window + 1)
-        return causal_attention(q, k, v, near), cache
+        return causal_attention(q, k, v, near, sinks=sinks), cache
 
     return OnlyAttention(attention)
 
@@ -88,7 +95,8 @@ def causal_attention(
     v: Float[Array, "b t m h"],
     first: Int[Array, "b t"],
     own: Pair | None = None,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b t n h"]:
     """Each row sees its text up to itself, and its own `own` [b, t, o, m, h]."""
     last = jnp.broadcast_to(jnp.arange(q.shape[1]), first.shape)
-    return span_attention(q[:, :, None], k, v, first, last, own, causal=True)[:, :, 0]
+    return span_attention(q[:, :, None], k, v, first, last, own, causal=True, sinks=sinks)[:, :, 0]

@@ -15,6 +15,7 @@ The cache must hold finite numbers everywhere, since masked values enter a sum w
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -42,6 +43,7 @@ def decode_attention(
     mask: Bool[Array, "b t w"] | None = None,
     window: int | None = None,
     depth: Int[Array, "b t"] | None = None,
+    sinks: Float[Array, " n"] | None = None,
     interpret=False,
 ) -> Float[Array, "b t n h"]:
     """Attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
@@ -56,6 +58,7 @@ def decode_attention(
     - `window`: how many positions a row sees, its own included; None: all. Places before `start` are their positions,
       and what a row sees from there on is the mask's to say. Row i's own position is `start + i`, or with a mask
       `start + depth[b, i]` if `depth`, nowhere negative, is given. Pages before the window aren't read.
+    - `sinks`: of each head, one more logit of its softmax, which no value belongs to.
     - `interpret`: as in `plgpu.kernel`.
 
     Returns the mix of values in bfloat16. Rows that see nothing, as those at negative places, are zero.
@@ -68,11 +71,13 @@ def decode_attention(
     sight = {} if window is None else {"window": window}
     if window is not None and mask is not None and depth is not None:
         sight["depth"] = depth
+    if sinks is not None:
+        sight["sinks"] = sinks
     return _attend(q, kv, layer, table, start, scales, mask, interpret=interpret, **sight)
 
 
 @lower_once("decode_attention", "parts", "window")
-def _attend(q, kv, layer, table, start, scales, mask, depth=None, *, interpret, parts=None, window=None):
+def _attend(q, kv, layer, table, start, scales, mask, depth=None, sinks=None, *, interpret, parts=None, window=None):
     """`parts`: blocks of a request's tokens, and warpgroups of a block, that divide them; None: by `division`."""
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]
@@ -81,7 +86,8 @@ def _attend(q, kv, layer, table, start, scales, mask, depth=None, *, interpret, 
     span = None if window is None else window - 1 + (places or tile_tokens)
     parts = parts or division(b * m * -(-t // tile_tokens), h, span)
     fp8 = kv.dtype == FP8
-    plan = Plan(b, t, n, m, h, s, table.shape[1], fp8, places, window, depth is not None, *parts, bool(interpret))
+    given = depth is not None, sinks is not None
+    plan = Plan(b, t, n, m, h, s, table.shape[1], fp8, places, window, *given, *parts, bool(interpret))
     operands = [q, kv, table, start, layer.reshape(1)]
     if scales is not None:
         operands.append(scales)
@@ -89,6 +95,8 @@ def _attend(q, kv, layer, table, start, scales, mask, depth=None, *, interpret, 
         operands.append(_row_bits(plan, mask))
     if depth is not None:
         operands.append(_by_tile(plan, depth))
+    sunk = [] if sinks is None else [_by_row(plan, sinks)]
+    operands += sunk
     out = jax.ShapeDtypeStruct((b, t, n, h), q.dtype)
     each = (b, m, plan.tiles, plan.parts)
     results = [jax.ShapeDtypeStruct((*each, *x), jnp.float32) for x in ((plan.rows, h), (2, plan.rows))]
@@ -111,7 +119,7 @@ def _attend(q, kv, layer, table, start, scales, mask, depth=None, *, interpret, 
         results.append(out)
     results = launch(attend, out_type=results)(*operands)
     if plan.parts > 1 and plan.interpret:
-        results = launch(partial(combine, plan), out_type=[out])(*results)
+        results = launch(partial(combine, plan, *([] if sunk else [None])), out_type=[out])(*sunk, *results)
     return results[-1]
 
 
@@ -121,6 +129,12 @@ def _by_tile(plan: Plan, x):
     x = jnp.pad(x, ((0, 0), (0, plan.tiles * plan.tile_tokens - plan.t), *rest))
     x = jnp.repeat(x.reshape(plan.b, plan.tiles, plan.tile_tokens, *x.shape[2:]), plan.group, axis=2)
     return jnp.pad(x, ((0, 0), (0, 0), (0, plan.rows - x.shape[2]), *rest))
+
+
+def _by_row(plan: Plan, sinks):
+    """The logit of each row of a tile, in base 2: [m, rows]. Rows that are padding repeat those of others."""
+    sinks = (sinks.astype(jnp.float32) * math.log2(math.e)).reshape(plan.m, plan.group)
+    return jnp.take(sinks, jnp.arange(plan.rows) % plan.group, axis=1)
 
 
 def _row_bits(plan: Plan, mask):

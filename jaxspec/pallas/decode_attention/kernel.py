@@ -41,15 +41,16 @@ class _Refs(NamedTuple):
     table: Any
     start: Any
     layer: Any
-    scales: Any  # None if there are none, and so the next two
+    scales: Any  # None if there are none, and so the next three
     bits: Any
     depths: Any
+    sinks: Any
     results: list[Any]
 
     @classmethod
     def of(cls, plan: Plan, scaled: bool, refs: tuple) -> _Refs:
         *given, rest = *refs[:5], list(refs[5:])
-        optional = [rest.pop(0) if there else None for there in (scaled, plan.places, plan.depths)]
+        optional = [rest.pop(0) if there else None for there in (scaled, plan.places, plan.depths, plan.sinks)]
         return cls(*given, *optional, rest)
 
 
@@ -102,6 +103,8 @@ def warpgroup(
         acc = acc * value_scale
 
     if plan.parts == 1:
+        if plan.sinks:
+            total = total + jnp.exp2(by_rows(refs.sinks.at[head]) - top)  # infinite where nothing was seen
         write_rows(plan, acc, total, rows_s, refs.results[0].at[b], tile, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return
@@ -111,7 +114,7 @@ def warpgroup(
         done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.b, plan.m, plan.tiles))).at[b, head, tile]
         plgpu.semaphore_signal(done, memory_scope="gpu")
         plgpu.semaphore_wait(done, plan.parts, decrement=False, memory_scope="gpu")
-        combine(plan, *refs.results, staging=staging)
+        combine(plan, refs.sinks, *refs.results, staging=staging)
 
 
 def _fetch_queries(plan: Plan, q_g, b, tile, head, rows_s, ready) -> None:

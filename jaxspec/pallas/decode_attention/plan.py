@@ -37,6 +37,7 @@ class Plan:
     places: int  # that a mask is about; 0: there is none, rows are causal
     window: int | None  # positions that a row sees, its own included; None: all so far
     depths: bool  # whether rows' positions are given, and aren't their places
+    sinks: bool  # whether heads have one
     splits: int  # blocks that share a request's tokens; all of a call's run at once, since they wait for one another
     warpgroups: int  # of a block, that share those of the block
     interpret: bool  # sums can't start from a value then, and blocks can't count: a second call combines parts

@@ -35,8 +35,8 @@ def write_part(plan: Plan, acc, top, total, part_s, sums_s, part_g, sums_g):
     plgpu.wait_smem_to_gmem(0)
 
 
-def combine(plan: Plan, parts_g, sums_g, out_g, *, staging, **_):
-    """Combine the parts; each warpgroup does a share of the packs of rows."""
+def combine(plan: Plan, sinks_g, parts_g, sums_g, out_g, *, staging, **_):
+    """Combine the parts, and `sinks_g` if there are some; each warpgroup does a share of the packs of rows."""
     b, head, tile, split, w = (lax.axis_index(name) for name in ("b", "m", "tile", "split", "warpgroup"))
     part, layout, mixed_s = split * plan.warpgroups + w, row_a_warp(plan.h), staging[2].at[w, 0]
     parts_g, sums_g, out_g = parts_g.at[b, head, tile], sums_g.at[b, head, tile], out_g.at[b]
@@ -52,6 +52,8 @@ def combine(plan: Plan, parts_g, sums_g, out_g, *, staging, **_):
         top = functools.reduce(jnp.maximum, tops)
         weights = [jnp.exp2(x - top) for x in tops]
         total = sum(w * x for w, x in zip(weights, totals, strict=True))
+        if sinks_g is not None:
+            total = total + jnp.exp2(load(sinks_g.at[head, rows], layout=layout.reduce(1)) - top)
         mix = sum(x * lax.broadcast_in_dim(w, x.shape, [0]) for w, x in zip(weights, mixes, strict=True))
         mix = mix * lax.broadcast_in_dim(1 / jnp.maximum(total, 1e-30), mix.shape, [0])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -50,6 +50,7 @@ def prompt_attention(
     *,
     scales: Float[Array, "l 2 m"] | None = None,
     window: int | None = None,
+    sinks: Float[Array, " n"] | None = None,
     interpret: Any = False,
     sms: int = MULTIPROCESSORS,
 ) -> Float[Array, "b t n h"]:
@@ -59,6 +60,7 @@ def prompt_attention(
     lists; several blocks may belong to one request. `q` is bfloat16 and unscaled: scores are scaled by h**-0.5. Keys
     and values are multiplied by `scales[layer, 0]` and `scales[layer, 1]`, positive, for each kv head (None: 1).
     A row sees `window` positions up to its own (None: all), and pages before those of a block's rows aren't read.
+    `sinks`: of each head, one more logit of its softmax, which no value belongs to.
     Returns the mix of values in bfloat16. Rows past the last page return something finite.
 
     `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU; `sms` is the number of CTAs that share the work.
@@ -69,7 +71,8 @@ def prompt_attention(
         raise ValueError(f"prompt_attention: {reason}")
     if q.dtype != jnp.bfloat16:
         raise ValueError(f"prompt_attention: queries are {q.dtype.name}; they must be bfloat16")
-    plan = Plan(q.shape, kv.shape, table.shape[1], kv.dtype == jnp.float8_e4m3fn, window, sms, bool(interpret))
+    fp8, sunk = kv.dtype == jnp.float8_e4m3fn, sinks is not None
+    plan = Plan(q.shape, kv.shape, table.shape[1], fp8, window, sunk, sms, bool(interpret))
     if scales is None:
         scales = jnp.ones((kv.shape[0], 2, plan.m), jnp.float32)
     start = jnp.maximum(start, 0)
@@ -87,4 +90,4 @@ def prompt_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    return call(q, kv, layer.reshape(1), table, queue, scales)
+    return call(q, kv, layer.reshape(1), table, queue, scales, *([plan.by_unit(sinks)] if sunk else []))

@@ -32,7 +32,7 @@ MASKED = -(2.0**100)  # finite, or rows without a visible score turn NaN; a powe
 
 def kernel(plan: Plan, *operands) -> None:
     *refs, scratch = operands
-    refs = Refs(*refs)
+    refs = Refs.of(plan, refs)
     me = lax.axis_index("warpgroup")
 
     @pl.when(me < plan.consumers)
@@ -113,7 +113,10 @@ def _consume(plan: Plan, refs: Refs, scratch: Scratch, me) -> None:
         unit = _Unit(plan, scratch, tile, me, q_s, step, k_scale * (plan.h**-0.5 * math.log2(math.e)))
         plgpu.barrier_wait(scratch.q.filled.at[slot])
         # With two slots, the other one's output has all of the first product's time to leave.
-        mix, total = unit.attend(partial(release_queries, round_ + 1) if plan.q_slots == 2 else lambda: None)
+        mix, top, total = unit.attend(partial(release_queries, round_ + 1) if plan.q_slots == 2 else lambda: None)
+        if plan.sinks:
+            sinks = refs.sinks.at[tile.kv_head, rem(tile.unit(me), plan.head_units)]
+            total = total + jnp.exp2(plgpu.load(sinks, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) - top)
         q_s[...] = (mix * lax.broadcast_in_dim(v_scale / total, mix.shape, [0])).astype(jnp.bfloat16)
         plgpu.commit_smem()
         for rows, at in tile.slices(me):
@@ -144,7 +147,7 @@ class _Unit:
     scale: Any
 
     def attend(self, meanwhile: Callable):
-        """The unnormalised mix of values f32[64, h] and the sums of weights f32[64].
+        """The unnormalised mix of values f32[64, h], the largest scores and the sums of weights, f32[64] each.
 
         `meanwhile` is called while the first product is under way.
         """
@@ -177,8 +180,8 @@ class _Unit:
         else:
             carry = lax.fori_loop(tile.masked_steps, tile.whole_steps, partial(middle, masked=False), carry)
             carry = lax.fori_loop(tile.whole_steps, tile.steps, partial(middle, masked=True), carry)
-        acc, weights, _, total = carry
-        return pl.run_scoped(final, mix), total
+        acc, weights, top, total = carry
+        return pl.run_scoped(final, mix), top, total
 
     def _overlapped(self, i, masked: bool, acc, weights, top, total, scores, mix):
         """Step i's scores and softmax, and the mix of step i-1, at once."""

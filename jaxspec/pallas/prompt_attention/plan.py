@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -22,11 +23,14 @@ PAGE_SIZES = (16, 32, 64, 128)
 class Plan:
     """What is static about one call: its shapes, and the tiling that follows from them."""
 
-    def __init__(self, q_shape, kv_shape, entries: int, fp8: bool, window: int | None, sms: int, interpret: bool):
+    def __init__(
+        self, q_shape, kv_shape, entries: int, fp8: bool, window: int | None, sinks: bool, sms: int, interpret: bool
+    ):
         self.blocks, self.t, n, self.h = q_shape
         self.m, self.page_size = kv_shape[3:5]
         self.entries, self.fp8, self.interpret = entries, fp8, interpret
         self.window = window  # positions that a row sees, its own included; None: all so far
+        self.sinks = sinks  # whether heads have one
         self.group = n // self.m
 
         self.rows = min(self.t, UNIT)  # tokens of a unit
@@ -42,6 +46,12 @@ class Plan:
         self.copy_rows = min(self.keys, self.page_size)
         self.copies = self.keys // self.copy_rows  # that fill a slot of the key or value ring
         self.q_slots = 1 if self.h == 256 else 2  # two let the next queries come early, if shared memory holds them
+
+    def by_unit(self, sinks: Array) -> Array:
+        """The logit of each row of each unit of heads, in base 2: f32[m, head_units, UNIT]."""
+        sinks = (sinks.astype(jnp.float32) * math.log2(math.e)).reshape(self.m, self.group)
+        head = jnp.arange(self.head_units)[:, None] * self.heads + jnp.arange(UNIT) // self.rows
+        return jnp.take(sinks, jnp.minimum(head, self.group - 1), axis=1)
 
     def scratch(self) -> Scratch:
         def ring(slots: int, shape: tuple[int, ...], arrivals: int) -> Ring:
@@ -84,7 +94,13 @@ class Refs(NamedTuple):
     table: Any
     queue: Any
     scales: Any
+    sinks: Any  # None if there are none
     out: Any
+
+    @classmethod
+    def of(cls, plan: Plan, refs: Sequence[Any]) -> Refs:
+        *given, out = refs
+        return cls(*given, *([] if plan.sinks else [None]), out)
 
 
 def div(x, y: int):
