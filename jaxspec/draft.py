@@ -46,7 +46,7 @@ class DraftBatch:
         return Rows(self.length + first, jnp.where(self.live, t, 0), self.table)
 
     def choose(
-        self, logits: Float[Array, "b v"], step: int, top: Int[Array, " b"] | None = None
+        self, logits: Float[Array, "b v"], step: int | Int[Array, ""], top: Int[Array, " b"] | None = None
     ) -> tuple[Int[Array, " b"], Float[Array, "b v"] | None]:
         """Draft token number `step` (from 0) out of `logits`, as each request samples, and the probabilities used.
 
@@ -56,7 +56,8 @@ class DraftBatch:
         if self.greedy:
             return (jnp.argmax(logits, axis=-1).astype(jnp.int32) if top is None else top), None
         p = sampling.probabilities(logits[:, None], self.sampling)[:, 0]
-        return sampling.draw(p, sampling.keys(self.sampling.seed, self.length + step, sampling.DRAFT)), p
+        key = sampling.round_keys(self.sampling.seed, self.length, jnp.asarray(step), sampling.DRAFT)
+        return sampling.draw(p, key), p
 
 
 @flax.struct.dataclass
@@ -80,7 +81,7 @@ class Proposal:
     j + 1 is draft j. Parents come before their children, so that any first few drafts are a tree too; of siblings, the
     likeliest comes first. None is a chain.
 
-    `probs` is the distribution each draft of a chain was drawn from, for rejection sampling; None is a point mass on
+    `probs` is the distribution each draft of a chain was drawn from, for block verification; None is a point mass on
     the token, as in a tree. `logits` is for study (`jaxspec.propose`) and costs nothing in a round. `forced` is for
     benchmarks alone: so many drafts stand, in a tree down the first child of each, whatever the target says, and the
     text is no longer the target's.

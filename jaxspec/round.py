@@ -294,7 +294,7 @@ def _accept(scores: Array, slots: Slots, proposal: Proposal, mode: str, masks: M
     settings, count = slots.sampling, proposal.count
     if mode != GREEDY and proposal.probs is not None:
         p = _probabilities(scores, slots, proposal, None, masks)
-        outputs, accepted = verify.reject(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
+        outputs, accepted = verify.block(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
     else:
         chosen = _choose(scores, slots, proposal, None, mode, masks)
         outputs, accepted = verify.match(chosen, proposal.tokens, count)

@@ -176,7 +176,7 @@ class Runner:
             log.info(
                 "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
                 "target draws it (target-only sampling), so a seed gives the text of plain decoding; chains (--topk 1) "
-                "use the drafter's probabilities too (rejection sampling)",
+                "use the drafter's probabilities too (block verification)",
                 drafter.num_draft_tokens,
                 drafter.longest,
             )

@@ -2,7 +2,8 @@
 
 The order is vLLM's: minimum length and bias, then penalties, then temperature, min-p, top-k, top-p. Every function
 works on all q rows of a verify round; row j sees the drafts before it, in a tree those of its own branch. Random
-numbers depend on a request's seed, the position of the token and the purpose of the draw, and on nothing else.
+numbers depend on a request's seed, the position of the token and the purpose of the draw, and on nothing else; those of
+drafts and of their acceptance on the position that their round starts at, and the step within it.
 """
 
 from __future__ import annotations
@@ -147,6 +148,16 @@ def keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b ..."], purpose: int
         return jax.random.fold_in(jax.random.fold_in(key, position), purpose)
 
     return jax.vmap(one)(seed, position) if position.ndim == 1 else jax.vmap(jax.vmap(one, (None, 0)))(seed, position)
+
+
+def round_keys(seed: UInt32[Array, "b 2"], start: Int[Array, " b"], step: Int[Array, "..."], purpose: int) -> Array:
+    """Random keys of rounds that start at these positions, for each step of them: those of no other round.
+
+    Drafts and coins of a round decide together how much of it stands. So a later round, which drafts for some of the
+    same positions, must not meet their numbers again.
+    """
+    each = lambda key: jax.vmap(lambda one: jax.random.fold_in(key, one))(jnp.ravel(step))  # noqa: E731
+    return jax.vmap(each)(keys(seed, start, purpose)).reshape(*start.shape, *jnp.shape(step))
 
 
 def draw(p: Float[Array, "*b v"], key: Array) -> Int[Array, "*b"]:

@@ -31,7 +31,7 @@ def match(
     return chosen, right.sum(axis=1).astype(jnp.int32) + 1
 
 
-def reject(
+def block(
     p: Float[Array, "b q v"],
     drafts: Int[Array, "b d"],
     count: Int[Array, " b"],
@@ -39,27 +39,54 @@ def reject(
     seed: UInt32[Array, "b 2"],
     position: Int[Array, " b"],
 ) -> tuple[Int[Array, "b q"], Int[Array, " b"]]:
-    """Rejection sampling with the drafter's own probabilities (https://arxiv.org/abs/2211.17192, algorithm 1).
+    """Block verification with the drafter's own probabilities (https://arxiv.org/abs/2403.10444, algorithm 2).
 
-    Draft x at row j is accepted with probability min(1, p_j(x) / draft_p_j(x)); at the first rejection the bonus is
-    drawn from the positive part of p_j - draft_p_j, and from p when every draft was accepted. `position` is that of
-    row 0's output.
+    Drafts are judged together, and the longest prefix that passes is accepted: a likely draft makes up for an unlikely
+    one before it. So as many drafts are accepted as by rejecting token by token, or more. The bonus is drawn from what
+    the accepted prefix leaves of its row, or from p when every draft was accepted. `position` is that of row 0's
+    output. Whether a request has a draft at row j (`count`) may depend on the drafts before row j, never on that draft.
+
+    Drafts beyond the accepted ones have had a say, so their random numbers are spent: the next round draws drafts and
+    coins with its own (`sampling.round_keys`).
 
     Returns the yielded tokens (valid up to their number) and how many there are, 1 to q.
     """
     b, q, _ = p.shape
-    rows = position[:, None] + jnp.arange(q)
-    coin = sampling.uniform(sampling.keys(seed, rows[:, :-1], sampling.ACCEPT))
-    at_draft = lambda x: jnp.take_along_axis(x, drafts[..., None], axis=-1)[..., 0]  # noqa: E731
-    within = jnp.arange(q - 1) < count[:, None]
-    right = jnp.cumprod((coin * at_draft(draft_p) < at_draft(p[:, :-1])) & within, axis=1).sum(axis=1)
+    weight, rate = pass_rates(p, drafts, count, draft_p)
+    coin = sampling.uniform(sampling.round_keys(seed, position, jnp.arange(1, q), sampling.ACCEPT))
+    right = jnp.max(jnp.where(coin < rate, jnp.arange(1, q), 0), axis=1)
     row = jnp.arange(b), right
-    left = p[row] - jnp.where((right < count)[:, None], draft_p[row[0], jnp.minimum(right, q - 2)], 0.0)
-    left = jnp.maximum(left, 0.0)
-    left = jnp.where(left.sum(-1, keepdims=True) > 0, left, p[row])  # p == draft_p up to rounding
-    bonus = sampling.draw(left, sampling.keys(seed, rows[row], sampling.SAMPLE))
+    left = jnp.maximum(weight[row][:, None] * p[row] - draft_p[row[0], jnp.minimum(right, q - 2)], 0.0)
+    # Nothing is left where p == draft_p up to rounding.
+    left = jnp.where((right < count)[:, None] & (left.sum(-1, keepdims=True) > 0), left, p[row])
+    bonus = sampling.draw(left, sampling.keys(seed, position + right, sampling.SAMPLE))
     tokens = jnp.where(jnp.arange(q) < right[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), bonus[:, None])
     return tokens.astype(jnp.int32), right.astype(jnp.int32) + 1
+
+
+def pass_rates(
+    p: Float[Array, "b q v"], drafts: Int[Array, "b d"], count: Int[Array, " b"], draft_p: Float[Array, "b d v"]
+) -> tuple[Float[Array, "b q"], Float[Array, "b d"]]:
+    """The weight of each prefix of drafts, and how likely it passes; the longest that does is accepted.
+
+    `weight[:, j]` is the probability that the first j drafts or more are accepted: the running product of p / draft_p,
+    never above 1. `rate[:, j - 1]` is the probability that the first j pass, given that no longer prefix does. It needs
+    the residual's sum of its row, so one pass over the vocabulary reads rows 1 to d - 1 of both distributions.
+    """
+    d = drafts.shape[1]
+    at_draft = lambda x: jnp.take_along_axis(x, drafts[..., None], axis=-1)[..., 0]  # noqa: E731
+    target, drawn = at_draft(p[:, :-1]), jnp.maximum(at_draft(draft_p), jnp.finfo(draft_p.dtype).tiny)
+    weights = [jnp.ones_like(target[:, 0])]
+    for j in range(d):
+        weights.append(jnp.minimum(weights[-1] * target[:, j] / drawn[:, j], 1.0))
+    weight = jnp.stack(weights, axis=1)
+    left = jnp.maximum(weight[:, 1:-1, None] * p[:, 1:-1] - draft_p[:, 1:], 0.0).sum(-1)
+    inner = weight[:, 1:-1]
+    short = jnp.where(inner < 1, left / jnp.where(inner < 1, left + 1 - inner, 1.0), 1.0)
+    short = jnp.pad(short, ((0, 0), (0, 1)))
+    row = jnp.arange(1, d + 1)
+    rate = jnp.where(row < count[:, None], short, weight[:, 1:])
+    return weight, jnp.where(row <= count[:, None], rate, 0.0)
 
 
 @flax.struct.dataclass

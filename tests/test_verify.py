@@ -46,17 +46,17 @@ def draft_chain(draft, last, seed, position):
     tokens, probs = [], []
     for step in range(2):
         probs.append(draft[last])
-        last = sampling.draw(probs[-1], sampling.keys(seed, position + step, sampling.DRAFT))
+        last = sampling.draw(probs[-1], sampling.round_keys(seed, position, jnp.asarray(step), sampling.DRAFT))
         tokens.append(last)
     return jnp.stack(tokens, axis=1), jnp.stack(probs, axis=1)
 
 
 @jax.jit
-def rejection_round(target, draft, last, count, seed, position):
+def block_round(target, draft, last, count, seed, position):
     target, draft = jnp.asarray(target, jnp.float32), jnp.asarray(draft, jnp.float32)
     drafts, draft_p = draft_chain(draft, last, seed, position)
     p = target[jnp.concatenate([last[:, None], drafts], axis=1)]
-    return verify.reject(p, drafts, count, draft_p, seed, position)
+    return verify.block(p, drafts, count, draft_p, seed, position)
 
 
 @jax.jit
@@ -71,7 +71,8 @@ def matching_round(target, drafts, last, count, seed, position):
 def two_tokens(step, high):
     """First two tokens of N requests, a second round completing those whose first gave one; and the first's yields.
 
-    The second round drafts again for positions that the first one drafted for, with the same random numbers.
+    The second round drafts again for positions that the first one drafted for. Drafts there with the first one's random
+    numbers would give other pairs: those drafts had a say in where the first round ended.
     """
     last, position = jnp.full(N, PROMPT_TOKEN), jnp.arange(N) % 50
     count = jnp.arange(N) % 3
@@ -96,11 +97,11 @@ def check(pairs, yields, count, overlap):
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_rejection_sampling_follows_the_target(name):
+def test_block_verification_follows_the_target(name):
     draft = DRAFTS[name]
 
     def step(last, count, seed, position):
-        return rejection_round(TARGET, draft, last, count, seed, position)
+        return block_round(TARGET, draft, last, count, seed, position)
 
     overlap = np.minimum(TARGET, draft).sum(1)
     rate = check(*two_tokens(step, list(DRAFTS).index(name)), overlap)
@@ -150,8 +151,8 @@ def test_greedy_verification(drafts, count, yields):
     tokens, n = verify.match(chosen, jnp.array([drafts]), jnp.array([count]))
     assert n.tolist() == [yields]
     assert tokens[0, :yields].tolist() == [5, 6, 7, 8][:yields]
-    # Rejection sampling between point masses, as for a greedy request in a batch of others, does the same.
+    # Block verification between point masses, as for a greedy request in a batch of others, does the same.
     mass = jax.nn.one_hot(chosen, 9), jax.nn.one_hot(jnp.array([drafts]), 9)
-    tokens, n = verify.reject(mass[0], jnp.array([drafts]), jnp.array([count]), mass[1], seeds(1), jnp.array([3]))
+    tokens, n = verify.block(mass[0], jnp.array([drafts]), jnp.array([count]), mass[1], seeds(1), jnp.array([3]))
     assert n.tolist() == [yields]
     assert tokens[0, :yields].tolist() == [5, 6, 7, 8][:yields]
