@@ -236,8 +236,9 @@ class EngineConfig:
     )
     draft: str = option(
         "none",
-        "none, auto (the best that needs no download), a method (ngram, mtp, standalone, eagle, eagle3, dflash), "
-        "method:path_or_id, a path or hub id, or module:Class; a drafter's own options follow: ngram?max_match=8",
+        "none, auto (the best that needs no download), a method (ngram, suffix, mtp, standalone, eagle, eagle3, "
+        "dflash), method:path_or_id, a path or hub id, or module:Class; a drafter's own options follow: "
+        "ngram?max_match=8",
         "D",
         group=SPECULATION,
         common=True,

@@ -99,7 +99,7 @@ def test_a_method_alone_takes_the_known_drafter(model, monkeypatch):
 
 
 @pytest.mark.parametrize("draft,words", [
-    ("nosuch", ["nosuch is no method", "none, auto, ngram, standalone"]),
+    ("nosuch", ["nosuch is no method", "none, auto, ngram, suffix, standalone"]),
     ("", ["is no method"]),
     ("ngram:some/model", ["ngram takes no model", "use --draft ngram"]),
     ("no_such_module:Class", ["can't import 'no_such_module'", "PYTHONPATH"]),

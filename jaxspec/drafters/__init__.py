@@ -19,6 +19,7 @@ from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
+from jaxspec.drafters.suffix import Suffix
 from jaxspec.models import MODELS
 from jaxspec.options import check, from_query
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "ngram": Ngram,
+    "suffix": Suffix,
     "standalone": Standalone,
     "dflash": DFlash,
     "eagle": Eagle,

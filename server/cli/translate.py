@@ -118,6 +118,22 @@ def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> 
     return False
 
 
+# A drafter's own options, by what they are called there.
+VLLM_DRAFTER_OPTIONS = {
+    "ngram": {"min_match": "prompt_lookup_min", "max_match": "prompt_lookup_max"},
+    "suffix": {
+        "max_depth": "suffix_decoding_max_tree_depth",
+        "max_requests": "suffix_decoding_max_cached_requests",
+        "max_factor": "suffix_decoding_max_spec_factor",
+        "min_prob": "suffix_decoding_min_token_prob",
+    },
+}
+SGLANG_NGRAM_OPTIONS = {
+    "min_match": "speculative_ngram_min_match_window_size",
+    "max_match": "speculative_ngram_max_match_window_size",
+}
+
+
 def _speculation(foreign: dict[str, str | None], left: list[str]) -> dict[str, str]:
     """--draft and what belongs to it, from SGLang's flags, vLLM's JSON, or vLLM's older flags."""
     get = foreign.pop
@@ -139,7 +155,7 @@ def _speculation(foreign: dict[str, str | None], left: list[str]) -> dict[str, s
     if found == "eagle" and not model and "method" not in config:
         found = "mtp"  # SGLang's name for a model's own module
     if found or model:
-        takes_model = found not in ("ngram", "mtp")
+        takes_model = found not in ("ngram", "suffix", "mtp")
         ours["draft"] = f"{found}:{model}" if found and model and takes_model else found or model
     drafts = config.get("num_speculative_tokens") or get("num_speculative_tokens", None)
     steps, topk = get("speculative_num_steps", None), get("speculative_eagle_topk", None)
@@ -148,13 +164,12 @@ def _speculation(foreign: dict[str, str | None], left: list[str]) -> dict[str, s
         ours |= {"topk": topk, "num_steps": steps}
     drafts = drafts or (steps if topk in (None, "1") else None) or (_less_one(rows) if rows else None)
     ours["num_draft_tokens"] = drafts
-    own = {}
-    for option, names in {
-        "min_match": ("prompt_lookup_min", "speculative_ngram_min_match_window_size"),
-        "max_match": ("prompt_lookup_max", "speculative_ngram_max_match_window_size"),
-    }.items():
-        own[option] = config.get(names[0]) or get(names[0], None) or get(names[1], None)
-    if found == "ngram" and (given := [f"{option}={value}" for option, value in own.items() if value]):
+    own = {option: config.get(name) or get(name, None) for option, name in VLLM_DRAFTER_OPTIONS.get(found, {}).items()}
+    for option, name in SGLANG_NGRAM_OPTIONS.items():
+        value = get(name, None)
+        if found == "ngram":
+            own[option] = own[option] or value
+    if given := [f"{option}={value}" for option, value in own.items() if value]:
         ours["draft"] += "?" + "&".join(given)
     size = get("speculative_draft_tensor_parallel_size", None) or config.get("draft_tensor_parallel_size", 1)
     if str(size) != "1":

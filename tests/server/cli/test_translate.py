@@ -42,6 +42,9 @@ HERE = "--model Qwen/Qwen3-8B"
          f"{HERE} --draft mtp --num-draft-tokens 2 --port 8000"),
         (f'''{VLLM} --speculative_config '{{"method":"draft_model","model":"a/b"}}' --max-num-seqs 4''',
          f"{HERE} --max-running-requests 4 --draft standalone:a/b --port 8000"),
+        (f'''{VLLM} --speculative-config='{{"method":"suffix","num_speculative_tokens":16,'''
+         '''"suffix_decoding_max_tree_depth":32,"suffix_decoding_min_token_prob":0.2}' ''',
+         f"{HERE} --draft 'suffix?max_depth=32&min_prob=0.2' --num-draft-tokens 16 --port 8000"),
         (f"{VLLM} --speculative-model [ngram] --num-speculative-tokens 4 --generation-config vllm",
          f"{HERE} --sampling-defaults openai --draft ngram --num-draft-tokens 4 --port 8000"),
         (f"{VLLM} --no-enable-prefix-caching --kv-cache-dtype fp8 --dtype half --block-size 32",
