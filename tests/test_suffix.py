@@ -1,5 +1,8 @@
 """Suffix drafts on the device equal the plain definition's, whoever wrote into the pool and in whatever order."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ from jaxspec.batch import empty_slots
 from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters.suffix import Reference, Suffix
 
+GOLDEN = Path(__file__).parent / "golden" / "suffix.json"
 CAPACITY, SLOTS, WIDTH = 96, 3, 4
 
 
@@ -130,6 +134,25 @@ def test_drafts_of_many_streams_are_the_references(device):
 )
 def test_options_mean_what_the_references_do(options):
     check(Device(Suffix(4, **SIZES | options)), range(3), 0 if options.get("max_requests") == 0 else -1)
+
+
+def test_the_reference_is_arctic_inferences():
+    """Drafts, probabilities and matches, ties and evictions included (tests/golden/make_suffix.py)."""
+    drafts = 0
+    for stream in json.loads(GOLDEN.read_text()):
+        reference, texts = Reference(stream["depth"], stream["cached"]), {}
+        for name, request, *arguments in stream["calls"]:
+            if name != "speculate":
+                getattr(reference, name)(request, *arguments)
+                texts[request] = texts.get(request, []) + (arguments[0] if arguments else [])
+                continue
+            most, factor, least, (tokens, probs, match_len) = arguments
+            draft = reference.speculate(request, texts[request], most, factor, 0.0, least)
+            assert (draft.token_ids, draft.match_len) == (tokens, match_len)
+            np.testing.assert_allclose(draft.probs, probs, atol=1e-6)
+            assert draft.score == pytest.approx(sum(draft.probs)) and draft.parents == list(range(-1, len(tokens) - 1))
+            drafts += len(tokens) > 1
+    assert drafts > 200
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
