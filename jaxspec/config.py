@@ -237,8 +237,8 @@ class EngineConfig:
     draft: str = option(
         "none",
         "none, auto (the best that needs no download), a method (ngram, suffix, mtp, standalone, eagle, eagle3, "
-        "dflash), method:path_or_id, a path or hub id, or module:Class; a drafter's own options follow: "
-        "ngram?max_match=8",
+        "dflash, dflash2, dspark), method:path_or_id, a path or hub id, or module:Class; a drafter's own options "
+        "follow: ngram?max_match=8",
         "D",
         group=SPECULATION,
         common=True,
@@ -309,7 +309,7 @@ class EngineConfig:
         "most tokens drafted per request and round; of a tree, all of its tokens",
         "N",
         group=SPECULATION,
-        shown="the drafter's: 4; MTP's and EAGLE's 3, or 8 in a tree; DFlash's block less one",
+        shown="the drafter's: 4; MTP's and EAGLE's 3, or 8 in a tree; DSpark's block; DFlash's less one",
         least=1,
     )
     max_running_requests: int | None = option(

@@ -85,6 +85,10 @@ class Proposal:
     the token, as in a tree. `logits` is for study (`jaxspec.propose`) and costs nothing in a round. `forced` is for
     benchmarks alone: so many drafts stand, in a tree down the first child of each, whatever the target says, and the
     text is no longer the target's.
+
+    `confidence` is the drafter's own estimate that each draft of a chain is accepted, given that those before it are.
+    Entry i may depend on drafts before i, and never on the token drawn for draft i: a `count` that did would bend the
+    distribution of what is sampled.
     """
 
     tokens: Int[Array, "b d"]
@@ -93,6 +97,7 @@ class Proposal:
     logits: Float[Array, "b d w"] | None = None
     forced: Int[Array, " b"] | None = None
     parents: Int[Array, "b d"] | None = None
+    confidence: Float[Array, "b d"] | None = None
 
 
 @flax.struct.dataclass

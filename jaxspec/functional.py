@@ -93,7 +93,8 @@ def _hidden_states(config, layers, params, tokens):
 class Proposed:
     """What `propose` returns. `tokens[:count]` are drafts of the tokens after `next_token`, as target ids.
 
-    In a tree, draft i follows `next_token` if `parents[i]` is 0, and draft `parents[i] - 1` otherwise.
+    In a tree, draft i follows `next_token` if `parents[i]` is 0, and draft `parents[i] - 1` otherwise. `confidence` is
+    the drafter's estimate that each draft is accepted if those before it are, None if it makes none.
     """
 
     next_token: int
@@ -101,6 +102,7 @@ class Proposed:
     count: int
     logits: Float[np.ndarray, "n w"] | None
     parents: Int[np.ndarray, " n"] | None = None
+    confidence: Float[np.ndarray, " n"] | None = None
 
 
 def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: int) -> Proposed:
@@ -138,6 +140,7 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
         count=int(proposal.count[0]),
         logits=None if proposal.logits is None else np.asarray(proposal.logits[0]),
         parents=None if proposal.parents is None else np.asarray(proposal.parents[0]),
+        confidence=None if proposal.confidence is None else np.asarray(proposal.confidence[0]),
     )
 
 

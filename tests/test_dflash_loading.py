@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.drafters import KNOWN, dflash
+from jaxspec.drafters import KNOWN, dflash_checkpoint
 from jaxspec.drafters.dflash import DFlash
 from tests.test_dflash import drafter_folder
 from tests.tiny import tiny_checkpoint
@@ -86,7 +86,7 @@ def test_a_method_alone_takes_the_known_drafter(pair, monkeypatch):
     (1, 36, (18,)), (5, 36, (1, 9, 17, 25, 33)), (8, 48, (1, 7, 14, 20, 26, 32, 39, 45)), (5, 40, (1, 10, 19, 28, 37)),
 ])  # fmt: skip
 def test_default_layers(layers, target, expected):
-    assert dflash._feature_layers(None, layers, target) == expected
+    assert dflash_checkpoint.feature_layers(None, layers, target) == expected
 
 
 @pytest.mark.parametrize("keys,causal,windows", [
@@ -101,14 +101,14 @@ def test_default_layers(layers, target, expected):
      (False,) * 3, (7,) * 3),
 ])  # fmt: skip
 def test_what_rows_see(keys, causal, windows):
-    assert dflash._sight(keys, keys.get("is_causal"), 3) == (causal, windows)
+    assert dflash_checkpoint.sight(keys, keys.get("is_causal"), 3) == (causal, windows)
 
 
 @pytest.mark.parametrize("keys,words", [
     ({"hidden_size": 48}, ["made for a model with hidden_size 48, and this one has 32"]),
     ({"vocab_size": 80}, ["made for a model with vocab_size 80, and this one has 64"]),
     ({"num_target_layers": 36}, ["made for a model with num_target_layers 36, and this one has 2"]),
-    ({"dflash_config": {"target_layer_ids": [0, 2]}}, ["target_layer_ids must be an integer from 0 to 1, got 2"]),
+    ({"dflash_config": {"target_layer_ids": [0, 2]}}, ["target_layer_ids must be an integer from -1 to 1, got 2"]),
     ({"dflash_config": {"target_layer_ids": []}}, ["target_layer_ids must be a list of layers, got []"]),
     ({"dflash_config": {"mask_token_id": 64}}, ["mask_token_id must be an integer from 0 to 63, got 64"]),
     ({"dflash_config": {"mask_token_id": None}}, ["it is no DFlash drafter", "has a mask_token_id"]),
@@ -117,9 +117,10 @@ def test_what_rows_see(keys, causal, windows):
     ({"layer_types": ["full_attention"]}, ["layer_types must name", "each of 2 layers"]),
     ({"layer_types": ["full_attention", "linear_attention"]}, ["layer_types must name", "linear_attention"]),
     ({"sliding_window": None}, ["sliding_window must be an integer of at least 1, got None"]),
-    ({"dflash_config": {"selector_rank": 64}}, ["selector_rank is 64", "not supported"]),
+    ({"dflash_config": {"conv_kernel_size": 2}}, ["conv_kernel_size is 2", "not supported"]),
+    ({"dflash_config": {"use_swa": True}}, ["use_swa is True", "not supported"]),
     ({"dflash_config": {"projector_type": "domino"}}, ["projector_type is 'domino'", "not supported"]),
-    ({"dflash_config": {"final_logit_softcapping": 30.0}}, ["final_logit_softcapping is 30.0", "not supported"]),
+    ({"dflash_config": {"final_logit_softcapping": -1}}, ["final_logit_softcapping must be a positive number, got -1"]),
 ])  # fmt: skip
 def test_configs_that_are_refused(pair, keys, words):
     target, folder, change = pair

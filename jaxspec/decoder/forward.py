@@ -93,7 +93,7 @@ def forward(
 
     `mixer` owns the keys and values: it is given each layer's and decides what the queries see. `capture` names decoder
     layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
-    layer's is the final norm's output.
+    layer's is the final norm's output, and -1 the embedding's.
 
     `wanted`: the row of each sequence whose final state is all that is requested, -1 where none is. Then the last layer
     computes keys and values of all rows, which later ones will see, attention of the sequences requested, and what
@@ -107,7 +107,7 @@ def forward(
     last = normed(outputs[-1], params["norm"], decoder.norm)
     if wanted is not None and last.shape[1] > 1:  # of paths that compute whole layers
         last, outputs[-1] = row_of(last, wanted), row_of(outputs[-1], wanted)
-    return Hidden(last, tuple([*outputs, last][i] for i in capture), cache, outputs[-1])
+    return Hidden(last, tuple([*outputs, last, x][i] for i in capture), cache, outputs[-1])
 
 
 def run_layer(

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.drafters import eagle_checkpoint, mtp
+from jaxspec.drafters import dflash_checkpoint, eagle_checkpoint, mtp
 from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.dflash2 import DFlash2
+from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.ngram import Ngram
@@ -31,6 +33,8 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "suffix": Suffix,
     "standalone": Standalone,
     "dflash": DFlash,
+    "dflash2": DFlash2,
+    "dspark": DSpark,
     "eagle": Eagle,
     "eagle3": Eagle3,
     "mtp": Mtp,
@@ -38,8 +42,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
 
 # The method of a checkpoint, by its config's `architectures`. A model that could be a target drafts by itself.
 ARCHITECTURES = {
-    "DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash",  # which says what it lacks for it
+    **dflash_checkpoint.METHODS,
     "Eagle3DraftModel": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
@@ -47,6 +50,8 @@ ARCHITECTURES = {
     "LlamaForCausalLMEagle": "eagle",
     "LlamaForCausalLMEagle3": "eagle3",
 }
+
+BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoints are told apart by their configs
 
 SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made by scripts/gpu/train.sh
 
@@ -59,6 +64,15 @@ KNOWN: dict[str, dict[str, str]] = {
         "qwen/qwen3-4b": "z-lab/Qwen3-4B-DFlash-b16",
         "qwen/qwen3-8b": "z-lab/Qwen3-8B-DFlash-b16",  # trained with thinking disabled
         "smollm2-135m-instruct": str(SHIPPED / "smollm2-135m-instruct-dflash"),
+    },
+    "dflash2": {
+        "qwen/qwen3.8-27b": "z-lab/Qwen3.8-27B-DFlash2",
+    },
+    "dspark": {
+        "qwen/qwen3-4b": "deepseek-ai/dspark_qwen3_4b_block7",
+        "qwen/qwen3-8b": "deepseek-ai/dspark_qwen3_8b_block7",
+        "qwen/qwen3-14b": "deepseek-ai/dspark_qwen3_14b_block7",
+        "qwen/qwen3.6-35b-a3b": "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark",
     },
     "eagle": {},
     "eagle3": {
@@ -143,13 +157,25 @@ def _find_class(draft: str, target: str, load_format: str) -> tuple[type[Drafter
     method, _, source = draft.partition(":")
     if method in DRAFTERS:
         if method in KNOWN:
-            return DRAFTERS[method], source or _known(method, target)
+            source = source or _known(method, target)
+            return _of_blocks(method, source, load_format) if method in BLOCKS else DRAFTERS[method], source
         if source:
             raise ConfigError(f"--draft {draft}: {method} takes no model; use --draft {method}")
         return DRAFTERS[method], None
     if _is_class(draft):
         return _import(draft), None
     return _by_config(draft, load_format), draft
+
+
+def _of_blocks(method: str, source: str, load_format: str) -> type[Drafter]:
+    """DFlash's method takes its descendants too, by their config. The descendants' take their own kind alone."""
+    try:
+        found = dflash_checkpoint.recognise(dflash_checkpoint.open_folder(source, load_format).hf)
+    except ConfigError:
+        return DRAFTERS[method]  # whose `load` says the same with the target's name
+    if method not in ("dflash", found):
+        raise ConfigError(f"--draft {method}:{source} is a drafter of another kind; use --draft {found}:{source}")
+    return DRAFTERS[found]
 
 
 def _with_options(drafter: Drafter, own: dict[str, Any], draft: str) -> Drafter:
@@ -222,7 +248,8 @@ def _by_config(draft: str, load_format: str) -> type[Drafter]:
         raise ConfigError(f"--draft {draft}: its config's architectures must be a list of names, got {architectures!r}")
     for architecture in architectures:
         if architecture in ARCHITECTURES:
-            return DRAFTERS[ARCHITECTURES[architecture]]
+            method = ARCHITECTURES[architecture]
+            return _of_blocks("dflash", draft, load_format) if method in BLOCKS else DRAFTERS[method]
     if method := eagle_checkpoint.recognise(files):
         return DRAFTERS[method]
     if model_type in MODELS:

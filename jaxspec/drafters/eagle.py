@@ -27,6 +27,7 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import product
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
+from jaxspec.drafters.vocabulary import as_targets
 from jaxspec.weights import matmul
 
 
@@ -109,7 +110,7 @@ class Chain(Drafter):
                 hidden, kv = self._layer(params, kv, tokens[-1][:, None], self._feedback(params, hidden), rows)
             logits.append(self._logits(params, hidden[:, 0]))
             token, p = batch.choose(logits[-1], step, self._top(params, hidden) if batch.greedy else None)
-            token, p = self._as_targets(params, token, p)
+            token, p = as_targets(params, token, p)
             tokens.append(token)
             probs.append(p)
         count = jnp.where(batch.live, self.num_draft_tokens, 0)
@@ -172,17 +173,6 @@ class Chain(Drafter):
 
     def _target_ids(self, params: Any, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
         return params["target_ids"][tokens] if "target_ids" in params else tokens
-
-    def _as_targets(
-        self, params: Any, token: Int[Array, " b"], p: Float[Array, "b w"] | None
-    ) -> tuple[Int[Array, " b"], Float[Array, "b v"] | None]:
-        """A draft and its probabilities, from the drafter's vocabulary to the target's."""
-        token = self._target_ids(params, token)
-        if "target_ids" not in params:
-            return token, p
-        if p is None:
-            return token, None
-        return token, jnp.pad(p, ((0, 0), (0, 1)))[:, params["draft_ids"]]  # the column added is for all other tokens
 
 
 @dataclass(frozen=True)

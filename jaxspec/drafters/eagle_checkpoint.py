@@ -18,13 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
-
 from jaxspec.checkpoint import CheckpointError, ModelFolder, dummy, locate, read_params
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.drafters.vocabulary import id_maps
 from jaxspec.models.declaring import layer_tensors
 from jaxspec.weights import Layout, Param, bias, linear, norm_scale
 
@@ -72,7 +69,7 @@ class Found:
             names = [name for name in self.files.tensors() if canonical(name) == "d2t"]
             offsets = self.files.tensor(names[0]) if names else None
         if self.draft_ids is not None:
-            params |= _vocabulary(offsets, self.draft_ids, self.vocab_size, self.source)
+            params |= id_maps(offsets, self.draft_ids, self.vocab_size, self.source)
         return params
 
 
@@ -220,24 +217,6 @@ def _target_layers(source: str, hf: Mapping[str, Any], num_layers: int) -> tuple
             f"{high}, not {bad[0]!r}. This drafter is for another model"
         )
     return tuple(i - inputs for i in ids)
-
-
-def _vocabulary(offsets: np.ndarray | None, size: int, vocab_size: int, source: str) -> dict[str, Array]:
-    """`target_ids` i32[size], the target's id of each of the drafter's; `draft_ids` i32[v], the reverse.
-
-    Where a token of the target has none, `draft_ids` is `size`. Without offsets (dummy weights), ids are spread evenly.
-    """
-    own = np.arange(size, dtype=np.int64)
-    ids = own * vocab_size // size if offsets is None else own + offsets
-    if (ids < 0).any() or (ids >= vocab_size).any():
-        i = int(np.argmax((ids < 0) | (ids >= vocab_size)))
-        raise CheckpointError(f"{source}: d2t maps draft token {i} to {ids[i]}; the target has {vocab_size} tokens")
-    reverse = np.full(vocab_size, size, np.int32)
-    reverse[ids] = own
-    if (twice := reverse[ids] != own).any():
-        i = int(np.argmax(twice))
-        raise CheckpointError(f"{source}: d2t maps draft tokens {i} and {reverse[ids[i]]} to the same token, {ids[i]}")
-    return {"target_ids": jnp.asarray(ids, jnp.int32), "draft_ids": jnp.asarray(reverse)}
 
 
 def _other_model(source: str, what: str, ours: int, theirs: int) -> str:

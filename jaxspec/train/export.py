@@ -24,8 +24,9 @@ from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.decoder.spec import Mlp
 from jaxspec.draft import Drafter
 from jaxspec.drafters import DRAFTERS
-from jaxspec.drafters.dflash import _feature_layers
-from jaxspec.drafters.eagle_checkpoint import _vocabulary, find_eagle3
+from jaxspec.drafters.dflash_checkpoint import feature_layers
+from jaxspec.drafters.eagle_checkpoint import find_eagle3
+from jaxspec.drafters.vocabulary import id_maps
 from jaxspec.train.data import TrainError
 from jaxspec.weights import Layout, Param, Weight, is_param
 
@@ -99,7 +100,7 @@ def fresh_eagle3(
     declared = find_eagle3(str(folder), c, "dummy").declared
     if vocabulary is not None:
         offsets = vocabulary - np.arange(len(vocabulary))
-        params |= _vocabulary(offsets, len(vocabulary), c.vocab_size, str(folder))
+        params |= id_maps(offsets, len(vocabulary), c.vocab_size, str(folder))
         embed = target.params["embed"]
         head = target.params["head"].dequantised(embed.dtype) if "head" in target.params else embed.T
         params["head"] = {"head": Weight(head[:, vocabulary], layout=Layout((len(vocabulary),)))}
@@ -110,7 +111,7 @@ def fresh_eagle3(
 def fresh_dflash(folder: Path, target: Model, shape: Shape, block_size: int, mask_token: int, seed: int) -> Fresh:
     """A DFlash drafter for `target`. **Raises:** `TrainError`, `ConfigError` for a shape that can't be."""
     c = target.config
-    layers = _feature_layers(list(shape.target_layers) if shape.target_layers else None, shape.num_layers, c.num_layers)
+    layers = feature_layers(list(shape.target_layers) if shape.target_layers else None, shape.num_layers, c.num_layers)
     config = {
         **_layer_config(c, shape),
         "architectures": ["DFlashDraftModel"],

@@ -85,7 +85,7 @@ def test_translations(line, here):
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: jaxspec serves on one GPU"),
         ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: supported are"),
         ("--speculative-config nonsense", "--speculative-config 'nonsense': it isn't a JSON object"),
-        ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are dflash, eagle"),
+        ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are dflash, "),
         ("--enforce-eager", "--enforce-eager: every step is one compiled program"),
         ("--reasoning-parser kimi_k9", "--reasoning-parser kimi_k9: it may be auto, none, qwen3"),
         ("--made-up 3", "--made-up: it has no counterpart here"),

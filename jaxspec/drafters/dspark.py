@@ -1,0 +1,143 @@
+"""DSpark: DFlash's block, whose drafts then follow one another, and an estimate of how far they hold.
+
+A DFlash block draws all its drafts without knowing the others'. Here the Markov head adds to each row's logits what it
+makes of the draft before: a product of rank r over the vocabulary, so drafts are drawn one after the other while the
+layers still run once. The probabilities of a draft are those after the addition. The newest token's row drafts too, so
+a block of B rows makes B drafts.
+
+The confidence head guesses from a row and the draft before it whether the row's own draft will be accepted. With the
+option `confidence`, a request's drafts end before the first whose guess is lower. The guess doesn't know the token that
+was drawn for the row, so the cut leaves the target's distribution as it is.
+
+Formats: DeepSpec (github.com/deepseek-ai/DeepSpec), SpecForge, speculators; see `dflash_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import ConfigError
+from jaxspec.draft import Proposal
+from jaxspec.drafters import dflash_checkpoint as checkpoint
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.vocabulary import as_targets
+from jaxspec.options import option
+from jaxspec.weights import Layout, Param, bias, linear, matmul
+
+HEADS = ("vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True)
+class DSpark(DFlash):
+    """`rank` is that of the Markov head, 0: there is none; `head` one of `HEADS`: what it makes of the draft before.
+
+    `guesses`: there is a confidence head, which reads the draft before too if `guesses_by_draft`.
+    """
+
+    rank: int = 0
+    head: str = "vanilla"
+    guesses: bool = False
+    guesses_by_draft: bool = False
+    confidence: float | None = option(
+        None,
+        "leave out drafts from the first on that is accepted with a lower probability, as the drafter estimates",
+        between=(0.0, 1.0),
+    )
+
+    computes: ClassVar[frozenset[str]] = frozenset({"markov_rank"})
+    first_by_default: ClassVar[int] = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.confidence is not None and not self.guesses:
+            raise ConfigError("confidence: this drafter has no confidence head; leave the option out")
+
+    @classmethod
+    def more(cls, own, config):
+        rank = checkpoint.integer("markov_rank", own.get("markov_rank") or 0, 0)
+        head = own.get("markov_head_type") or "vanilla"
+        if head not in HEADS:
+            raise ConfigError(f"markov_head_type must be one of {', '.join(HEADS)}, got {head!r}")
+        guesses = own.get("enable_confidence_head")
+        if guesses is None:
+            guesses = (own.get("confidence_head_alpha") or 0) > 0
+        by_draft = bool(guesses and own.get("confidence_head_with_markov"))
+        if by_draft and not rank:
+            raise ConfigError("confidence_head_with_markov is true, and markov_rank is 0: it must be above 0")
+        return {"rank": rank, "head": head, "guesses": bool(guesses), "guesses_by_draft": by_draft}
+
+    def parameters(self, found=()):
+        declared, d, r, v = super().parameters(found), self.config.hidden_size, self.rank, self.config.vocab_size
+        if r:
+            name = "markov_head."
+            declared["markov_before"] = Param((v, r), (name + "markov_w1.weight",), Layout((r,)))
+            declared["markov_after"] = linear(r, {name + "markov_w2.weight": self.draft_ids or v})
+        if r and self.head != "vanilla":
+            name, inputs, outputs = {
+                "gated": ("markov_head.gate_proj", d + r, r),
+                "rnn": ("markov_head.joint_proj", 2 * r + d, 3 * r),
+            }[self.head]
+            declared["markov_joint"] = linear(inputs, {name + ".weight": outputs})
+            declared["markov_joint_bias"] = bias({name + ".bias": outputs})
+        if self.guesses:
+            name, inputs = "confidence_head.proj", d + r if self.guesses_by_draft else d
+            declared["confidence"] = linear(inputs, {name + ".weight": 1})
+            declared["confidence_bias"] = bias({name + ".bias": 1})
+        return declared
+
+    def propose(self, params, state, batch):
+        hidden = self._fill(params, state, batch)
+        rows = hidden.last[:, self.first :]
+        base, token = self._logits(params, rows), batch.tokens(-1, 1)[:, 0]
+        memory = jnp.zeros((len(token), self.rank), rows.dtype)
+        tokens, probs, logits, befores = [], [], [], []
+        for step in range(self.num_draft_tokens):
+            own = base[:, step]
+            if self.rank:
+                before = params["markov_before"][token]
+                added, memory = self._markov(params, before, rows[:, step], memory)
+                own = own + added
+                befores.append(before)
+            token, p = as_targets(params, *batch.choose(own, step))
+            tokens.append(token)
+            probs.append(p)
+            logits.append(own)
+        stack = lambda each: jnp.stack(each, axis=1)  # noqa: E731
+        count, confidence = self.num_draft_tokens, None
+        if self.guesses:
+            confidence = self._confidence(params, rows, stack(befores) if self.guesses_by_draft else None)
+        if self.confidence is not None:
+            count = self.standing(confidence)
+        count = jnp.where(batch.live, count, 0)
+        probs = None if batch.greedy else stack(probs)
+        return Proposal(stack(tokens), count, probs, stack(logits), confidence=confidence), hidden.cache
+
+    def standing(self, confidence: Float[Array, "b n"]) -> Int[Array, " b"]:
+        """How many drafts are verified: those before the first that the drafter trusts less than `self.confidence`."""
+        return jnp.cumprod(confidence >= self.confidence, axis=1).sum(axis=1).astype(jnp.int32)
+
+    def _markov(
+        self, params: Any, before: Float[Array, "b r"], row: Float[Array, "b d"], memory: Float[Array, "b r"]
+    ) -> tuple[Float[Array, "b w"], Float[Array, "b r"]]:
+        """What is added to a row's logits, float32, and the memory of an rnn after it."""
+        joint = lambda *parts: matmul(jnp.concatenate(parts, axis=-1), params["markov_joint"])  # noqa: E731
+        if self.head == "gated":
+            before = jax.nn.sigmoid(joint(row, before) + params["markov_joint_bias"]) * before
+        elif self.head == "rnn":
+            keep, new, out = jnp.split(joint(memory, before, row) + params["markov_joint_bias"], 3, axis=-1)
+            keep = jax.nn.sigmoid(keep)
+            memory, before = keep * memory + (1 - keep) * jnp.tanh(new), jnp.tanh(out)
+        return matmul(before, params["markov_after"], jnp.float32), memory
+
+    def _confidence(
+        self, params: Any, rows: Float[Array, "b n d"], befores: Float[Array, "b n r"] | None
+    ) -> Float[Array, "b n"]:
+        """The probability with which each draft is accepted if those before it are."""
+        rows = rows if befores is None else jnp.concatenate([rows, befores], axis=-1)
+        logits = matmul(rows.astype(jnp.float32), params["confidence"])[..., 0]
+        return jax.nn.sigmoid(logits + params["confidence_bias"].astype(jnp.float32)[0])
