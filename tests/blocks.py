@@ -7,12 +7,16 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import functional, load_drafter, load_model
+from jaxspec.batch import empty_slots
+from jaxspec.cache import PageLayout, Rows
 from jaxspec.config import ModelConfig
+from jaxspec.draft import DraftBatch, PrefillBatch
 from jaxspec.weights import Param
 from tests.tiny import tiny_config
 
@@ -62,5 +66,75 @@ def write_drafter(kind, folder, target_folder, seed=0, **settings):
                 tensors[name] = noise * shape[-1] ** (-0.5 if param.transpose else 0)
             else:
                 tensors[name] = 0.3 * noise + (not name.endswith(".bias"))
-    save_file({name: np.float32(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    if "draft_vocab_size" in settings:
+        known = np.sort(rng.permutation(target["vocab_size"])[: settings["draft_vocab_size"]])
+        tensors["d2t"] = known - np.arange(len(known))
+    save_file(tensors, folder / "model.safetensors")
     return str(folder)
+
+
+class Watching:
+    """A drafter, made a subclass of this, whose first drafts are often replaced by what plain decoding says, so that
+    rounds yield several tokens. It counts the drafts of its own that a cold start would have made, and those not.
+
+    Params: `texts` i32[k, c], and at each of their tokens the `drafts` of a cold start i32[k, c, n], how many of them
+    are `verified` i32[k, c], and which are `sure` bool[k, c, n], far from any tie.
+    """
+
+    def init_state(self, layout, num_slots):
+        return {"kv": super().init_state(layout, num_slots), "right": jnp.zeros((), int), "wrong": jnp.zeros((), int)}
+
+    def propose(self, params, state, batch):
+        proposal, kv = super().propose(params, state["kv"], batch)
+        texts, step = params["texts"], jnp.arange(self.num_draft_tokens)
+        c = min(texts.shape[1], batch.history.shape[1])
+        unknown = jnp.arange(c) >= batch.length[:, None]
+        which = jnp.argmax(((texts[None, :, :c] == batch.history[:, None, :c]) | unknown[:, None]).all(-1), axis=1)
+        at = which, batch.length - 1
+        same = (proposal.tokens == params["drafts"][at]) & (proposal.count == params["verified"][at])[:, None]
+        sure = params["sure"][at] & batch.live[:, None]
+        right, wrong = (sure & same).sum(), (sure & ~same).sum()
+        after = texts[which[:, None], jnp.minimum(batch.length[:, None] + step, texts.shape[1] - 1)]
+        helped = step < ((batch.length - 1) * 37 // 8 % (self.num_draft_tokens + 1))[:, None]
+        proposal = proposal.replace(tokens=jnp.where(helped, after, proposal.tokens))
+        return proposal, {"kv": kv, "right": state["right"] + right, "wrong": state["wrong"] + wrong}
+
+    def commit(self, params, state, batch, verified):
+        return {**state, "kv": super().commit(params, state["kv"], batch, verified)}
+
+    def prefill(self, params, state, batch, features):
+        return {**state, "kv": super().prefill(params, state["kv"], batch, features)}
+
+
+def cold_drafts(model, loaded, texts, known):
+    """For `Watching`: what a drafter says at each token of i32[k, c] texts, of which so many are `known`, after one
+    prefill of all before it. Nothing of it has been through an engine."""
+    drafter, params, page, (_, c) = loaded.drafter, loaded.params, 8, texts.shape
+    pages = -(-(c + drafter.lookahead) // page)
+    table = jnp.arange(1, pages + 1)[None]
+    sampling = jax.tree.map(lambda x: x[:1], empty_slots(1, c).sampling)
+
+    def drafts(text, features):
+        whole = Rows(jnp.zeros(1, int), jnp.full(1, c), table)
+        state = drafter.init_state(PageLayout(pages + 1, page, "float32"), 2)
+        block = PrefillBatch(jnp.zeros(1, int), text[None], jnp.roll(text, -1)[None], whole)
+        state = drafter.prefill(params, state, block, tuple(features[:, None]))
+
+        def at(position):
+            live, length = jnp.ones(1, bool), position[None] + 1
+            batch = DraftBatch(jnp.zeros(1, int), length, text[None], table, live, sampling, greedy=True)
+            proposal = drafter.propose(params, state, batch)[0]
+            best = jax.lax.top_k(proposal.logits[0], 2)[0]
+            sure = jnp.cumprod(best[:, 0] - best[:, 1] > 1e-3).astype(bool)
+            if getattr(drafter, "confidence", None) is not None:
+                sure &= (jnp.abs(proposal.confidence - drafter.confidence) > 1e-3).all()
+            return proposal.tokens[0], proposal.count[0], sure
+
+        return jax.lax.map(at, jnp.arange(c))
+
+    features = functional._hidden_states(model.config, drafter.feature_layers, model.params, texts)
+    run = jax.jit(drafts)
+    made = [run(jnp.asarray(text), features[:, i]) for i, text in enumerate(texts)]
+    tokens, verified, sure = (jnp.stack(each) for each in zip(*made, strict=True))
+    sure &= (jnp.arange(c) < known[:, None])[..., None]
+    return {"texts": jnp.asarray(texts), "drafts": tokens, "verified": verified, "sure": sure}
