@@ -72,6 +72,17 @@ EAGLE_SMALL = SMOLLM2 | dict(architectures=["EagleLlamaForCausalLM"], num_hidden
 DFLASH = dict(architectures=["DFlashDraftModel"], mask_token_id=5, block_size=16, model_type="qwen3")
 DFLASH_8B = QWEN3_8B | DFLASH | dict(num_hidden_layers=3)
 DFLASH_SMALL = SMOLLM2 | DFLASH | dict(num_hidden_layers=3, head_dim=64)
+DSPARK = dict(
+    architectures=["Qwen3DSparkModel"], mask_token_id=5, block_size=7, model_type="qwen3", markov_rank=256,
+    enable_confidence_head=True, confidence_head_with_markov=True,
+)  # fmt: skip
+DSPARK_8B = QWEN3_8B | DSPARK | dict(num_hidden_layers=5)
+DFLASH2 = dict(
+    architectures=["DFlash2DraftModel"], mask_token_id=5, block_size=8, model_type="qwen3", conv_kernel_size=2,
+    conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False, use_sliding_window=True,
+    sliding_window=2048, max_window_layers=0,
+)  # fmt: skip
+DFLASH2_8B = QWEN3_8B | DFLASH2 | dict(num_hidden_layers=5)
 
 TREE = dict(topk=4, num_steps=5, num_draft_tokens=8)
 # Of each model: its config, and of each draft its config (None: it has none), and options.
@@ -83,6 +94,8 @@ CASES = {
         "eagle3": (EAGLE3_8B, {}),
         "eagle3-tree": (EAGLE3_8B, TREE),
         "dflash": (DFLASH_8B, {}),
+        "dflash2": (DFLASH2_8B, {}),
+        "dspark": (DSPARK_8B, {}),
     }),
     "qwen3-30b-a3b": (QWEN3_30B, {"none": (None, {}), "ngram": (None, {"num_draft_tokens": 4})}),
     "qwen3.5-35b-a3b": (QWEN35_35B, {"none": (None, {}), "ngram": (None, {}), "mtp": (None, {})}),

@@ -63,6 +63,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "openai/gpt-oss-120b": "z-lab/gpt-oss-120b-DFlash",
         "qwen/qwen3-4b": "z-lab/Qwen3-4B-DFlash-b16",
         "qwen/qwen3-8b": "z-lab/Qwen3-8B-DFlash-b16",  # trained with thinking disabled
+        "qwen/qwen3-14b": "deepseek-ai/dflash_qwen3_14b_block7",  # a DSpark drafter by its classes, without its heads
         "smollm2-135m-instruct": str(SHIPPED / "smollm2-135m-instruct-dflash"),
     },
     "dflash2": {
