@@ -100,8 +100,8 @@ class DSpark(DFlash):
             own = base[:, step]
             if self.rank:
                 before = params["markov_before"][token]
-                added, memory = self._markov(params, before, rows[:, step], memory)
-                own = own + added
+                latent, memory = self.latent(params, before, rows[:, step], memory)
+                own = own + matmul(latent, params["markov_after"], jnp.float32)
                 befores.append(before)
             token, p = as_targets(params, *batch.choose(own, step))
             tokens.append(token)
@@ -110,7 +110,7 @@ class DSpark(DFlash):
         stack = lambda each: jnp.stack(each, axis=1)  # noqa: E731
         count, confidence = self.num_draft_tokens, None
         if self.guesses:
-            confidence = self._confidence(params, rows, stack(befores) if self.guesses_by_draft else None)
+            confidence = jax.nn.sigmoid(self.odds(params, rows, stack(befores) if self.guesses_by_draft else None))
         if self.confidence is not None:
             count = self.standing(confidence)
         count = jnp.where(batch.live, count, 0)
@@ -121,23 +121,22 @@ class DSpark(DFlash):
         """How many drafts are verified: those before the first that the drafter trusts less than `self.confidence`."""
         return jnp.cumprod(confidence >= self.confidence, axis=1).sum(axis=1).astype(jnp.int32)
 
-    def _markov(
-        self, params: Any, before: Float[Array, "b r"], row: Float[Array, "b d"], memory: Float[Array, "b r"]
-    ) -> tuple[Float[Array, "b w"], Float[Array, "b r"]]:
-        """What is added to a row's logits, float32, and the memory of an rnn after it."""
+    def latent(
+        self, params: Any, before: Float[Array, "*b r"], row: Float[Array, "*b d"], memory: Float[Array, "*b r"]
+    ) -> tuple[Float[Array, "*b r"], Float[Array, "*b r"]]:
+        """What the Markov head makes of the embedding of the draft `before`: its product with `markov_after` is added
+        to the row's logits. And the memory of an rnn after it, zero at the first."""
         joint = lambda *parts: matmul(jnp.concatenate(parts, axis=-1), params["markov_joint"])  # noqa: E731
         if self.head == "gated":
-            before = jax.nn.sigmoid(joint(row, before) + params["markov_joint_bias"]) * before
-        elif self.head == "rnn":
+            return jax.nn.sigmoid(joint(row, before) + params["markov_joint_bias"]) * before, memory
+        if self.head == "rnn":
             keep, new, out = jnp.split(joint(memory, before, row) + params["markov_joint_bias"], 3, axis=-1)
             keep = jax.nn.sigmoid(keep)
-            memory, before = keep * memory + (1 - keep) * jnp.tanh(new), jnp.tanh(out)
-        return matmul(before, params["markov_after"], jnp.float32), memory
+            return jnp.tanh(out), keep * memory + (1 - keep) * jnp.tanh(new)
+        return before, memory
 
-    def _confidence(
-        self, params: Any, rows: Float[Array, "b n d"], befores: Float[Array, "b n r"] | None
-    ) -> Float[Array, "b n"]:
-        """The probability with which each draft is accepted if those before it are."""
-        rows = rows if befores is None else jnp.concatenate([rows, befores], axis=-1)
+    def odds(self, params: Any, rows: Float[Array, "*b d"], before: Float[Array, "*b r"] | None) -> Float[Array, "*b"]:
+        """The confidence head's logit of each row, float32: the logarithm of the odds that its draft is accepted."""
+        rows = rows if before is None else jnp.concatenate([rows, before], axis=-1)
         logits = matmul(rows.astype(jnp.float32), params["confidence"])[..., 0]
-        return jax.nn.sigmoid(logits + params["confidence_bias"].astype(jnp.float32)[0])
+        return logits + params["confidence_bias"].astype(jnp.float32)[0]

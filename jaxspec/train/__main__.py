@@ -29,6 +29,7 @@ from jaxspec.tokenizer import TokenizerError
 from jaxspec.train import evaluate, export, flags, loop, plots, synthesise
 from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompts, read_texts, split
 from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Objective
 from jaxspec.train.packing import pack
@@ -74,7 +75,7 @@ def _train(args: argparse.Namespace) -> None:
     data = pack(training, args.row_length, args.batch_size, args.seed)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE}
     run = loop.Run(args.output, facts | {"method": args.command, "texts": len(texts)})
-    fresh, objective = (_eagle3 if args.command == "eagle3" else _dflash)(args, target, training)
+    fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)
     answers = sum(end - begin for text in training for begin, end in text.answers)
     print(
         f"{len(training)} texts, {answers:,} answer tokens in {len(data.rows)} rows ({data.steps} steps an epoch); "
@@ -120,7 +121,7 @@ def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple
     return fresh, Eagle3Objective(fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay)
 
 
-def _dflash(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
+def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
     mask, size = args.mask_token_id, args.block_size
     if mask is None:
         seen = np.zeros(target.config.vocab_size, bool)
@@ -129,10 +130,13 @@ def _dflash(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple
         if seen.all():
             raise TrainError("every token of the vocabulary is in the texts: name one for the masks by --mask-token-id")
         mask = int(np.flatnonzero(~seen)[-1])
-    fresh = export.fresh_dflash(args.output / "drafter", target, _shape(args, 3), size, mask, args.seed)
+    given = args.output / "drafter", target, _shape(args, 3), size, mask
+    if args.command == "dspark":
+        kind, fresh = DSparkObjective, export.fresh_dspark(*given, args.markov_rank, args.markov_head, args.seed)
+    else:
+        kind, fresh = DFlashObjective, export.fresh_dflash(*given, args.seed)
     anchors, gamma = args.anchors or max(args.row_length // size, 1), args.gamma or size / 2
-    dtype = target.dtype
-    return fresh, DFlashObjective(fresh.drafter, target.config, dtype, args.loss, anchors, gamma)
+    return fresh, kind(fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma)
 
 
 def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:

@@ -9,11 +9,11 @@ drafts behind it are lost anyway: draft j counts exp(-(j - 1) / gamma). Layers a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.decoder.forward import forward
 from jaxspec.decoder.mixer import OnlyAttention
@@ -48,9 +48,11 @@ class DFlashObjective(Objective):
     anchors: int = 128
     gamma: float = 4.0
 
+    head: ClassVar[tuple[str, ...]] = ()  # trained params that turn what `_student` gives into logits
+
     @property
     def positions(self):
-        return self.drafter.block_size - 1
+        return self.drafter.block_size - self.drafter.first
 
     def loss(self, trained, frozen, target_params, batch, keys):
         n = self.positions
@@ -58,7 +60,7 @@ class DFlashObjective(Objective):
         cast = self.cast(trained)
         params = {**frozen, **cast, **_context_projection(self.drafter.config, cast["layers"])}
         anchors, drawn = self._draw(batch, keys)
-        out = self._blocks(params, hidden.features, batch, anchors)[:, :, 1:]
+        out = self._blocks(params, hidden.features, batch, anchors)[:, :, self.drafter.first :]
         take = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)  # noqa: E731
         ahead = jnp.arange(1, n + 1)
         at = jnp.minimum(anchors[..., None] + ahead, batch.tokens.shape[1] - 1)
@@ -66,23 +68,33 @@ class DFlashObjective(Objective):
         weights = valid * jnp.exp(-(ahead - 1.0) / self.gamma)[:, None, None]
         b, a = anchors.shape
         flat = at.reshape(b, a * n)
+        before = take(batch.tokens, at.reshape(b, a * n) - 1).reshape(b, a, n)
         rows = Rows(
-            student=out.reshape(1, b, a * n, -1),
+            student=self._student(params, out, before).reshape(1, b, a * n, -1),
             teacher=take(hidden.last, jnp.maximum(flat - 1, 0)),
             text=take(batch.tokens, flat),
             weights=jnp.moveaxis(weights, 0, 2).reshape(1, b, a * n),
         )
-        total, right = Scorer(self.kind, self.target, _logits)({}, frozen, target_params, rows)
+        head = {name: trained[name] for name in self.head}
+        total, right = self._scorer()(head, frozen, target_params, rows)
         return report(total, jnp.moveaxis(right.reshape(b, a, n), 2, 0), valid, weights)
 
     def flops(self, trained, row_length):
         target, config = self.target, self.drafter.config
         head = target.hidden_size * target.vocab_size
         context = config.num_layers * config.hidden_size * 2 * config.num_kv_heads * config.head_dim
+        own = sum(x.size for name in self.head for x in jax.tree.leaves(trained[name]))
         blocks = self.anchors / row_length * (
-            self.drafter.block_size * 6 * matmul_weights(config) + self.positions * (2 + 4) * head
+            self.drafter.block_size * 6 * matmul_weights(config) + self.positions * ((2 + 4) * head + 6 * own)
         )  # fmt: skip
         return 2 * matmul_weights(target) + 6 * (trained["fc"].values.size + context) + blocks
+
+    def _student(self, params: Any, out: Float[Array, "b a n d"], before: Int[Array, "b a n"]) -> Array:
+        """What the scorer gets of each draft's row, of which `before` is the text's token before the draft."""
+        return out
+
+    def _scorer(self) -> Scorer:
+        return Scorer(self.kind, self.target, _logits)
 
     def _draw(self, batch: Batch, keys: Key[Array, " b"]) -> tuple[Int[Array, "b a"], Bool[Array, "b a"]]:
         """Anchors, and which of them are real: a row may have fewer tokens that a block could begin with."""

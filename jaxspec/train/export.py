@@ -1,7 +1,7 @@
 """Drafters as folders in the public layouts: a training's start and its result.
 
-EAGLE-3 as SpecForge and SGLang write it (`midlayer.*`, `d2t`, `t2d`), DFlash as z-lab does. To make a new drafter, its
-config is written and the drafter's own loader makes up weights for it. So names, shapes and checks are those of
+EAGLE-3 and DSpark as SpecForge writes them (`midlayer.*`, `d2t`, `t2d`), DFlash as z-lab does. To make a new drafter,
+its config is written and the drafter's own loader makes up weights for it. So names, shapes and checks are those of
 serving.
 """
 
@@ -110,18 +110,52 @@ def fresh_eagle3(
 
 def fresh_dflash(folder: Path, target: Model, shape: Shape, block_size: int, mask_token: int, seed: int) -> Fresh:
     """A DFlash drafter for `target`. **Raises:** `TrainError`, `ConfigError` for a shape that can't be."""
+    own = {"mask_token_id": mask_token}
+    return _fresh_block(folder, "dflash", "DFlashDraftModel", target, shape, block_size, own, seed)
+
+
+def fresh_dspark(
+    folder: Path, target: Model, shape: Shape, block_size: int, mask_token: int, rank: int, head: str, seed: int
+) -> Fresh:
+    """A DSpark drafter for `target`, with a Markov head of this rank and kind, and a confidence head.
+
+    **Raises:** `TrainError`, `ConfigError` for a shape that can't be.
+    """
+    heads = shape.num_heads or target.config.num_heads, shape.num_kv_heads or target.config.num_kv_heads
+    own = {
+        "mask_token_id": mask_token,
+        "projector_type": "dspark",
+        "attention_mode": "mha" if heads[0] == heads[1] else "gqa",  # which SpecForge asks for
+        "markov_rank": rank,
+        "markov_head_type": head,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    return _fresh_block(folder, "dspark", "DSparkDraftModel", target, shape, block_size, own, seed)
+
+
+def _fresh_block(
+    folder: Path,
+    method: str,
+    architecture: str,
+    target: Model,
+    shape: Shape,
+    block_size: int,
+    own: dict[str, Any],
+    seed: int,
+) -> Fresh:
     c = target.config
     layers = feature_layers(list(shape.target_layers) if shape.target_layers else None, shape.num_layers, c.num_layers)
     config = {
         **_layer_config(c, shape),
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [architecture],
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * shape.num_layers,
         "num_target_layers": c.num_layers,
         "block_size": block_size,
-        "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": list(layers)},
+        "dflash_config": {**own, "target_layer_ids": list(layers)},
     }
-    drafter, params = _load("dflash", folder, config, target, seed)
+    drafter, params = _load(method, folder, config, target, seed)
     return _fresh(folder, drafter, drafter.parameters(), params, target)
 
 

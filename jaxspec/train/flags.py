@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxspec.drafters.dspark import HEADS
 from jaxspec.flags import add_engine_flags, natural, positive
 from jaxspec.train.losses import KINDS
 
@@ -15,7 +16,7 @@ TEXTS_HELP = "self, for prompts of the model's own; a .jsonl of chats or prompts
 
 
 def parser() -> argparse.ArgumentParser:
-    """Subcommands `data`, `eagle3`, `dflash`, `evaluate`; `args.command` says which."""
+    """Subcommands `data`, `eagle3`, `dflash`, `dspark`, `evaluate`; `args.command` says which."""
     top = argparse.ArgumentParser(prog="python -m jaxspec.train", description="Train a drafter for a model.")
     commands = top.add_subparsers(dest="command", required=True)
     add = lambda name, text: commands.add_parser(  # noqa: E731
@@ -30,6 +31,10 @@ def parser() -> argparse.ArgumentParser:
     dflash = add("dflash", "train a DFlash drafter")
     _add_training(dflash)
     _add_dflash(dflash)
+    dspark = add("dspark", "train a DSpark drafter")
+    _add_training(dspark)
+    _add_dflash(dspark)
+    _add_dspark(dspark)
     _add_evaluate(add("evaluate", "tokens a round by category, of a drafter that is served as always"))
     return top
 
@@ -87,7 +92,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
     group = parser.add_argument_group("the drafter's size")
     add = group.add_argument
-    add("--num-layers", type=positive, default=None, metavar="N", help="(1; DFlash 3)")
+    add("--num-layers", type=positive, default=None, metavar="N", help="(1; DFlash and DSpark 3)")
     add("--mlp-size", type=positive, metavar="N", help="(the target's)")
     add("--num-heads", type=positive, metavar="N", help="(the target's)")
     add("--num-kv-heads", type=positive, metavar="N", help="(the target's)")
@@ -100,7 +105,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add_writing(parser)
     group = parser.add_argument_group("evaluation, at the end")
     add = group.add_argument
-    add("--num-draft-tokens", type=positive, metavar="N", help="(3; DFlash: all of a block)")
+    add("--num-draft-tokens", type=positive, metavar="N", help="(3; DFlash and DSpark: all of a block)")
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="of each held-out prompt (%(default)s)")
     add("--no-evaluation", action="store_true", help="train and save only")
     add("--no-plots", action="store_true", help="no loss.png and acceptance.png, which need matplotlib")
@@ -114,8 +119,14 @@ def _add_eagle3(parser: argparse.ArgumentParser) -> None:
     add("--decay", type=float, default=0.8, metavar="X", help="weight of a step over the one before (%(default)s)")
 
 
+def _add_dspark(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("DSpark").add_argument
+    add("--markov-rank", type=positive, default=256, metavar="N", help="of the Markov head (%(default)s)")
+    add("--markov-head", choices=HEADS, default="vanilla", help="its kind (%(default)s)")
+
+
 def _add_dflash(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("DFlash").add_argument
+    add = parser.add_argument_group("blocks").add_argument
     add("--block-size", type=positive, default=8, metavar="TOKENS", help="the known token and its drafts (%(default)s)")
     add("--anchors", type=positive, metavar="N", help="blocks in each row (row length / block size)")
     add("--gamma", type=float, metavar="X", help="drafts after which a draft's weight has fallen by e (block size / 2)")

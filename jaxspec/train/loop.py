@@ -167,10 +167,12 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 def _inner(params: dict[str, Any]) -> dict[str, Any]:
-    """Which params Muon is for. Columns of a head and rows of an embedding are tokens, each a vector by itself."""
+    """Which params Muon is for. Columns of a head and rows of an embedding are tokens, each a vector by itself; so is
+    what makes one number of a row."""
+    vectors = ("head", "embed", "markov_before", "markov_after", "confidence")
 
     def of(name: str, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        return optax.contrib.MuonDimensionNumbers() if x.ndim > 1 and name not in ("head", "embed") else None
+        return optax.contrib.MuonDimensionNumbers() if x.ndim > 1 and name not in vectors else None
 
     return {name: jax.tree.map(partial(of, name), tree) for name, tree in params.items()}
 

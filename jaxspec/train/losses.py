@@ -40,11 +40,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Scorer:
-    """`student(head, frozen, x)` gives a drafter's logits f32[..., w]; `head` is trained, `frozen` isn't."""
+    """`student(head, frozen, x)` gives a drafter's logits f32[..., w]; `head` is trained, `frozen` isn't.
+
+    `odds(head, x)`, if given, are logits f32[...] of a drafter's guess that a draft is accepted. Its loss, added to the
+    other, is the cross-entropy to how often rejection sampling would accept.
+    """
 
     kind: str
     target: ModelConfig
     student: Callable[[Any, Any, Array], Array]
+    odds: Callable[[Any, Array], Array] | None = None
 
     def __call__(
         self, head: Any, frozen: Any, target_params: Any, rows: Rows
@@ -82,7 +87,11 @@ class Scorer:
             guess, truth = ids[guess], truth[..., ids]
             weights = jnp.where(own[answer] < len(ids), weights, 0.0)
             answer = jnp.minimum(own[answer], len(ids) - 1)
-        losses = self._losses(jax.nn.log_softmax(logits, axis=-1), truth, everything, answer)
+        log_q = jax.nn.log_softmax(logits, axis=-1)
+        losses = self._losses(log_q, truth, everything, answer)
+        if self.odds is not None:
+            often, odds = jax.lax.stop_gradient(_overlap(log_q, truth, everything)), self.odds(head, student)
+            losses = losses - often * jax.nn.log_sigmoid(odds) - (1 - often) * jax.nn.log_sigmoid(-odds)
         return jnp.sum(losses * weights), guess == favourite
 
     def _losses(
@@ -91,8 +100,13 @@ class Scorer:
         if self.kind == "soft":
             return -jnp.sum(jax.nn.softmax(truth, axis=-1) * log_q, axis=-1)
         if self.kind == "overlap":
-            return -jnp.log(jnp.sum(jnp.minimum(jnp.exp(truth - everything), jnp.exp(log_q)), axis=-1) + 1e-9)
+            return -jnp.log(_overlap(log_q, truth, everything) + 1e-9)
         return -jnp.take_along_axis(log_q, jnp.broadcast_to(answer, log_q.shape[:-1])[..., None], axis=-1)[..., 0]
+
+
+def _overlap(log_q: Float[Array, "s b c w"], truth: Float[Array, "b c w"], everything: Array) -> Float[Array, "s b c"]:
+    """How often rejection sampling accepts a draft: one minus the total variation distance."""
+    return jnp.sum(jnp.minimum(jnp.exp(truth - everything), jnp.exp(log_q)), axis=-1)
 
 
 @jax.custom_vjp

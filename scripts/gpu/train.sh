@@ -5,13 +5,13 @@
 #
 #     scripts/gpu/train.sh OUT [PART...]
 #
-# PART is of: data eagle3 dflash evaluate; all by default, in that order. Each can be run again to go on where it was
+# PART is of: data eagle3 dflash dspark evaluate; all by default, in that order. Each can be run again to go on where it was
 # ended, and ends by itself after LIMIT seconds (570) with status 124. All GPUs present write texts, each its share,
 # and all of them share each batch of a training. PROMPTS, a file that scripts/training_prompts.py made, is answered,
 # SAMPLES (16384) conversations of the model's own are added, and MINUTES (5) spent on each drafter, without compiling.
-# OUT receives texts.jsonl, and in eagle3/ and dflash/ the drafter, its checkpoints, metrics.jsonl, run.json,
+# OUT receives texts.jsonl, and in eagle3/, dflash/ and dspark/ the drafter, its checkpoints, metrics.jsonl, run.json,
 # acceptance.json and the charts. SMOLLM2 is the demo model's GGUF file; for evaluate, SPECBENCH is Spec-Bench's
-# question.jsonl and GSM8K the test.jsonl of that. RATE is the learning rate (2e-3), FLAGS are added to a training's.
+# question.jsonl and GSM8K the test.jsonl of that. RATE is the learning rate (2e-3), RANK DSpark's (32), FLAGS are added to a training's.
 # Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what optax and orbax-checkpoint need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -69,7 +69,7 @@ drafter=(--model "$SMOLLM2" --data "$out/texts.jsonl" --row-length 1536 --minute
     --learning-rate "${RATE:-2e-3}")
 read -ra more <<<"${FLAGS:-}"
 started=()
-for part in "${@:-data eagle3 dflash evaluate}"; do
+for part in "${@:-data eagle3 dflash dspark evaluate}"; do
     for part in $part; do
         case $part in
             data)
@@ -84,11 +84,15 @@ for part in "${@:-data eagle3 dflash evaluate}"; do
             dflash) run dflash dflash "${drafter[@]}" --output "$out/dflash" --batch-size "$((10 * gpus))" --num-layers 5 \
                 --num-heads 6 --num-kv-heads 3 --mlp-size 192 --target-layers 1,14,27 --block-size 8 --gamma 3 \
                 "${more[@]}" ;;
+            dspark) run dspark dspark "${drafter[@]}" --output "$out/dspark" --batch-size "$((10 * gpus))" --num-layers 5 \
+                --num-heads 6 --num-kv-heads 3 --mlp-size 192 --target-layers 1,14,27 --block-size 7 --gamma 3 \
+                --markov-rank "${RANK:-32}" "${more[@]}" ;;
             evaluate)
                 evaluate eagle3-3 eagle3/drafter --num-draft-tokens 3
                 evaluate eagle3-5 eagle3/drafter --num-draft-tokens 5
                 evaluate eagle3-tree eagle3/drafter --topk 4 --num-steps 5 --num-draft-tokens 16
                 evaluate dflash dflash/drafter
+                evaluate dspark dspark/drafter
                 finish
                 cat "$out"/evaluate-*.md ;;
             *) echo "no part $part" >&2; exit 2 ;;

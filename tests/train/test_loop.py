@@ -95,7 +95,7 @@ def test_another_runs_folder_is_refused(whole, model, texts, capsys):
     assert "holds another run: it has unroll 2, not 3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
 def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     from jaxspec.train import export
 
@@ -105,6 +105,7 @@ def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     make = {
         "eagle3": lambda: export.fresh_eagle3(tmp_path, target, shape, np.array([1, 5, 9, 30]), 0),
         "dflash": lambda: export.fresh_dflash(tmp_path, target, shape, 4, 39, 0),
+        "dspark": lambda: export.fresh_dspark(tmp_path, target, shape, 4, 39, 6, "rnn", 0),
     }
     fresh = make[method]()
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(fresh.trained))
@@ -161,6 +162,18 @@ def test_dflash_learns(model, texts, tmp_path):
     assert min(curve[-3:]) < 0.8 * curve[0]
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["dflash_config"] == {"mask_token_id": 39, "target_layer_ids": [1, 3]} and config["block_size"] == 4
+
+
+def test_dspark_learns(model, texts, tmp_path):
+    """Texts that count: what comes next follows from the token before, which its Markov head is told."""
+    shape = {"block_size": 4, "num_layers": 1, "target_layers": "1,3", "markov_rank": 8}
+    assert main(arguments("dspark", model, texts, tmp_path, learning_rate=0.03, **shape)) == 0
+    curve = losses(tmp_path)
+    assert min(curve[-3:]) < 0.8 * curve[0]
+    drafter = load_drafter(f"dspark:{tmp_path / 'drafter'}", load_model(model, "float32", progress=False)).drafter
+    assert (drafter.rank, drafter.head, drafter.num_draft_tokens, drafter.guesses_by_draft) == (8, "vanilla", 4, True)
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert len(record["accepted"]) == 4
 
 
 def test_a_budget_in_minutes_becomes_steps_once(tmp_path, monkeypatch):

@@ -69,3 +69,25 @@ def test_right_is_the_targets_favourite_over_its_whole_vocabulary():
     favourite = np.asarray(rows.teacher @ target_params["embed"].T).argmax(-1)
     guess = IDS[np.asarray(rows.student @ head).argmax(-1)]
     assert right.tolist() == (guess == favourite).tolist() and right.any()
+
+
+def test_confidence_learns_how_often_drafts_are_accepted():
+    """It adds the cross-entropy to the overlap of both distributions, and moves the odds alone towards it."""
+    head, target_params, rows = inputs()
+    frozen = {name: value for name, value in FROZEN.items() if not name.endswith("_ids")}
+    head = {"logits": jnp.pad(head, ((0, 0), (0, V - head.shape[1]))), "odds": head[:, 0]}
+    give = lambda head, frozen, x: x @ head["logits"]  # noqa: E731
+    odds = lambda head, x: x @ head["odds"]  # noqa: E731
+
+    def loss(head, odds=None):
+        return Scorer("soft", CONFIG, give, odds)(head, frozen, target_params, rows)[0]
+
+    p = jax.nn.softmax(rows.teacher @ target_params["embed"].T)
+    overlap = jnp.minimum(p, jax.nn.softmax(rows.student @ head["logits"])).sum(-1)
+    guess = jax.nn.sigmoid(rows.student @ head["odds"])
+    entropy = -(overlap * jnp.log(guess) + (1 - overlap) * jnp.log(1 - guess))
+    (with_odds, gradient), (without, plain_gradient) = (jax.value_and_grad(loss)(head, each) for each in (odds, None))
+    np.testing.assert_allclose(with_odds - without, (entropy * rows.weights).sum(), rtol=1e-4)
+    np.testing.assert_allclose(gradient["logits"], plain_gradient["logits"], rtol=1e-5, atol=1e-6)
+    towards = jnp.einsum("sbr,sbrd->d", (guess - overlap) * rows.weights, rows.student)
+    np.testing.assert_allclose(gradient["odds"], towards, rtol=1e-4, atol=1e-5)

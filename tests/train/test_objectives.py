@@ -12,11 +12,14 @@ import jaxspec
 from jaxspec.checkpoint import load_model
 from jaxspec.decoder.forward import unembed
 from jaxspec.drafters import load_drafter
+from jaxspec.drafters.dspark import DSpark
 from jaxspec.train import eagle3, objective
 from jaxspec.train.data import TrainError
 from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Batch
+from tests.blocks import write_drafter
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 BEFORE, PROMPT = 9, 12  # tokens of another text in the row, and of the prompt
@@ -27,10 +30,10 @@ def target():
     return load_model(str(GOLDEN / "eagle" / "target"), "float32", progress=False)
 
 
-def drafted(target, method, n):
+def drafted(target, method, n, folder=None):
     """A drafter, its proposal after a prompt, and a batch in which the text goes on as it drafted."""
-    loaded = load_drafter(f"{method}:{GOLDEN / 'trained' / method}", target)
-    ids = np.load(GOLDEN / "trained" / f"{method}.npz")["ids"]
+    loaded = load_drafter(f"{method}:{folder or GOLDEN / 'trained' / method}", target)
+    ids = np.load(GOLDEN / "trained" / f"{'eagle3' if method == 'eagle3' else 'dflash'}.npz")["ids"]
     prop = jaxspec.propose(target, loaded, ids[:PROMPT].tolist(), n)
     row = [*ids[-BEFORE:], *ids[:PROMPT], prop.next_token, *prop.tokens, 3, 1]
     first = [0] * BEFORE + [BEFORE] * (len(row) - BEFORE)
@@ -71,6 +74,25 @@ def test_a_trained_block_is_the_drafted_one(target):
     anchors = jnp.array([[BEFORE + PROMPT + 2, BEFORE + PROMPT]])
     out = jax.jit(ours._blocks)(loaded.params, features, batch, anchors)
     np.testing.assert_allclose(unembed(loaded.params, out[0, 1, 1:]), prop.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["vanilla", pytest.param("gated", marks=pytest.mark.exhaustive), "rnn"])
+def test_a_trained_dspark_block_is_the_drafted_chain(target, head, tmp_path):
+    """Given the text's tokens, which are those that were drafted, the Markov head adds what it added to the chain."""
+    heads = dict(markov_rank=6, markov_head_type=head, enable_confidence_head=True, confidence_head_with_markov=True)
+    names = dict(architectures=["Qwen3DSparkModel"], block_size=5)
+    folder = write_drafter(DSpark, tmp_path, GOLDEN / "eagle" / "target", **names, **heads)
+    loaded, prop, batch = drafted(target, "dspark", 5, folder)
+    ours = DSparkObjective(loaded.drafter, target.config, "float32", "soft", anchors=1)
+    features = jax.jit(ours.read)(target.params, batch).features
+    anchors = jnp.array([[BEFORE + PROMPT]])
+    out = jax.jit(ours._blocks)(loaded.params, features, batch, anchors)
+    before = batch.tokens[:, None, BEFORE + PROMPT : BEFORE + PROMPT + 5]
+    student = ours._student(loaded.params, out, before)
+    np.testing.assert_allclose(ours._logits(loaded.params, loaded.params, student)[0, 0], prop.logits, atol=1e-4)
+    confidence = jax.nn.sigmoid(ours._odds(loaded.params, student))
+    np.testing.assert_allclose(confidence[0, 0], prop.confidence, atol=1e-5)
+    assert ours.positions == 5 and len(set(prop.tokens.tolist())) > 1
 
 
 def test_rounds_are_counted_where_an_answer_can_be_drafted(target):

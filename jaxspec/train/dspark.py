@@ -1,0 +1,53 @@
+"""DSpark's training: DFlash's blocks, with the text's own token before each draft given to the Markov head.
+
+What the head adds to a row's logits then depends on the row and that token alone, so all drafts are scored at once, as
+DFlash's are. The confidence head learns beside it how often rejection sampling would accept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.drafters.dspark import DSpark
+from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.losses import Scorer, frozen_logits
+from jaxspec.weights import matmul
+
+
+@dataclass(frozen=True)
+class DSparkObjective(DFlashObjective):
+    """Of a drafter whose confidence head reads the draft before."""
+
+    drafter: DSpark
+
+    head: ClassVar[tuple[str, ...]] = ("markov_after", "confidence", "confidence_bias")
+
+    def _student(self, params, out, before):
+        """Rows, the embeddings of the tokens before, and the Markov head's latents, side by side."""
+        embedded = params["markov_before"][before]
+        memory, latents = jnp.zeros_like(embedded[:, :, 0]), []
+        for step in range(out.shape[2]):
+            latent, memory = self.drafter.latent(params, embedded[:, :, step], out[:, :, step], memory)
+            latents.append(latent)
+        return jnp.concatenate([out, embedded, jnp.stack(latents, axis=2)], axis=-1)
+
+    def _scorer(self):
+        return Scorer(self.kind, self.target, self._logits, self._odds)
+
+    def _logits(self, head: Any, frozen: Any, student: Float[Array, "*b w"]) -> Float[Array, "*b v"]:
+        """The addition is rounded to the activations' dtype, and so is its gradient: see `frozen_logits`."""
+        out, _, latent = self._parts(student)
+        added = matmul(latent, self.cast(head["markov_after"]))
+        return frozen_logits(frozen, out) + added.astype(jnp.float32)
+
+    def _odds(self, head: Any, student: Float[Array, "*b w"]) -> Float[Array, "*b"]:
+        out, embedded, _ = self._parts(student)
+        return self.drafter.odds(head, out, embedded)
+
+    def _parts(self, student: Array) -> list[Array]:
+        d, r = self.drafter.config.hidden_size, self.drafter.rank
+        return jnp.split(student, [d, d + r], axis=-1)
