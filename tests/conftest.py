@@ -56,6 +56,7 @@ LONGEST = (
     "eagle_trees",
     "hybrid",
     "dflash",
+    "block_drafters",
     "distribution",
     "lossless",
     "hybrid_models",

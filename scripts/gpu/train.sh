@@ -5,17 +5,18 @@
 #
 #     scripts/gpu/train.sh OUT [PART...]
 #
-# PART is of: data eagle3 dflash dspark evaluate; all by default, in that order. Each can be run again to go on where it was
-# ended, and ends by itself after LIMIT seconds (570) with status 124. All GPUs present write texts, each its share,
-# and all of them share each batch of a training. PROMPTS, a file that scripts/training_prompts.py made, is answered,
-# SAMPLES (16384) conversations of the model's own are added, and MINUTES (5) spent on each drafter, without compiling.
-# OUT receives texts.jsonl, and in eagle3/, dflash/ and dspark/ the drafter, its checkpoints, metrics.jsonl, run.json,
-# acceptance.json and the charts. SMOLLM2 is the demo model's GGUF file; for evaluate, SPECBENCH is Spec-Bench's
-# question.jsonl and GSM8K the test.jsonl of that. RATE is the learning rate (2e-3), RANK DSpark's (32), FLAGS are added to a training's.
+# PART is of: data eagle3 dflash dspark evaluate; all by default, in that order. Each can be run again to go on where
+# it was ended, and ends by itself after LIMIT seconds (570) with status 124. All GPUs present write texts, each its
+# share, and all of them share each batch of a training. PROMPTS, a file that scripts/training_prompts.py made, is
+# answered, SAMPLES (16384) conversations of the model's own are added, and MINUTES (5) spent on each drafter, without
+# compiling. OUT receives texts.jsonl, and in eagle3/, dflash/ and dspark/ the drafter, its checkpoints, metrics.jsonl,
+# run.json, acceptance.json and the charts. SMOLLM2 is the demo model's GGUF file; for evaluate, SPECBENCH is
+# Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. RATE is the learning rate (2e-3), RANK DSpark's (32),
+# FLAGS are added to a training's.
 # Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what optax and orbax-checkpoint need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
