@@ -35,11 +35,11 @@ def case(t, n, m, h, page_size, prompts, layers=2, dtype=BF16, padding=0):
     return q, kv, jnp.int32(layers - 1), jnp.asarray(table), jnp.asarray(start)
 
 
-def expected(q, kv, layer, table, start, scales=None, window=None):
+def expected(q, kv, layer, table, start, scales=None, window=None, sinks=None):
     kv = kv.astype(jnp.float32)
     if scales is not None:
         kv = kv * scales[:, None, :, :, None, None]
-    return paged_attention(q.astype(jnp.float32), kv, layer, table, start, window=window)
+    return paged_attention(q.astype(jnp.float32), kv, layer, table, start, window=window, sinks=sinks)
 
 
 def error(out, want):
@@ -91,6 +91,15 @@ def test_equals_the_reference(t, n, m, h, page_size, dtype):
 def test_a_row_sees_no_further_back_than_its_window(t, n, m, h, page_size, dtype, window):
     args = case(t, n, m, h, page_size, PROMPTS, dtype=dtype, padding=3)
     assert error(prompt_attention(*args, window=window), expected(*args, window=window)) < 0.02
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks_take_their_share(window):
+    """gpt-oss' heads; one sink far above all scores, one far below."""
+    args = case(64, 64, 8, 64, 64, PROMPTS, padding=3)
+    sinks = jnp.asarray(np.random.default_rng(0).uniform(-3, 5, 64), jnp.float32).at[:2].set(jnp.array([60.0, -60.0]))
+    got, want = prompt_attention(*args, window=window, sinks=sinks), expected(*args, window=window, sinks=sinks)
+    assert error(got[..., 1:, :], want[..., 1:, :]) < 0.02 and float(jnp.abs(got[..., 0, :]).max()) < 1e-12
 
 
 def test_repeats_exactly():
