@@ -90,9 +90,8 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: F
     with _refusals("messages", context):
         if size <= BRIEF and len(messages) <= FEW:
             return Prompt(await _brief_chats.run((tokenizer, write())))
-        return Prompt(
-            await _threads(size).run(lambda check: tokenizer.encode_within(write(), context, False, check)),
-        )
+        encode = lambda check: tokenizer.encode_within(write(), context, False, check)  # noqa: E731
+        return Prompt(await _threads(size).run(encode))
 
 
 def _weight(variable: Any) -> int:
