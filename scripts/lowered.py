@@ -57,6 +57,10 @@ QWEN35_35B = dict(
     linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
     linear_conv_kernel_dim=4, mtp_num_hidden_layers=1,
 )  # fmt: skip
+GPT_OSS_20B = dict(
+    model_type="gpt_oss", vocab_size=201088, num_hidden_layers=24, num_local_experts=32,
+    quantization_config=dict(quant_method="mxfp4"),
+)  # fmt: skip
 SMOLLM2 = dict(
     model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
     num_attention_heads=9, num_key_value_heads=3, rope_theta=1e5, max_position_embeddings=8192,
@@ -99,6 +103,7 @@ CASES = {
     }),
     "qwen3-30b-a3b": (QWEN3_30B, {"none": (None, {}), "ngram": (None, {"num_draft_tokens": 4})}),
     "qwen3.5-35b-a3b": (QWEN35_35B, {"none": (None, {}), "ngram": (None, {}), "mtp": (None, {})}),
+    "gpt-oss-20b": (GPT_OSS_20B, {"none": (None, {}), "ngram": (None, {})}),
     "smollm2": (SMOLLM2, {
         "none": (None, {}),
         "ngram": (None, {}),

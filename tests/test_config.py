@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.spec import (
     Attention,
+    ClampedSwiglu,
     Decoder,
     DeltaRule,
     Layer,
@@ -244,6 +246,8 @@ def test_glm4_where_its_config_is_silent():
     ("qwen2", {"use_sliding_window": True}, [None, None]),
     ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, [4096, 4096]),
     ("gemma3", {}, [20, None]),
+    ("gpt_oss", {}, [20, None]),
+    ("gpt_oss", {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, [None, 64]),
     ("gemma3", {"layer_types": ["full_attention", "sliding_attention"]}, [None, 20]),
 ])  # fmt: skip
 def test_windows_by_layer(family, keys, windows):
@@ -308,6 +312,65 @@ def test_gemma3_in_the_keys_of_either_version_of_transformers():
     assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(GEMMA3_4B)
     larger = GEMMA3_4B | {"text_config": text | {"query_pre_attn_scalar": 168, "head_dim": 128}}
     assert ModelConfig.from_hf(larger).decoder.attention.scale == 168**-0.5
+
+
+GPT_OSS_20B = {  # as published, but for keys that change nothing here
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+def test_gpt_oss_20b():
+    config = ModelConfig.from_hf(GPT_OSS_20B)
+    assert (config.max_position, config.eos_token_ids) == (131072, (200002,))
+    first, second = config.decoder.layers[:2]
+    rope = Rope(150000.0, Yarn(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False))
+    assert second.mixing == Attention(64, 8, 64, rope, bias=True, out_bias=True, sinks=True)
+    assert first.mixing == dataclasses.replace(second.mixing, window=128)
+    experts = Mixture(32, 4, 2880, bias=True, router_bias=True, activation=ClampedSwiglu(1.702, 7.0))
+    assert first.feed == second.feed == experts and first.norm == Norm(1e-5)
+    silent = {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "eos_token_id": 200002}
+    assert ModelConfig.from_hf(silent) == config
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"num_experts_per_tok": 33}, r"num_experts_per_tok \(33\) must not exceed num_local_experts \(32\)"),
+    ({"hidden_act": "gelu_pytorch_tanh"}, "'gelu_pytorch_tanh' is not supported for experts; supported: silu"),
+    ({"swiglu_limit": 0}, "swiglu_limit must be a positive number"),
+    ({"sliding_window": None}, "says that no layer slides"),
+])  # fmt: skip
+def test_gpt_oss_that_makes_no_sense(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_hf(GPT_OSS_20B | change)
 
 
 def test_older_name_of_the_rope_kind():
