@@ -54,9 +54,9 @@ def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("window", [2, 20])
-def test_trees_leave_the_text_as_it_is(window):
-    model = load_model(str(tiny_checkpoint("gemma3", VOCAB, 2, sliding_window=window)), progress=False)
+@pytest.mark.parametrize("family,window", [("gemma3", 2), ("gpt_oss", 2), ("gemma3", 20)])
+def test_trees_leave_the_text_as_it_is(family, window):
+    model = load_model(str(tiny_checkpoint(family, VOCAB, 2, sliding_window=window)), progress=False)
     prompts = [prompt[:40] for prompt in PROMPTS]
     plain = Session(model, NoDrafter(), {}, prompts, new_tokens=NEW)
     for text, prompt, chosen in zip(plain.texts, prompts, choices(model, plain.texts), strict=True):
