@@ -247,11 +247,7 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta
     heads, width = pl.ds(head, plan.heads), decays_g.shape[3]
     rows = pl.ds(lax.rem(first, _i32(HALVES)) * TILE if plan.share == 1 else 0, plan.width)
 
-    def place(part):
-        """Where a part of the state is."""
-        tile, across = first + lax.div(part, _i32(plan.parts)), lax.rem(part, _i32(plan.parts))
-        head, half = m * plan.group + lax.div(tile, _i32(HALVES)), lax.rem(tile, _i32(HALVES))
-        return state_g.at[layer, slot, head, pl.ds(half * TILE, TILE), pl.ds(across * columns, columns)]
+    place = partial(_part_of, plan, state_g, layer, slot, m, first)
 
     def fetch(part):
         stage = lax.rem(part, _i32(stages))
@@ -310,16 +306,25 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta
     plgpu.copy_smem_to_gmem(updates_s.at[new], updates_g.at[layer, slot, new, heads, rows])
     plgpu.copy_smem_to_gmem(values_s, out_g.at[b, new, heads, rows])
 
-    @pl.when(lax.rem(first, _i32(HALVES)) == 0)  # of two blocks with half a head, one
-    def _():
-        for h in range(plan.heads):
-            plgpu.copy_smem_to_gmem(gates_s.at[h, pl.ds(0, width)], decays_g.at[layer, slot, head + h])
-
-    @pl.when(split == 0)
-    def _():
-        plgpu.copy_smem_to_gmem(rows_s.at[new], keys_g.at[layer, slot, new, m])
-
+    pl.when(lax.rem(first, _i32(HALVES)) == 0)(  # of two blocks with half a head, one
+        lambda: _write_decays(plan, gates_s, [decays_g.at[layer, slot, head + h] for h in range(plan.heads)])
+    )
+    pl.when(split == 0)(lambda: plgpu.copy_smem_to_gmem(rows_s.at[new], keys_g.at[layer, slot, new, m]))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _write_decays(plan: _Plan, gates_s, decays_g):
+    """The decays of each head of the block into its records."""
+    for h in range(plan.heads):
+        plgpu.copy_smem_to_gmem(gates_s.at[h, pl.ds(0, decays_g[h].shape[0])], decays_g[h])
+
+
+def _part_of(plan: _Plan, state_g, layer, slot, m, first, part):
+    """Where a part of the state is, of the block whose tiles of the key head begin at `first`."""
+    tile, across = first + lax.div(part, _i32(plan.parts)), lax.rem(part, _i32(plan.parts))
+    head, half = m * plan.group + lax.div(tile, _i32(HALVES)), lax.rem(tile, _i32(HALVES))
+    columns = plan.division.columns
+    return state_g.at[layer, slot, head, pl.ds(half * TILE, TILE), pl.ds(across * columns, columns)]
 
 
 def _lanes():

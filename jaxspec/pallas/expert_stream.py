@@ -180,33 +180,44 @@ def _launch(rows, weights, items, *, names, sizes, interpret):
 
 
 def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):
-    refs = list(refs)
-    weights = [[refs.pop(0) for _ in stacks] for _ in stages]
-    items_g, *outs = refs
-    count = items_g[0, COUNT]
-    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    warpgroups, columns = sizes.warpgroups, sizes.columns
-    # by item, how many of its units of `up` are done, counted by each consumer
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR((items_g.shape[0],))) if len(stages) > 1 else None
+    block = _Block(stages, sizes, stacks, rows_g, list(refs), scratch)
+    warpgroup, warpgroups = block.warpgroup, sizes.warpgroups
+    pl.when(warpgroup == warpgroups)(lambda: _produce_weights(block))
+    pl.when(warpgroup == warpgroups + 1)(lambda: _produce_rows(block))
+    pl.when(warpgroup < warpgroups)(lambda: _consume(block))
 
-    def each_unit(body, carry):
+
+class _Block:
+    """What the warpgroups of a block share."""
+
+    def __init__(self, stages, sizes, stacks, rows_g, refs, scratch):
+        self.stages, self.sizes, self.stacks, self.rows_g, self.scratch = stages, sizes, stacks, rows_g, scratch
+        self.weights = [[refs.pop(0) for _ in stacks] for _ in stages]
+        self.items_g, *self.outs = refs
+        self.count = self.items_g[0, COUNT]
+        self.number, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        # by item, how many of its units of `up` are done, counted by each consumer
+        items = self.items_g.shape[0]
+        self.done = pl.get_global(plgpu.SemaphoreType.REGULAR((items,))) if len(stages) > 1 else None
+
+    def each_unit(self, body, carry):
         """`body(stage index, item, unit, steps, carry)` over this block's units, none of whose steps may be needed."""
-        first = block
-        for i, stage in enumerate(stages):
-            total = count * stage.units
+        first = self.number
+        for i, stage in enumerate(self.stages):
+            total = self.count * stage.units
             mine = jnp.maximum(lax.div(total - first + (BLOCKS - 1), _i32(BLOCKS)), 0)
 
             def one(j, carry, i=i, stage=stage, first=first):
                 u = first + j * BLOCKS
                 item = lax.div(u, _i32(stage.units))
-                steps = jnp.where(items_g[item, ROW_BLOCKS] > 0, stage.inputs // sizes.step, 0)
+                steps = jnp.where(self.items_g[item, ROW_BLOCKS] > 0, stage.inputs // self.sizes.step, 0)
                 return body(i, item, u - item * stage.units, steps, carry)
 
             carry = lax.fori_loop(_i32(0), mine, one, carry)
             first = first + mine * BLOCKS - total  # the next stage's units come behind this one's
         return carry
 
-    def produce(begin, empty, slots):
+    def produce(self, begin, empty, slots):
         """Fetch the tiles of each unit's steps as slots come free; `begin(...)` gives what fetches a step of one."""
 
         def unit(i, item, unit, steps, step):
@@ -215,12 +226,12 @@ def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):
             def one(k, step):
                 slot = lax.rem(step, _i32(slots))
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                fetch(pl.ds(k * sizes.step, sizes.step), slot)
+                fetch(pl.ds(k * self.sizes.step, self.sizes.step), slot)
                 return step + 1
 
             return lax.fori_loop(_i32(0), steps, one, step)
 
-        step = each_unit(unit, _i32(0))
+        step = self.each_unit(unit, _i32(0))
 
         def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
             plgpu.barrier_wait(empty.at[lax.rem(step, _i32(slots))])
@@ -228,93 +239,97 @@ def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):
 
         lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
 
-    @pl.when(warpgroup == warpgroups)
-    def weight_producer():
-        plgpu.set_max_registers(40, action="decrease")
 
-        def begin(i, item, unit, steps):
-            ring, full, expert = scratch["weight_s"], scratch["weight_full"], items_g[item, EXPERT]
+def _produce_weights(block: _Block):
+    plgpu.set_max_registers(40, action="decrease")
+    sizes, scratch = block.sizes, block.scratch
 
-            def fetch_from(stack, expert, inputs, slot):
-                for half in range(2):
-                    tile = pl.ds(stages[i].tile(unit, half, columns), columns)
-                    plgpu.copy_gmem_to_smem(stack.at[expert, tile, inputs], ring.at[slot, half], full.at[slot])
+    def begin(i, item, unit, steps):
+        ring, full, expert = scratch["weight_s"], scratch["weight_full"], block.items_g[item, EXPERT]
 
-            def fetch(inputs, slot):
-                if len(stacks) == 1:
-                    return fetch_from(weights[i][0], expert, inputs, slot)
-                first = 0
-                for stack, size in zip(weights[i], stacks, strict=True):
-                    mine = (expert >= first) & (expert < first + size)
-                    pl.when(mine)(partial(fetch_from, stack, expert - first, inputs, slot))
-                    first += size
+        def fetch_from(stack, expert, inputs, slot):
+            for half in range(2):
+                tile = pl.ds(block.stages[i].tile(unit, half, sizes.columns), sizes.columns)
+                plgpu.copy_gmem_to_smem(stack.at[expert, tile, inputs], ring.at[slot, half], full.at[slot])
 
-            return fetch
+        def fetch(inputs, slot):
+            if len(block.stacks) == 1:
+                return fetch_from(block.weights[i][0], expert, inputs, slot)
+            first = 0
+            for stack, size in zip(block.weights[i], block.stacks, strict=True):
+                mine = (expert >= first) & (expert < first + size)
+                pl.when(mine)(partial(fetch_from, stack, expert - first, inputs, slot))
+                first += size
 
-        produce(begin, scratch["weight_empty"], sizes.weight_slots)
+        return fetch
 
-    @pl.when(warpgroup == warpgroups + 1)
-    def rows_producer():
-        plgpu.set_max_registers(40, action="decrease")
+    block.produce(begin, scratch["weight_empty"], sizes.weight_slots)
 
-        def begin(i, item, unit, steps):
-            source = outs[0] if i > 0 else rows_g  # what `down` reads is what `up` wrote, where it wrote it
-            place = items_g[item, SOURCE if stages[i].name == "up" else TARGET]
-            if i > 0:
 
-                @pl.when(steps > 0)
-                def _():
-                    signals = stages[0].units * warpgroups
-                    plgpu.semaphore_wait(done.at[item], signals, decrement=False, memory_scope="gpu")
+def _produce_rows(block: _Block):
+    """Fetch rows; of `down`, the hidden rows of an item when all consumers have told that they are in memory."""
+    plgpu.set_max_registers(40, action="decrease")
+    stages, sizes, scratch = block.stages, block.sizes, block.scratch
 
-            def fetch(inputs, slot):
-                tile = scratch["rows_s"].at[pl.ds(slot * sizes.rows, sizes.rows)]
-                rows = source.at[pl.ds(place * ALIGN, sizes.rows), inputs]
-                plgpu.copy_gmem_to_smem(rows, tile, scratch["rows_full"].at[slot])
-
-            return fetch
-
-        produce(begin, scratch["rows_empty"], sizes.row_slots)
-
-    @pl.when(warpgroup < warpgroups)
-    def consumers():
-        plgpu.set_max_registers(200 if warpgroups == 1 else 208, action="increase")
-
-        def tell(item):
-            """That all of this warpgroup's part in a unit of the item is in memory; -1: of none."""
-
-            @pl.when(item >= 0)
-            def _():
-                plgpu.wait_smem_to_gmem(0)
-                plgpu.semaphore_signal(done.at[item], memory_scope="gpu")
-
-        def unit(i, item, unit, steps, carry):
-            step, untold = carry
-            is_up = stages[i].name == "up"
-            if i > 0:  # before waiting for what others tell, since they may be waiting for this
-                tell(untold)
-                untold = _i32(-1)
-            tiles, step = _multiply(sizes, scratch, warpgroup, steps, step)
+    def begin(i, item, unit, steps):
+        source = block.outs[0] if i > 0 else block.rows_g  # what `down` reads is what `up` wrote, where it wrote it
+        place = block.items_g[item, SOURCE if stages[i].name == "up" else TARGET]
+        if i > 0:
 
             @pl.when(steps > 0)
             def _():
-                parts = tiles
-                if is_up:
-                    parts = [tiles[0] / (1 + jnp.exp(-tiles[0])) * tiles[1]]
-                    if done is not None:
-                        tell(untold)  # now that its copies have long been made
-                store = partial(
-                    _store, sizes, warpgroup, scratch["out_s"], items_g[item, TARGET], items_g[item, ROW_BLOCKS]
-                )
-                for half, part in enumerate(parts):
-                    store(part, outs[i].at[:, pl.ds((unit * len(parts) + half) * columns, columns)])
+                signals = stages[0].units * sizes.warpgroups
+                plgpu.semaphore_wait(block.done.at[item], signals, decrement=False, memory_scope="gpu")
 
-            return step, jnp.where(steps > 0, item, untold) if is_up else untold
+        def fetch(inputs, slot):
+            tile = scratch["rows_s"].at[pl.ds(slot * sizes.rows, sizes.rows)]
+            rows = source.at[pl.ds(place * ALIGN, sizes.rows), inputs]
+            plgpu.copy_gmem_to_smem(rows, tile, scratch["rows_full"].at[slot])
 
-        _, untold = each_unit(unit, (_i32(0), _i32(-1)))
-        if done is not None:
+        return fetch
+
+    block.produce(begin, scratch["rows_empty"], sizes.row_slots)
+
+
+def _consume(block: _Block):
+    """Multiply and store each unit, and tell when `up`'s are in memory."""
+    sizes, done, columns = block.sizes, block.done, block.sizes.columns
+    plgpu.set_max_registers(200 if sizes.warpgroups == 1 else 208, action="increase")
+
+    def tell(item):
+        """That all of this warpgroup's part in a unit of the item is in memory; -1: of none."""
+
+        @pl.when(item >= 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.semaphore_signal(done.at[item], memory_scope="gpu")
+
+    def unit(i, item, unit, steps, carry):
+        step, untold = carry
+        is_up = block.stages[i].name == "up"
+        if i > 0:  # before waiting for what others tell, since they may be waiting for this
             tell(untold)
-        plgpu.wait_smem_to_gmem(0)
+            untold = _i32(-1)
+        tiles, step = _multiply(sizes, block.scratch, block.warpgroup, steps, step)
+
+        @pl.when(steps > 0)
+        def _():
+            parts = tiles
+            if is_up:
+                parts = [tiles[0] / (1 + jnp.exp(-tiles[0])) * tiles[1]]
+                if done is not None:
+                    tell(untold)  # now that its copies have long been made
+            place = block.items_g[item, TARGET], block.items_g[item, ROW_BLOCKS]
+            store = partial(_store, sizes, block.warpgroup, block.scratch["out_s"], *place)
+            for half, part in enumerate(parts):
+                store(part, block.outs[i].at[:, pl.ds((unit * len(parts) + half) * columns, columns)])
+
+        return step, jnp.where(steps > 0, item, untold) if is_up else untold
+
+    _, untold = block.each_unit(unit, (_i32(0), _i32(-1)))
+    if done is not None:
+        tell(untold)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _multiply(sizes, scratch, warpgroup, steps, step):

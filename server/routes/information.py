@@ -68,25 +68,7 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
     @app.get("/get_server_info")
     async def server_info() -> dict:
         """What is served, how, and how it has gone since the start."""
-        stats = llm.stats()
-        return {
-            "version": jaxspec.__version__,
-            "model": llm.config.model,
-            "draft": llm.config.draft,
-            "served_model_name": name,
-            "uptime_seconds": time.time() - started,
-            "avg_spec_accept_length": stats["avg_spec_accept_length"],
-            "versions": {
-                "jaxspec": jaxspec.__version__,
-                "python": platform.python_version(),
-                **{package: metadata.version(package) for package in ("jax", "jaxlib", "transformers", "fastapi")},
-            },
-            "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()],
-            "engine": dataclasses.asdict(llm.config),
-            "model_config": llm.model_config.summary(),
-            "stats": stats,
-            "internal_states": [{"avg_spec_accept_length": stats["avg_spec_accept_length"]}],  # where SGLang has it
-        }
+        return _server_info(llm, name, started)
 
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -103,3 +85,25 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
         if not await llm.flush_cache():
             raise ApiError(409, "requests are running; the cache can be flushed only when none is")
         return Flushed(flushed=True)
+
+
+def _server_info(llm: AsyncLLM, name: str, started: float) -> dict:
+    stats = llm.stats()
+    return {
+        "version": jaxspec.__version__,
+        "model": llm.config.model,
+        "draft": llm.config.draft,
+        "served_model_name": name,
+        "uptime_seconds": time.time() - started,
+        "avg_spec_accept_length": stats["avg_spec_accept_length"],
+        "versions": {
+            "jaxspec": jaxspec.__version__,
+            "python": platform.python_version(),
+            **{package: metadata.version(package) for package in ("jax", "jaxlib", "transformers", "fastapi")},
+        },
+        "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()],
+        "engine": dataclasses.asdict(llm.config),
+        "model_config": llm.model_config.summary(),
+        "stats": stats,
+        "internal_states": [{"avg_spec_accept_length": stats["avg_spec_accept_length"]}],  # where SGLang has it
+    }

@@ -1,0 +1,132 @@
+"""The experts of a few tokens as one kernel on Hopper, from the tokens to their weighted sums.
+
+At one token a mixture's weights are read in some 12 us, so reading must never pause: no kernel gathers rows before or
+adds results up after, and no block has more to read than another.
+
+- `up`: all blocks share the chosen experts' hidden columns in waves. In each wave a block makes a tile of 64 weight
+  rows for the tensor cores, half of them gate; the tokens are the narrow side, eight. The rest that doesn't fill a wave
+  is divided `PART` columns at a time. Parts of several experts make up a tile, since all of them multiply the same
+  rows. So the first experts' hidden rows are done long before the last's, and a block ahead of the others has work. The
+  first waves are of the first token's experts: meanwhile a block finds out which other experts there are.
+- `down`: a block has `COLUMNS` outputs of all experts. Four experts' make up a tile, which is multiplied by the hidden
+  rows of all four; of the product, each expert's own rows are taken. The block adds its results by weight, adds that to
+  the residual stream, and writes its columns.
+
+Weights go through a ring in shared memory. Its producer runs ahead of the products: while a block waits for other
+blocks' hidden rows, its weights of `down` are on their way, and at one token all of them fit. Only a few are in flight
+at a time: with more, everything is slower, presumably because writes wait among the reads. Copies are few and large,
+because all of a warpgroup's threads announce each of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.expert_few.kernel import kernel
+from jaxspec.pallas.expert_few.plan import (
+    ARRIVALS,
+    COLUMNS,
+    ODD,
+    PAIRS,
+    PART,
+    PARTS,
+    ROWS,
+    STEP,
+    TILE,
+    Plan,
+    supported,
+)
+from jaxspec.pallas.expert_stream import Stack
+from jaxspec.pallas.once import lower_once
+
+__all__ = ["COLUMNS", "ROWS", "mix", "supported"]
+
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+def mix(
+    x: Float[Array, "t d"],
+    stacks: list[Stack],
+    ids: Int[Array, "t w"],
+    weights: Float[Array, "t w"],
+    residual: Float[Array, "n d"] | None = None,
+    *,
+    each: int | None = None,
+    fused: bool = True,
+    interpret: Any = False,
+) -> Float[Array, "n d"]:
+    """What `experts.experts_mlp` says. An id that is no expert's number counts for nothing.
+
+    `fused=False` makes each of the two matmuls a kernel of its own: what interpret mode, which has no counters between
+    blocks, can run.
+
+    **Raises:** `ValueError` if `supported` has a reason against it.
+    """
+    each = each or ids.shape[1]
+    if reason := supported(len(x if residual is None else residual), each, x.dtype, stacks):
+        raise ValueError(f"the kernel for a few tokens' experts can't run: {reason}")
+    gate_ups, downs = (list(part) for part in zip(*stacks, strict=True))
+    launch = partial(_launch, ids, weights, shape=(len(x), each), interpret=interpret)
+    if fused:
+        return launch(up=(x, gate_ups), down=(None, downs, residual))[-1]
+    (hidden,) = launch(up=(x, gate_ups), down=None)
+    return launch(up=None, down=(hidden, downs, residual))[0]
+
+
+@lower_once("expert_few", "shape")
+def _launch(ids, weights, *, up, down, shape, interpret):
+    """Hidden rows, which `up`, (tokens' rows, weights), makes; what `down`, (hidden rows, weights, the residual stream
+    or None), makes of them, of up's if it has none."""
+    if up is None:
+        (f, d), stacks = down[1][0].shape[:0:-1], down[1]
+    else:
+        (d, f), stacks = (up[1][0].shape[2], up[1][0].shape[1] // 2), up[1]
+    plan, dtype = Plan(*shape, d, f, tuple(len(stack) for stack in stacks)), stacks[0].dtype
+    outs = {}
+    if up:
+        outs["hidden"] = jax.ShapeDtypeStruct((plan.groups * plan.beside, f), dtype)
+    if down:
+        outs["out"] = jax.ShapeDtypeStruct((plan.t if down[2] is None else len(down[2]), d), dtype)
+    held = {"ids": ids, "weights": weights if down else None, "x": up and up[0], "hidden": down and down[0]}
+    held["residual"] = down and down[2]
+    held |= {f"up{i}": stack for i, stack in enumerate(up[1] if up else ())}
+    held |= {f"down{i}": stack for i, stack in enumerate(down[1] if down else ())}
+    held = {name: value for name, value in held.items() if value is not None}
+    barrier = partial(plgpu.Barrier, num_barriers=plan.slots)
+    return plgpu.kernel(
+        partial(kernel, plan, tuple(held), tuple(outs)),
+        kernel_name="expert_few",
+        out_type=list(outs.values()),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            weight_s=plgpu.SMEM((plan.slots, TILE, STEP), dtype),
+            x_s=plgpu.SMEM((d // STEP, ROWS, STEP), dtype),
+            hidden_s=plgpu.SMEM((plan.hidden_slots, plan.beside, STEP), dtype),
+            both_s=plgpu.SMEM((ROWS, TILE), _f32),
+            part_s=plgpu.SMEM((PARTS, ROWS, PART), dtype),
+            each_s=plgpu.SMEM((ODD + plan.beside + ROWS, TILE), dtype),
+            out_s=plgpu.SMEM((ROWS, COLUMNS), dtype),
+            rank_s=plgpu.SMEM((2, PAIRS), _i32),
+            experts_s=plgpu.SMEM((2, PAIRS), _i32),
+            known=plgpu.Barrier(),
+            weight_full=barrier(num_arrivals=ARRIVALS),
+            weight_empty=barrier(num_arrivals=1),
+            x_full=plgpu.Barrier(num_arrivals=d // STEP),
+            residual_full=plgpu.Barrier(),
+            hidden_full=plgpu.Barrier(num_barriers=plan.hidden_slots),
+            hidden_empty=plgpu.Barrier(num_barriers=plan.hidden_slots),
+        ),
+        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below. What is
+        # reduced lies within a warp.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+    )(*held.values())

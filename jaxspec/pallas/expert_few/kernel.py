@@ -1,0 +1,232 @@
+"""One block: a warpgroup that fetches weights, one that fetches rows, and one that multiplies."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.expert_few.find import find
+from jaxspec.pallas.expert_few.plan import (
+    ARRIVALS,
+    COLUMNS,
+    FLIGHT,
+    HALF,
+    PART,
+    ROWS,
+    STEP,
+    TOGETHER,
+    Plan,
+    Work,
+    expert_of,
+)
+from jaxspec.pallas.expert_few.products import everywhere, multiply, place_rows, tell, write_hidden
+from jaxspec.pallas.expert_few.results import add, share_of, shares
+from jaxspec.pallas.expert_few.ring import drain, fill
+
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+def kernel(plan, held, outs, *refs, **scratch):
+    """`held` and `outs` name the references, operands and results."""
+    block = _Block(plan, dict(zip((*held, *outs), refs, strict=True)), scratch)
+    pl.when(block.warpgroup == 1)(lambda: _Weights(block).produce())
+    pl.when(block.warpgroup == 2)(lambda: _produce_rows(block))
+    pl.when(block.warpgroup == 0)(lambda: _consume(block))
+
+
+class _Block:
+    """What the warpgroups of a block share."""
+
+    def __init__(self, plan: Plan, refs: dict[str, Any], scratch: dict[str, Any]):
+        self.plan, self.refs, self.scratch = plan, refs, scratch
+        self.ups = [refs[f"up{i}"] for i in range(len(plan.stacks)) if "up0" in refs]
+        self.downs = [refs[f"down{i}"] for i in range(len(plan.stacks)) if "down0" in refs]
+        self.number, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        self.columns = pl.ds(self.number * COLUMNS, COLUMNS)  # of the result, and of what it is added to
+        self.first_experts = refs["ids"].at[0]  # known without a search: their weights are prefetched
+        self.experts = self.first_experts if plan.t == 1 else scratch["experts_s"].at[0]
+        # by group of experts, how many of their parts of `up` are done
+        both = self.ups and self.downs
+        self.done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.groups,))) if both else None
+
+    def await_work(self) -> Work:
+        """What there is to do, when all experts are known."""
+        if self.plan.t == 1:
+            return Work(self.plan, self.number, _i32(self.plan.k))
+        plgpu.barrier_wait(self.scratch["known"])
+        return Work(self.plan, self.number, self.scratch["experts_s"][1, 0])
+
+
+class _Weights:
+    """The warpgroup that fetches weights: waves of the first token's experts, of all others, what is left, `down`."""
+
+    def __init__(self, block: _Block):
+        self.block, self.plan, scratch = block, block.plan, block.scratch
+        self.ring, self.full, self.empty = scratch["weight_s"], scratch["weight_full"], scratch["weight_empty"]
+
+    def produce(self):
+        block, plan = self.block, self.plan
+        plgpu.set_max_registers(96, action="decrease")
+        step = _i32(0)
+        if block.ups:
+            step = self._waves(0, _i32(plan.ahead), block.first_experts, step)
+        work = block.await_work()
+        if block.ups:
+            step = self._waves(plan.ahead, work.waves, block.experts, step)
+            rest = partial(self._up, PART, work.low, work.high, block.experts)
+            step = lax.fori_loop(work.waves, work.tiles, lambda i, step: rest(step), step)
+        if block.downs:
+            step = lax.fori_loop(_i32(0), work.groups, partial(self._down, work), step)
+
+        drain(self.full, plan.slots, step, FLIGHT)
+        drain(self.empty, plan.slots, step, plan.slots)
+
+    def _waves(self, first, end, experts, step):
+        def wave(i, step):
+            tile = i * self.plan.blocks + self.block.number
+            return self._up(HALF, tile, tile + 1, experts, step)
+
+        return lax.fori_loop(_i32(first), end, wave, step)
+
+    def _up(self, size, first, high, experts, step):
+        """A tile's parts, `size` rows of gate and of up each, from `first` on."""
+        plan, parts = self.plan, []
+        for part in (first + j for j in range(HALF // size)):
+            item = expert_of(part, high, plan.f // size)
+            expert = experts[item]
+            parts.append(((part < high) & (expert < plan.experts), expert, part - item * (plan.f // size)))
+
+        def fetch(k, slot):
+            inputs = pl.ds(k * STEP, STEP)
+            for half in range(2):
+                for j, (real, expert, part) in enumerate(parts):
+                    rows, place = pl.ds(part * size + half * plan.f, size), pl.ds(half * HALF + j * size, size)
+                    self._fetch(self.block.ups, real, expert, rows, inputs, slot, place)
+            for _ in range(2 * len(parts), ARRIVALS):
+                plgpu.barrier_arrive(self.full.at[slot])
+
+        return fill(plan.d // STEP, fetch, self.empty, plan.slots, step, self.full)
+
+    def _down(self, work, i, step):
+        """The block's outputs of a group of experts."""
+        plan, items = self.plan, []
+        for item in (i * TOGETHER + j for j in range(TOGETHER)):
+            expert = self.block.experts[jnp.minimum(item, work.count - 1)]
+            items.append(((item < work.count) & (expert < plan.experts), expert))
+
+        def fetch(k, slot):
+            inputs = pl.ds(k * STEP, STEP)
+            for j, (real, expert) in enumerate(items):
+                place = pl.ds(j * COLUMNS, COLUMNS)
+                self._fetch(self.block.downs, real, expert, self.block.columns, inputs, slot, place)
+            for _ in range(TOGETHER, ARRIVALS):
+                plgpu.barrier_arrive(self.full.at[slot])
+
+        return fill(plan.f // STEP, fetch, self.empty, plan.slots, step, self.full)
+
+    def _fetch(self, stacks, real, expert, rows, inputs, slot, place):
+        """Copy weight rows of an expert to a place in a slot, or if it isn't `real`, only say so."""
+        first, left = 0, real
+        for i, (stack, size) in enumerate(zip(stacks, self.plan.stacks, strict=True)):
+            mine = left & (expert < first + size) if i + 1 < len(stacks) else left
+            left = left & (expert >= first + size)
+
+            @pl.when(mine)
+            def _(stack=stack, first=first):
+                source = stack.at[expert - first, rows, inputs]
+                plgpu.copy_gmem_to_smem(source, self.ring.at[slot, place], self.full.at[slot])
+
+            first += size
+        pl.when(~real)(lambda: plgpu.barrier_arrive(self.full.at[slot]))
+
+
+def _produce_rows(block: _Block):
+    """Fetch the tokens' rows, find the experts, then fetch hidden rows as the blocks that make them tell."""
+    plan, refs, scratch = block.plan, block.refs, block.scratch
+    if block.ups and plan.t == ROWS:
+        for k in range(plan.d // STEP):
+            inputs = refs["x"].at[:, pl.ds(k * STEP, STEP)]
+            plgpu.copy_gmem_to_smem(inputs, scratch["x_s"].at[k], scratch["x_full"])
+    if plan.t > 1:
+        find(plan, refs["ids"], scratch)
+    plgpu.set_max_registers(96, action="decrease")
+    if not block.downs:
+        return
+    if "residual" in refs:
+        before = refs["residual"].at[:, block.columns]
+        plgpu.copy_gmem_to_smem(before, scratch["out_s"].at[pl.ds(0, before.shape[0])], scratch["residual_full"])
+    work, full, empty = block.await_work(), scratch["hidden_full"], scratch["hidden_empty"]
+
+    def group(i, step):
+        if block.done is not None:
+            parts = jnp.minimum(work.count - i * TOGETHER, TOGETHER) * plan.parts
+            plgpu.semaphore_wait(block.done.at[i], parts, decrement=False, memory_scope="gpu")
+
+        def fetch(k, slot):
+            rows, inputs = pl.ds(i * plan.beside, plan.beside), pl.ds(k * STEP, STEP)
+            plgpu.copy_gmem_to_smem(refs["hidden"].at[rows, inputs], scratch["hidden_s"].at[slot], full.at[slot])
+
+        return fill(plan.f // STEP, fetch, empty, plan.hidden_slots, step)
+
+    drain(empty, plan.hidden_slots, lax.fori_loop(_i32(0), work.groups, group, _i32(0)), plan.hidden_slots)
+
+
+def _consume(block: _Block):
+    """Multiply: the block's tiles of `up`, then its columns of `down`."""
+    plan, refs, scratch = block.plan, block.refs, block.scratch
+    plgpu.set_max_registers(200, action="increase")
+    step = _i32(0)
+    if block.ups:
+        place_rows(plan, refs["x"], scratch["x_s"], scratch["x_full"])
+    work = block.await_work()
+    if block.ups:
+
+        def tile(i, step):
+            both, step = multiply(plan, scratch, plan.d, ROWS, step)
+            first, high = work.parts(i)
+            write_hidden(plan, scratch, both, refs["hidden"], first, high)
+            if block.done is not None:
+                tell(plan, block.done, first, high)
+            return step
+
+        step = lax.fori_loop(_i32(0), work.tiles, tile, step)
+    if block.downs:
+        _write_out(block, _sum_up(block, work, step))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _sum_up(block: _Block, work: Work, step):
+    """The block's columns of what the experts make for each token, f32[ROWS, COLUMNS]."""
+    plan, refs, scratch = block.plan, block.refs, block.scratch
+    share = share_of(plan, refs["ids"], refs["weights"])
+
+    def group(i, carry):
+        step, total = carry
+        each_share = shares(plan, block.experts, share, i, work.count)  # loaded before anything is waited for
+        first = i * (plan.f // STEP)
+        each, step = multiply(plan, scratch, plan.f, plan.beside, step, first)
+        return step, add(plan, scratch["each_s"], each, each_share, total)
+
+    total = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), _f32), everywhere(COLUMNS))
+    return lax.fori_loop(_i32(0), work.groups, group, (step, total))[1]
+
+
+def _write_out(block: _Block, total):
+    """Write the block's columns, added to the residual stream if there is one."""
+    plan, refs, scratch = block.plan, block.refs, block.scratch
+    out_s = scratch["out_s"]
+    out = total.astype(out_s.dtype)
+    if "residual" in refs:
+        plgpu.barrier_wait(scratch["residual_full"])
+        before = plgpu.load(out_s, layout=everywhere(COLUMNS), optimized=False)
+        is_token = plgpu.broadcasted_iota(_i32, (ROWS, COLUMNS), 0, layout=everywhere(COLUMNS)) < plan.t
+        out = before + jnp.where(is_token, out, jnp.zeros_like(out))
+        plgpu.commit_smem()  # all have read what was there before
+    out_s[...] = out
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, refs["out"].shape[0])], refs["out"].at[:, block.columns])

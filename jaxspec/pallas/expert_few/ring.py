@@ -1,0 +1,39 @@
+"""Rings in shared memory: filled ahead of the products as slots come free, and seen empty at the end."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.expert_few.plan import FLIGHT
+
+_i32 = jnp.int32
+
+
+def fill(steps, fetch, empty, slots, step, full=None):
+    """Run `fetch(k, slot)` over so many steps as slots come free; `step` is how many there were before.
+
+    Given `full`, no more than `FLIGHT` are under way.
+    """
+
+    def one(k, step):
+        slot = lax.rem(step, _i32(slots))
+        pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        if full is not None:
+            pl.when(step >= FLIGHT)(lambda: plgpu.barrier_wait(full.at[lax.rem(step - FLIGHT, _i32(slots))]))
+        fetch(k, slot)
+        return step + 1
+
+    return lax.fori_loop(_i32(0), _i32(steps), one, step)
+
+
+def drain(barriers, slots, step, left):
+    """See the last `left` steps: who waits for a barrier must not leave it before it has seen all arrivals."""
+
+    def observe(step, _):
+        plgpu.barrier_wait(barriers.at[lax.rem(step, _i32(slots))])
+        return _
+
+    lax.fori_loop(jnp.maximum(step - left, 0), step, observe, _i32(0))
