@@ -45,6 +45,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; a limit also makes writers take a lock
 
 LONGEST = (
+    "expert_few",
     "few_rows",
     "few_rows_layers",
     "write_heads",
@@ -58,9 +59,15 @@ LONGEST = (
     "dflash",
     "block_drafters",
     "distribution",
+    "decode_attention",
     "lossless",
     "hybrid_models",
     "models",
+    "quantisation",
+    "kernels",
+    "programs",
+    "soak",
+    "drills",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,8 +32,7 @@ def few_blocks(monkeypatch):
 
 @pytest.mark.parametrize("t,e,k,shared,d,f", [
     (1, 6, 3, 256, 256, 256),  # blocks with half a tile, blocks with two
-    (1, 5, 4, 0, 256, 512),  # a group of experts that is full; two steps of `down`
-    (1, 10, 8, 0, 256, 1024),  # more steps than there are slots
+    (1, 5, 4, 0, 256, 1024),  # a group of experts that is full; more steps than either ring has slots
     (3, 7, 2, 0, 512, 256),  # an odd number of tokens, several experts' parts in a tile; two steps of `up`
     (8, 4, 2, 256, 256, 256),  # experts of several tokens, and one of all
 ])  # fmt: skip
@@ -78,8 +79,15 @@ def test_blocks_share_all_parts(f):
         assert max(max(parts[:PARTS]) for parts in taken) < 9 * sizes.parts
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 8])
-@pytest.mark.parametrize("model", MODELS)
+def mixtures():
+    """One token, some and eight, of models with a shared expert and without; the others are lowered on a GPU too."""
+    often = [("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 4), ("qwen3.5-35b-a3b", 1), ("qwen3.5-35b-a3b", 8)]
+    often.append(("qwen3-next-80b-a3b", 4))
+    for case in itertools.product(MODELS, (1, 4, 8)):
+        yield pytest.param(*case, marks=() if case in often else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("model,tokens", list(mixtures()))
 def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, monkeypatch):
     """Nothing stands before or after it, but for the counters' zeros."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)

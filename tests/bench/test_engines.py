@@ -132,7 +132,9 @@ def test_prefill_says_how_memory_grew_and_what_was_planned(tiny, tmp_path, monke
     growing = lambda: {"bytes_limit": 10**10} | stats()  # noqa: E731
     monkeypatch.setattr(prefill, "memory_facts", growing)
     monkeypatch.setattr(results, "memory_facts", growing)
-    document = command(tmp_path / "x.json", "prefill", *tiny, "--lengths", "20,64", "--repeats", "1")
+    document = command(
+        tmp_path / "x.json", "prefill", *tiny, "--lengths", "20,64", "--batched-tokens", "128", "--repeats", "1"
+    )
     for row in document["rows"]:
         assert (row["in_use_growth_mb"], row["peak_growth_mb"]) == (1, 2)
     planned = sum(size for name, size in document["facts"]["memory_plan"].items() if name in PLANNED)
