@@ -4,6 +4,8 @@ A target over a small vocabulary is given as tables (the next token depends on t
 come out and how often drafts should be accepted are known in closed form.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ from scipy import stats
 from jaxspec import sampling, verify
 from tests.exact import ALPHA, fit_p_value
 
+# Of so many samples, running takes longer than compiling, which is what other tests save (conftest.py).
+optimised = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 N, V = 200_000, 7
 PROMPT_TOKEN = 2
 
@@ -40,7 +44,6 @@ def seeds(n, high=0):
     return jnp.stack([jnp.full(n, high, jnp.uint32), jnp.arange(n, dtype=jnp.uint32)], axis=1)
 
 
-@jax.jit
 def draft_chain(draft, last, seed, position):
     """Two tokens drawn from `draft` after `last`, as drafters draw them, and the distributions used."""
     tokens, probs = [], []
@@ -51,7 +54,7 @@ def draft_chain(draft, last, seed, position):
     return jnp.stack(tokens, axis=1), jnp.stack(probs, axis=1)
 
 
-@jax.jit
+@optimised
 def block_round(target, draft, last, count, seed, position):
     target, draft = jnp.asarray(target, jnp.float32), jnp.asarray(draft, jnp.float32)
     drafts, draft_p = draft_chain(draft, last, seed, position)
@@ -59,7 +62,7 @@ def block_round(target, draft, last, count, seed, position):
     return verify.block(p, drafts, count, draft_p, seed, position)
 
 
-@jax.jit
+@optimised
 def matching_round(target, drafts, last, count, seed, position):
     """A round of sampling from the target at every row and accepting what agrees."""
     target = jnp.asarray(target, jnp.float32)
