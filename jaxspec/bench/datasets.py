@@ -1,4 +1,4 @@
-"""Prompts to send: random tokens, random tokens behind shared prefixes, or questions from a file.
+"""Prompts to send: random tokens, random tokens behind shared prefixes, an agent's questions, or those of a file.
 
 Questions go through the model's chat template, on the server as offline. The files are the published ones, one JSON
 object a line: Spec-Bench's `question.jsonl` (https://github.com/hemingkx/Spec-Bench; the first turn of each question,
@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.bench import agent
 from jaxspec.bench.results import BenchError
 from jaxspec.flags import natural, positive
 from jaxspec.tokenizer import Tokenizer
 
 SYNTHETIC = ("random", "shared-prefix")
-DATASETS = (*SYNTHETIC, "spec-bench", "gsm8k")
+DATASETS = (*SYNTHETIC, "agent", "spec-bench", "gsm8k")
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ def source(args: argparse.Namespace, vocab: int) -> Callable[[int], list[Prompt]
 
 
 def _read(dataset: str, path: Path | None) -> list[str]:
+    if dataset == "agent":
+        return list(agent.questions())
     if path is None:
         raise BenchError(f"--dataset {dataset} needs its file: --data FILE.jsonl")
     read = {"spec-bench": _spec_bench, "gsm8k": _gsm8k}[dataset]

@@ -14,8 +14,9 @@ requests would be; there is no other drafter for that. It is shared: through tim
 told, and `max_requests=0` keeps requests apart.
 
 Among equally frequent tokens the tree takes the one at the front of a list that is sorted by swaps. `_order` finds it
-without the list. It equals `Reference` where no match has more than `max_matches` occurrences, tokens that tie have
-been seen at most `TIES` + 1 times, and no response has been overwritten or cut off.
+without the list. Drafts equal `Reference`'s where no match has more than `max_matches` occurrences, nor more than
+`LENGTHS` different lengths, tokens that tie have been seen at most `TIES` + 1 times, and no response has been
+overwritten or cut off.
 """
 
 from __future__ import annotations

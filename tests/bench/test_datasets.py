@@ -90,3 +90,12 @@ def test_a_file_that_is_not_the_dataset(row, said, tmp_path):
 def test_a_missing_file(tmp_path):
     with pytest.raises(BenchError, match="No such file"):
         datasets.source(arguments("--dataset", "gsm8k", "--data", str(tmp_path / "none.jsonl")), 1000)
+
+
+def test_an_agents_questions_ask_about_a_file_twice_and_repeat_a_tools_output():
+    first, again, tool, *_ = (prompt.question for prompt in datasets.source(arguments("--dataset", "agent"), 1000)(40))
+    source = first.split("```")[1]
+    assert source.count("\n") > 20 and source == again.split("```")[1]
+    assert "Rename `" in first and first.splitlines()[-1] != again.splitlines()[-1]
+    assert tool.count(": def ") > 2
+    datasets.check(arguments("--dataset", "agent"))  # it needs no file
