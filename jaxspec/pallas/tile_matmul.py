@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,115 +126,152 @@ def matmul(
     return out[: len(x)]
 
 
+class _Block(NamedTuple):
+    """One thread block's tiles: which there are, and where they lie."""
+
+    tiling: Tiling
+    count: Any  # real rows
+    lowest: int  # where the last tile of rows begins
+    all_high: int  # tiles of rows, and of these those with real rows
+    high: Any
+    across: int  # tiles of columns
+    tiles: Any  # of all blocks, those with real rows. The tiles after these have none, and become zeros
+    steps: int  # of a tile's inputs
+    index: Any
+
+    @classmethod
+    def of(cls, tiling: Tiling, x: Any, weight: Any, count: Any, index: Any) -> _Block:
+        all_high, lowest = -(-x.shape[0] // tiling.rows), x.shape[0] - tiling.rows
+        high = jnp.where(count > lowest, all_high, lax.div(count + tiling.rows - 1, _i32(tiling.rows)))
+        across, steps = weight.shape[1] // tiling.columns, weight.shape[0] // STEP
+        return cls(tiling, count, lowest, all_high, high, across, high * across, steps, index)
+
+    def mine(self, count: Any) -> Any:
+        """How many of `count` tiles are this block's: it takes index, index + BLOCKS, ..."""
+        return lax.div(count + BLOCKS - 1 - self.index, _i32(BLOCKS))
+
+    def place(self, j: Any) -> tuple[Any, Any, Any]:
+        """Of this block's j-th tile the first row, how many are the tile before's too, and which columns it has."""
+        tile = self.index + j * BLOCKS
+        padding = jnp.maximum(self.all_high - self.high, 1)
+        into = tile - self.tiles
+        i = jnp.where(into < 0, lax.rem(tile, jnp.maximum(self.high, 1)), self.high + lax.rem(into, padding))
+        c = jnp.where(into < 0, lax.div(tile, jnp.maximum(self.high, 1)), lax.div(into, padding))
+        top = jnp.minimum(i * self.tiling.rows, self.lowest)
+        return top, i * self.tiling.rows - top, c
+
+
 def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, full, empty):
     *added, out = results
-    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    columns, slots, steps = tiling.columns, _i32(tiling.slots), weight.shape[0] // STEP
-    count = real[0]  # read once: memory is slow, and each tile asks
-    all_high, lowest = -(-x.shape[0] // tiling.rows), x.shape[0] - tiling.rows  # where the last tile of rows begins
-    high = jnp.where(count > lowest, all_high, lax.div(count + tiling.rows - 1, _i32(tiling.rows)))
-    across = weight.shape[1] // columns
-    tiles = high * across  # with real rows; the tiles after these have none, and become zeros
+    index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    block = _Block.of(tiling, x, weight, real[0], index)  # real is read once: memory is slow, and each tile asks
+    ring = _Ring(rows_s, weight_s, full, empty, _i32(tiling.slots))
+    pl.when(warpgroup == WARPGROUPS)(partial(_produce, block, ring, x, weight))
+    pl.when(warpgroup < WARPGROUPS)(partial(_consume, block, ring, warpgroup, gated, added, out, out_s))
 
-    def mine(count):  # how many of `count` tiles are this block's: it takes block, block + BLOCKS, ...
-        return lax.div(count + BLOCKS - 1 - block, _i32(BLOCKS))
 
-    def place(j):  # this block's j-th tile: its first row, how many are the tile before's too, which columns it has
-        tile = block + j * BLOCKS
-        padding = jnp.maximum(all_high - high, 1)
-        into = tile - tiles
-        i = jnp.where(into < 0, lax.rem(tile, jnp.maximum(high, 1)), high + lax.rem(into, padding))
-        c = jnp.where(into < 0, lax.div(tile, jnp.maximum(high, 1)), lax.div(into, padding))
-        top = jnp.minimum(i * tiling.rows, lowest)
-        return top, i * tiling.rows - top, c
+class _Ring(NamedTuple):
+    """Pieces of both operands in shared memory, and the barriers that say which are filled and which are free."""
 
-    @pl.when(warpgroup == WARPGROUPS)
-    def produce():
-        plgpu.set_max_registers(40, action="decrease")
+    rows_s: Any
+    weight_s: Any
+    full: Any
+    empty: Any
+    slots: Any
 
-        def tile(j, step):
-            top, _, c = place(j)
 
-            def fetch(k, step):
-                slot = lax.rem(step, slots)
-                pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                inputs = pl.ds(k * STEP, STEP)
-                rows, outputs = pl.ds(top, tiling.rows), pl.ds(c * columns, columns)
-                plgpu.copy_gmem_to_smem(x.at[rows, inputs], rows_s.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(weight.at[inputs, outputs], weight_s.at[slot], full.at[slot])
-                return step + 1
+def _produce(block: _Block, ring: _Ring, x: Any, weight: Any) -> None:
+    """The warpgroup that copies."""
+    plgpu.set_max_registers(40, action="decrease")
+    tiling, slots = block.tiling, ring.slots
 
-            return lax.fori_loop(_i32(0), _i32(steps), fetch, step)
+    def tile(j, step):
+        top, _, c = block.place(j)
 
-        step = lax.fori_loop(_i32(0), mine(tiles), tile, _i32(0))
+        def fetch(k, step):
+            slot = lax.rem(step, slots)
+            pl.when(step >= slots)(lambda: plgpu.barrier_wait(ring.empty.at[slot]))
+            inputs = pl.ds(k * STEP, STEP)
+            rows, outputs = pl.ds(top, tiling.rows), pl.ds(c * tiling.columns, tiling.columns)
+            plgpu.copy_gmem_to_smem(x.at[rows, inputs], ring.rows_s.at[slot], ring.full.at[slot])
+            plgpu.copy_gmem_to_smem(weight.at[inputs, outputs], ring.weight_s.at[slot], ring.full.at[slot])
+            return step + 1
 
-        def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
-            plgpu.barrier_wait(empty.at[lax.rem(step, slots)])
-            return _
+        return lax.fori_loop(_i32(0), _i32(block.steps), fetch, step)
 
-        lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
+    step = lax.fori_loop(_i32(0), block.mine(block.tiles), tile, _i32(0))
 
-    @pl.when(warpgroup < WARPGROUPS)
-    def consume():
-        plgpu.set_max_registers(232, action="increase")
-        height = tiling.rows // WARPGROUPS
-        units = [warpgroup * height + at for at in range(0, height, UNIT)]  # of a tile's rows, this warpgroup's
+    def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
+        plgpu.barrier_wait(ring.empty.at[lax.rem(step, slots)])
+        return _
 
-        def tile(j, step):
-            top, shared, c = place(j)
-            copied = jnp.where(j < mine(tiles), _i32(steps), 0)
-            done = (warpgroup + 1) * height <= shared
-            idle = done | (top + warpgroup * height >= count)
+    lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
 
-            def release(_, step):
-                slot = lax.rem(step, slots)
-                plgpu.barrier_wait(full.at[slot])
-                plgpu.barrier_arrive(empty.at[slot])
-                return step + 1
 
-            lax.fori_loop(_i32(0), jnp.where(idle, copied, 0), release, step)
-            pl.when(jnp.logical_not(done))(lambda: results_of(top, c, step, jnp.where(idle, 0, copied)))
-            return step + copied
+def _consume(block: _Block, ring: _Ring, warpgroup: Any, gated: bool, added: list[Any], out: Any, out_s: Any) -> None:
+    """A warpgroup that multiplies: its part of each tile's rows."""
+    plgpu.set_max_registers(232, action="increase")
+    height = block.tiling.rows // WARPGROUPS
+    units = [warpgroup * height + at for at in range(0, height, UNIT)]  # of a tile's rows, this warpgroup's
+    results = partial(_results, block, ring, warpgroup, units, gated, added, out, out_s)
 
-        def results_of(top, c, step, needed):
-            places, _, part = out_s.shape[1:]
-            width = columns // 2 if gated else columns
-            stores = [
-                (unit, p, (pl.ds(top + row, UNIT), pl.ds(c * width + p * part, part)))
-                for unit, row in enumerate(units)
-                for p in range(width // part)
-            ]
-            load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-            before = [load(residual.at[at]) for residual in added for *_, at in stores]
+    def tile(j, step):
+        top, shared, c = block.place(j)
+        copied = jnp.where(j < block.mine(block.tiles), _i32(block.steps), 0)
+        done = (warpgroup + 1) * height <= shared
+        idle = done | (top + warpgroup * height >= block.count)
 
-            def accumulate(*totals):
-                def multiply(k, step):
-                    slot = lax.rem(step, slots)
-                    plgpu.barrier_wait(full.at[slot])
-                    for row, total in zip(units, totals, strict=True):
-                        plgpu.wgmma(total, rows_s.at[slot, pl.ds(row, UNIT)], weight_s.at[slot])
-                    plgpu.wgmma_wait(len(units))  # this step's may go on: those of the step before are done
-                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(step - 1, slots)]))
-                    return step + 1
+        def release(_, step):
+            slot = lax.rem(step, ring.slots)
+            plgpu.barrier_wait(ring.full.at[slot])
+            plgpu.barrier_arrive(ring.empty.at[slot])
+            return step + 1
 
-                last = lax.fori_loop(_i32(0), needed, multiply, step)
-                for i, (unit, p, at) in enumerate(stores):
-                    if p == 0:  # the next unit's last products go on while this one is written
-                        total = plgpu.wgmma_accumulator_load(totals[unit], wait_n=len(units) - 1 - unit)
-                    value = _gate(total, p) if gated else total[:, p * part : (p + 1) * part]
-                    if before:
-                        value = value.astype(x.dtype).astype(jnp.float32) + before[i].astype(jnp.float32)
-                    plgpu.wait_smem_to_gmem(min(i, places - 1), wait_read_only=True)  # what this place held is sent
-                    place_s = out_s.at[warpgroup, i % places]
-                    place_s[...] = value.astype(x.dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(place_s, out.at[at])
-                pl.when(needed > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(last - 1, slots)]))
+        lax.fori_loop(_i32(0), jnp.where(idle, copied, 0), release, step)
+        pl.when(jnp.logical_not(done))(lambda: results(top, c, step, jnp.where(idle, 0, copied)))
+        return step + copied
 
-            pl.run_scoped(accumulate, *[plgpu.ACC((UNIT, columns), jnp.float32)] * len(units))
+    lax.fori_loop(_i32(0), block.mine(_i32(block.all_high * block.across)), tile, _i32(0))
+    plgpu.wait_smem_to_gmem(0)
 
-        lax.fori_loop(_i32(0), mine(_i32(all_high * across)), tile, _i32(0))
-        plgpu.wait_smem_to_gmem(0)
+
+def _results(block, ring, warpgroup, units, gated, added, out, out_s, top, c, step, needed):
+    """Multiply `needed` steps of a tile as they arrive, add what is to be added, and write it."""
+    (_, places, _, part), columns = out_s.shape, block.tiling.columns
+    width = columns // 2 if gated else columns
+    stores = [
+        (unit, p, (pl.ds(top + row, UNIT), pl.ds(c * width + p * part, part)))
+        for unit, row in enumerate(units)
+        for p in range(width // part)
+    ]
+    load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+    before = [load(residual.at[at]) for residual in added for *_, at in stores]
+
+    def accumulate(*totals):
+        def multiply(k, step):
+            slot = lax.rem(step, ring.slots)
+            plgpu.barrier_wait(ring.full.at[slot])
+            for row, total in zip(units, totals, strict=True):
+                plgpu.wgmma(total, ring.rows_s.at[slot, pl.ds(row, UNIT)], ring.weight_s.at[slot])
+            plgpu.wgmma_wait(len(units))  # this step's may go on: those of the step before are done
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(ring.empty.at[lax.rem(step - 1, ring.slots)]))
+            return step + 1
+
+        last = lax.fori_loop(_i32(0), needed, multiply, step)
+        for i, (unit, p, at) in enumerate(stores):
+            if p == 0:  # the next unit's last products go on while this one is written
+                total = plgpu.wgmma_accumulator_load(totals[unit], wait_n=len(units) - 1 - unit)
+            value = _gate(total, p) if gated else total[:, p * part : (p + 1) * part]
+            if before:
+                value = value.astype(out.dtype).astype(jnp.float32) + before[i].astype(jnp.float32)
+            plgpu.wait_smem_to_gmem(min(i, places - 1), wait_read_only=True)  # what this place held is sent
+            place_s = out_s.at[warpgroup, i % places]
+            place_s[...] = value.astype(out.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(place_s, out.at[at])
+        pl.when(needed > 0)(lambda: plgpu.barrier_arrive(ring.empty.at[lax.rem(last - 1, ring.slots)]))
+
+    pl.run_scoped(accumulate, *[plgpu.ACC((UNIT, columns), jnp.float32)] * len(units))
 
 
 def _gate(total, run):

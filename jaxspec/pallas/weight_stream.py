@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -214,113 +214,137 @@ def _launch(stages, b, held, taken, eps, interpret):
     return left
 
 
+class _Block(NamedTuple):
+    """One thread block's part of the chain: `work` has each stage, its share, what it reads and what it writes."""
+
+    geometry: Geometry
+    work: list[tuple[str, Share | None, Any, dict[str, Any], dict[str, Any]]]
+    done: list[Any]  # counters of all but the last stage
+    index: Any
+    scratch: dict[str, Any]
+
+    def items(self, i: int) -> int:
+        """Of stage i, of all blocks."""
+        share = self.work[i][1]
+        return share.items if share else self.geometry.rows
+
+    def mine(self, count: int) -> Any:
+        """How many of `count` items are this block's: it takes index, index + BLOCKS, ..."""
+        return lax.div(_i32(count + BLOCKS - 1) - self.index, _i32(BLOCKS))
+
+    def wait_for(self, i: int) -> None:
+        """Until all blocks that have work in stage i have done it."""
+        if i >= 0:
+            signals = min(self.items(i), BLOCKS) * (self.geometry.warpgroups if self.work[i][1] else 1)
+            plgpu.semaphore_wait(self.done[i], signals, decrement=False, memory_scope="gpu")
+
+
 def _kernel(stages, shares, geometry, held, outs, eps, *refs, **scratch):
-    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     warpgroups = geometry.warpgroups
     refs = iter(refs)
     given = {name: next(refs) for name in held}
     taken = [next(refs) for _ in stages]
-    work = []  # of each stage: what it is, what it reads, what it writes
+    work = []
     for stage, share, operand, names in zip(stages, shares, taken, outs, strict=True):
         out = {name: next(refs) for name in names}
         work.append((stage, share, operand, dict(given), out))
         given |= out
     done = [pl.get_global(plgpu.SemaphoreType.REGULAR) for _ in stages[:-1]]
+    block = _Block(geometry, work, done, index, scratch)
+    pl.when(warpgroup == warpgroups)(partial(_bring_weights, block))
+    pl.when(warpgroup == warpgroups + 1)(partial(_bring_rows, block))
+    pl.when(warpgroup < warpgroups)(partial(_consume, block, warpgroup, eps))
 
-    def items(i):
-        return shares[i].items if shares[i] else geometry.rows
 
-    def mine(count):  # how many of `count` items are this block's: it takes block, block + BLOCKS, ...
-        return lax.div(_i32(count + BLOCKS - 1) - block, _i32(BLOCKS))
+def _bring_weights(block: _Block) -> None:
+    """The warpgroup that keeps the ring of weights full, across stages."""
+    plgpu.set_max_registers(40, action="decrease")
+    ring, full = block.scratch["weight_s"], block.scratch["weight_full"]
 
-    def wait_for(i):  # until all blocks that have work in stage i have done it
-        if i >= 0:
-            signals = min(items(i), BLOCKS) * (warpgroups if shares[i] else 1)
-            plgpu.semaphore_wait(done[i], signals, decrement=False, memory_scope="gpu")
+    def fetch(i, k, tile, slot):
+        _, share, weight, *_ = block.work[i]
+        for c in range(share.groups):
+            tile_of = weight.at[pl.ds(k * TILE, TILE), pl.ds((tile * share.groups + c) * TILE, TILE)]
+            plgpu.copy_gmem_to_smem(tile_of, ring.at[slot, c], full.at[slot])
+        for _ in range(share.groups, block.geometry.widest):  # a narrower stage leaves part of the slot unused
+            plgpu.barrier_arrive(full.at[slot])
 
-    def produce(fetch, empty, slots, before=lambda i: None):
-        """Run `fetch(stage index, input tile, column tile, slot)` over this block's items, as slots come free."""
-        step = _i32(0)
-        for i, share in enumerate(shares):
-            if share is None:
-                continue
+    _produce(block, fetch, block.scratch["weight_empty"], block.geometry.weight_slots)
 
-            def item(j, step, i=i, share=share):
-                tile, _, low, high = _bounds(share, block + j * BLOCKS)
 
-                def one(k, step):
-                    slot = lax.rem(step, _i32(slots))
-                    pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                    fetch(i, k, tile, slot)
-                    return step + 1
+def _bring_rows(block: _Block) -> None:
+    """The warpgroup that keeps the ring of rows full, as stages hand them over."""
+    plgpu.set_max_registers(40, action="decrease")
+    ring, full, geometry = block.scratch["rows_s"], block.scratch["rows_full"], block.geometry
 
-                return lax.fori_loop(low, high, one, step)
+    def fetch(i, k, tile, slot):
+        rows = block.work[i][3]["rows"]
+        tile_of = rows.at[k] if len(rows.shape) == 3 else rows.at[:, pl.ds(k * TILE, TILE)]
+        place = pl.ds(slot * geometry.stride, geometry.padded)
+        plgpu.copy_gmem_to_smem(tile_of, ring.at[place], full.at[slot])
 
-            before(i)
-            step = lax.fori_loop(_i32(0), mine(share.items), item, step)
+    empty = block.scratch["rows_empty"]
+    _produce(block, fetch, empty, geometry.row_slots, before=lambda i: block.wait_for(i - 1))
 
-        def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
-            plgpu.barrier_wait(empty.at[lax.rem(step, _i32(slots))])
-            return _
 
-        lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
+def _produce(block, fetch, empty, slots, before=lambda i: None):
+    """Run `fetch(stage index, input tile, column tile, slot)` over this block's items, as slots come free."""
+    step = _i32(0)
+    for i, (_, share, *_) in enumerate(block.work):
+        if share is None:
+            continue
 
-    @pl.when(warpgroup == warpgroups)
-    def weight_producer():
-        plgpu.set_max_registers(40, action="decrease")
-        ring, full = scratch["weight_s"], scratch["weight_full"]
+        def item(j, step, i=i, share=share):
+            tile, _, low, high = _bounds(share, block.index + j * BLOCKS)
 
-        def fetch(i, k, tile, slot):
-            _, share, weight, *_ = work[i]
-            for c in range(share.groups):
-                tile_of = weight.at[pl.ds(k * TILE, TILE), pl.ds((tile * share.groups + c) * TILE, TILE)]
-                plgpu.copy_gmem_to_smem(tile_of, ring.at[slot, c], full.at[slot])
-            for _ in range(share.groups, geometry.widest):  # a narrower stage leaves part of the slot unused
-                plgpu.barrier_arrive(full.at[slot])
+            def one(k, step):
+                slot = lax.rem(step, _i32(slots))
+                pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                fetch(i, k, tile, slot)
+                return step + 1
 
-        produce(fetch, scratch["weight_empty"], geometry.weight_slots)
+            return lax.fori_loop(low, high, one, step)
 
-    @pl.when(warpgroup == warpgroups + 1)
-    def rows_producer():
-        plgpu.set_max_registers(40, action="decrease")
-        ring, full = scratch["rows_s"], scratch["rows_full"]
+        before(i)
+        step = lax.fori_loop(_i32(0), block.mine(share.items), item, step)
 
-        def fetch(i, k, tile, slot):
-            rows = work[i][3]["rows"]
-            tile_of = rows.at[k] if len(rows.shape) == 3 else rows.at[:, pl.ds(k * TILE, TILE)]
-            place = pl.ds(slot * geometry.stride, geometry.padded)
-            plgpu.copy_gmem_to_smem(tile_of, ring.at[place], full.at[slot])
+    def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
+        plgpu.barrier_wait(empty.at[lax.rem(step, _i32(slots))])
+        return _
 
-        produce(fetch, scratch["rows_empty"], geometry.row_slots, before=lambda i: wait_for(i - 1))
+    lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
 
-    @pl.when(warpgroup < warpgroups)
-    def consumers():
-        plgpu.set_max_registers(200 if warpgroups == 1 else 168, action="increase")
-        step = _i32(0)
-        for i, (stage, share, operand, reads, writes) in enumerate(work):
-            if share is None:
 
-                @pl.when((warpgroup == 0) & (block < items(i)))
-                def _(i=i, operand=operand, reads=reads, writes=writes):
-                    wait_for(i - 1)
+def _consume(block: _Block, warpgroup: Any, eps: float) -> None:
+    """A warpgroup that multiplies, norms, and hands stages over."""
+    geometry, scratch = block.geometry, block.scratch
+    plgpu.set_max_registers(200 if geometry.warpgroups == 1 else 168, action="increase")
+    step = _i32(0)
+    for i, (stage, share, operand, reads, writes) in enumerate(block.work):
+        if share is None:
 
-                    def row(j, _):
-                        _norm(block + j * BLOCKS, operand, eps, reads, writes, scratch["norm_s"])
-                        return _
+            @pl.when((warpgroup == 0) & (block.index < block.items(i)))
+            def _(i=i, operand=operand, reads=reads, writes=writes):
+                block.wait_for(i - 1)
 
-                    lax.fori_loop(_i32(0), mine(items(i)), row, _i32(0))
+                def row(j, _):
+                    _norm(block.index + j * BLOCKS, operand, eps, reads, writes, scratch["norm_s"])
+                    return _
 
-                signals = (block < items(i)) & (warpgroup == 0)
-            else:
-                write = partial(_write_gated if stage == "gated" else _write_partial, share, geometry, writes, scratch)
-                multiply = partial(_multiply, share, geometry, scratch, warpgroup, write)
-                step = lax.fori_loop(
-                    _i32(0), mine(share.items), lambda j, step, m=multiply: m(block + j * BLOCKS, step), step
-                )
-                signals = block < items(i)
-            plgpu.wait_smem_to_gmem(0)
-            if i + 1 < len(work):
-                pl.when(signals)(lambda i=i: plgpu.semaphore_signal(done[i], memory_scope="gpu"))
+                lax.fori_loop(_i32(0), block.mine(block.items(i)), row, _i32(0))
+
+            signals = (block.index < block.items(i)) & (warpgroup == 0)
+        else:
+            write = partial(_write_gated if stage == "gated" else _write_partial, share, geometry, writes, scratch)
+            multiply = partial(_multiply, share, geometry, scratch, warpgroup, write)
+            step = lax.fori_loop(
+                _i32(0), block.mine(share.items), lambda j, step, m=multiply: m(block.index + j * BLOCKS, step), step
+            )
+            signals = block.index < block.items(i)
+        plgpu.wait_smem_to_gmem(0)
+        if i + 1 < len(block.work):
+            pl.when(signals)(lambda i=i: plgpu.semaphore_signal(block.done[i], memory_scope="gpu"))
 
 
 def _bounds(share, item):
