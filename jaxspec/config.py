@@ -16,6 +16,7 @@ from jaxspec.elsewhere import METHODS, meant
 from jaxspec.options import ConfigError, check, flag, option
 
 DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"}
 FLOAT32_MAX = 3.4e38
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16")
@@ -251,7 +252,7 @@ class EngineConfig:
         group=MODEL,
         shown="auto: float32 on a CPU, else the checkpoint's",
         choices=DTYPES,
-        aliases={"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
+        aliases=DTYPE_ALIASES,
         common=True,
     )
     quantization: str | None = option(
@@ -269,6 +270,25 @@ class EngineConfig:
         "SWITCH",
         group=MODEL,
         choices=("on", "off"),
+    )
+    draft_dtype: str | None = option(
+        None,
+        "dtype of the drafter's weights and activations, as --dtype; another than the target's takes a copy of its "
+        "embedding and head",
+        "TYPE",
+        group=SPECULATION,
+        shown="the target's; of a standalone drafter as --dtype",
+        choices=DTYPES,
+        aliases=DTYPE_ALIASES,
+    )
+    draft_quantization: str | None = option(
+        None,
+        "fp8 makes the drafter's weights FP8 while they load; a drafter whose checkpoint is quantised needs no flag",
+        "FORMAT",
+        group=SPECULATION,
+        shown="none, whatever --quantization says",
+        choices=("fp8",),
+        aliases={"none": None, "unquant": None},
     )
     load_format: str = option(
         "auto",
@@ -408,6 +428,7 @@ class EngineConfig:
         """That drafts, steps and top-k fit together. A chain's steps are its drafts; drafters read the latter alone."""
         given = {"num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps}
         given |= {"topk": None if self.topk == 1 else self.topk}
+        given |= {"draft_dtype": self.draft_dtype, "draft_quantization": self.draft_quantization}
         for name, value in given.items():
             if self.draft == "none" and value is not None:
                 raise ConfigError(

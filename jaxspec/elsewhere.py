@@ -24,6 +24,7 @@ ELSEWHERE = {
     "max_num_seqs": "max_running_requests",
     "model_path": "model",
     "random_seed": "seed",
+    **dict.fromkeys(("speculative_draft_model_quantization", "speculative_model_quantization"), "draft_quantization"),
     "speculative_eagle_topk": "topk",
     "speculative_num_steps": "num_steps",
 }

@@ -2,7 +2,7 @@
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.find import Source, locate, resolve
-from jaxspec.checkpoint.load import MTP, Model, load_model, read_params
+from jaxspec.checkpoint.load import MTP, Model, in_format, load_model, read_params
 from jaxspec.checkpoint.params import dummy
 from jaxspec.checkpoint.shards import ModelFolder
 
@@ -13,6 +13,7 @@ __all__ = [
     "ModelFolder",
     "Source",
     "dummy",
+    "in_format",
     "load_model",
     "locate",
     "read_params",

@@ -18,7 +18,7 @@ from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.params import assemble, dummy
-from jaxspec.checkpoint.quantization import FORMATS, as_stored, quantised_on_load, unused
+from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, unused
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import DTYPES, ModelConfig
 from jaxspec.models import MODELS
@@ -43,6 +43,7 @@ class Model:
     - `name`: what the user typed. `path`: the folder or file that it was read from.
     - `tokenizer`: None if the checkpoint has none; token ids can still be generated.
     - `sampling`: the sampling settings of its generation_config.json, under `SamplingParams`' names.
+    - `quantization`: how its config says that the checkpoint is quantised; None if it isn't, whatever was asked for.
     """
 
     config: ModelConfig
@@ -52,6 +53,7 @@ class Model:
     path: str | None
     tokenizer: Tokenizer | None
     sampling: Mapping[str, float] = field(default_factory=dict)
+    quantization: Quantization | None = None
 
     @property
     def family(self) -> ModuleType:
@@ -100,8 +102,7 @@ def load_model(
         raise CheckpointError(f"quantization must be None or one of {', '.join(FORMATS)}, got {quantization!r}")
     declared, how = MODELS[config.model_type].tensors(config.decoder), source.files.quantization
     online = quantization is not None and how is None
-    if online or (how is not None and load_format == "dummy"):
-        declared = jax.tree.map(lambda param: quantised_on_load(param, fp8_activations, how), declared)
+    declared = in_format(declared, how, quantization, load_format, fp8_activations)
     try:
         if load_format == "dummy":
             params = jax.block_until_ready(dummy(declared, dtype, seed))
@@ -118,7 +119,18 @@ def load_model(
             "device has free; use a smaller model, --quantization fp8, or a smaller --dtype"
         ) from error
     sampling = _sampling(source.files.generation, source.name)
-    return Model(config, params, dtype, source.name, source.path, source.files.tokenizer(), sampling)
+    return Model(config, params, dtype, source.name, source.path, source.files.tokenizer(), sampling, how)
+
+
+def in_format(
+    declared: Any, how: Quantization | None, quantization: str | None, load_format: str, fp8_activations: bool
+) -> Any:
+    """Declarations with the formats that the options ask for: of weights quantised on load, or dummies of quantised
+    ones. `how`: what the checkpoint's config says; of weights that are there, their files decide (`read_params`)."""
+    wanted = quantization is not None if how is None else load_format == "dummy"
+    if not wanted:
+        return declared
+    return jax.tree.map(lambda param: quantised_on_load(param, fp8_activations, how), declared)
 
 
 def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:

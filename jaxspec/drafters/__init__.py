@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,12 @@ from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.drafters.suffix import Suffix
 from jaxspec.models import MODELS
-from jaxspec.options import check, from_query
+from jaxspec.options import check, flag, from_query
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
+
+log = logging.getLogger("jaxspec")
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "ngram": Ngram,
@@ -53,6 +56,7 @@ ARCHITECTURES = {
 
 BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoints are told apart by their configs
 
+WITHOUT_WEIGHTS = (Ngram, Suffix)
 SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made by scripts/gpu/train.sh
 
 # Drafters known to suit a target, public or shipped: method -> {target's name in lower case: drafter}.
@@ -126,6 +130,7 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     if draft == "auto":
         draft = _automatic(model, options)
     cls, source, own = _find(draft, model.name, options.load_format)
+    _check_weights(cls, options)
     drafter, params = cls.load(model, source, options)
     drafter = _with_options(drafter, own, draft)
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
@@ -142,9 +147,23 @@ def check_drafter(options: EngineConfig) -> None:
     """
     if options.draft in ("none", "auto"):
         return
-    _, source, _ = _find(options.draft, options.model, options.load_format)
+    cls, source, _ = _find(options.draft, options.model, options.load_format)
+    _check_weights(cls, options)
     if source is not None:
         locate(source, load_format=options.load_format)
+
+
+def _check_weights(cls: type[Drafter], options: EngineConfig) -> None:
+    """**Raises:** `ConfigError` for a dtype or a format of a drafter without weights. If `auto` chose it, a warning is
+    logged instead."""
+    if cls not in WITHOUT_WEIGHTS:
+        return
+    for name in ("draft_dtype", "draft_quantization"):
+        if (value := getattr(options, name)) is None:
+            continue
+        if options.draft != "auto":
+            raise ConfigError(f"{flag(name)} {value}: --draft {options.draft} has no weights. Drop the flag")
+        log.warning("%s %s has no effect: --draft auto chose a drafter without weights", flag(name), value)
 
 
 def _find(draft: str, target: str, load_format: str) -> tuple[type[Drafter], str | None, dict[str, Any]]:

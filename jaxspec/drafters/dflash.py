@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
-from jaxspec.checkpoint import dummy, read_params
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed, write_keys_values
 from jaxspec.decoder.matmul import product
 from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
+from jaxspec.drafters.own_weights import borrowed, load_weights, own_dtype
 from jaxspec.drafters.vocabulary import as_targets, id_maps
 from jaxspec.weights import Layout, Weight
 
@@ -81,14 +81,12 @@ class DFlash(Drafter):
             raise ConfigError(f"--draft {source} can't draft for {target.name}: {error}") from error
         made_up, offsets = options.load_format == "dummy", None
         found = {} if made_up else {checkpoint.canonical(name): name for name in files.tensors()}
-        declared, dtype = drafter.parameters(found), target.dtype
-        if made_up:
-            params = dummy(declared, dtype, options.seed or 0)
-        else:
-            if drafter.draft_ids is not None:
-                offsets = checkpoint.offsets(files, found, drafter.draft_ids)
-            params = read_params(declared, files, source, dtype, rename=checkpoint.canonical, skip=checkpoint.MAPS)
-        params = checkpoint.borrow(params, target.params, source)
+        declared, dtype = drafter.parameters(found), own_dtype(target, options)
+        if drafter.draft_ids is not None and not made_up:
+            offsets = checkpoint.offsets(files, found, drafter.draft_ids)
+        named = {"rename": checkpoint.canonical, "skip": checkpoint.MAPS}
+        params = load_weights(declared, files, source, dtype, options, **named)
+        params = checkpoint.borrow(params, borrowed(target, dtype), source)
         if drafter.draft_ids is not None:
             params |= id_maps(offsets, drafter.draft_ids, drafter.config.vocab_size, source)
         return drafter, {**params, **_context_projection(drafter.config, params["layers"])}
@@ -181,7 +179,8 @@ class DFlash(Drafter):
 
     def _inject(self, params: Any, state: KV, rows: Rows, features: tuple[Float[Array, "b t d"], ...]) -> KV:
         """Write the keys and values that all layers here have of the target's features at these rows."""
-        context = product(features, params["fc"])
+        dtype = params["context_norm"].dtype
+        context = product([x.astype(dtype) for x in features], params["fc"])
         return write_keys_values(self.config.decoder, params, context, rows, state)
 
 

@@ -64,10 +64,10 @@ class DFlash2(DFlash):
         for i, layer in enumerate(declared["layers"]):
             for name in ("attention_conv", "mlp_conv"):
                 base, made = (f"layers.{i}.{name}.{tensor}" for tensor in ("base_kernel", "kernel_projection.weight"))
-                layer[name] = Param((2, self.taps, d), (base,), Layout((d,)), whole=base)
-                layer[name + "_made"] = linear(d, {made: 2 * self.taps * (d // self.group)})
+                layer[name] = Param((2, self.taps, d), (base,), Layout((d,)), whole=base, exact=True)
+                layer[name + "_made"] = linear(d, {made: 2 * self.taps * (d // self.group)}, exact=True)
         book = lambda name: Param((v, self.rank), (f"candidate_selector.{name}_codebook",), Layout((self.rank,)))  # noqa: E731
-        selector = linear(d, {"candidate_selector.hidden_projection.weight": self.rank})
+        selector = linear(d, {"candidate_selector.hidden_projection.weight": self.rank}, exact=True)
         return {**declared, "selector": selector, "before": book("predecessor"), "after": book("successor")}
 
     def propose(self, params, state, batch):

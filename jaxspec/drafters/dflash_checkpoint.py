@@ -136,12 +136,13 @@ def parameters(config: ModelConfig, features: int, heads: int | None, found: Con
     if "embed_tokens.weight" in found:
         declared["embed"] = Param((config.vocab_size, d), ("embed_tokens.weight",), Layout((d,)))
     if heads is not None or "lm_head.weight" in found:
-        declared["head"] = linear(d, {"lm_head.weight": heads or config.vocab_size})
+        declared["head"] = linear(d, {"lm_head.weight": heads or config.vocab_size}, exact=True)
     return declared
 
 
 def borrow(params: dict[str, Any], target: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The params with the target's embedding and head where the file brings none, or a copy of them.
+    """The params with the target's embedding and head where the file brings none, or a copy of them. `target` has
+    these two alone, or the embedding if they are tied.
 
     **Raises:** `CheckpointError` for another embedding than the target's without a head of its own, if theirs are tied.
     """
@@ -155,7 +156,7 @@ def borrow(params: dict[str, Any], target: Mapping[str, Any], source: str) -> di
             f"{source}: embed_tokens.weight isn't the target's, whose head is tied to its embedding; lm_head.weight "
             "must come with it"
         )
-    return {**{name: target[name] for name in ("embed", "head") if name in target}, **params}
+    return {**target, **params}
 
 
 def offsets(files: ModelFolder, found: Mapping[str, str], size: int) -> np.ndarray:

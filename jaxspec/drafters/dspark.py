@@ -76,17 +76,17 @@ class DSpark(DFlash):
         if r:
             name = "markov_head."
             declared["markov_before"] = Param((v, r), (name + "markov_w1.weight",), Layout((r,)))
-            declared["markov_after"] = linear(r, {name + "markov_w2.weight": self.draft_ids or v})
+            declared["markov_after"] = linear(r, {name + "markov_w2.weight": self.draft_ids or v}, exact=True)
         if r and self.head != "vanilla":
             name, inputs, outputs = {
                 "gated": ("markov_head.gate_proj", d + r, r),
                 "rnn": ("markov_head.joint_proj", 2 * r + d, 3 * r),
             }[self.head]
-            declared["markov_joint"] = linear(inputs, {name + ".weight": outputs})
+            declared["markov_joint"] = linear(inputs, {name + ".weight": outputs}, exact=True)
             declared["markov_joint_bias"] = bias({name + ".bias": outputs})
         if self.guesses:
             name, inputs = "confidence_head.proj", d + r if self.guesses_by_draft else d
-            declared["confidence"] = linear(inputs, {name + ".weight": 1})
+            declared["confidence"] = linear(inputs, {name + ".weight": 1}, exact=True)
             declared["confidence_bias"] = bias({name + ".bias": 1})
         return declared
 

@@ -27,6 +27,7 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import product
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
+from jaxspec.drafters.own_weights import borrowed, own_dtype
 from jaxspec.drafters.vocabulary import as_targets
 from jaxspec.weights import matmul
 
@@ -82,13 +83,12 @@ class Chain(Drafter):
             known = found.config.vocab_size if found.draft_ids is None else found.draft_ids
             if options.topk > known:
                 raise ConfigError(f"--topk {options.topk}: --draft {source} knows {known} tokens")
-        theirs, dtype = target.params["embed"], target.dtype
-        params = found.read(dtype, options.seed or 0)
-        own = params.get("embed")
-        if own is None or (own.shape == theirs.shape and bool((own == theirs).all())):
-            params["embed"] = theirs  # drafters that bring one mostly bring a copy of this
-        if "head" not in params:
-            params["head"] = {name: target.params[name] for name in ("head", "embed") if name in target.params}
+        dtype = own_dtype(target, options)
+        params, theirs = found.read(dtype, options), borrowed(target, dtype)
+        own, embed = params.get("embed"), theirs["embed"]
+        if own is None or (own.shape == embed.shape and bool((own == embed).all())):
+            params["embed"] = embed  # drafters that bring one mostly bring a copy of this
+        params.setdefault("head", theirs)
         return cls(found.config, dtype, found.layers, drafts, options.topk, steps, **found.settings), params
 
     def kv_bytes_per_token(self, dtype):
@@ -140,6 +140,7 @@ class Chain(Drafter):
         keep: Bool[Array, " b"],
     ) -> dict[str, Array]:
         """Compute rows from the target's features and the tokens after them, and where `keep`, note the last output."""
+        features = tuple(x.astype(self.dtype) for x in features)
         out, kv = self._layer(params, state["kv"], tokens, self._fuse(params, features), rows)
         last = jnp.take_along_axis(out, jnp.maximum(rows.count - 1, 0)[:, None, None], axis=1)[:, 0]
         into = jnp.where(keep, slots, len(state["hidden"]))  # out of range for all others, which are dropped

@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspec.checkpoint import CheckpointError, ModelFolder, dummy, locate, read_params
+from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
 from jaxspec.checkpoint.check import TensorInfo
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.drafters.own_weights import load_weights
 from jaxspec.drafters.vocabulary import id_maps
 from jaxspec.models.declaring import layer_tensors
 from jaxspec.weights import Layout, Param, bias, linear, norm_scale
@@ -60,14 +61,12 @@ class Found:
     vocab_size: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)  # more of the drafter's fields
 
-    def read(self, dtype: str, seed: int) -> dict[str, Any]:
+    def read(self, dtype: str, options: EngineConfig) -> dict[str, Any]:
         """The params that the checkpoint itself holds, or random ones if it was found without its weights."""
-        if not self.files.files:
-            params, offsets = dummy(self.declared, dtype, seed), None
-        else:
-            params = read_params(self.declared, self.files, self.source, dtype, rename=canonical, skip=self.skip)
-            names = [name for name in self.files.tensors() if canonical(name) == "d2t"]
-            offsets = self.files.tensor(names[0]) if names else None
+        named = {"rename": canonical, "skip": self.skip}
+        params = load_weights(self.declared, self.files, self.source, dtype, options, **named)
+        names = [name for name in self.files.tensors() if canonical(name) == "d2t"]
+        offsets = self.files.tensor(names[0]) if names else None
         if self.draft_ids is not None:
             params |= id_maps(offsets, self.draft_ids, self.vocab_size, self.source)
         return params
@@ -147,7 +146,7 @@ def _declare_head(
         raise ConfigError(f"--draft {source}: draft_vocab_size must be 1 to {config.vocab_size} or null, got {size!r}")
     smaller = size < config.vocab_size
     if "lm_head.weight" in found or needed or smaller or (not found and files.hf.get("draft_vocab_size")):
-        declared["head"] = {"head": linear(config.hidden_size, {"lm_head.weight": size})}
+        declared["head"] = {"head": linear(config.hidden_size, {"lm_head.weight": size}, exact=True)}
     if found and smaller and "d2t" not in found:
         raise CheckpointError(
             f"{files.path}: missing d2t: the drafter knows {size} of {config.vocab_size} tokens (draft_vocab_size), "

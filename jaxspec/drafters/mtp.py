@@ -15,13 +15,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.checkpoint import MTP, ModelFolder, dummy, locate, read_params
+from jaxspec.checkpoint import MTP, ModelFolder, locate
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import run_layer
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import product
 from jaxspec.decoder.spec import Attention, Mixture
 from jaxspec.drafters.eagle import Chain
+from jaxspec.drafters.own_weights import borrowed, load_weights, made_up, own_dtype
 from jaxspec.models.declaring import layer_tensors
 from jaxspec.weights import linear, norm_scale
 
@@ -48,21 +49,15 @@ class Mtp(Chain):
                 "tokens, is supported"
             )
         config = module_config(target.config)
-        declared, dtype = parameters(config), target.dtype
+        dtype, own = own_dtype(target, options), lambda name: name if name.startswith(MTP) else None
+        declared = parameters(config)
         if options.load_format == "dummy":
-            params = dummy(declared, dtype, options.seed or 0)
+            params = made_up(declared, target.quantization, dtype, options)
         else:
-            own = lambda name: name if name.startswith(MTP) else None  # noqa: E731
-            params = read_params(
-                declared,
-                locate(target.path),
-                f"{target.name}, MTP",
-                dtype,
-                rename=own,
-                fp8_activations=options.fp8_activations == "on",
-            )
-        head = {name: target.params[name] for name in ("head", "embed") if name in target.params}
-        params |= {"embed": target.params["embed"], "head": head}
+            files = locate(target.path)
+            params = load_weights(declared, files, f"{target.name}, MTP", dtype, options, rename=own)
+        theirs = borrowed(target, dtype)
+        params |= {"embed": theirs["embed"], "head": theirs}
         drafts = options.num_draft_tokens or 3
         return cls(config, dtype, (target.config.num_layers,), drafts), params
 

@@ -27,9 +27,14 @@ class Standalone(Drafter):
 
     @classmethod
     def load(cls, target, source, options):
-        activations = options.fp8_activations == "on"
-        how = {"load_format": options.load_format, "seed": options.seed or 0, "fp8_activations": activations}
-        model = load_model(source, options.dtype, **how)
+        model = load_model(
+            source,
+            options.draft_dtype or options.dtype,
+            load_format=options.load_format,
+            seed=options.seed or 0,
+            quantization=options.draft_quantization,
+            fp8_activations=options.fp8_activations == "on",
+        )
         if model.config.vocab_size != target.config.vocab_size:
             raise ConfigError(
                 f"--draft {source}: the draft model's vocabulary has {model.config.vocab_size} tokens, the target's "

@@ -171,6 +171,12 @@ def _speculation(foreign: dict[str, str | None], left: list[str]) -> dict[str, s
             own[option] = own[option] or value
     if given := [f"{option}={value}" for option, value in own.items() if value]:
         ours["draft"] += "?" + "&".join(given)
+    names = ("speculative_draft_model_quantization", "speculative_model_quantization")
+    given = [config.get("quantization"), *(get(name, None) for name in names)]
+    if (quantization := next(filter(None, given), None)) == "fp8" and found not in ("ngram", "suffix"):
+        ours["draft_quantization"] = quantization
+    elif quantization not in (None, "fp8", "none", "unquant"):
+        left.append(f"a drafter quantised by {shown(quantization)}: fp8 can be made while loading, or be on disk")
     size = get("speculative_draft_tensor_parallel_size", None) or config.get("draft_tensor_parallel_size", 1)
     if str(size) != "1":
         left.append(f"a drafter on {shown(size)} GPUs: jaxspec serves on one GPU")

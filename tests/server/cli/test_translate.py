@@ -57,6 +57,12 @@ HERE = "--model Qwen/Qwen3-8B"
         (f"{SGLANG} --speculative-algorithm EAGLE3 --speculative-draft-model-path a/b "
          "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16",
          f"{HERE} --draft eagle3:a/b --topk 4 --num-steps 5 --num-draft-tokens 15"),
+        (f"{SGLANG} --speculative-algorithm STANDALONE --speculative-draft-model-path a/b "
+         "--speculative-draft-model-quantization fp8", f"{HERE} --draft standalone:a/b --draft-quantization fp8"),
+        (f"{SGLANG} --speculative-algorithm EAGLE3 --speculative-draft-model-path a/b --quantization fp8 "
+         "--speculative-draft-model-quantization unquant", f"{HERE} --quantization fp8 --draft eagle3:a/b"),
+        (f"""{VLLM} --speculative-config '{{"method":"eagle3","model":"a/b","quantization":"fp8"}}' """,
+         f"{HERE} --draft eagle3:a/b --draft-quantization fp8 --port 8000"),
         (f"{SGLANG} --speculative-algorithm NEXTN --speculative-num-steps 3",
          f"{HERE} --draft mtp --num-draft-tokens 3"),
         (f"{SGLANG} --speculative-algorithm EAGLE --speculative-num-steps 3",
@@ -86,6 +92,7 @@ def test_translations(line, here):
         ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: supported are"),
         ("--speculative-config nonsense", "--speculative-config 'nonsense': it isn't a JSON object"),
         ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are dflash, "),
+        ("""--speculative-config '{"quantization": "awq"}'""", "a drafter quantised by 'awq': fp8 can be made"),
         ("--enforce-eager", "--enforce-eager: every step is one compiled program"),
         ("--reasoning-parser kimi_k9", "--reasoning-parser kimi_k9: it may be auto, none, qwen3"),
         ("--made-up 3", "--made-up: it has no counterpart here"),

@@ -1,0 +1,152 @@
+"""A drafter's dtype and quantisation are its own, whatever the target's are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
+from jaxspec.drafters import check_drafter
+from jaxspec.weights import Fp8, Unquantised, Weight, formats
+from tests import hybrids
+from tests.quantised import write
+from tests.test_dflash import GOLDEN
+from tests.tiny import tiny_checkpoint
+
+PROMPT = [5, 6, 7, 8] * 4
+EAGLES = GOLDEN / "eagle"
+DRAFTERS = {
+    "eagle": (EAGLES / "target", f"eagle:{EAGLES / 'safeailab-eagle'}"),
+    "eagle3": (EAGLES / "target", f"eagle3:{EAGLES / 'specforge-eagle3'}"),
+    "dflash": (GOLDEN / "dflash" / "target", f"dflash:{GOLDEN / 'dflash' / 'full'}"),
+    "dflash2": (GOLDEN / "dflash" / "target", f"dflash2:{GOLDEN / 'dflash2' / 'sliding'}"),
+    "dspark": (GOLDEN / "dflash" / "target", f"dspark:{GOLDEN / 'dspark' / 'deepspec'}"),
+}  # fmt: skip
+
+
+@functools.cache
+def drafting(kind: str):
+    """A target and what to draft for it with."""
+    if kind == "mtp":
+        folder, draft = hybrids.checkpoint("qwen3_5"), "mtp"
+    elif kind == "standalone":
+        folder, draft = tiny_checkpoint("llama"), f"standalone:{tiny_checkpoint('qwen3', seed=3)}"
+    else:
+        folder, draft = DRAFTERS[kind]
+    return load_model(str(folder), "float32", progress=False), draft
+
+
+def load(kind: str, **options):
+    target, draft = drafting(kind)
+    return target, load_drafter(draft, target, EngineConfig(draft=draft, **options))
+
+
+def is_weight(leaf) -> bool:
+    return isinstance(leaf, Weight)
+
+
+def weights(params) -> list[Weight]:
+    return list(filter(is_weight, jax.tree.leaves(params, is_leaf=is_weight)))
+
+
+def dequantised(drafter):
+    """The drafter with the matrices that its FP8 weights stand for."""
+    dtype = drafter.params["embed"].dtype
+
+    def whole(leaf):
+        if not is_weight(leaf) or isinstance(leaf.format, Unquantised):
+            return leaf
+        return Weight(leaf.dequantised(dtype), layout=leaf.layout)
+
+    return dataclasses.replace(drafter, params=jax.tree.map(whole, drafter.params, is_leaf=is_weight))
+
+
+KINDS = (*DRAFTERS, "mtp", "standalone")
+OWN = {"draft_dtype": "bfloat16", "draft_quantization": "fp8"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dtype_and_format_are_the_drafters_alone(kind):
+    target, drafter = load(kind, **OWN)
+    layer = drafter.params["layer"] if "layer" in drafter.params else drafter.params["layers"][0]
+    assert layer["qkv"].format == layer["down"].format == Fp8(128)
+    assert formats(target.params) == (Unquantised(),) and target.params["embed"].dtype == "float32"
+    found = {str(leaf.dtype) for leaf in jax.tree.leaves(drafter.params)} - {"int32"}
+    assert found == {"bfloat16", "float8_e4m3fn", "float32"}
+    scales = [each.scales for each in weights(drafter.params) if each.scales is not None]
+    assert sum(leaf.dtype == "float32" for leaf in jax.tree.leaves(drafter.params)) == len(scales)
+
+
+@pytest.mark.parametrize("kind", [
+    "dflash2", "mtp",
+    *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS if kind not in ("dflash2", "mtp")),
+])  # fmt: skip
+def test_drafts_are_those_of_the_dequantised_drafter(kind):
+    target, drafter = load(kind, **OWN)
+    found, expected = (jaxspec.propose(target, each, PROMPT, 2) for each in (drafter, dequantised(drafter)))
+    assert found.count == expected.count == 2 and found.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_allclose(found.logits, expected.logits, atol=1e-3)
+
+
+def test_without_options_a_drafter_has_its_targets_dtype_and_its_own_format():
+    folder, draft = DRAFTERS["eagle"]
+    target = load_model(str(folder), "bfloat16", quantization="fp8", progress=False)
+    drafter = load_drafter(draft, target)
+    assert Fp8(128) in formats(target.params) and formats(drafter.params) == (Unquantised(),)
+    assert drafter.params["fc"].dtype == "bfloat16" and drafter.params["embed"] is target.params["embed"]
+
+
+def test_a_quantised_drafter_is_read_as_it_is(tmp_path):
+    target, _ = drafting("eagle")
+    quant, whole = write(EAGLES / "safeailab-eagle", tmp_path)
+    stored, expected = (load_drafter(f"eagle:{folder}", target) for folder in (quant, whole))
+    assert stored.params["layer"]["qkv"].format == stored.params["fc"].format == Fp8(128)
+    found = weights(dequantised(stored).params)
+    for ours, theirs in zip(found, weights(expected.params), strict=True):
+        np.testing.assert_allclose(ours.unquantised, theirs.unquantised, rtol=1e-6)
+    draft = f"eagle:{quant}"
+    dummy = load_drafter(draft, target, EngineConfig(draft=draft, load_format="dummy", fp8_activations="on"))
+    assert dummy.params["layer"]["qkv"].format == Fp8(128, activations=True)
+
+
+def test_dummies_of_an_mtp_module_have_the_format_of_its_checkpoint(tmp_path):
+    folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
+    target = load_model(str(folder), load_format="dummy")
+    drafter = load_drafter("mtp", target, EngineConfig(draft="mtp", load_format="dummy"))
+    assert drafter.params["layer"]["qkv"].format == Fp8(128) and drafter.params["fc"].format == Unquantised()
+
+
+def test_an_engine_with_a_quantised_drafter_gives_the_text_of_plain_decoding():
+    """Of several drafts in one batch. The memory plan counts the drafter as it is."""
+    folder, draft = DRAFTERS["eagle3"]
+    options = {
+        "dtype": "float32", "page_size": 8, "chunked_prefill_size": 64, "context_length": 128, "max_total_tokens": 512,
+        "max_running_requests": 2, "skip_warmup": True, "few_programs": True, "disable_structured_output": True,
+    }  # fmt: skip
+    prompts, params = [PROMPT, [9, 3] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    drafted = LLM(str(folder), draft=draft, **OWN, **options)
+    texts = [out.token_ids for out in drafted.generate(prompts, params)]
+    assert texts == [out.token_ids for out in drafted.generate(prompts, params)]  # by a cached prefix
+    model = drafted.engine.runner.model
+    for prompt, text in zip(prompts, texts, strict=True):
+        logits = np.asarray(jaxspec.logits(model, [prompt + list(text)]))[0]
+        assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == list(text)
+    plan, params = drafted.engine.runner.plan, drafted.engine.runner.draft.params
+    assert plan.draft_weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def test_a_drafter_without_weights_takes_neither(caplog):
+    target, _ = drafting("eagle")
+    for options, flag in ((OWN, "--draft-dtype bfloat16"), ({"draft_quantization": "fp8"}, "--draft-quantization fp8")):
+        with pytest.raises(ConfigError, match=f"{flag}: --draft suffix has no weights"):
+            check_drafter(EngineConfig(draft="suffix", **options))
+        with pytest.raises(ConfigError, match=f"{flag} needs a drafter; --draft is none"):
+            EngineConfig(**options)
+    with caplog.at_level("WARNING", "jaxspec"):
+        assert load_drafter("auto", target, EngineConfig(draft="auto", **OWN)).name == "ngram"
+    assert "--draft-quantization fp8 has no effect" in caplog.text
