@@ -83,10 +83,10 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: F
             tools=tools,
             add_generation_prompt=not body.continue_final_message if opens is None else opens,
             continue_final_message=bool(body.continue_final_message),
-            **(body.chat_template_kwargs or {}),
+            **body.template_variables,
         )
 
-    size += sum(map(_weight, (body.chat_template_kwargs or {}).values()))
+    size += sum(map(_weight, body.template_variables.values()))
     with _refusals("messages", context):
         if size <= BRIEF and len(messages) <= FEW:
             return Prompt(await _brief_chats.run((tokenizer, write())))

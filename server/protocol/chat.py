@@ -122,6 +122,7 @@ def _describe_variables(schema: dict[str, Any]) -> None:
     }
 
 
+Effort = Literal["low", "medium", "high"]  # vLLM's; a variable of the template, which may not look at it
 Variables = Annotated[dict[str, Any], Field(json_schema_extra=_describe_variables)]
 
 
@@ -132,7 +133,7 @@ class ChatRequest(Generation):
 
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **Generation.UNSUPPORTED,
-        **dict.fromkeys(("function_call", "audio", "reasoning_effort", "verbosity", "web_search_options"), ()),
+        **dict.fromkeys(("function_call", "audio", "verbosity", "web_search_options"), ()),
         **dict.fromkeys(("chat_template", "documents"), ()),
         "functions": ([],),
         "modalities": (["text"],),
@@ -149,6 +150,7 @@ class ChatRequest(Generation):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
+    reasoning_effort: Effort | None = None
     tools: Annotated[list[dict], PlainValidator(read_tools, json_schema_input_type=Tools)] | None = None
     tool_choice: Annotated[str | Named, PlainValidator(read_choice, json_schema_input_type=Choice)] | None = None
     parallel_tool_calls: bool | None = None
@@ -177,7 +179,20 @@ class ChatRequest(Generation):
             )
         if bad := sorted(reserved_template_variables() & variables.keys()):
             raise RequestError(f"{bad[0]!r} can't be set here; it is not the template's to see", "chat_template_kwargs")
+        effort = self.reasoning_effort
+        if effort is not None and (other := variables.get("reasoning_effort", effort)) != effort:
+            raise RequestError(
+                f"reasoning_effort ({effort}) and the variable of that name in chat_template_kwargs ({shown(other)}) "
+                "mean the same and differ; send one",
+                "reasoning_effort",
+            )
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template sees beside messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**(self.chat_template_kwargs or {}), **effort}
 
     @property
     def limit_name(self) -> str:

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, PlainValidator
 
 from jaxspec.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
 from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges
-from server.protocol.chat import Variables
+from server.protocol.chat import Effort, Variables
 from server.protocol.described import NULL, add_rules, any_of, checked_later, fields
 from server.protocol.generation import Biases, Stop
 from server.protocol.response_items import MAX_ITEMS, Choice, Format, Input, Tools
@@ -159,7 +159,7 @@ class Reasoning(Body):
     """`reasoning`. A summary is not made: reasoning comes as it is."""
 
     IGNORED = frozenset({"summary", "generate_summary"})
-    effort: Annotated[Any, checked_later(None)] = None  # no chat template here has one
+    effort: Annotated[Any, checked_later(Effort)] | None = None
 
 
 def _describe(schema: dict[str, Any]) -> None:

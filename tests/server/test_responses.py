@@ -237,7 +237,7 @@ def test_the_store_forgets_what_was_used_longest_ago():
         ({"background": True}, "background", "not supported"),
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"conversation": "c"}, "conversation", "not supported"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort is not supported"),
+        ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'low', 'medium' or 'high'"),
         ({"text": {"format": {"type": "json"}}}, "text.format.type", "text.format.type must be one of"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "name must be a string"),
         ({"tools": [{"type": "function", "name": "?"}]}, "tools", "tool 0 needs a name"),

@@ -114,6 +114,16 @@ def test_no_part_of_a_chat_is_lost_or_refused(messages, prompt):
     assert written == SYSTEM + prompt + "<|start|>assistant"
 
 
+def test_reasoning_effort_reaches_the_template_of_both_routes():
+    with speaking("<|channel|>final<|message|>ok", reasoning="auto", tools="auto", tokenizer=harmony_tokenizer()) as (
+        chat, llm
+    ):  # fmt: skip
+        chat.create(**MODEL, messages=[USER], reasoning_effort="low")
+        chat._client.responses.create(**MODEL, input="hi", reasoning={"effort": "high"})
+        low, high = (byte_tokenizer().decode(each[0], skip_special_tokens=False) for each in llm.started)
+    assert "Reasoning: low" in low and "Reasoning: high" in high
+
+
 def test_tools_and_variables_reach_the_template_and_calls_the_client():
     bare = {"type": "function", "function": {"name": "now"}}
     reply = "<|channel|>analysis<|message|>hm<|end|>" + asks("get_weather", '{"city": "Oslo"}')

@@ -121,7 +121,12 @@ def test_bad_completion(http, fake, fields, param, says, stream):
         ({"functions": [{}]}, "functions", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"audio": {}}, "audio", "not supported"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+        ({"reasoning_effort": "xhigh"}, "reasoning_effort", "'low', 'medium' or 'high'"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort",
+            "differ; send one",
+        ),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"priority": 1}, "priority", "not supported"),
         ({"bad_words": ["a"]}, "bad_words", "not supported"),

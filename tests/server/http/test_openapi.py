@@ -112,6 +112,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     (CHAT, {"messages": USER, "stream": True, "stream_options": {"include_usage": True}}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]}),
     (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": USER, "reasoning_effort": "low"}),
+    ("/v1/responses", {"input": "a", "reasoning": {"effort": "high"}}),
     (CHAT, {"messages": USER, "response_format": {"type": "text"}, "regex": "a"}),
     (TEXT, {"prompt": "a", "structured_outputs": {"json_object": True, "whitespace_pattern": ""}}),
     (TEXT, {"prompt": "a", "stop_token_ids": [258], "ebnf": "root ::= \"a\"", "guided_json": None}),
@@ -154,7 +156,7 @@ def test_what_the_description_allows_is_accepted(http, schema, path, body):
     ("/v1/responses", {"input": "a", "top_logprobs": 21}), ("/v1/responses", {"input": "a", "include": ["x"]}),
     ("/v1/responses", {"input": "a", "tool_choice": "required"}), ("/v1/responses", {"input": "a", "tools": [{}]}),
     ("/v1/responses", {"input": "a", "stop_token_ids": [259]}), ("/v1/responses", {"input": "a", "stop": 5}),
-    ("/v1/responses", {"input": "a", "reasoning": {"effort": "low"}}),
+    ("/v1/responses", {"input": "a", "reasoning": {"effort": "most"}}),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema"}}}),
 ])  # fmt: skip
 def test_what_the_description_forbids_is_refused(http, schema, path, body):
