@@ -169,13 +169,17 @@ def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:
     for param, array in zip(leaves, jax.tree.leaves(params), strict=True):
         parts = _sources(param, np.asarray(array.astype(param.dtype or _STORED_DTYPE)))
         for name, part in zip(param.sources, parts, strict=True):
-            part = part.T if param.transpose else part
+            part = part.T if param.transpose and not param.stacked else part
             tensors[name] = np.ascontiguousarray(part[:, None] if param.depthwise else part)
     return tensors
 
 
 def _sources(param: Param, array: np.ndarray) -> list[np.ndarray]:
-    """What an array was put together from."""
+    """What an array was put together from. All experts of one tensor come as it has them."""
+    if param.sources == (param.whole,):
+        if not param.transpose:
+            return [array]
+        return [np.concatenate(param.layout.unpack(array.swapaxes(1, 2)), axis=-1)]
     if param.stacked:
         return [part for expert in array for part in np.split(expert, np.cumsum(param.layout.splits)[:-1])]
     return [np.asarray(part) for part in param.layout.unpack(array)]
