@@ -121,7 +121,7 @@ def test_what_is_said_of_nonsense(key, value, says):
 def test_end_tokens_outside_the_vocabulary_end_nothing():
     """Which a config may name that was made for a larger one."""
     config = ModelConfig.from_hf(tiny_config(vocab=64, eos=[3, 64, 2**31 - 1]))
-    tokenizer = SimpleNamespace(eos_token_ids=(5, 3, 99))
+    tokenizer = SimpleNamespace(eos_token_ids=(5, 3, 99), added_tokens={})
     assert load.Model(config, None, "float32", "m", None, tokenizer).eos_ids == (3, 5)
 
 
