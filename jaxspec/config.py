@@ -290,6 +290,14 @@ class EngineConfig:
         choices=("fp8",),
         aliases={"none": None, "unquant": None},
     )
+    draft_token_map: str | None = option(
+        None,
+        "file of the token ids that are worth drafting: dflash, eagle, eagle3 and mtp then draft no others, with a "
+        "smaller head",
+        "FILE",
+        group=SPECULATION,
+        shown="none: all tokens",
+    )
     load_format: str = option(
         "auto",
         "auto, or dummy for random weights made from the config alone",
@@ -429,6 +437,7 @@ class EngineConfig:
         given = {"num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps}
         given |= {"topk": None if self.topk == 1 else self.topk}
         given |= {"draft_dtype": self.draft_dtype, "draft_quantization": self.draft_quantization}
+        given |= {"draft_token_map": self.draft_token_map}
         for name, value in given.items():
             if self.draft == "none" and value is not None:
                 raise ConfigError(

@@ -27,6 +27,7 @@ ELSEWHERE = {
     **dict.fromkeys(("speculative_draft_model_quantization", "speculative_model_quantization"), "draft_quantization"),
     "speculative_eagle_topk": "topk",
     "speculative_num_steps": "num_steps",
+    "speculative_token_map": "draft_token_map",
 }
 SEVERAL_GPUS = frozenset(
     {

@@ -23,6 +23,7 @@ from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.drafters.suffix import Suffix
+from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.models import MODELS
 from jaxspec.options import check, flag, from_query
 
@@ -57,6 +58,7 @@ ARCHITECTURES = {
 BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoints are told apart by their configs
 
 WITHOUT_WEIGHTS = (Ngram, Suffix)
+TAKE_TOKEN_MAPS = (DFlash, Eagle, Eagle3, Mtp)
 SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made by scripts/gpu/train.sh
 
 # Drafters known to suit a target, public or shipped: method -> {target's name in lower case: drafter}.
@@ -131,8 +133,12 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
         draft = _automatic(model, options)
     cls, source, own = _find(draft, model.name, options.load_format)
     _check_weights(cls, options)
+    token_map = options.draft_token_map
+    ids = None if token_map is None else read_token_map(token_map, model.config.vocab_size)
     drafter, params = cls.load(model, source, options)
     drafter = _with_options(drafter, own, draft)
+    if ids is not None:
+        params = drafter.with_token_map(params, ids)
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
     if options.topk > 1 and drafter.topk == 1:
@@ -154,11 +160,16 @@ def check_drafter(options: EngineConfig) -> None:
 
 
 def _check_weights(cls: type[Drafter], options: EngineConfig) -> None:
-    """**Raises:** `ConfigError` for a dtype or a format of a drafter without weights. If `auto` chose it, a warning is
-    logged instead."""
+    """**Raises:** `ConfigError` for a dtype or a format of a drafter without weights, and for a token map of one that
+    can't take it. If `auto` chose a drafter without weights, a warning is logged instead."""
     if cls not in WITHOUT_WEIGHTS:
+        if options.draft_token_map is not None and cls not in TAKE_TOKEN_MAPS:
+            raise ConfigError(
+                f"--draft-token-map {options.draft_token_map}: --draft {options.draft} needs the target's whole "
+                "vocabulary; dflash, eagle, eagle3 and mtp don't. Drop the flag"
+            )
         return
-    for name in ("draft_dtype", "draft_quantization"):
+    for name in ("draft_dtype", "draft_quantization", "draft_token_map"):
         if (value := getattr(options, name)) is None:
             continue
         if options.draft != "auto":

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
@@ -26,7 +27,7 @@ from jaxspec.decoder.matmul import product
 from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.own_weights import borrowed, load_weights, own_dtype
-from jaxspec.drafters.vocabulary import as_targets, id_maps
+from jaxspec.drafters.vocabulary import as_targets, id_maps, maps_of, rows_of
 from jaxspec.weights import Layout, Weight
 
 
@@ -130,6 +131,12 @@ class DFlash(Drafter):
     def parameters(self, found: Container[str] = ()) -> dict[str, Any]:
         """What a checkpoint holds, as declarations, if these tensors are `found` in it."""
         return checkpoint.parameters(self.config, len(self.feature_layers), self.draft_ids, found)
+
+    def with_token_map(self, params: Any, ids: np.ndarray) -> dict[str, Any]:
+        """The params to draft these of the target's tokens alone. **Raises:** `ConfigError` if it can't be."""
+        less, maps = rows_of(params, ids), maps_of(params, ids, self.config.vocab_size)
+        head = less["head"] if "head" in less else Weight(less["embed"].T)  # all embeddings are still read for inputs
+        return {**params, "head": head, **maps}
 
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)

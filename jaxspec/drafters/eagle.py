@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
@@ -28,7 +29,7 @@ from jaxspec.decoder.matmul import product
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
 from jaxspec.drafters.own_weights import borrowed, own_dtype
-from jaxspec.drafters.vocabulary import as_targets
+from jaxspec.drafters.vocabulary import as_targets, maps_of, rows_of
 from jaxspec.weights import matmul
 
 
@@ -90,6 +91,13 @@ class Chain(Drafter):
             params["embed"] = embed  # drafters that bring one mostly bring a copy of this
         params.setdefault("head", theirs)
         return cls(found.config, dtype, found.layers, drafts, options.topk, steps, **found.settings), params
+
+    def with_token_map(self, params: Any, ids: np.ndarray) -> dict[str, Any]:
+        """The params to draft these of the target's tokens alone. **Raises:** `ConfigError` if it can't be."""
+        if len(ids) < self.topk:
+            raise ConfigError(f"--topk {self.topk}: --draft-token-map has {len(ids)} tokens")
+        maps = maps_of(params, ids, self.config.vocab_size)
+        return {**params, "head": rows_of(params["head"], ids), **maps}
 
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)

@@ -1,10 +1,16 @@
 """A drafter's vocabulary of its own, smaller than the target's: which of the target's tokens it knows.
 
 Drafters that have one keep `target_ids` and `draft_ids` among their params; those that know every token keep neither.
+
+A drafter is trained with one, or is given one: a token map lists the target's tokens worth drafting, and the drafter's
+head becomes a copy of their weights. It reads less of memory for each draft, and can't draft the rest (FR-Spec,
+https://arxiv.org/abs/2502.14856).
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoint import CheckpointError
+from jaxspec.config import ConfigError
+from jaxspec.weights import Unquantised, Weight
 
 
 def id_maps(offsets: np.ndarray | None, size: int, vocab_size: int, source: str) -> dict[str, Array]:
@@ -45,3 +53,49 @@ def as_targets(
         return tokens, None
     padding = [(0, 0)] * (probs.ndim - 1) + [(0, 1)]  # the column added is for all other tokens
     return tokens, jnp.pad(probs, padding)[..., params["draft_ids"]]
+
+
+def read_token_map(path: str, vocab_size: int) -> Int[np.ndarray, " n"]:
+    """The ids of a token map, ascending: a JSON file with a list of them, or a NumPy file (`.npy`) with an array.
+
+    **Raises:** `ConfigError` for a file that can't be read or holds anything else, and for ids that the target lacks.
+    """
+    name = f"--draft-token-map {path}"
+    try:
+        ids = np.load(path, allow_pickle=False) if path.endswith(".npy") else json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{name}: {reason}. It must be a JSON file with a list of token ids, or a .npy file"
+        ) from error
+    if not isinstance(ids, np.ndarray) and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+        raise ConfigError(f"{name}: it must hold a list of token ids and nothing else")
+    try:
+        ids = np.asarray(ids)
+    except OverflowError as error:
+        raise ConfigError(f"{name}: it has ids of more than 64 bits") from error
+    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise ConfigError(f"{name}: it must hold a list of token ids, got {ids.dtype} of shape {list(ids.shape)}")
+    beyond = ids[(ids < 0) | (ids >= vocab_size)]
+    if beyond.size:
+        raise ConfigError(f"{name}: token {beyond[0]} is none of the target's {vocab_size}. Is it another model's map?")
+    return np.unique(ids).astype(np.int64)
+
+
+def rows_of(head: dict[str, Any], ids: Int[np.ndarray, " n"]) -> dict[str, Any]:
+    """What computes logits, a `head` or tied embeddings, copied for these tokens alone."""
+    if "head" not in head:
+        return {"embed": head["embed"][ids]}
+    weight = head["head"]
+    values = weight.unquantised if isinstance(weight.format, Unquantised) else weight.dequantised(head["embed"].dtype)
+    return {"head": Weight(values[:, ids])}
+
+
+def maps_of(params: Any, ids: Int[np.ndarray, " n"], vocab_size: int) -> dict[str, Array]:
+    """`id_maps` of a token map. **Raises:** `ConfigError` if the drafter's params have a vocabulary of their own."""
+    if "target_ids" in params:
+        raise ConfigError(
+            f"--draft-token-map: this drafter was trained to draft {len(params['target_ids'])} tokens, and its head is "
+            "theirs. Drop the flag"
+        )
+    return id_maps(ids - np.arange(len(ids)), len(ids), vocab_size, "--draft-token-map")

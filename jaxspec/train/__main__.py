@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, resolve
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     claim_device()
     try:
-        {"data": _data, "evaluate": _evaluate}.get(args.command, _train)(args)
+        {"data": _data, "token-map": _token_map, "evaluate": _evaluate}.get(args.command, _train)(args)
     except (CheckpointError, ConfigError, RequestError, TokenizerError, TrainError) as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
     return 0
@@ -56,6 +58,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _data(args: argparse.Namespace) -> None:
     path = _texts_file(args)
     print(f"texts: {path}")
+
+
+def _token_map(args: argparse.Namespace) -> None:
+    config = resolve(args.model).config
+    ids = _most_frequent(read_texts(_texts_file(args), config.vocab_size), config.vocab_size, args.size, "--size")
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "token_map.json"
+    path.write_text(json.dumps(ids.tolist(), separators=(",", ":")) + "\n", encoding="utf-8")
+    print(f"token map: {path}")
+
+
+def _most_frequent(texts: list[Text], vocab_size: int, size: int, flag: str) -> Int[np.ndarray, " n"]:
+    """The ids of the `size` tokens that the texts' answers have most often, ascending."""
+    if size > vocab_size:
+        raise TrainError(f"{flag} {size} is more than the target's {vocab_size} tokens")
+    counts = count(texts, vocab_size)
+    ids = np.sort(np.argsort(-counts, kind="stable")[:size])
+    print(f"draft vocabulary: {size} tokens, {counts[ids].sum() / counts.sum():.2%} of the answers' tokens")
+    return ids
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -109,13 +130,8 @@ def _settings(args: argparse.Namespace) -> loop.Settings:
 
 
 def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
-    vocabulary, size = None, args.draft_vocab_size
-    if size > target.config.vocab_size:
-        raise TrainError(f"--draft-vocab-size {size} is more than the target's {target.config.vocab_size} tokens")
-    if size:
-        counts = count(texts, target.config.vocab_size)
-        vocabulary = np.sort(np.argsort(-counts, kind="stable")[:size])
-        print(f"draft vocabulary: {size} tokens, {counts[vocabulary].sum() / counts.sum():.2%} of the answers' tokens")
+    size, known = args.draft_vocab_size, target.config.vocab_size
+    vocabulary = _most_frequent(texts, known, size, "--draft-vocab-size") if size else None
     fresh = export.fresh_eagle3(args.output / "drafter", target, _shape(args, 1), vocabulary, args.seed)
     dtype = target.dtype
     return fresh, Eagle3Objective(fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay)

@@ -16,7 +16,7 @@ TEXTS_HELP = "self, for prompts of the model's own; a .jsonl of chats or prompts
 
 
 def parser() -> argparse.ArgumentParser:
-    """Subcommands `data`, `eagle3`, `dflash`, `dspark`, `evaluate`; `args.command` says which."""
+    """Subcommands `data`, `token-map`, `eagle3`, `dflash`, `dspark`, `evaluate`; `args.command` says which."""
     top = argparse.ArgumentParser(prog="python -m jaxspec.train", description="Train a drafter for a model.")
     commands = top.add_subparsers(dest="command", required=True)
     add = lambda name, text: commands.add_parser(  # noqa: E731
@@ -25,6 +25,10 @@ def parser() -> argparse.ArgumentParser:
     data = add("data", "have the model write training texts, to train several drafters on")
     _add_common(data)
     _add_writing(data)
+    token_map = add("token-map", "list the tokens that the model writes most often, for --draft-token-map")
+    _add_common(token_map)
+    _add_writing(token_map)
+    token_map.add_argument("--size", type=positive, default=32768, metavar="N", help="tokens to keep (%(default)s)")
     eagle3 = add("eagle3", "train an EAGLE-3 drafter")
     _add_training(eagle3)
     _add_eagle3(eagle3)

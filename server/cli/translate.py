@@ -177,6 +177,7 @@ def _speculation(foreign: dict[str, str | None], left: list[str]) -> dict[str, s
         ours["draft_quantization"] = quantization
     elif quantization not in (None, "fp8", "none", "unquant"):
         left.append(f"a drafter quantised by {shown(quantization)}: fp8 can be made while loading, or be on disk")
+    ours["draft_token_map"] = get("speculative_token_map", None)
     size = get("speculative_draft_tensor_parallel_size", None) or config.get("draft_tensor_parallel_size", 1)
     if str(size) != "1":
         left.append(f"a drafter on {shown(size)} GPUs: jaxspec serves on one GPU")
