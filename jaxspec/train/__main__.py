@@ -82,18 +82,15 @@ def _most_frequent(texts: list[Text], vocab_size: int, size: int, flag: str) -> 
 def _train(args: argparse.Namespace) -> None:
     if not args.no_plots:
         plots.check()
-    settings, config = _settings(args), resolve(args.model).config  # errors come before texts are written
-    if config.linear:
-        raise TrainError(
-            f"--model {args.model}: {config.model_type} has linear attention. A training row holds several texts, and "
-            "its state would pass from one to the next. Such models come with an MTP module: --draft mtp"
-        )
+    settings = _settings(args)
+    resolve(args.model)  # errors come before texts are written
     path = _texts_file(args)
     enable_compilation_cache()  # a run that resumes doesn't compile again
     target = load_model(args.model, _dtype(args))
     texts = read_texts(path, target.config.vocab_size)
     training, held_out = split(texts)
-    data = pack(training, args.row_length, args.batch_size, args.seed)
+    alone = target.config.linear is not None  # a state would pass from one text of a row to the next
+    data = pack(training, args.row_length, args.batch_size, args.seed, alone)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE}
     run = loop.Run(args.output, facts | {"method": args.command, "texts": len(texts)})
     fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.mixer import OnlyAttention
+from jaxspec.mixers import WholeTexts
 
 BLOCK = 256  # query rows whose scores exist at once
 _UNSEEN = -1e30  # finite, so that no gradient is the difference of infinities
@@ -87,6 +88,13 @@ def packed_attention(first: Int[Array, "b t"]) -> OnlyAttention:
         return causal_attention(q, k, v, near, sinks=sinks), cache
 
     return OnlyAttention(attention)
+
+
+class OneText(WholeTexts):
+    """A `Mixer` of rows with one text each, from row 0 on: for linear attention, whose state takes in all before it."""
+
+    def __init__(self, first: Int[Array, "b t"]):
+        self.attend = packed_attention(first).attend
 
 
 def causal_attention(

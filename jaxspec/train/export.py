@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from jaxspec.checkpoint import Model
 from jaxspec.config import EngineConfig, ModelConfig
-from jaxspec.decoder.spec import Mlp
+from jaxspec.decoder.spec import LinearScaling, Mlp, RopeScaling, Yarn
 from jaxspec.draft import Drafter
 from jaxspec.drafters import DRAFTERS
 from jaxspec.drafters.dflash_checkpoint import feature_layers
@@ -30,6 +30,7 @@ from jaxspec.drafters.vocabulary import id_maps
 from jaxspec.train.data import TrainError
 from jaxspec.weights import Layout, Param, Weight, is_param
 
+ROPE_TYPES = {RopeScaling: "llama3", LinearScaling: "linear", Yarn: "yarn"}
 _TRAINED_DTYPE, _STORED_DTYPE = "float32", jnp.bfloat16
 
 
@@ -189,9 +190,9 @@ def _layer_config(c: ModelConfig, shape: Shape) -> dict[str, Any]:
     """The part of a `config.json` that says how the drafter's layers look."""
     rope: dict[str, Any] = {"rope_theta": c.decoder.attention.rope.theta}
     if (scaling := c.decoder.attention.rope.scaling) is not None:
-        scaling = dataclasses.asdict(scaling)
-        original = scaling.pop("original_max_position")
-        rope["rope_scaling"] = {"rope_type": "llama3", **scaling, "original_max_position_embeddings": original}
+        rope["rope_scaling"] = {"rope_type": ROPE_TYPES[type(scaling)], **dataclasses.asdict(scaling)}
+        if original := rope["rope_scaling"].pop("original_max_position", None):
+            rope["rope_scaling"]["original_max_position_embeddings"] = original
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -227,7 +228,8 @@ def _load(method: str, folder: Path, config: dict[str, Any], target: Model, seed
 
 def _fresh(folder: Path, drafter: Drafter, declared: dict, params: dict, target: Model) -> Fresh:
     """Split the params. The last norm starts as the target's: what it feeds is the target's head, or starts as that."""
-    trained = {name: params[name] for name in declared} | {"norm": target.params["norm"]}
+    norm = target.params["norm"] + (1 if target.config.decoder.norm.centred else 0)  # a drafter's isn't centred
+    trained = {name: params[name] for name in declared} | {"norm": norm}
     trained = jax.tree.map(lambda x: jnp.array(x, _TRAINED_DTYPE), trained)  # a copy: steps overwrite it
     frozen = {name: value for name, value in params.items() if name not in declared}
     for name in ("context", "context_norm", "context_bias"):

@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.config import ModelConfig
 from jaxspec.decoder.forward import Hidden, forward
-from jaxspec.decoder.spec import Mixture
+from jaxspec.decoder.spec import DeltaRule, Mixture
 from jaxspec.draft import Drafter
 from jaxspec.pallas.hopper import kernels_here
 from jaxspec.pallas.weight_stream import MAX_ROWS
-from jaxspec.train.attention import packed_attention
+from jaxspec.train.attention import OneText, packed_attention
 from jaxspec.train.data import TrainError
 
 
@@ -82,9 +82,9 @@ class Objective:
     def read(self, target_params: Any, batch: Batch) -> Hidden:
         """The target's forward: what the drafter is told, and what it is to learn. No gradient flows into it."""
         check_rows(batch.tokens.size)
-        attention = packed_attention(batch.first)
+        mixer = (OneText if self.target.linear else packed_attention)(batch.first)
         layers = self.drafter.feature_layers
-        hidden = forward(self.target.decoder, target_params, batch.tokens, batch.positions, attention, None, layers)
+        hidden = forward(self.target.decoder, target_params, batch.tokens, batch.positions, mixer, None, layers)
         return jax.lax.stop_gradient(hidden)
 
     def cast(self, tree: Any) -> Any:
@@ -119,6 +119,10 @@ def matmul_weights(config: ModelConfig) -> int:
     d, total = config.hidden_size, 0
     for layer in config.decoder.layers:
         a, feed = layer.mixing, layer.feed
+        if isinstance(a, DeltaRule):  # convolved channels, gates of the outputs, two numbers a head; the outputs
+            mixed = a.channels + 2 * a.value_heads * a.value_dim + 2 * a.value_heads
+        else:
+            mixed = (2 * a.heads + 2 * a.kv_heads) * a.head_dim
         width = feed.per_token * feed.width + feed.shared if isinstance(feed, Mixture) else feed.width
-        total += d * (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 3 * d * width
+        total += d * (mixed + 3 * width)
     return total

@@ -51,15 +51,15 @@ class Packed:
         return Batch(tokens, first, answer)
 
 
-def pack(texts: list[Text], row_length: int, batch_size: int, seed: int) -> Packed:
-    """Put texts, shuffled, each into the first open row that it fits.
+def pack(texts: list[Text], row_length: int, batch_size: int, seed: int, alone: bool = False) -> Packed:
+    """Put texts, shuffled, each into the first open row that it fits; `alone`, into a row of its own.
 
     **Raises:** `TrainError` if they don't fill one batch.
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, list[int]]] = []  # space left, the row
     for i in np.random.default_rng((seed, 2**32)).permutation(len(texts)).tolist():
-        need = min(len(texts[i].tokens), row_length)
+        need = row_length if alone else min(len(texts[i].tokens), row_length)
         for at, (space, row) in enumerate(open_rows):
             if need <= space:
                 row.append(i)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxspec
 from jaxspec.checkpoint import load_model
 from jaxspec.drafters import load_drafter
 from jaxspec.pallas import weight_stream
@@ -204,18 +205,27 @@ def test_senseless_settings_are_refused(given):
         Settings(**given)
 
 
-@pytest.mark.parametrize(
-    ("family", "given", "said"),
-    [
-        ("llama", {"learning_rate": -1}, "--learning-rate must be positive, got -1.0"),
-        ("qwen3_next", {}, "qwen3_next has linear attention"),
-    ],
-)
-def test_what_cant_be_trained_is_told_before_texts_are_written(family, given, said, tmp_path, monkeypatch, capsys):
+def test_what_cant_be_trained_is_told_before_texts_are_written(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "_texts_file", lambda _: pytest.fail("texts were written"))
     with pytest.raises(SystemExit):
-        main(arguments("eagle3", tiny_checkpoint(family), "self", tmp_path, **given))
-    assert said in capsys.readouterr().err
+        main(arguments("eagle3", model, "self", tmp_path, learning_rate=-1))
+    assert "--learning-rate must be positive, got -1.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("method", "family"), [
+    ("eagle3", "qwen3_5_moe"),
+    pytest.param("dflash", "qwen3_next", marks=pytest.mark.exhaustive),
+    pytest.param("dflash", "qwen3_moe", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_drafters_of_hybrids_and_mixtures_are_trained_and_serve_them(method, family, texts, tmp_path):
+    model = str(tiny_checkpoint(family, vocab=40))
+    own = {"unroll": 2, "target_layers": "0,1"} if method == "eagle3" else {"block_size": 4, "num_layers": 1}
+    assert main(arguments(method, model, texts, tmp_path, batch_size=12, **own)) == 0
+    curve = losses(tmp_path)
+    assert min(curve[-3:]) < 0.95 * curve[0]
+    target = load_model(model, "float32", progress=False)
+    drafter = load_drafter(f"{method}:{tmp_path / 'drafter'}", target)
+    assert len(jaxspec.propose(target, drafter, [5, 6, 7, 8], 2).tokens) == 2
 
 
 def test_metrics_behind_the_checkpoint_are_forgotten(tmp_path):

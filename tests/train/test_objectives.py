@@ -14,12 +14,14 @@ from jaxspec.decoder.forward import unembed
 from jaxspec.drafters import load_drafter
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.train import eagle3, objective
-from jaxspec.train.data import TrainError
+from jaxspec.train.data import Text, TrainError
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
-from jaxspec.train.objective import Batch
+from jaxspec.train.objective import Batch, Objective
+from jaxspec.train.packing import pack
 from tests.blocks import write_drafter
+from tests.tiny import tiny_checkpoint
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 BEFORE, PROMPT = 9, 12  # tokens of another text in the row, and of the prompt
@@ -138,3 +140,16 @@ def test_steps_too_small_for_a_gradient_are_refused(target, monkeypatch):
 def test_a_layer_with_a_window_is_refused():
     with pytest.raises(TrainError, match="window of 4 can't be trained"):
         eagle3._Step(None, 0).attend([], jnp.int32(0), None, None, None, 4)
+
+
+def test_a_hybrid_reads_each_text_of_a_batch_as_it_would_alone(target):
+    """Of rows with a text each and padding behind it: the state takes in nothing else."""
+    hybrid = load_model(str(tiny_checkpoint("qwen3_next", vocab=64)), "float32", progress=False)
+    texts = [Text(np.arange(n) * step % 60 + 1, ((1, n),)) for n, step in ((23, 7), (23, 11))]
+    batch = pack(texts, 32, 2, 0, alone=True).batch(0)
+    reader = Objective(drafted(target, "eagle3", 2)[0].drafter, hybrid.config, "float32", "soft")
+    reader = dataclasses.replace(reader, drafter=dataclasses.replace(reader.drafter, feature_layers=(0, 1)))
+    logits = np.asarray(unembed(hybrid.params, jax.jit(reader.read)(hybrid.params, batch).last))
+    for tokens, first, found in zip(batch.tokens, batch.first, logits, strict=True):
+        n = int(np.flatnonzero(first)[0])
+        np.testing.assert_allclose(found[:n], jaxspec.logits(hybrid, [tokens[:n].tolist()])[0], atol=1e-5)
