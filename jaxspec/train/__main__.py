@@ -29,6 +29,7 @@ from jaxspec.request import RequestError
 from jaxspec.runner import enable_compilation_cache
 from jaxspec.tokenizer import TokenizerError
 from jaxspec.train import evaluate, export, flags, loop, plots, synthesise
+from jaxspec.train.continued import continued
 from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompts, read_texts, split
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
@@ -36,6 +37,11 @@ from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Objective
 from jaxspec.train.packing import pack
 
+# What a new drafter is to be like; one that is trained on is as it is.
+_SHAPE = (
+    "num_layers", "mlp_size", "num_heads", "num_kv_heads", "target_layers", "draft_vocab_size", "block_size",
+    "mask_token_id", "markov_rank", "markov_head",
+)  # fmt: skip
 # Flags that change neither what is trained nor how its steps are counted: a run may be resumed with others.
 _FREE = {
     "command", "output", "save_every", "log_every", "concurrency", "num_draft_tokens", "max_new_tokens",
@@ -83,6 +89,8 @@ def _train(args: argparse.Namespace) -> None:
     if not args.no_plots:
         plots.check()
     settings = _settings(args)
+    if given := [name for name in _SHAPE if args.init and getattr(args, name, None) is not None]:
+        raise TrainError(f"--{given[0].replace('_', '-')} is for new drafters, and --init {args.init} is one already")
     resolve(args.model)  # errors come before texts are written
     path = _texts_file(args)
     enable_compilation_cache()  # a run that resumes doesn't compile again
@@ -127,15 +135,28 @@ def _settings(args: argparse.Namespace) -> loop.Settings:
 
 
 def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
-    size, known = args.draft_vocab_size, target.config.vocab_size
-    vocabulary = _most_frequent(texts, known, size, "--draft-vocab-size") if size else None
-    fresh = export.fresh_eagle3(args.output / "drafter", target, _shape(args, 1), vocabulary, args.seed)
+    size, known, folder = args.draft_vocab_size, target.config.vocab_size, args.output / "drafter"
+    if args.init:
+        fresh = continued(folder, "eagle3", args.init, target)
+    else:
+        vocabulary = _most_frequent(texts, known, size, "--draft-vocab-size") if size else None
+        fresh = export.fresh_eagle3(folder, target, _shape(args, 1), vocabulary, args.seed)
     dtype = target.dtype
     return fresh, Eagle3Objective(fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay)
 
 
 def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
-    mask, size = args.mask_token_id, args.block_size
+    if args.init:
+        fresh = continued(args.output / "drafter", args.command, args.init, target)
+    else:
+        fresh = _fresh_block(args, target, texts)
+    kind, size = DSparkObjective if args.command == "dspark" else DFlashObjective, fresh.drafter.block_size
+    anchors, gamma = args.anchors or max(args.row_length // size, 1), args.gamma or size / 2
+    return fresh, kind(fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma)
+
+
+def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> export.Fresh:
+    mask = args.mask_token_id
     if mask is None:
         seen = np.zeros(target.config.vocab_size, bool)
         for text in texts:
@@ -143,13 +164,10 @@ def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[
         if seen.all():
             raise TrainError("every token of the vocabulary is in the texts: name one for the masks by --mask-token-id")
         mask = int(np.flatnonzero(~seen)[-1])
-    given = args.output / "drafter", target, _shape(args, 3), size, mask
+    given = args.output / "drafter", target, _shape(args, 3), args.block_size or 8, mask
     if args.command == "dspark":
-        kind, fresh = DSparkObjective, export.fresh_dspark(*given, args.markov_rank, args.markov_head, args.seed)
-    else:
-        kind, fresh = DFlashObjective, export.fresh_dflash(*given, args.seed)
-    anchors, gamma = args.anchors or max(args.row_length // size, 1), args.gamma or size / 2
-    return fresh, kind(fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma)
+        return export.fresh_dspark(*given, args.markov_rank or 256, args.markov_head or "vanilla", args.seed)
+    return export.fresh_dflash(*given, args.seed)
 
 
 def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:

@@ -68,11 +68,16 @@ class Fresh:
         if "target_ids" in self.frozen:
             ids, reverse = (np.asarray(self.frozen[name], np.int64) for name in ("target_ids", "draft_ids"))
             tensors |= {"d2t": ids - np.arange(len(ids)), "t2d": reverse < len(ids)}
-        path = self.folder / "model.safetensors"
-        part = path.with_suffix(".part")
-        part.write_bytes(save(dict(sorted(tensors.items())), metadata={"format": "pt"}))
-        part.replace(path)
-        return path
+        return write_tensors(self.folder, tensors)
+
+
+def write_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
+    """Write a folder's weights, whole or not at all."""
+    path = folder / "model.safetensors"
+    part = path.with_suffix(".part")
+    part.write_bytes(save(dict(sorted(tensors.items())), metadata={"format": "pt"}))
+    part.replace(path)
+    return path
 
 
 def fresh_eagle3(

@@ -96,6 +96,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
     group = parser.add_argument_group("the drafter's size")
     add = group.add_argument
+    add("--init", metavar="D", help="train on from this drafter, a folder or hub id, whose size it keeps (a new one)")
     add("--num-layers", type=positive, default=None, metavar="N", help="(1; DFlash and DSpark 3)")
     add("--mlp-size", type=positive, metavar="N", help="(the target's)")
     add("--num-heads", type=positive, metavar="N", help="(the target's)")
@@ -118,20 +119,20 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def _add_eagle3(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("EAGLE-3").add_argument
     text = "draft only the N most frequent tokens, with a head of its own; 0: all tokens, with the target's head"
-    add("--draft-vocab-size", type=natural, default=0, metavar="N", help=f"{text} (%(default)s)")
+    add("--draft-vocab-size", type=natural, metavar="N", help=f"{text} (0)")
     add("--unroll", type=positive, default=7, metavar="STEPS", help="length of the chain trained (%(default)s)")
     add("--decay", type=float, default=0.8, metavar="X", help="weight of a step over the one before (%(default)s)")
 
 
 def _add_dspark(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("DSpark").add_argument
-    add("--markov-rank", type=positive, default=256, metavar="N", help="of the Markov head (%(default)s)")
-    add("--markov-head", choices=HEADS, default="vanilla", help="its kind (%(default)s)")
+    add("--markov-rank", type=positive, metavar="N", help="of the Markov head (256)")
+    add("--markov-head", choices=HEADS, help="its kind (vanilla)")
 
 
 def _add_dflash(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("blocks").add_argument
-    add("--block-size", type=positive, default=8, metavar="TOKENS", help="the known token and its drafts (%(default)s)")
+    add("--block-size", type=positive, metavar="TOKENS", help="the known token and its drafts (8)")
     add("--anchors", type=positive, metavar="N", help="blocks in each row (row length / block size)")
     add("--gamma", type=float, metavar="X", help="drafts after which a draft's weight has fallen by e (block size / 2)")
     add("--mask-token-id", type=natural, metavar="ID", help="(the highest that no text has)")

@@ -1,0 +1,86 @@
+"""Drafters that exist already, to be trained on with texts of one's own: `--init`.
+
+The folder gets the drafter's config as it is, and its file has the names that the drafter's has. Tensors that aren't
+trained are copied: embeddings, token ids.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.checkpoint import Model, ModelFolder, locate
+from jaxspec.drafters import load_drafter
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.dflash_checkpoint import canonical as dflash_name
+from jaxspec.drafters.eagle import Eagle3
+from jaxspec.drafters.eagle_checkpoint import canonical as eagle_name
+from jaxspec.drafters.eagle_checkpoint import find_eagle3
+from jaxspec.train.data import TrainError
+from jaxspec.train.export import Fresh, checkpoint_tensors, write_tensors
+from jaxspec.weights import Unquantised, Weight, formats
+
+
+@dataclass(frozen=True, eq=False)
+class Continued(Fresh):
+    """`files`: of the drafter that training starts from. `name` turns its tensors' names into declared ones."""
+
+    files: ModelFolder | None = None
+    name: Callable[[str], str] = str
+
+    def save(self, trained: Any) -> Path:
+        """Write the folder's weights: `trained` in bfloat16, the others as they were."""
+        made = checkpoint_tensors(self.declared, trained)
+        tensors = {}
+        for stored in self.files.tensors():
+            new = made.get(self.name(stored))
+            tensors[stored] = self.files.tensor(stored) if new is None else new
+        return write_tensors(self.folder, tensors)
+
+
+def continued(folder: Path, method: str, source: str, target: Model) -> Continued:
+    """The drafter that `--draft method:source` serves, in its folder-to-be.
+
+    **Raises:** `TrainError` for one that isn't trained as it drafts, and as `load_drafter` does.
+    """
+    loaded = load_drafter(f"{method}:{source}", target)
+    drafter, params, files = loaded.drafter, loaded.params, locate(source)
+    if reason := _untrainable(drafter, params, method):
+        raise TrainError(f"--init {source}: {reason}. Train a new drafter, without --init")
+    if isinstance(drafter, Eagle3):
+        declared, name = find_eagle3(source, target.config, "auto").declared, eagle_name
+    else:
+        declared, name = drafter.parameters({dflash_name(stored) for stored in files.tensors()}), dflash_name
+    declared = {key: tree for key, tree in declared.items() if key != "embed"}
+    if isinstance(drafter, DFlash):
+        declared.pop("head", None)  # the target's, or `_untrainable` had refused it
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(files.path / "config.json", folder / "config.json")
+    trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), {key: params[key] for key in declared})
+    made = (*declared, "context", "context_norm", "context_bias")  # the latter of trained params, anew in each step
+    frozen = {key: value for key, value in params.items() if key not in made}
+    return Continued(folder, drafter, declared, trained, frozen, files=files, name=name)
+
+
+def _untrainable(drafter: Any, params: Any, method: str) -> str | None:
+    """Why training wouldn't compute what the drafter does, or None if it does."""
+    weights = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Weight))
+    if set(formats(weights)) - {Unquantised()}:
+        return "its weights are quantised"
+    if isinstance(drafter, Eagle3):
+        return None
+    if not isinstance(drafter, DFlash):
+        return f"it is a {type(drafter).__name__} drafter, and {method} is trained"
+    if any(drafter.causal) or any(layer.mixing.window for layer in drafter.config.decoder.layers):
+        return "it has layers that are causal within a block, or sliding ones"
+    if drafter.multiplier != 1 or drafter.softcap is not None or drafter.config.decoder.embed_scale != 1:
+        return "it scales its embeddings or logits"
+    if drafter.draft_ids is not None:
+        return "it has a vocabulary of its own"
+    return None

@@ -1,0 +1,75 @@
+"""Training on from a drafter that exists: in any public layout, and what can't be."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.checkpoint import load_model
+from jaxspec.drafters import load_drafter
+from jaxspec.train.__main__ import main
+from jaxspec.train.continued import continued
+from jaxspec.train.data import Text, TrainError
+from tests.quantised import write
+from tests.test_dflash import GOLDEN
+
+DRAFTERS = {
+    "specforge": ("eagle3", GOLDEN / "eagle" / "specforge-eagle3"),
+    "safeailab": ("eagle3", GOLDEN / "eagle" / "safeailab-eagle3"),
+    "speculators": ("eagle3", GOLDEN / "eagle" / "speculators-eagle3"),
+    "dflash": ("dflash", GOLDEN / "dflash" / "full"),
+    "dspark": ("dspark", GOLDEN / "dspark" / "deepspec"),
+}
+
+
+@pytest.fixture(scope="module")
+def targets():
+    folders = {"eagle3": GOLDEN / "eagle" / "target", "dflash": GOLDEN / "dflash" / "target"}
+    models = {name: load_model(str(folder), "float32", progress=False) for name, folder in folders.items()}
+    return models | {"dspark": models["dflash"]}
+
+
+@pytest.mark.parametrize("layout", DRAFTERS)
+def test_what_is_trained_further_keeps_its_layout(layout, targets, tmp_path):
+    """Saved with half its weights, it is the drafter with half its weights, by the names that it had."""
+    method, source = DRAFTERS[layout]
+    target = targets[method]
+    before = load_drafter(f"{method}:{source}", target)
+    fresh = continued(tmp_path / "new", method, str(source), target)
+    fresh.save(jax.tree.map(lambda x: x / 2, fresh.trained))
+    after = load_drafter(f"{method}:{tmp_path / 'new'}", target)
+    assert after.drafter == before.drafter
+    for key, tree in before.params.items():
+        scale = 0.5 if key in fresh.declared else 1.0
+        if not key.startswith("context"):  # which are made of others
+            compare = lambda x, y, scale=scale: np.testing.assert_allclose(x, y * scale, rtol=1e-2)  # noqa: E731
+            jax.tree.map(compare, after.params[key], tree)
+    assert {"fc", "norm", "layer" if method == "eagle3" else "layers"} <= set(fresh.trained)
+
+
+def test_a_run_starts_from_the_drafter_it_was_given(tmp_path, capsys):
+    method, source = DRAFTERS["specforge"]
+    texts, target = tmp_path / "texts.jsonl", GOLDEN / "eagle" / "target"
+    texts.write_text("".join(Text((np.arange(20) + i) % 30, ((4, 20),)).line() for i in range(30)))
+    command = [method, "--model", str(target), "--data", str(texts), "--row-length", "48", "--batch-size", "4",
+               "--steps", "10", "--learning-rate", "0.02", "--warm-up", "1", "--log-every", "1", "--unroll", "1",
+               "--no-evaluation", "--no-plots", "--loss", "hard"]  # fmt: skip
+    assert main([*command, "--output", str(tmp_path / "a"), "--init", str(source)]) == 0
+    assert main([*command, "--output", str(tmp_path / "b"), "--init", str(tmp_path / "a" / "drafter")]) == 0
+    first, second = (
+        [json.loads(line)["loss"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("a", "b")
+    )
+    assert second[0] < 0.9 * first[0]
+    with pytest.raises(SystemExit):
+        main([*command, "--output", str(tmp_path / "c"), "--init", str(source), "--mlp-size", "16"])
+    assert f"--mlp-size is for new drafters, and --init {source} is one already" in capsys.readouterr().err
+
+
+def test_drafters_that_training_doesnt_compute_are_refused(targets, tmp_path):
+    with pytest.raises(TrainError, match="causal within a block, or sliding"):
+        continued(tmp_path / "a", "dflash", str(GOLDEN / "dflash" / "sliding"), targets["dflash"])
+    folder, _ = write(GOLDEN / "dflash" / "full", tmp_path / "fp8")
+    with pytest.raises(TrainError, match=f"--init {folder}: its weights are quantised"):
+        continued(tmp_path / "b", "dflash", str(folder), targets["dflash"])
