@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.drafters import dflash_checkpoint, eagle_checkpoint, mtp
+from jaxspec.drafters import combined, dflash_checkpoint, eagle_checkpoint, mtp
+from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dflash2 import DFlash2
 from jaxspec.drafters.dspark import DSpark
@@ -129,6 +130,8 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     options = options or EngineConfig(draft=draft)
     if draft == "none":
         return LoadedDrafter("none", NoDrafter(), {})
+    if sides := combined.parts(draft):
+        return _load_both(draft, *sides, model, options)
     if draft == "auto":
         draft = _automatic(model, options)
     cls, source, own = _find(draft, model.name, options.load_format)
@@ -146,11 +149,31 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     return LoadedDrafter(draft, drafter, params)
 
 
+def _load_both(draft: str, lookup: str, other: str, model: Model, options: EngineConfig) -> LoadedDrafter:
+    """What `lookup+other` names."""
+    first, second = (load_drafter(each.draft, model, each) for each in _sides(lookup, other, options))
+    if isinstance(second.drafter, NoDrafter):
+        raise ConfigError(f"--draft {draft}: {other} drafts nothing. Use --draft {lookup}")
+    return LoadedDrafter(f"{first.name}+{second.name}", Combined(first.drafter, second.drafter), second.params)
+
+
+def _sides(lookup: str, other: str, options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
+    """The options of each side of a combination. Those of weights are the second's."""
+    replace = dataclasses.replace
+    drafts = options.num_draft_tokens or combined.LOOKED_UP
+    own = {"draft_dtype": None, "draft_quantization": None, "draft_token_map": None, "topk": 1, "num_steps": None}
+    return replace(options, draft=lookup, num_draft_tokens=drafts, **own), replace(options, draft=other)
+
+
 def check_drafter(options: EngineConfig) -> None:
     """Find what `options.draft` names and read its config, which takes moments, before a target takes minutes to load.
 
     **Raises:** as `load_drafter`, of what needs no target to be seen.
     """
+    if sides := combined.parts(options.draft):
+        for each in _sides(*sides, options):
+            check_drafter(each)
+        return
     if options.draft in ("none", "auto"):
         return
     cls, source, _ = _find(options.draft, options.model, options.load_format)

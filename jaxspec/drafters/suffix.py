@@ -92,12 +92,14 @@ class Suffix(Drafter):
             if self.max_requests:
                 age = state.stamp - state.clock  # the oldest is lowest, however often the clock went around
                 texts.append(self._matches(state.tokens, age, state.size, tail))
-            tokens, count, score = jax.vmap(self._draft)(*map(jnp.stack, zip(*texts, strict=True)))
+            tokens, probs, score = jax.vmap(self._draft)(*map(jnp.stack, zip(*texts, strict=True)))
             best = jnp.argmax(score)  # its own text, of equals
-            return tokens[best], count[best]
+            return tokens[best], probs[best]
 
-        tokens, count = jax.vmap(one)(batch.history, batch.length, tail)
-        return Proposal(tokens, jnp.where(batch.live, count, 0)), state
+        tokens, probs = jax.vmap(one)(batch.history, batch.length, tail)
+        before = jnp.pad(probs, ((0, 0), (1, 0)), constant_values=1.0)[:, :-1]
+        count = jnp.where(batch.live, (probs > 0).sum(axis=1), 0)
+        return Proposal(tokens, count, confidence=probs / jnp.where(before > 0, before, 1.0)), state
 
     def commit(self, params, state, batch, verified):
         if not self.max_requests:
@@ -157,8 +159,8 @@ class Suffix(Drafter):
 
     def _draft(
         self, found: Int[Array, " k"], after: Int[Array, "k d"], time: Int[Array, "k d"]
-    ) -> tuple[Int[Array, " d"], Int[Array, ""], Float[Array, ""]]:
-        """The best draft after these occurrences: its tokens, how many, and their expected number.
+    ) -> tuple[Int[Array, " d"], Float[Array, " d"], Float[Array, ""]]:
+        """The best draft after these occurrences: its tokens, how likely they are up to each, and the sum of that.
 
         All lengths of match draft side by side, each from the occurrences that match at least so many tokens. A length
         that no occurrence has drafts the same as the next longer one, and may go further: `max_depth` counts both.
@@ -189,7 +191,7 @@ class Suffix(Drafter):
         for prob in probs[1:]:
             score = score + prob
         best = jnp.argmax(score)  # the longest match, of equals
-        return tokens[:, best], (probs[:, best] > 0).sum(), score[best]
+        return tokens[:, best], probs[:, best], score[best]
 
 
 def _first(mask: Bool[Array, " n"], k: int) -> Int[Array, " k"]:
