@@ -4,8 +4,9 @@ A (token, expert) pair is a row of work. Rows of one expert stand together, from
 bulk copy can start), and are cut into items of at most n rows, which go through that expert's weights. The work is
 proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
-Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`). Up to eight, a kernel needs no items at
-all (`expert_few`).
+Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`). Unquantised weights are multiplied by
+`expert_stream`, or up to eight tokens by `expert_few`, which needs no items. FP8 weights are multiplied by
+`expert_fp8`, however many tokens there are. XLA multiplies all others, item by item.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import expert_few, expert_plan, expert_rows, expert_stream
+from jaxspec.pallas import expert_few, expert_fp8, expert_plan, expert_rows, expert_stream
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items
 from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.weights import Unquantised, Weight, expert_matmul, formats
@@ -55,11 +56,16 @@ def experts_mlp(
     few = unread or expert_few.supported(len(x if residual is None else residual), each, x.dtype, arrays)
     if chosen(few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, arrays, ids, weights, residual, each=each)
-    rows, items, place = plan(x, ids, sum(len(stack[1].values) for stack in stacks), each)
     fits = unread or expert_stream.supported(x.dtype, arrays)
-    if fits is not None:
-        tell("a mixture of experts", fits)
-    if chosen(fits, expert_stream.BLOCKS):
+    quantised = _beyond_kernels(stacks, gating) or expert_fp8.supported(x.dtype, stacks)
+    fp8 = chosen(quantised)
+    if fits is not None and quantised is not None:
+        tell("a mixture of experts", fits if unread is None else quantised)
+    experts = sum(len(stack[1].values) for stack in stacks)
+    rows, items, place = plan(x, ids, experts, each, expert_fp8.MAX_ROWS if fp8 else ITEM_ROWS[-1])
+    if fp8:
+        out = expert_fp8.mix(rows, stacks, items)
+    elif chosen(fits, expert_stream.BLOCKS):
         out = expert_stream.stream(rows, arrays, items)
     else:
         out = reference(rows, stacks, items, gating)
@@ -68,9 +74,14 @@ def experts_mlp(
 
 
 def _unread(stacks: list[Stack], gating: Gating | None) -> str | None:
-    """What of these experts the kernels can't compute, or None if they can all of it."""
+    """What of these experts the kernels of unquantised weights can't compute, or None if they can all of it."""
     if others := [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]:
         return f"weights in {others[0]}"
+    return _beyond_kernels(stacks, gating)
+
+
+def _beyond_kernels(stacks: list[Stack], gating: Gating | None) -> str | None:
+    """What of these experts no kernel can compute, whatever their weights' format."""
     if any(len(stack) > 2 for stack in stacks):
         return "experts with biases"
     return "an activation that isn't SiLU" if gating else None
@@ -90,14 +101,19 @@ def expected_experts(tokens: float, each: int, num_experts: int) -> float:
 
 
 def plan(
-    x: Float[Array, "t d"], ids: Int[Array, "t w"], num_experts: int, each: int | None = None
+    x: Float[Array, "t d"],
+    ids: Int[Array, "t w"],
+    num_experts: int,
+    each: int | None = None,
+    highest: int = ITEM_ROWS[-1],
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
     """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert.
 
-    A token has k = `each` pairs, by default as many as `ids` has columns; further columns hold nobody.
+    A token has k = `each` pairs, by default as many as `ids` has columns; further columns hold nobody. Items have up to
+    `highest` rows.
     """
     t, k = len(x), each or ids.shape[1]
-    rows = rows_per_item(t * k / num_experts)
+    rows = min(rows_per_item(t * k / num_experts), highest)
     if chosen(expert_plan.supported(t, k, num_experts, x.shape[1], x.dtype)):
         most, capacity = _most(t * k, num_experts, rows)
         sizes = {"each": k, "experts": num_experts, "rows": rows, "items": most, "capacity": capacity}

@@ -1,0 +1,271 @@
+"""A mixture's FP8 experts on Hopper, from one token to a prompt: e4m3 weights, bfloat16 rows, float32 sums.
+
+Two kernels, `up` (gate and up, and silu(gate) * up of them) and `down`, each over work items (`Items`, made by
+`pallas.experts`). A thread block takes 128 rows of an expert's weights, in two groups of 64, and all rows of an item.
+An expert's weights are read once for each of its items, and blocks of experts that nobody chose end at once.
+
+The loop is that of `fp8_rows`. A ring holds pieces of the weights, 128 inputs each, and the rows' inputs that belong to
+them. A piece becomes bfloat16 on its way to the tensor cores (`upcast`), and its products are summed by themselves
+before they are multiplied by its scale. Two or three blocks share a multiprocessor, so that one converts while others
+wait. Rows are the narrow side of the products. An item's block multiplies as many as a power of two makes of them, and
+stores the item's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jaxspec.fp8 import BLOCK
+from jaxspec.pallas import upcast
+from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
+from jaxspec.pallas.hopper import WGMMA_ROWS
+from jaxspec.pallas.once import lower_once
+from jaxspec.weights import Fp8, Weight
+
+TILE = WGMMA_ROWS  # rows of weights in a group
+GROUPS = 2  # of a block: gate's and up's, or neighbours of `down`
+MAX_ROWS = 64  # of an item: with more, sums of both groups lack registers
+HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
+FEW_ROWS = 32  # up to these, three blocks share a multiprocessor; with more, two
+SHARED_BYTES = 228 * 1024  # of a multiprocessor
+RESERVED = 2 * 1024  # of a block, for its barriers and what the driver takes
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+def supported(dtype: Any, stacks: list[tuple[Weight, ...]]) -> str | None:
+    """Why these experts, (gate_up, down) each, can't be served to rows of `dtype`; None if they can."""
+    weights = [weight for stack in stacks for weight in stack[:2]]
+    for weight in weights:
+        if not isinstance(weight.format, Fp8):
+            return f"weights in {weight.format}"
+        if weight.format.activations:
+            return "FP8 weights whose activations are quantised, too"
+        if weight.format.block != BLOCK:
+            return f"FP8 weights whose scales aren't for {BLOCK} inputs each"
+        if weight.outputs // weight.scales.shape[1] % TILE:
+            return f"scales for {weight.outputs // weight.scales.shape[1]} outputs; supported: multiples of {TILE}"
+    if dtype != jnp.bfloat16:
+        return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
+    (d, f), *others = [stack[1].values.shape[1:] for stack in stacks]
+    if others and others != [(d, f)] * len(others):
+        return f"experts of widths {f} and {others[0][1]} in one mixture"
+    if bad := [width for width in (d, f) if width % BLOCK]:
+        return f"width {bad[0]} is not a multiple of {BLOCK}"
+    return None
+
+
+def mix(
+    rows: Float[Array, "r d"], stacks: list[tuple[Weight, Weight]], items: Items, *, interpret: Any = False
+) -> Float[Array, "c d"]:
+    """Each item's rows through its expert, `down @ (silu(gate) * up)`: hidden rows and results are rounded to bfloat16,
+    dequantised weights are not.
+
+    Items have up to `MAX_ROWS` rows. Rows that are no item's are arbitrary, NaN included.
+
+    **Raises:** `ValueError` if `supported` has a reason against it, or items have too many rows.
+    """
+    if reason := supported(rows.dtype, stacks):
+        raise ValueError(f"the FP8 experts' kernel can't run: {reason}")
+    if items.rows > MAX_ROWS:
+        raise ValueError(f"the FP8 experts' kernel can't run: items of {items.rows} rows; supported: up to {MAX_ROWS}")
+    parts = [[(weight.values, weight.scales) for weight in part] for part in zip(*stacks, strict=True)]
+    return _mix(rows, parts, items, interpret=interpret)
+
+
+@lower_once("expert_fp8")
+def _mix(rows, parts, items, *, interpret):
+    for name, source, weights in zip(("up", "down"), (SOURCE, TARGET), parts, strict=True):
+        stage = Stage.of(name, source, [values.shape for values, _ in weights], weights[0][1].shape, items.rows)
+        rows = _launch(stage, rows, weights, items, interpret)
+    return rows
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the two kernels. Column `source` of the items says where their rows are.
+
+    `width`: of its result. `unit`: outputs that share a scale. `stacks`: how many experts each has. `rows`: of an item
+    at most.
+    """
+
+    name: str
+    source: int
+    inputs: int
+    width: int
+    unit: int
+    stacks: tuple[int, ...]
+    rows: int
+
+    @classmethod
+    def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int) -> Stage:
+        _, outputs, inputs = shapes[0]
+        width = outputs // GROUPS if name == "up" else outputs
+        return cls(name, source, inputs, width, outputs // scales[1], tuple(shape[0] for shape in shapes), rows)
+
+    @property
+    def parts(self) -> int:
+        """Groups of `TILE` columns of the result that a block makes."""
+        return 1 if self.name == "up" else GROUPS
+
+    @property
+    def tiles(self) -> int:
+        return self.width // (self.parts * TILE)
+
+    @property
+    def steps(self) -> int:
+        return self.inputs // BLOCK
+
+    @property
+    def slots(self) -> int:
+        """Of the ring, so that two or three blocks have room at once."""
+        room = SHARED_BYTES // (3 if self.rows <= FEW_ROWS else 2) - RESERVED - 2 * self.parts * self.rows * TILE
+        return min(self.steps, max(2, room // (BLOCK * (GROUPS * TILE + 2 * self.rows))))
+
+    @property
+    def heights(self) -> list[int]:
+        """Of the rows that are multiplied. Each is a loop of its own, and few items have less than a fourth of most."""
+        return [height for height in HEIGHTS if self.rows // 4 <= height <= self.rows]
+
+    def group(self, tile: Array, group: int) -> Array:
+        """Which group of the expert's weight rows is a block's first or second."""
+        return tile + group * (self.width // TILE) if self.name == "up" else tile * GROUPS + group
+
+
+def _launch(stage, rows, weights, items, interpret):
+    return plgpu.kernel(
+        partial(_block, stage),
+        kernel_name=f"expert_fp8_{stage.name}",
+        out_type=jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype),
+        grid=(len(items.table) * stage.tiles,),
+        grid_names=("unit",),
+        scratch_types=dict(
+            weight_s=plgpu.SMEM((stage.slots, GROUPS, TILE, BLOCK), jnp.int8),
+            rows_s=plgpu.SMEM((stage.slots, stage.rows, BLOCK), rows.dtype),
+            out_s=plgpu.SMEM((stage.parts, stage.rows, TILE), rows.dtype),
+            ready=plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=stage.slots),
+            # Interpret mode takes a matmul's left operand from shared memory alone.
+            **({"staged_s": plgpu.SMEM((TILE, BLOCK), rows.dtype)} if interpret else {}),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(
+        rows,
+        items.table,
+        *[lax.bitcast_convert_type(values, jnp.int8) for values, _ in weights],
+        *[scales for _, scales in weights],
+    )
+
+
+def _block(stage, rows_g, items_g, *refs, **scratch):
+    *weights, out_g = refs
+    unit = lax.axis_index("unit")
+    item = lax.div(unit, _i32(stage.tiles))
+    blocks = jnp.where(item < items_g[0, COUNT], items_g[item, ROW_BLOCKS], 0)
+    tile = _Tile(stage, unit - item * stage.tiles, items_g.at[item], blocks, rows_g, weights, scratch)
+    fewer = 0
+    for height in stage.heights:
+        pl.when((blocks * ALIGN > fewer) & (blocks * ALIGN <= height))(partial(tile.run, height, out_g))
+        fewer = height
+
+
+class _Tile:
+    """What a block makes: its groups of columns of an item's rows."""
+
+    def __init__(self, stage, tile, item_g, blocks, rows_g, weights, scratch):
+        self.stage, self.tile, self.item_g, self.blocks, self.rows_g = stage, tile, item_g, blocks, rows_g
+        self.weights, self.scales = weights[: len(stage.stacks)], weights[len(stage.stacks) :]
+        self.scratch = scratch
+        self.groups = [stage.group(tile, g) for g in range(GROUPS)]
+
+    def run(self, height, out_g):
+        stage, scratch = self.stage, self.scratch
+        expert = self.item_g[EXPERT]
+
+        def multiply(slot, *sums):
+            rows = scratch["rows_s"].at[slot, pl.ds(0, height)].transpose((1, 0))
+            for g, sum_of in enumerate(sums):
+                weight = upcast.load(scratch["weight_s"].at[slot, g], scratch.get("staged_s"))
+                plgpu.wgmma(sum_of, weight, rows)
+            return [sum_of[...] for sum_of in sums]
+
+        def step(i, carried):
+            totals, scales = carried
+            slot, following = lax.rem(i, _i32(stage.slots)), self.scales_of(expert, i + 1)
+            plgpu.barrier_wait(scratch["ready"].at[slot])
+            products = pl.run_scoped(partial(multiply, slot), *[plgpu.ACC((TILE, height), _f32)] * GROUPS)
+            more = [p * scale for p, scale in zip(products, scales, strict=True)]
+            pl.when(i + stage.slots < stage.steps)(lambda: self.fetch(height, expert, i + stage.slots, slot))
+            return [total + each for total, each in zip(totals, more, strict=True)], following
+
+        for i in range(stage.slots):
+            self.fetch(height, expert, _i32(i), i)
+        start = plgpu.layout_cast(jnp.zeros((TILE, height), _f32), plgpu.Layout.WGMMA)
+        carried = [start] * GROUPS, self.scales_of(expert, _i32(0))
+        totals, _ = lax.fori_loop(_i32(0), _i32(stage.steps), step, carried)
+        if stage.name == "up":
+            gate, up = totals
+            totals = [gate / (1 + jnp.exp(-gate)) * up]
+        self.store(height, totals, out_g)
+
+    def fetch(self, height, expert, i, slot):
+        """The i-th piece of the item's rows and of both groups of weights, from the stack that has the expert."""
+        inputs, full = pl.ds(i * BLOCK, BLOCK), self.scratch["ready"].at[slot]
+        rows = self.rows_g.at[pl.ds(self.item_g[self.stage.source] * ALIGN, height), inputs]
+        plgpu.copy_gmem_to_smem(rows, self.scratch["rows_s"].at[slot, pl.ds(0, height)], full)
+
+        def fetch_from(stack, expert):
+            for g, group in enumerate(self.groups):
+                piece = stack.at[expert, pl.ds(group * TILE, TILE), inputs]
+                plgpu.copy_gmem_to_smem(piece, self.scratch["weight_s"].at[slot, g], full)
+
+        if len(self.weights) == 1:
+            return fetch_from(self.weights[0], expert)
+        first = 0
+        for stack, size in zip(self.weights, self.stage.stacks, strict=True):
+            mine = (expert >= first) & (expert < first + size)
+            pl.when(mine)(partial(fetch_from, stack, expert - first))
+            first += size
+
+    def scales_of(self, expert, i):
+        """The i-th piece's scale of each group; behind the last piece, the last's."""
+        i = jnp.minimum(i, self.stage.steps - 1)
+
+        def scale(group):
+            unit = lax.div(group * TILE, _i32(self.stage.unit))
+            found, first = None, 0
+            for scales, size in zip(self.scales, self.stage.stacks, strict=True):
+                own = scales[jnp.clip(expert - first, 0, size - 1), unit, i]
+                found = own if found is None else jnp.where(expert >= first, own, found)
+                first += size
+            return found
+
+        return [scale(group) for group in self.groups]
+
+    def store(self, height, parts, out_g):
+        """Columns of all rows into shared memory, and of the item's own rows from there to memory."""
+        out_s = self.scratch["out_s"]
+        for p, part in enumerate(parts):
+            place = out_s.at[p, pl.ds(0, height)].transpose((1, 0))
+            place[...] = plgpu.layout_cast(part.astype(out_s.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+
+        def copy(block, count):
+            rows = pl.ds((self.item_g[TARGET] + block) * ALIGN, count)
+            for p in range(len(parts)):
+                columns = pl.ds((self.tile * len(parts) + p) * TILE, TILE)
+                plgpu.copy_smem_to_gmem(out_s.at[p, pl.ds(block * ALIGN, count)], out_g.at[rows, columns])
+
+        whole = height // ALIGN
+        pl.when(self.blocks == whole)(partial(copy, 0, height))
+        for block in range(whole - 1):
+            pl.when((self.blocks < whole) & (block < self.blocks))(partial(copy, block, ALIGN))
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,77 @@
+"""The FP8 experts' kernels on the device: from one token to a prompt, against plain jnp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import fp8
+from jaxspec.pallas import experts
+from jaxspec.pallas.expert_fp8 import MAX_ROWS, mix
+from jaxspec.pallas.hopper import KERNELS
+from jaxspec.weights import Fp8, Weight
+from tests.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.test_moe import random_case
+
+pytestmark = pytest.mark.gpu
+
+
+def draw(model: str, tokens: int, skew: float, seed: int):
+    d, f, e, k, shared = MODELS[model]
+    x, _, ids, weights = bfloat16(random_case(tokens, e, k + shared, skew, d=d, f=1, seed=seed, shared=shared))
+    return x, [stack(count, d, f, seed + i) for i, count in enumerate((e, *[1] * shared))], ids, weights
+
+
+def stack(count: int, d: int, f: int, seed: int):
+    def own(key, n, k):  # blocks of different sizes: a scale that is taken from another block is far off
+        key, more = jax.random.split(key)
+        sizes = jnp.exp(jax.random.normal(more, (n // 128, 1, k // 128, 1)))
+        numbers = jax.random.normal(key, (n // 128, 128, k // 128, 128)) * sizes * k**-0.5
+        return fp8.quantise_blocks(numbers.reshape(n, k))
+
+    def weight(key, n, k):
+        values, scales = jax.lax.map(lambda key: own(key, n, k), jax.random.split(key, count))
+        return Weight(values, Fp8(128), scales=scales)
+
+    keys = jax.random.split(jax.random.key(seed))
+    return jax.jit(lambda: (weight(keys[0], 2 * f, d), weight(keys[1], d, f)))()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 17, 32, 100, 128, 512, 2048])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+def test_kernel_matches_the_reference(model, tokens):
+    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
+    for seed, skew in enumerate((0.0, 0.5)):
+        x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
+        before = KERNELS["expert_fp8"]
+        run = jax.jit(lambda *a: experts.experts_mlp(*a))
+        got = run(*case)
+        assert KERNELS["expert_fp8"] == before + 1
+        np.testing.assert_array_equal(got, run(*case))
+        rows, items, place = jax.jit(experts.plan, static_argnums=2)(
+            x, ids, sum(len(down.values) for _, down in stacks)
+        )
+        assert_close(got, experts.combine(jax.jit(experts.reference)(rows, stacks, items), place, weights), 1e-2)
+
+
+@pytest.mark.parametrize("highest", [8, 16, 32, 64])
+def test_items_of_every_height_keep_to_their_rows(highest):
+    """A narrow model, where blocks of one expert's rows end next to another's, over and over."""
+    for seed in range(5):
+        x, _, ids, _ = bfloat16(random_case(200, 16, 4, 0.5, d=256, f=1, seed=seed))
+        stacks = [stack(16, 256, 128, seed)]
+        rows, items, place = jax.jit(experts.plan, static_argnums=(2, 3, 4))(x, ids, 16, 4, highest)
+        assert items.rows == min(highest, MAX_ROWS)
+        assert_close(jax.jit(mix)(rows, stacks, items)[place], experts.reference(rows, stacks, items)[place], 1e-2)
+
+
+def test_a_token_gets_the_same_in_any_company():
+    """Bit for bit: sums run over the inputs in one order, and a token's experts are added in its own. More than 512
+    tokens are added up by another kernel."""
+    x, stacks, ids, weights = draw("qwen3.5-35b-a3b", 500, 0.0, 0)
+    run = jax.jit(experts.experts_mlp)
+    alone = run(x[:1], stacks, ids[:1], weights[:1])
+    for tokens in (2, 8, 16, 32, 128, 500):
+        np.testing.assert_array_equal(run(x[:tokens], stacks, ids[:tokens], weights[:tokens])[:1], alone)
