@@ -7,8 +7,9 @@ An expert's weights are read once for each of its items, and blocks of experts t
 The loop is that of `fp8_rows`. A ring holds pieces of the weights, 128 inputs each, and the rows' inputs that belong to
 them. A piece becomes bfloat16 on its way to the tensor cores (`upcast`), and its products are summed by themselves
 before they are multiplied by its scale. Two or three blocks share a multiprocessor, so that one converts while others
-wait. Rows are the narrow side of the products. An item's block multiplies as many as a power of two makes of them, and
-stores the item's own.
+wait. At few rows there may be fewer blocks than multiprocessors, so two warpgroups of a block take turns at its pieces.
+Rows are the narrow side of the products. A block multiplies as many of them as the next power of two, and stores the
+item's own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ TILE = WGMMA_ROWS  # rows of weights in a group
 GROUPS = 2  # of a block: gate's and up's, or neighbours of `down`
 MAX_ROWS = 64  # of an item: with more, sums of both groups lack registers
 HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
-FEW_ROWS = 32  # up to these, three blocks share a multiprocessor; with more, two
+TURNS_ROWS = 8  # of items whose blocks have two warpgroups
+FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
 RESERVED = 2 * 1024  # of a block, for its barriers and what the driver takes
 _i32, _f32 = jnp.int32, jnp.float32
@@ -125,10 +127,21 @@ class Stage:
         return self.inputs // BLOCK
 
     @property
+    def warpgroups(self) -> int:
+        return 2 if self.rows <= TURNS_ROWS else 1
+
+    @property
+    def blocks(self) -> int:
+        """That share a multiprocessor."""
+        return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
+
+    @property
     def slots(self) -> int:
-        """Of the ring, so that two or three blocks have room at once."""
-        room = SHARED_BYTES // (3 if self.rows <= FEW_ROWS else 2) - RESERVED - 2 * self.parts * self.rows * TILE
-        return min(self.steps, max(2, room // (BLOCK * (GROUPS * TILE + 2 * self.rows))))
+        """Of the ring, as many for each warpgroup."""
+        results = 2 * self.parts * self.rows * TILE + (self.warpgroups - 1) * 4 * GROUPS * TILE * self.rows
+        room = SHARED_BYTES // self.blocks - RESERVED - results
+        each = room // (BLOCK * (GROUPS * TILE + 2 * self.rows)) // self.warpgroups
+        return self.warpgroups * min(-(-self.steps // self.warpgroups), max(2, each))
 
     @property
     def heights(self) -> list[int]:
@@ -141,19 +154,23 @@ class Stage:
 
 
 def _launch(stage, rows, weights, items, interpret):
+    others = stage.warpgroups > 1
     return plgpu.kernel(
         partial(_block, stage),
         kernel_name=f"expert_fp8_{stage.name}",
         out_type=jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype),
         grid=(len(items.table) * stage.tiles,),
         grid_names=("unit",),
+        num_threads=stage.warpgroups,
+        thread_name="warpgroup",
         scratch_types=dict(
             weight_s=plgpu.SMEM((stage.slots, GROUPS, TILE, BLOCK), jnp.int8),
             rows_s=plgpu.SMEM((stage.slots, stage.rows, BLOCK), rows.dtype),
             out_s=plgpu.SMEM((stage.parts, stage.rows, TILE), rows.dtype),
             ready=plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=stage.slots),
+            **({"sums_s": plgpu.SMEM((GROUPS, TILE, stage.rows), _f32), "summed": plgpu.Barrier()} if others else {}),
             # Interpret mode takes a matmul's left operand from shared memory alone.
-            **({"staged_s": plgpu.SMEM((TILE, BLOCK), rows.dtype)} if interpret else {}),
+            **({"staged_s": plgpu.SMEM((stage.warpgroups, TILE, BLOCK), rows.dtype)} if interpret else {}),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -183,35 +200,58 @@ class _Tile:
     def __init__(self, stage, tile, item_g, blocks, rows_g, weights, scratch):
         self.stage, self.tile, self.item_g, self.blocks, self.rows_g = stage, tile, item_g, blocks, rows_g
         self.weights, self.scales = weights[: len(stage.stacks)], weights[len(stage.stacks) :]
-        self.scratch = scratch
+        self.scratch, self.turn = scratch, lax.axis_index("warpgroup")
         self.groups = [stage.group(tile, g) for g in range(GROUPS)]
 
     def run(self, height, out_g):
-        stage, scratch = self.stage, self.scratch
+        totals = self.sums(height)
+        if self.stage.warpgroups == 1:
+            return self.finish(height, totals, out_g)
+        sums_s, summed = self.scratch["sums_s"], self.scratch["summed"]
+
+        @pl.when(self.turn == 1)
+        def _():
+            for g, total in enumerate(totals):
+                sums_s[g] = total
+            plgpu.barrier_arrive(summed)
+
+        @pl.when(self.turn == 0)
+        def _():
+            plgpu.barrier_wait(summed)
+            others = [plgpu.load(sums_s.at[g], layout=plgpu.Layout.WGMMA, optimized=False) for g in range(GROUPS)]
+            self.finish(height, [total + other for total, other in zip(totals, others, strict=True)], out_g)
+
+    def sums(self, height):
+        """Each group's sums over this warpgroup's pieces: every one, or every second."""
+        stage, scratch, turn, apart = self.stage, self.scratch, self.turn, self.stage.warpgroups
         expert = self.item_g[EXPERT]
+        staged_s = scratch["staged_s"].at[turn] if "staged_s" in scratch else None
 
         def multiply(slot, *sums):
             rows = scratch["rows_s"].at[slot, pl.ds(0, height)].transpose((1, 0))
             for g, sum_of in enumerate(sums):
-                weight = upcast.load(scratch["weight_s"].at[slot, g], scratch.get("staged_s"))
-                plgpu.wgmma(sum_of, weight, rows)
+                plgpu.wgmma(sum_of, upcast.load(scratch["weight_s"].at[slot, g], staged_s), rows)
             return [sum_of[...] for sum_of in sums]
 
         def step(i, carried):
+            i = i * apart + turn
             totals, scales = carried
-            slot, following = lax.rem(i, _i32(stage.slots)), self.scales_of(expert, i + 1)
+            slot, following = lax.rem(i, _i32(stage.slots)), self.scales_of(expert, i + apart)
             plgpu.barrier_wait(scratch["ready"].at[slot])
             products = pl.run_scoped(partial(multiply, slot), *[plgpu.ACC((TILE, height), _f32)] * GROUPS)
-            more = [p * scale for p, scale in zip(products, scales, strict=True)]
+            more = [product * scale for product, scale in zip(products, scales, strict=True)]
             pl.when(i + stage.slots < stage.steps)(lambda: self.fetch(height, expert, i + stage.slots, slot))
             return [total + each for total, each in zip(totals, more, strict=True)], following
 
-        for i in range(stage.slots):
-            self.fetch(height, expert, _i32(i), i)
+        for i in (first + turn for first in range(0, stage.slots, apart)):
+            pl.when(i < stage.steps)(partial(self.fetch, height, expert, i, i))
         start = plgpu.layout_cast(jnp.zeros((TILE, height), _f32), plgpu.Layout.WGMMA)
-        carried = [start] * GROUPS, self.scales_of(expert, _i32(0))
-        totals, _ = lax.fori_loop(_i32(0), _i32(stage.steps), step, carried)
-        if stage.name == "up":
+        carried = [start] * GROUPS, self.scales_of(expert, turn)
+        steps = lax.div(stage.steps - turn + (apart - 1), _i32(apart))
+        return lax.fori_loop(_i32(0), steps, step, carried)[0]
+
+    def finish(self, height, totals, out_g):
+        if self.stage.name == "up":
             gate, up = totals
             totals = [gate / (1 + jnp.exp(-gate)) * up]
         self.store(height, totals, out_g)
