@@ -11,9 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.matmul import gate, project, reference, valid_count
-from jaxspec.pallas import hopper, tile_matmul
+from jaxspec.pallas import hopper, tile_matmul, tiles
 from jaxspec.pallas.hopper import counting
-from jaxspec.pallas.tile_matmul import BLOCKS, Tiling, matmul, supported
+from jaxspec.pallas.tile_matmul import matmul, supported, tiling_of
+from jaxspec.pallas.tiles import BLOCKS, Tiling
 from jaxspec.weights import HALF, Layout, Weight
 from tests.sample import one_in
 
@@ -50,7 +51,7 @@ def check(rows: int, real: int, width: int, outputs: int, gated: bool, added: bo
 )
 def test_matches_plain_jnp(monkeypatch, rows, real, columns, gated):
     """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
-    monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
+    monkeypatch.setattr(tiles, "BLOCKS", 2)
     check(rows, real, 128, 384, gated, tiling=Tiling(128, columns), interpret=plgpu.InterpretGPUParams())
 
 
@@ -60,19 +61,19 @@ def test_matches_plain_jnp(monkeypatch, rows, real, columns, gated):
 )
 def test_tall_tiles_match_plain_jnp(monkeypatch, rows, real, gated):
     """With rows for both warpgroups, for one of them, and with those that the tile before has: of one or of neither."""
-    monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
+    monkeypatch.setattr(tiles, "BLOCKS", 2)
     check(rows, real, 128, 384, gated, tiling=Tiling(256, 192), interpret=plgpu.InterpretGPUParams())
 
 
 def test_the_ring_comes_round(monkeypatch):
     """More steps than slots, and tiles that begin at any of them."""
-    monkeypatch.setattr(tile_matmul, "BLOCKS", 1)
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
     check(256, 256, 64 * 5, 512, False, tiling=Tiling(128, 256), interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.mark.parametrize("columns,real", [(64, 140), (192, 140), (192, 290)])
 def test_adds_to_a_residual_stream(monkeypatch, columns, real):
-    monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
+    monkeypatch.setattr(tiles, "BLOCKS", 2)
     options = dict(tiling=Tiling(128, columns), interpret=plgpu.InterpretGPUParams())
     check(300, real, 128, 384, False, added=True, **options)
 
@@ -90,14 +91,14 @@ def test_lowers_for_cuda(rows, outputs, kind):
 
 @pytest.mark.parametrize("rows,outputs", [(512, 4096), (512, 6144), (512, 24576), (1024, 4096), (1024, 24576)])
 def test_tiles_keep_multiprocessors_busy(rows, outputs):
-    tiling = Tiling.of(rows, outputs)
+    tiling = tiling_of(rows, outputs)
     tiles = rows // tiling.rows * (outputs // tiling.columns)
     assert tiles / (-(-tiles // BLOCKS) * BLOCKS) > 0.95
 
 
 def test_prompts_have_the_tallest_tiles_unless_registers_hold_a_residual():
-    assert Tiling.of(2048, 24576) == Tiling.of(2048, 6144) == Tiling(256, 192)
-    assert Tiling.of(2048, 24576, added=True).rows == 128
+    assert tiling_of(2048, 24576) == tiling_of(2048, 6144) == Tiling(256, 192)
+    assert tiling_of(2048, 24576, added=True).rows == 128
 
 
 def test_what_is_not_for_it_is_named():
@@ -123,7 +124,7 @@ def test_projections_choose_it_and_have_gradients(monkeypatch, kind):
     real = jnp.array([256], jnp.int32)
     total = lambda f: jax.grad(lambda given: f(*given).astype(jnp.float32).sum())(given)  # noqa: E731
     expected = total(partial(reference, gated=gated))
-    monkeypatch.setattr(tile_matmul, "BLOCKS", 2)
+    monkeypatch.setattr(tiles, "BLOCKS", 2)
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     monkeypatch.setattr(tile_matmul, "matmul", partial(matmul, interpret=plgpu.InterpretGPUParams()))
     with counting() as chosen:

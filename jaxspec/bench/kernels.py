@@ -89,7 +89,7 @@ def measure(
     """
     operands = jax.block_until_ready(jax.jit(case.build)(jax.random.key(seed)))
     before = KERNELS.copy()
-    floor = limits.seconds(case.size, case.flops)
+    floor = limits.seconds(case.size, case.flops / case.speed)
     passes = max(1, min(round(shortest / floor), MOST_CALLS) // case.layers)
     seconds, out, alone = timed(case.op, operands, case.layers, repeats, case.in_place, passes, profiled)
     row = {

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec import fp8
 from jaxspec.decoder.padding import flat, padded, unflat
 from jaxspec.decoder.spec import ClampedSwiglu
-from jaxspec.pallas import few_rows, fp8_rows, tile_matmul
+from jaxspec.pallas import few_rows, fp8_rows, fp8_tiles, tile_matmul, upcast_tiles
 from jaxspec.pallas.hopper import chosen
 from jaxspec.weights import Fp8, Unquantised, Weight, matmul
 
@@ -30,13 +31,16 @@ def project(
     Rows from `valid` on are padding, and may be anything finite.
     """
     rows = x.reshape(-1, x.shape[-1])
+    before = None if residual is None else residual.reshape(-1, residual.shape[-1])
     if chosen(_not_tiled(len(rows), weight)):
-        before = None if residual is None else residual.reshape(-1, residual.shape[-1])
         out = tile_matmul.matmul(rows, weight.unquantised, valid, before, gated=gated)
-        return out.reshape(*x.shape[:-1], -1)
-    if chosen(_not_fp8_rows(rows, weight)):
+    elif chosen(_not_fp8_rows(rows, weight)):
         return _finished(_fp8_product(x, weight), weight, residual, gated)
-    return reference(x, weight, residual, gated)
+    elif chosen(_not_fp8_tiles(rows, weight)):
+        out = _fp8_tiles(rows, weight, valid, before, gated)
+    else:
+        return reference(x, weight, residual, gated)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def _not_tiled(rows: int, weight: Weight) -> str | None:
@@ -65,6 +69,8 @@ def _finished(product, weight, residual, gated):
 def _not_fp8_rows(rows: Float[Array, "r k"], weight: Weight) -> str | None:
     """Why `fp8_rows` can't multiply these rows by this weight, or None if it can."""
     match weight.format:
+        case Fp8(None):
+            return fp8_rows.supported(len(rows), rows.dtype, fp8.BLOCK, weight.outputs, weight.inputs, weight.outputs)
         case Fp8(block, activations=False):
             unit = weight.outputs // len(weight.scales)
             return fp8_rows.supported(len(rows), rows.dtype, block, weight.outputs, weight.inputs, unit)
@@ -72,9 +78,34 @@ def _not_fp8_rows(rows: Float[Array, "r k"], weight: Weight) -> str | None:
 
 
 def _fp8_product(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"]:
-    """The product by `fp8_rows`, rounded to x's dtype."""
-    out = fp8_rows.product(x.reshape(-1, x.shape[-1]), weight.values, weight.scales)
+    """The product by `fp8_rows`, rounded to x's dtype. Scales for all inputs multiply what it gives."""
+    rows, scales, by_row, by_output = x.reshape(-1, x.shape[-1]), weight.scales, 1.0, 1.0
+    if weight.format.block is None:
+        by_output = jnp.repeat(scales[:, 0], weight.outputs // len(scales))
+        scales = jnp.ones((1, weight.inputs // fp8.BLOCK), jnp.float32)
+    if weight.format.activations:
+        quantised, by_row = fp8.quantise_rows(rows, None)
+        rows = quantised.astype(rows.dtype)  # which is exact
+    out = fp8_rows.product(rows, weight.values, scales) * by_row * by_output
     return out.astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def _not_fp8_tiles(rows: Float[Array, "r k"], weight: Weight) -> str | None:
+    """Why neither `fp8_tiles` nor `upcast_tiles` can multiply these rows by this weight, or None if one can."""
+    match weight.format:
+        case Fp8(block, activations):
+            sizes = rows.dtype, block, weight.outputs, weight.inputs, weight.outputs // len(weight.scales)
+            return fp8_tiles.supported(*sizes) if activations else upcast_tiles.supported(len(rows), *sizes)
+    return f"a weight in {weight.format}"
+
+
+def _fp8_tiles(rows, weight, valid, residual=None, gated=False):
+    """What `project` gives, of a weight that `_not_fp8_tiles` has nothing against."""
+    block = weight.format.block
+    named = {"block": block, "gated": gated}
+    if not weight.format.activations:
+        return upcast_tiles.matmul(rows, weight.values, weight.scales, valid, residual, **named)
+    return fp8_tiles.matmul(*fp8.quantise_rows(rows, block), weight.values, weight.scales, valid, residual, **named)
 
 
 def _forward(x, weight, valid, residual, gated):
@@ -124,8 +155,11 @@ def product(rows: Sequence[Float[Array, "b _ _"]], weight: Weight, keep_padding:
         out = few_rows.product([flat(x) for x in rows], weight.unquantised)
         return out.reshape(b, -1, out.shape[1]) if keep_padding else unflat(out, b, t)
     whole = jnp.concatenate([x[:, :t] for x in rows], axis=-1)
-    if chosen(_not_fp8_rows(whole.reshape(b * t, -1), weight)):
+    whole_rows = whole.reshape(b * t, -1)
+    if chosen(_not_fp8_rows(whole_rows, weight)):
         return _fp8_product(whole, weight)
+    if chosen(_not_fp8_tiles(whole_rows, weight)):
+        return _fp8_tiles(whole_rows, weight, jnp.array([b * t], jnp.int32)).reshape(b, t, -1)
     return matmul(whole, weight)
 
 

@@ -16,7 +16,8 @@ from jaxspec.decoder.forward import forward
 from jaxspec.models import qwen3
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import counting
-from jaxspec.pallas.tile_matmul import Tiling, matmul
+from jaxspec.pallas.tile_matmul import matmul
+from jaxspec.pallas.tiles import Tiling
 from tests.test_tile_matmul import check, inputs
 from tests.tiny import tiny_config
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from jaxspec.bench.cases import attention, linear_attention, matmuls, mixtures
 from jaxspec.bench.cases.case import Case
+from jaxspec.fp8 import BLOCK
 from jaxspec.pallas.hopper import kernels_here
+from jaxspec.weights import Fp8
 
 __all__ = ["Case", "make_cases"]
 
@@ -24,7 +26,11 @@ FEW_ROWS = {  # model width, query heads, KV heads, their width, MLP width, whet
 LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
 ROWS = (1, 8, 9, 12, 16, 32, 128)
 MANY_ROWS = (256, 512, 1024, 2048)
-FP8_ROWS = (1, 8, 32, 64)
+FP8_ROWS = {  # rows of products with FP8 weights; with quantised activations by blocks, and by token and tensor
+    Fp8(BLOCK): (1, 8, 32, 64, 128, 256, 512, 2048),
+    Fp8(BLOCK, activations=True): (8, 128, 512, 2048),
+    Fp8(None, activations=True): (2048,),
+}
 MIXTURES = {  # model width, expert width, experts, experts of a token
     "35B-A3B": (2048, 512, 256, 8),  # Qwen3.5's
     "30B-A3B": (2048, 768, 128, 8),  # Qwen3's
@@ -44,7 +50,7 @@ SMALL = {
     "chunks": ((2, 100),),
     "layer": (64, 64, 96),
     "many": (20,),
-    "fp8": (3,),
+    "fp8": {Fp8(BLOCK): (3,), Fp8(BLOCK, activations=True): (3,), Fp8(None, activations=True): (3,)},
 }
 
 
@@ -74,8 +80,9 @@ def make_cases(small: bool) -> list[Case]:
         cases += [of(count, length, *delta) for count, length in sizes["chunks"]]
     for rows in sizes["many"]:
         cases += matmuls.projections(rows, *sizes["layer"], layers // 2, dtype)
-    for rows in sizes["fp8"]:
-        cases += matmuls.projections(rows, *sizes["layer"], layers // 2, dtype, quantised=True)
+    for fmt, counts in sizes["fp8"].items():
+        for rows in counts:
+            cases += matmuls.projections(rows, *sizes["layer"], layers // 2, dtype, fmt)
     if not small and kernels_here() is None:  # there is no other path to it: a model without it has plain layers
         cases += [matmuls.layer_matmuls(rows, *LAYER, layers=8) for rows in ROWS]
         few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]

@@ -29,4 +29,5 @@ class Case:
     size: float  # bytes of one call
     flops: float
     kernel: str | None = None  # that `op` calls itself; None: the operation chooses one, and counts it
+    speed: int = 1  # of the tensor cores, in multiples of theirs with bfloat16
     in_place: bool = False  # operations change `own`: they return it after their result

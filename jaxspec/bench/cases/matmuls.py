@@ -12,9 +12,10 @@ from jaxspec.bench.cases.case import PAGE, Case
 from jaxspec.decoder import matmul
 from jaxspec.decoder.functions import rms_norm
 from jaxspec.pallas import few_rows, weight_stream
-from jaxspec.weights import HALF, Fp8, Layout, Weight
+from jaxspec.weights import HALF, Format, Fp8, Layout, Unquantised, Weight
 
 EPS = 1e-6
+EXACT = Unquantised()
 
 
 def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:
@@ -126,19 +127,29 @@ def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: 
 
 
 def projections(
-    rows: int, d: int, f: int, n: int, layers: int, dtype: str = "bfloat16", quantised: bool = False
+    rows: int, d: int, f: int, n: int, layers: int, dtype: str = "bfloat16", fmt: Format = EXACT
 ) -> list[Case]:
-    """The matmuls of a layer one by one, for more rows than `layer_matmuls` takes, or with FP8 ones. Names as there."""
+    """The matmuls of a layer one by one, for more rows than `layer_matmuls` takes, or with FP8 ones. Names as there.
 
-    def one(name: str, inputs: int, outputs: int, gated: bool = False) -> Case:
+    With quantised activations, quantising them is a part of each.
+    """
+    quantised = isinstance(fmt, Fp8)
+    name = "FP8 " * quantised
+    if quantised and fmt.activations:
+        name = "FP8 x FP8 " if fmt.block else "FP8 x FP8 by tensor "
+
+    def one(matrix: str, inputs: int, outputs: int, gated: bool = False) -> Case:
         layout = Layout((outputs,), interleave=HALF if gated else 0)
 
         def made(weight):
             if not quantised:
                 return Weight(weight, layout=layout)
+            if fmt.block is None:
+                scale = jnp.max(jnp.abs(weight.astype(jnp.float32))) / fp8.LARGEST
+                return Weight((weight.T / scale).astype(fp8.E4M3), fmt, layout, scale[None, None])
             values, scales = fp8.quantise_blocks(weight.T)
             scales = jnp.repeat(scales, fp8.BLOCK // layout.unit, axis=0)[: outputs // layout.unit]
-            return Weight(values, Fp8(fp8.BLOCK), layout, scales)
+            return Weight(values, fmt, layout, scales)
 
         def build(key):
             def own(key):
@@ -152,7 +163,7 @@ def projections(
 
         item = jnp.dtype(dtype).itemsize
         return Case(
-            name=f"{'FP8 ' * quantised}{name}, {rows} row{'s' * (rows > 1)}",
+            name=f"{name}{matrix}, {rows} row{'s' * (rows > 1)}",
             group="projections",
             layers=layers,
             build=build,
@@ -160,6 +171,7 @@ def projections(
             plain=lambda layer, real, own: matmul.reference(*own[layer], gated=gated),
             size=(1 if quantised else item) * inputs * outputs + item * rows * (inputs + outputs // (1 + gated)),
             flops=2 * rows * inputs * outputs,
+            speed=2 if quantised and fmt.activations else 1,
         )
 
     return [one("q, k, v", d, n), one("out", d, d), one("gate, up", d, 2 * f, gated=True), one("down", f, d)]

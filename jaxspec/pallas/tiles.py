@@ -1,0 +1,221 @@
+"""Matmuls of many rows, tile by tile: which block makes which tile, and how results are written.
+
+Each multiprocessor takes one tile of outputs after the other. Tiles of the same weights come next to one another, so
+that these are read from memory once. A producer warpgroup fills a ring in shared memory, and prefetches the next tile's
+operands while this one's results are written. Two warpgroups multiply, half of the tile's rows each. What they
+multiply, and how, is the kernel's own: `tile_matmul` and `fp8_tiles`.
+
+The number of valid rows is data: programs come in few sizes, and padding takes no time. Where rows don't fill the last
+tile, it begins among the rows of the tile before; a warpgroup whose rows all belong to that one has nothing to do. A
+gated matmul, whose weight alternates `HALF` columns of gate and `HALF` of up, writes silu(gate) * up. Another may add
+its results to a residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, SWIZZLED, WGMMA_ROWS
+from jaxspec.weights import HALF
+
+UNIT = WGMMA_ROWS
+COPIED = 8  # rows of an array that copies take: a multiple of these
+STEP = SWIZZLED  # bfloat16 numbers of 128 bytes, the widest swizzle
+BLOCKS = MULTIPROCESSORS  # on a card with fewer, some take two blocks' work, one after the other
+WARPGROUPS = 2  # that multiply
+ROOM = SHARED_BYTES - 1024  # for ring and results; the rest is for barriers
+_i32 = jnp.int32
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How outputs are divided: `rows` and `columns` of a tile."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def quickest(cls, rows: int, outputs: int, sizes: Iterable[tuple[int, int]]) -> Tiling:
+        """The tiles among `sizes` that should take the least time: that of a multiprocessor which has most of them."""
+
+        def cost(tiling: Tiling) -> int:
+            tiles = -(-rows // tiling.rows) * (outputs // tiling.columns)
+            each = tiling.rows * tiling.columns + 8 * (tiling.rows + tiling.columns)  # products, copies
+            return -(-tiles // BLOCKS) * each
+
+        return min((cls(*size) for size in sizes if outputs % size[1] == 0), key=cost)
+
+    def results(self, part: int, ring_bytes: int) -> Any:
+        """Shared memory for `part` columns of results at a time: what the ring leaves, but for no more than a tile's.
+
+        They are bfloat16.
+        """
+        stores = self.rows * self.columns // (WARPGROUPS * UNIT * STEP)  # of a warpgroup for one tile
+        places = min(stores, (ROOM - ring_bytes) // (WARPGROUPS * UNIT * part * 2))
+        return plgpu.SMEM((WARPGROUPS, places, UNIT, part), jnp.bfloat16)
+
+
+class Block(NamedTuple):
+    """One thread block's tiles: which there are, and where they lie."""
+
+    tiling: Tiling
+    count: Any  # valid rows
+    lowest: int  # where the last tile of rows begins
+    all_high: int  # tiles of rows, and of these those with valid rows
+    high: Any
+    across: int  # tiles of columns
+    tiles: Any  # of all blocks, those with valid rows. The tiles after these have none, and become zeros
+    steps: int  # of a tile's inputs
+    index: Any
+
+    @classmethod
+    def of(cls, tiling: Tiling, rows: int, outputs: int, steps: int, count: Any, index: Any) -> Block:
+        all_high, lowest = -(-rows // tiling.rows), rows - tiling.rows
+        high = jnp.where(count > lowest, all_high, lax.div(count + tiling.rows - 1, _i32(tiling.rows)))
+        across = outputs // tiling.columns
+        return cls(tiling, count, lowest, all_high, high, across, high * across, steps, index)
+
+    def mine(self, count: Any) -> Any:
+        """How many of `count` tiles are this block's: it takes index, index + BLOCKS, ..."""
+        return lax.div(count + BLOCKS - 1 - self.index, _i32(BLOCKS))
+
+    def place(self, j: Any) -> tuple[Any, Any, Any]:
+        """Of this block's j-th tile the first row, how many are the tile before's too, and which columns it has."""
+        tile = self.index + j * BLOCKS
+        padding = jnp.maximum(self.all_high - self.high, 1)
+        into = tile - self.tiles
+        i = jnp.where(into < 0, lax.rem(tile, jnp.maximum(self.high, 1)), self.high + lax.rem(into, padding))
+        c = jnp.where(into < 0, lax.div(tile, jnp.maximum(self.high, 1)), lax.div(into, padding))
+        top = jnp.minimum(i * self.tiling.rows, self.lowest)
+        return top, i * self.tiling.rows - top, c
+
+
+class Hands(NamedTuple):
+    """The barriers of a ring of `slots`: which are filled, and which both warpgroups are done with."""
+
+    full: Any
+    empty: Any
+    slots: int
+
+    def observe(self, steps: Any) -> None:
+        """The producer's last act, after so many steps: a barrier must not be left with an arrival that nobody saw."""
+
+        def wait(step, _):
+            plgpu.barrier_wait(self.empty.at[lax.rem(step, _i32(self.slots))])
+            return _
+
+        lax.fori_loop(jnp.maximum(steps - self.slots, 0), steps, wait, _i32(0))
+
+
+class Tile(NamedTuple):
+    """A warpgroup's part of a tile.
+
+    - `units`: the first rows of its units, within the tile.
+    - `top`, `c`: the tile's first row, and which columns it has.
+    - `step`: the block's step that the tile begins at.
+    - `needed`: steps to multiply. None if all rows are padding.
+    """
+
+    units: list[Any]
+    top: Any
+    c: Any
+    step: Any
+    needed: Any
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where results go: `out`, by way of `out_s`.
+
+    - `gated`: silu(gate) * up.
+    - `added`: the residual stream that plain ones are added to, or nothing.
+    - `late`: load that stream after the products. Otherwise before, so that their time hides it, which takes registers.
+    """
+
+    gated: bool
+    added: list[Any]
+    out: Any
+    out_s: Any
+    late: bool = False
+
+    def write(self, warpgroup: Any, block: Block, tile: Tile, multiply: Callable) -> None:
+        """Multiply a tile, add what is to be added, and write it.
+
+        `multiply(tile, write)` has all products when it calls `write(columns)`; there `columns(unit, first, count)`
+        are so many of them, in float32.
+        """
+        (_, places, _, part), width = self.out_s.shape, block.tiling.columns // (1 + self.gated)
+        stores = [
+            (unit, p, (pl.ds(tile.top + row, UNIT), pl.ds(tile.c * width + p * part, part)))
+            for unit, row in enumerate(tile.units)
+            for p in range(width // part)
+        ]
+        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+        loaded = lambda: [load(residual.at[at]) for residual in self.added for *_, at in stores]  # noqa: E731
+        early = None if self.late else loaded()
+
+        def write(columns: Callable) -> None:
+            before = loaded() if self.late else early
+            for i, (unit, p, at) in enumerate(stores):
+                if self.gated:
+                    value = gate(*(columns(unit, (2 * p + half) * HALF, HALF) for half in (0, 1)))
+                else:
+                    value = columns(unit, p * part, part)
+                if before:
+                    value = value.astype(self.out.dtype).astype(jnp.float32) + before[i].astype(jnp.float32)
+                plgpu.wait_smem_to_gmem(min(i, places - 1), wait_read_only=True)  # what this place held is sent
+                place_s = self.out_s.at[warpgroup, i % places]
+                place_s[...] = value.astype(self.out.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(place_s, self.out.at[at])
+
+        multiply(tile, write)
+
+
+def consume(block: Block, hands: Hands, warpgroup: Any, results: Results, multiply: Callable) -> None:
+    """A warpgroup that multiplies: its part of each tile's rows. `multiply`: see `Results.write`."""
+    height = block.tiling.rows // WARPGROUPS
+    units = [warpgroup * height + at for at in range(0, height, UNIT)]  # of a tile's rows, this warpgroup's
+
+    def each(j, step):
+        top, shared, c = block.place(j)
+        copied = jnp.where(j < block.mine(block.tiles), _i32(block.steps), 0)
+        done = (warpgroup + 1) * height <= shared
+        idle = done | (top + warpgroup * height >= block.count)
+
+        def release(_, step):
+            slot = lax.rem(step, _i32(hands.slots))
+            plgpu.barrier_wait(hands.full.at[slot])
+            plgpu.barrier_arrive(hands.empty.at[slot])
+            return step + 1
+
+        lax.fori_loop(_i32(0), jnp.where(idle, copied, 0), release, step)
+        tile = Tile(units, top, c, step, jnp.where(idle, 0, copied))
+        pl.when(jnp.logical_not(done))(lambda: results.write(warpgroup, block, tile, multiply))
+        return step + copied
+
+    lax.fori_loop(_i32(0), block.mine(_i32(block.all_high * block.across)), each, _i32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up.
+
+    Of a tile's last unit nothing is multiplied meanwhile, and instructions for special functions and conversions are
+    slow: an exponential and a root are two of them, where a quotient of numbers rounded in between takes three.
+    """
+    return gate * up * jnp.square(lax.rsqrt(1 + jnp.exp(-gate)))
+
+
+def filled(x: jax.Array, least: int = 0) -> jax.Array:
+    """Rows, and as many more as copies need: a multiple of `COPIED`, `least` at least."""
+    return jnp.pad(x, ((0, max(-len(x) % COPIED, least - len(x))), (0, 0)))

@@ -1,0 +1,189 @@
+"""The FP8 kernels of many rows: in interpret mode against plain jnp, by lowering for CUDA, and where they are chosen.
+
+`fp8_tiles` has rows as e4m3, too; `upcast_tiles` has them as bfloat16.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec import fp8
+from jaxspec.decoder.matmul import gate, product, project, reference
+from jaxspec.pallas import fp8_rows, fp8_tiles, hopper, tiles, upcast_tiles
+from jaxspec.pallas.hopper import counting
+from jaxspec.pallas.tiles import Tiling
+from jaxspec.weights import HALF, Fp8, Layout, Weight
+from tests.sample import one_in
+
+KERNELS = {"fp8_tiles": fp8_tiles, "upcast_tiles": upcast_tiles}
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+def operands(rows: int, inputs: int, outputs: int, block: int | None, unit: int, seed: int = 0):
+    """Rows, and a weight's values and scales, which lie far apart."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (rows, inputs)) * jnp.exp(jax.random.normal(keys[2], (rows, 1)))
+    parts = jax.random.normal(keys[1], (outputs // unit, unit, inputs // (block or inputs), block or inputs))
+    largest = jnp.max(jnp.abs(parts), axis=(1, 3), keepdims=True)
+    spread = jnp.exp(jax.random.normal(keys[0], largest.shape)) * inputs**-0.5
+    values = (parts / largest * 448).astype(fp8.E4M3).reshape(outputs, inputs)
+    return x.astype(jnp.bfloat16), values, (largest / 448 * spread)[:, 0, :, 0]
+
+
+def run(kernel: str, x, values, scales, real, residual=None, *, block, **options):
+    """A kernel's result in float32; rows that it has as e4m3 are quantised here."""
+    valid = jnp.array([real], jnp.int32)
+    rows = fp8.quantise_rows(x, block) if kernel == "fp8_tiles" else (x,)
+    out = KERNELS[kernel].matmul(*rows, values, scales, valid, residual, block=block, **options)
+    assert out.dtype == jnp.bfloat16
+    return np.asarray(out, np.float32)
+
+
+def exact(kernel: str, x, values, scales, block):
+    """What it defines: `fp8.product`, or the product with the weight rounded to bfloat16; in float32."""
+    with jax.default_matmul_precision("highest"):
+        if kernel == "fp8_tiles":
+            return fp8.product(x.astype(jnp.float32), values, scales, block)
+        whole = fp8.dequantise(values, scales, block)
+        if block:
+            whole = whole.astype(jnp.bfloat16).astype(jnp.float32)
+        return x.astype(jnp.float32) @ whole.T
+
+
+def check(kernel, rows, real, inputs, outputs, block, unit, kind="plain", within=6e-3, **options) -> None:
+    """Valid rows by norm; of padding each tile is its own product or nothing, on top of the residual stream."""
+    x, values, scales = operands(rows, inputs, outputs, block, unit)
+    residual = jax.random.normal(jax.random.key(7), (rows, outputs), jnp.bfloat16) if kind == "added" else None
+    given = x, values, scales, real, residual
+    out = run(kernel, *given, block=block, gated=kind == "gated", **options)
+    expected = np.asarray(exact(kernel, x, values, scales, block))
+    if kind == "gated":
+        expected = np.asarray(gate(expected, HALF))
+    assert out.shape == expected.shape
+    before = np.zeros_like(expected) if residual is None else np.asarray(residual, np.float32)
+    size = np.linalg.norm(expected, axis=1) + np.linalg.norm(before, axis=1)
+    untouched = (np.arange(rows) >= real)[:, None] & (out == before)
+    expected = np.where(untouched, before, before + expected)
+    assert (np.linalg.norm(out - expected, axis=1) <= within * size).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rows,real,kind,tiling,scales", [
+    (130, 130, "plain", (128, 64), (128, 128)),  # the last tile begins among the rows of the first
+    (300, 140, "gated", (128, 128), (128, 32)),  # and one is of padding
+    (297, 297, "added", (128, 128), (128, 64)),
+    (512, 390, "gated", (256, 128), (None, 1)),  # of a tile, a warpgroup's rows are padding
+    (400, 300, "added", (256, 128), (128, 32)),
+    (256, 0, "plain", (128, 128), (None, 64)),
+])  # fmt: skip
+def test_matches_plain_jnp(monkeypatch, kernel, rows, real, kind, tiling, scales):
+    """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
+    monkeypatch.setattr(tiles, "BLOCKS", 2)
+    check(kernel, rows, real, 256, 256, *scales, kind, tiling=Tiling(*tiling), interpret=INTERPRET)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "rows,real,kind,unit",
+    one_in(1, [(256, 256), (264, 150), (700, 650)], ["plain", "gated", "added"], [32, 128, None]),
+)
+def test_matches_plain_jnp_with_its_own_tiles(monkeypatch, kernel, rows, real, kind, unit):
+    monkeypatch.setattr(tiles, "BLOCKS", 3)
+    check(kernel, rows, real, 384, 384, 128 if unit else None, unit or 1, kind, interpret=INTERPRET)
+
+
+def test_the_widest_tile(monkeypatch):
+    """Six units of outputs a step, and two that share the scales of the same 128 outputs."""
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
+    check("upcast_tiles", 256, 256, 256, 384, 128, 128, tiling=Tiling(256, 192), interpret=INTERPRET)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_rings_come_round(monkeypatch, kernel):
+    """More steps than slots, and tiles that begin at any of them."""
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
+    check(kernel, 256, 256, 128 * 7, 192, 128, 64, tiling=Tiling(128, 64), interpret=INTERPRET)
+
+
+def test_few_quantised_rows_are_padded(monkeypatch):
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
+    check("fp8_tiles", 3, 3, 256, 128, 128, 64, interpret=INTERPRET)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "rows,outputs,block,unit,kind",
+    one_in(2, [132, 165, 2048], [4096, 24576], [(128, 32), (None, 1)], ["plain", "gated", "added"]),
+)
+def test_lowers_for_cuda(kernel, rows, outputs, block, unit, kind):
+    inputs = 512
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    groups, x = inputs // (block or inputs), shape(jnp.bfloat16, rows, inputs)
+    if kernel == "fp8_tiles":
+        x = jax.eval_shape(partial(fp8.quantise_rows, block=block), x)
+    residual = shape(jnp.bfloat16, rows, outputs) if kind == "added" else None
+    given = shape(fp8.E4M3, outputs, inputs), shape(jnp.float32, outputs // unit, groups), shape(jnp.int32, 1), residual
+    of = partial(KERNELS[kernel].matmul, block=block, gated=kind == "gated")
+    rows_of = (x,) if kernel == "upcast_tiles" else x
+    lowered = jax.jit(of).trace(*rows_of, *given).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+
+
+def test_prompts_have_tall_tiles():
+    """A converted piece of the weight serves more rows, and shared memory more products."""
+    assert fp8_tiles.tiling_of(2048, 4096) == fp8_tiles.tiling_of(8192, 24576) == Tiling(256, 128)
+    assert upcast_tiles.tiling_of(2048, 24576) == Tiling(256, 192)
+    assert upcast_tiles.tiling_of(2048, 24576, added=True) == Tiling(256, 128)
+
+
+def kernels_in_interpret_mode(monkeypatch) -> None:
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    for module in KERNELS.values():
+        monkeypatch.setattr(module, "matmul", partial(module.matmul, interpret=INTERPRET))
+    monkeypatch.setattr(fp8_rows, "product", partial(fp8_rows.product, interpret=INTERPRET))
+
+
+@pytest.mark.parametrize("rows,block,activations,kernel", [
+    (136, 128, False, "upcast_tiles"),
+    (136, None, True, "fp8_tiles"),
+    (16, 128, True, "fp8_tiles"),
+    (16, None, True, "fp8_rows"),
+    (16, None, False, "fp8_rows"),
+])  # fmt: skip
+def test_projections_choose_one_and_have_gradients(monkeypatch, rows, block, activations, kernel):
+    """Results are the plain form's but for rounding, of rows beside each other too; gradients are the plain form's."""
+    x, values, scales = operands(rows, 256, 128, block, 128 if block else 1)
+    weight = Weight(values, Fp8(block, activations), Layout((128,)), scales)
+    given = x, weight, jnp.array([rows], jnp.int32), jax.random.normal(jax.random.key(5), (rows, 128), jnp.bfloat16)
+    of = lambda f: jax.value_and_grad(lambda x: f(x).astype(jnp.float32).sum())(x)  # noqa: E731
+    expected = of(lambda x: reference(x, weight, given[3]))
+    kernels_in_interpret_mode(monkeypatch)
+    with counting() as chosen:
+        got = of(lambda x: project(x, *given[1:]))
+    assert chosen == {kernel: 1}
+    np.testing.assert_allclose(got[0], expected[0], rtol=2e-2, atol=1.0)
+    np.testing.assert_array_equal(np.asarray(got[1], np.float32), np.asarray(expected[1], np.float32))
+    with counting() as chosen:
+        out = product([x[None, :, :128], x[None, :, 128:]], weight)[0]
+    assert chosen == {kernel: 1}
+    plain = np.asarray(reference(x, weight), np.float32)
+    np.testing.assert_allclose(np.asarray(out, np.float32), plain, atol=1e-2 * np.abs(plain).max())
+
+
+def test_what_is_not_for_them_is_named():
+    sizes = jnp.bfloat16, 128, 4096, 4096, 128
+    assert fp8_tiles.supported(*sizes) is None and upcast_tiles.supported(129, *sizes) is None
+    assert fp8_tiles.supported(jnp.bfloat16, None, 4096, 4096, 1) is None
+    assert "128 rows" in upcast_tiles.supported(128, *sizes)
+    assert "float32" in fp8_tiles.supported(jnp.float32, *sizes[1:])
+    assert "64 inputs each" in fp8_tiles.supported(jnp.bfloat16, 64, *sizes[2:])
+    assert "4096 x 96" in upcast_tiles.supported(512, jnp.bfloat16, 128, 96, 4096, 32)
+    assert "16 outputs" in fp8_tiles.supported(jnp.bfloat16, 128, 4096, 4096, 16)
