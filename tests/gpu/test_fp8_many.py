@@ -43,7 +43,7 @@ def test_few_quantised_rows(rows):
     check("fp8_tiles", rows, rows, 4096, 6144, 128, 128)
 
 
-@pytest.mark.parametrize("tiling", [(128, 64), (128, 128), (256, 64), (256, 128), (256, 192)])
+@pytest.mark.parametrize("tiling", [(128, 64), (128, 128), (128, 192), (256, 64), (256, 128), (256, 192)])
 @pytest.mark.parametrize("kernel,kind", [("upcast_tiles", "plain"), ("upcast_tiles", "gated"), ("fp8_tiles", "gated")])
 def test_every_tile(kernel, kind, tiling):
     if kernel == "fp8_tiles" and tiling in [(256, 64), (256, 192)]:
