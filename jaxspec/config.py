@@ -14,24 +14,12 @@ from typing import Any
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, LinearScaling, Yarn
 from jaxspec.elsewhere import METHODS, meant
 from jaxspec.options import ConfigError, check, flag, option
+from jaxspec.values import positive, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"}
-FLOAT32_MAX = 3.4e38
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16")
-
-# The largest sizes that a config.json may name: far above any model's, low enough that nothing made of them in passing
-# (a declaration for each layer and expert, a table of rotary frequencies) takes long.
-LARGEST = {
-    "num_hidden_layers": 4096,
-    "num_experts": 2**14,
-    "num_local_experts": 2**14,
-    "head_dim": 2**16,
-    "linear_conv_kernel_dim": 2**10,
-    "max_position_embeddings": 2**27,
-    "vocab_size": 2**28,
-}
 
 
 # By model_type, what reads a config.json into a decoder. Each family of `jaxspec.models` enters itself.
@@ -136,12 +124,6 @@ class ModelConfig:
         )
 
 
-def shown(value: Any) -> str:
-    """A value in an error message, cut short: a file may hold megabytes where a number belongs."""
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
 def end_tokens(*ends: Any) -> list[Any]:
     """Several `eos_token_id`s, each a number, a list or None, as one list without doubles."""
     flat = [token for end in ends for token in (end if isinstance(end, list | tuple) else [end]) if token is not None]
@@ -188,25 +170,6 @@ def _mtp_layers(hf: Mapping[str, Any]) -> int:
     """Under whichever name the config counts multi-token prediction modules."""
     names = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
     return next((positive(hf, name) for name in names if hf.get(name)), 0)
-
-
-def positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A size of config.json. **Raises:** `ConfigError` naming the key."""
-    value = hf.get(key)
-    value = default if value is None else value
-    most = LARGEST.get(key, 2**31 - 1)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        bound = f" of at most {most}" if isinstance(value, int) and value > most else ""
-        raise ConfigError(f"config.json: {key} must be a positive integer{bound}, got {shown(value)}")
-    return value
-
-
-def positive_float(mapping: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number of config.json. **Raises:** `ConfigError` naming the key."""
-    value = mapping.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= FLOAT32_MAX:
-        raise ConfigError(f"config.json: {key} must be a positive number within float32, got {shown(value)}")
-    return float(value)
 
 
 def _dtype(hf: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A line's modules may import those of their own line and of the lines above it here.
 LAYERS = (
-    "fp8 mxfp4 weights options elsewhere measure pages sequence executables stats",
+    "fp8 mxfp4 weights options values elsewhere measure pages sequence executables stats",
     "request pallas",
     "decoder",
     "config",

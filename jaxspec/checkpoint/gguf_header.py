@@ -16,7 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.config import shown
+from jaxspec.values import shown
 
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",

@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 from jaxspec.checkpoint import quantization
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
-from jaxspec.config import ModelConfig, end_tokens, shown
+from jaxspec.config import ModelConfig, end_tokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.values import shown
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes that weights may have
 _INDICES = {"I64": 8, "BOOL": 1}  # and those of maps between vocabularies, which drafters come with

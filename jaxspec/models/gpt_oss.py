@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from jaxspec.config import ConfigError, positive, positive_float
+from jaxspec.config import ConfigError
 from jaxspec.decoder.spec import ClampedSwiglu, Decoder, Mixture
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
+from jaxspec.values import positive, positive_float
 from jaxspec.weights import Layout, Param, bias, linear
 
 __all__ = ["read", "tensors"]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from jaxspec.config import ConfigError, positive, shown
+from jaxspec.config import ConfigError
 from jaxspec.decoder.spec import Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
+from jaxspec.values import positive, shown
 from jaxspec.weights import Layout, Param
 
 __all__ = ["read", "tensors"]

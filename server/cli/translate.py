@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.config import shown
 from jaxspec.elsewhere import ELSEWHERE, METHODS, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
 from jaxspec.options import flag
+from jaxspec.values import shown
 
 PROGRAM = "python -m server"
 # what stands before the flags of the others' command lines
