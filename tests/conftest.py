@@ -28,13 +28,16 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from tests import checked
+from tests import checked, interpreting
 
 # What signatures say of shapes and dtypes is checked whenever these are called, or traced: where arrays are computed.
 # Elsewhere tests give what isn't allowed on purpose, to see the errors.
 KERNELS = ("expert_plan", "few_rows", "paged_attention", "prompt_attention", "weight_stream", "write_heads")
 CHECKED = ("decoder", "mixers", "models", *(f"pallas.{name}" for name in KERNELS), "sampling", "verify")
 install_import_hook([f"jaxspec.{name}" for name in CHECKED], f"{checked.__name__}.check")
+
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    interpreting.install()
 
 ROOT = Path(__file__).resolve().parent.parent
 
