@@ -23,6 +23,7 @@ from pathlib import Path
 
 import dflash.model as package
 import torch
+from drawn import randomise
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -81,21 +82,6 @@ VARIANTS = {
 
 def help(position: int, block_size: int) -> int:
     return position * 37 // 8 % block_size
-
-
-def randomise(model: torch.nn.Module) -> None:
-    """Draw every parameter: new models have biases at 0 and norms at 1, where leaving them out goes unnoticed."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if name.endswith(".bias"):
-                parameter.copy_(0.3 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * noise)
-            elif "embed_tokens" in name:
-                parameter.copy_(noise)
-            else:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
 
 
 class Record:

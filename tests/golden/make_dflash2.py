@@ -18,7 +18,8 @@ from pathlib import Path
 
 import dflash.model as package
 import torch
-from make_dspark import LENGTHS, features, randomise, target_and_texts
+from drawn import randomise
+from make_dspark import LENGTHS, features, target_and_texts
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 

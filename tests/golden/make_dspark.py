@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from drawn import randomise
 from safetensors.torch import save_file
 from specforge.modeling.draft.dspark import DSparkDraftModel as SpecForge
 from speculators.models.dspark import DSparkDraftModel as Speculators
@@ -47,21 +48,6 @@ HEADS = dict(
     ),
     specforge=dict(markov_rank=4, markov_head_type="gated", confidence_head_alpha=0.5),
 )
-
-
-def randomise(model: torch.nn.Module) -> None:
-    """Draw every parameter: new models have biases at 0 and norms at 1, where leaving them out goes unnoticed."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if name.endswith(".bias"):
-                parameter.copy_(0.3 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * noise)
-            elif "embed_tokens" in name or "markov_w1" in name:
-                parameter.copy_(noise)
-            else:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
 
 
 def target_and_texts() -> tuple[Qwen3ForCausalLM, dict[int, torch.Tensor]]:
