@@ -111,7 +111,7 @@ def check(device, runs, cached=-1):
     return requests, lengths
 
 
-SIZES = {"max_depth": 10, "max_requests": 32, "max_response": 64, "max_matches": 64}
+SIZES = {"max_depth": 10, "max_requests": 32, "max_response": 64, "max_matches": 40}
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def suffix():
-    return engine("suffix?max_requests=8&max_response=64", num_draft_tokens=4)
+    return engine("suffix?max_requests=8&max_response=64&max_matches=16", num_draft_tokens=4)
 
 
 def test_text_is_plain_decodings(plain, suffix):
@@ -41,7 +41,7 @@ def test_a_repeated_request_drafts_from_the_first_ones_response(suffix):
 
 @pytest.mark.exhaustive
 def test_without_a_pool_requests_are_kept_apart():
-    llm = engine("suffix?max_requests=0", num_draft_tokens=4)
+    llm = engine("suffix?max_requests=0&max_matches=16", num_draft_tokens=4)
     how = SamplingParams(temperature=3.0, max_tokens=40, ignore_eos=True, seed=123)
     first, second = (llm.generate([[2, 3]], how)[0] for _ in range(2))
     assert first.token_ids == second.token_ids
