@@ -31,6 +31,7 @@ HYBRIDS = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
 VARIANTS = sorted(folder.name for folder in (GOLDEN / "checkpoints").iterdir())
 PLAIN = sorted(name for name, family in MODELS.items() if name not in HYBRIDS)
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
+CONTINUED = 48  # tokens of each expected `greedy_*`
 LAYERS = (0, 2)  # whose outputs the expected `hidden_*` tensors hold
 CLOSE = dict(rtol=0, atol=5e-4)  # float32 noise is about 1e-5 here
 
@@ -39,6 +40,13 @@ CLOSE = dict(rtol=0, atol=5e-4)  # float32 noise is about 1e-5 here
 def golden(variant: str, dtype: str = "float32") -> tuple[jaxspec.Model, dict[str, np.ndarray]]:
     model = jaxspec.load_model(str(GOLDEN / "checkpoints" / variant), dtype=dtype, progress=False)
     return model, load_file(GOLDEN / "expected" / f"{variant}.safetensors")
+
+
+def padded_logits(model, tokens):
+    """What `jaxspec.logits` gives, from one shape for all tests of a variant, so that it is compiled once."""
+    rows, width = tokens.shape
+    padded = np.pad(tokens, ((0, len(LENGTHS) - rows), (0, max(LENGTHS) + CONTINUED - width)))
+    return np.asarray(jaxspec.logits(model, padded))[:rows, :width]
 
 
 def forward(model, tokens, positions=None, capture=(), config=None, wanted=None):
@@ -59,8 +67,8 @@ def test_logits_match_transformers(variant):
     tokens = np.stack([np.roll(expected["ids_150"], shift) for shift in range(len(LENGTHS))])
     for row, length in zip(tokens, LENGTHS, strict=True):
         row[:length] = expected[f"ids_{length}"]
-    logits = jaxspec.logits(model, tokens)
-    assert logits.dtype == jnp.float32
+    logits = padded_logits(model, tokens)
+    assert logits.dtype == np.float32
     for row, length in zip(logits, LENGTHS, strict=True):
         np.testing.assert_allclose(row[:length], expected[f"logits_{length}"], **CLOSE)
 
@@ -82,10 +90,10 @@ def test_texts_continue_as_in_transformers(variant):
     model, expected = golden(variant)
     lengths = (1, 7, 33, 150)
     rows = [np.concatenate([expected[f"ids_{n}"], expected[f"greedy_{n}"]]) for n in lengths]
-    tokens = np.stack([np.pad(row, (0, max(lengths) + 48 - len(row))) for row in rows])
-    for length, logits in zip(lengths, np.asarray(jaxspec.logits(model, tokens)), strict=True):
+    tokens = np.stack([np.pad(row, (0, max(lengths) + CONTINUED - len(row))) for row in rows])
+    for length, logits in zip(lengths, padded_logits(model, tokens), strict=True):
         np.testing.assert_allclose(logits[:length], expected[f"logits_{length}"], **CLOSE)
-        choices = np.argmax(logits[length - 1 : length + 47], axis=-1)
+        choices = np.argmax(logits[length - 1 : length - 1 + CONTINUED], axis=-1)
         assert choices.tolist() == expected[f"greedy_{length}"].tolist()
 
 
@@ -101,10 +109,10 @@ def test_hidden_states_match_transformers(variant):
 def test_rows_of_a_batch_do_not_mix(variant):
     model, expected = golden(variant)
     tokens = np.stack([np.roll(expected["ids_150"], 20 * i) for i in range(len(LENGTHS))])
-    batch = np.asarray(jaxspec.logits(model, tokens))
+    batch = padded_logits(model, tokens)
     np.testing.assert_allclose(batch[0], expected["logits_150"], **CLOSE)
     order = [1, 3, 0, 6, 4, 2, 5]  # other neighbours
-    np.testing.assert_allclose(jaxspec.logits(model, tokens[order]), batch[order], **CLOSE)
+    np.testing.assert_allclose(padded_logits(model, tokens[order]), batch[order], **CLOSE)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
