@@ -230,7 +230,8 @@ def break_empty(folder):
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
         (break_two_files, "has 2 safetensors files and no model.safetensors.index.json"),
         (break_integers, "model.norm.weight is stored as I8; supported: F32, F16, BF16"),
-        (break_pickled, r"pickled weights only \(pytorch_model.bin\).*save_model"),
+        (break_pickled, r"pytorch_model.bin \([\d,]+ bytes\) is truncated or not what torch.save writes"),
+        (lambda f: (f / "model.safetensors").rename(f / "last.pth"), "no weights under a name that is read.*last.pth"),
         (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
         (break_empty, "no config.json, so it isn't a model folder; it holds: nothing"),
         (lambda f: (f / "config.json").write_text("{"), "can't read .*config.json"),
@@ -276,7 +277,7 @@ def test_a_hub_id_is_fetched_without_other_weights(monkeypatch, folder):
     assert_same(model.params, load(folder).params)
     assert (model.name, model.path) == ("org/model", str(folder))
     load("org/model", load_format="dummy")
-    (name, full), (_, config_only) = calls
+    (name, full), (_, config_only) = calls  # with safetensors there, no third call asks for pickled weights
     assert (name, full["revision"]) == ("org/model", "v1")
     wanted = lambda kw, files: list(  # noqa: E731 - as the hub filters
         huggingface_hub.utils.filter_repo_objects(
@@ -288,6 +289,22 @@ def test_a_hub_id_is_fetched_without_other_weights(monkeypatch, folder):
     others = ["pytorch_model.bin", "original/consolidated.00.pth", "consolidated.safetensors", "onnx/model.onnx"]
     assert wanted(full, small + weights + others) == small + weights
     assert wanted(config_only, small + weights + others) == small
+
+
+def test_pickled_weights_are_fetched_if_there_are_no_others(monkeypatch, folder):
+    (folder / "model.safetensors").rename(folder / "weights.moved")
+    calls = []
+
+    def download(name, allow_patterns, **_):
+        calls.append(allow_patterns)
+        if "pytorch_model*.bin" in allow_patterns:
+            (folder / "weights.moved").rename(folder / "pytorch_model.bin")
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin .* not what torch.save writes"):
+        load("org/model")
+    assert len(calls) == 2 and "*.safetensors" in calls[0] and "pytorch_model*.bin" not in calls[0]
 
 
 def answer(kind: type, status: int) -> Exception:

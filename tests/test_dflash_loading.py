@@ -153,14 +153,10 @@ def test_tensors_that_dont_fit_are_named(pair):
         load_drafter(f"dflash:{folder}", target)
 
 
-def test_pickled_files_are_never_opened(pair):
+def test_a_pickled_mask_embedding_is_never_opened(pair):
     target, folder, _ = pair
     (folder / "mask_embedding.pt").write_bytes(b"not a pickle: opening it would fail otherwise")
     with pytest.raises(CheckpointError, match=r"mask_embedding\.pt is never opened.*remove the file"):
-        load_drafter(f"dflash:{folder}", target)
-    (folder / "mask_embedding.pt").unlink()
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pickled weights only \(pytorch_model\.bin\)"):
         load_drafter(f"dflash:{folder}", target)
 
 

@@ -226,13 +226,6 @@ def test_what_is_refused(name, change, words, tmp_path):
         assert word in str(error.value)
 
 
-def test_pickled_weights_are_never_opened(tmp_path):
-    shutil.copytree(GOLDEN / "safeailab-eagle3", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pickled weights only \(pytorch_model.bin\).*Convert.*save_file"):
-        load_drafter(f"eagle3:{tmp_path}", target())
-
-
 def test_a_target_with_too_few_layers_is_named():
     small = load_model(str(tiny_checkpoint(vocab=96)), progress=False)
     with pytest.raises(ConfigError, match=r"default layers are \[1, 0, -2\].*2 layers.*0 to 1, not -2"):

@@ -23,6 +23,8 @@ LOAD_FORMATS = ("auto", "dummy")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
                 "special_tokens_map.json", "added_tokens.json", "chat_template*"]  # fmt: skip
+_SAFETENSORS = ["*.safetensors", "*.safetensors.index.json"]
+_BIN = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # fetched only if there are no safetensors
 _OTHER_WEIGHTS = ["consolidated*", "*/*"]  # the same weights again, in another layout
 
 
@@ -45,8 +47,9 @@ def resolve(path_or_id: str, revision: str | None = None, *, load_format: str = 
 
     **Arguments:**
 
-    - `path_or_id`: `smollm2-135m-instruct`; a folder with config.json and safetensors, or with one GGUF file; a `.gguf`
-      file; a hub id `org/name`. With `load_format="dummy"` a config.json, or a folder that holds one, is enough.
+    - `path_or_id`: `smollm2-135m-instruct`; a folder with config.json and weights (safetensors, else
+      pytorch_model.bin), or with one GGUF file; a `.gguf` file; a hub id `org/name`. With `load_format="dummy"` a
+      config.json, or a folder that holds one, is enough.
     - `revision`: branch, tag or commit of a hub id.
 
     **Raises:** `CheckpointError` (what was tried, what to do); `ConfigError` for a model that isn't supported.
@@ -99,13 +102,19 @@ def _folder(path: Path, weights: bool) -> ModelFolder | GgufFile:
 
 def _download(name: str, revision: str | None, weights: bool) -> Path:
     """A hub model's files in the hub's own cache, with its progress bars."""
-    wanted = [*_SMALL_FILES, *(["*.safetensors", "*.safetensors.index.json"] if weights else [])]
-    try:
+
+    def fetch(patterns: list[str]) -> Path:
         return Path(
             huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=wanted, ignore_patterns=_OTHER_WEIGHTS
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_WEIGHTS
             )
         )
+
+    try:
+        if not weights:
+            return fetch(_SMALL_FILES)
+        path = fetch([*_SMALL_FILES, *_SAFETENSORS])
+        return path if any(path.glob("*.safetensors")) else fetch([*_SMALL_FILES, *_BIN])
     except errors.GatedRepoError as error:  # before RepositoryNotFoundError, whose subclass it is
         problem = "it is gated: accept its terms on its page, then log in with `hf auth login`"
         raise CheckpointError(f"can't fetch {name}: {problem}") from error

@@ -1,6 +1,7 @@
-"""A Hugging Face model folder: config.json, safetensors weights in one file or several, tokenizer files.
+"""A Hugging Face model folder: config.json, weights in one file or several, tokenizer files.
 
-One shard is open at a time and one tensor is copied out of it at a time. Pickled weights are never opened.
+One shard is open at a time and one tensor is copied out of it at a time. Weights are safetensors; without those,
+`pytorch_model.bin`, whose pickle is read without running any of it (`tensor_pickle`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxspec.checkpoint import quantization
+from jaxspec.checkpoint.bin_file import BinFile
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.config import ModelConfig, end_tokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError
@@ -24,11 +26,8 @@ from jaxspec.values import shown
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes that weights may have
 _INDICES = {"I64": 8, "BOOL": 1}  # and those of maps between vocabularies, which drafters come with
-_INDEX = "model.safetensors.index.json"
-_CONVERT = (
-    "A model: load it with torch, then safetensors.torch.save_model(model, 'model.safetensors'). Tensors by name, as "
-    "drafters come: save_file(torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')"
-)
+_SAFETENSORS = "model.safetensors"
+_BIN = "pytorch_model.bin"
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
@@ -85,7 +84,7 @@ class ModelFolder:
         """Every tensor, shard by shard, as a host array in the dtype it is stored in."""
         for file in self.files:
             with _open(file) as shard:
-                places = _places(file) if self.quantization else {}
+                places = _places(file) if self.quantization and file.suffix != ".bin" else {}
                 for name in shard.offset_keys():  # in the file's order, so that the disk is read forwards
                     yield name, places[name]() if name in places else shard.get_tensor(name)
 
@@ -123,14 +122,19 @@ def unreadable_tokenizer(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def _open(file: Path):
+def _open(file: Path) -> Iterator[Any]:
+    """A handle of a shard, as `safe_open` gives it. **Raises:** `CheckpointError` for a file that can't be read."""
     try:
+        if file.suffix == ".bin":
+            with BinFile(file) as shard:
+                yield shard
+            return
         with safe_open(file, framework="numpy") as shard:
             yield shard
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size if file.exists() else 0
         raise CheckpointError(
-            f"{file} ({size:,} bytes) is truncated or not a safetensors file: {error}. Download it again"
+            f"{file} ({size:,} bytes) is truncated or not a {file.suffix[1:]} file: {error}. Download it again"
         ) from error
 
 
@@ -152,41 +156,47 @@ def _places(file: Path) -> dict[str, Callable[[], np.ndarray]]:
 
 
 def find_shards(folder: Path) -> tuple[Path, ...]:
-    """The weight files of a folder: those its index names, or `model.safetensors`, or its only safetensors file.
+    """The weight files of a folder: those its index names, or `model.safetensors`, or its only safetensors file. A
+    folder without safetensors may have `pytorch_model.bin`, or its index and shards.
 
     **Raises:** `CheckpointError` when there are none, when it is unclear which, or when one that the index names is
     missing.
     """
-    if (index := folder / _INDEX).is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map; download it again")
-        for name in weight_map.values():
-            if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
-                raise CheckpointError(f"{index}: weight_map must name files beside it, got {shown(name)}")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
-        return tuple(files)
-    if (single := folder / "model.safetensors").is_file():
-        return (single,)
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return (files[0],)
-    if files:
-        raise CheckpointError(
-            f"{folder} has {len(files)} safetensors files and no {_INDEX} to say which belong together. Download it"
-        )
+    for single in (_SAFETENSORS, _BIN):
+        if (index := folder / f"{single}.index.json").is_file():
+            return _indexed(index, folder)
+        if (file := folder / single).is_file():
+            return (file,)
+        if single == _SAFETENSORS and (files := sorted(folder.glob("*.safetensors"))):
+            if len(files) == 1:
+                return (files[0],)
+            raise CheckpointError(
+                f"{folder} has {len(files)} safetensors files and no {index.name} to say which belong together. "
+                "Download it"
+            )
     if pickled := sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in folder.glob(pattern)):
         raise CheckpointError(
-            f"{folder} has pickled weights only ({pickled[0]}). They are never opened, since they could run code. "
-            f"Convert them where you trust them. {_CONVERT}"
+            f"{folder} has no weights under a name that is read: model.safetensors or pytorch_model.bin, or an index "
+            f"of either. It has {', '.join(pickled[:8])}; if that is a state dict that torch.save wrote, call it {_BIN}"
         )
     raise CheckpointError(
-        f"{folder} has no weights: no *.safetensors file. A hub repository may have pickled ones alone "
-        f"(pytorch_model.bin): convert them where you trust them. {_CONVERT}. For random weights, use --load-format "
-        "dummy"
+        f"{folder} has no weights: no *.safetensors file and no {_BIN}. For random weights, use --load-format dummy"
     )
+
+
+def _indexed(index: Path, folder: Path) -> tuple[Path, ...]:
+    """The files that an index names, which must lie beside it and be of its format."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map; download it again")
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
+    for name in weight_map.values():
+        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name or not name.endswith(suffix):
+            raise CheckpointError(f"{index}: weight_map must name {suffix} files beside it, got {shown(name)}")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
+    return tuple(files)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def open_folder(source: str, load_format: str) -> ModelFolder:
     """**Raises:** `ConfigError`, `CheckpointError`."""
     files = locate(source, load_format=load_format)
     if not isinstance(files, ModelFolder):
-        raise ConfigError(f"--draft {source}: a DFlash drafter is a folder with config.json and safetensors")
+        raise ConfigError(f"--draft {source}: a DFlash drafter is a folder with config.json and weights")
     if (pickled := files.path / "mask_embedding.pt").exists():
         raise CheckpointError(
             f"{pickled} is never opened, since it could run code. Without it the mask token has another embedding; "

@@ -161,7 +161,7 @@ def _open(source: str, target: ModelConfig, load_format: str) -> tuple[ModelFold
     """The folder, its tensors by canonical name (none of dummy weights), and the config of the decoder layer."""
     files = locate(source, load_format=load_format)
     if not isinstance(files, ModelFolder):
-        raise ConfigError(f"--draft {source}: an EAGLE drafter is a folder with config.json and safetensors")
+        raise ConfigError(f"--draft {source}: an EAGLE drafter is a folder with config.json and weights")
     found = {canonical(name): info for name, info in files.tensors().items()}
     hf = dict(files.hf)
     if (nested := hf.get("transformer_layer_config")) is not None:
