@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import EngineConfig
+from jaxspec.drafters.watch import Watch
 from jaxspec.intake import Choice, Intake, Request
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.request import (
@@ -88,6 +89,8 @@ class Engine:
         self.accepted = [0] * (self.runner.yields - 1)
         self.step_tokens = Tally(STEP_TOKENS)
         self._flights: deque[Flight] = deque()
+        draft = self.runner.draft
+        self._watch = Watch(draft.name, self.runner.model.name, draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
         self._compiles_at_start = self.runner.compiles["compiles"]
 
@@ -270,6 +273,7 @@ class Engine:
         if drafted:
             metrics.drafted_tokens += drafted
             metrics.acceptance_histogram[accepted - 1] += 1
+        self._watch.count(accepted, drafted, first=metrics.verify_rounds == 1)
         self.totals["verify_rounds"] += 1
         self.totals["verified_tokens"] += accepted
         for i in range(drafted):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.drafters import KNOWN, dflash_checkpoint
+from jaxspec.drafters import KNOWN, Known, dflash_checkpoint
 from jaxspec.drafters.dflash import DFlash
 from tests.test_dflash import drafter_folder
 from tests.tiny import tiny_checkpoint
@@ -76,7 +76,7 @@ def test_random_weights_from_the_config_alone(pair):
 
 def test_a_method_alone_takes_the_known_drafter(pair, monkeypatch):
     target, folder, _ = pair
-    monkeypatch.setitem(KNOWN["dflash"], "acme/big", str(folder))
+    monkeypatch.setitem(KNOWN["dflash"], "acme/big", Known(str(folder)))
     assert isinstance(load_drafter("dflash", dataclasses.replace(target, name="Acme/Big")).drafter, DFlash)
     with pytest.raises(ConfigError, match=r"dflash:PATH_OR_ID.*qwen/qwen3-8b"):
         load_drafter("dflash", target)

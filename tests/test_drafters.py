@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
 from jaxspec.batch import empty_slots
 from jaxspec.draft import DraftBatch, Drafter, Proposal
-from jaxspec.drafters import KNOWN
+from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from tests.tiny import tiny_checkpoint
@@ -92,7 +92,7 @@ def test_a_class_of_the_users(model):
 
 
 def test_a_method_alone_takes_the_known_drafter(model, monkeypatch):
-    monkeypatch.setitem(KNOWN["standalone"], "acme/big", str(tiny_checkpoint(seed=4)))
+    monkeypatch.setitem(KNOWN["standalone"], "acme/big", Known(str(tiny_checkpoint(seed=4))))
     assert isinstance(load_drafter("standalone", named(model, "Acme/Big")).drafter, Standalone)
     with pytest.raises(ConfigError, match=r"no drafter is known for Acme/Other.*standalone:PATH_OR_ID.*acme/big"):
         load_drafter("standalone", named(model, "Acme/Other"))

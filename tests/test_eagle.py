@@ -17,7 +17,7 @@ from jaxspec import ConfigError, EngineConfig, SamplingParams, load_drafter, loa
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.draft import PrefillBatch
-from jaxspec.drafters import KNOWN
+from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.pages import PagePool, PrefixTree
 from tests import heads
@@ -233,7 +233,7 @@ def test_a_target_with_too_few_layers_is_named():
 
 
 def test_a_method_alone_takes_the_known_drafter(monkeypatch):
-    monkeypatch.setitem(KNOWN["eagle3"], "acme/big", str(GOLDEN / "safeailab-eagle3"))
+    monkeypatch.setitem(KNOWN["eagle3"], "acme/big", Known(str(GOLDEN / "safeailab-eagle3")))
     assert isinstance(load_drafter("eagle3", dataclasses.replace(target(), name="Acme/Big")).drafter, Eagle3)
     with pytest.raises(ConfigError, match=r"no drafter is known for Acme/Other.*eagle3:PATH_OR_ID.*qwen/qwen3-8b"):
         load_drafter("eagle3", dataclasses.replace(target(), name="Acme/Other"))

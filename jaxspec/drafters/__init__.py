@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import logging
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dflash2 import DFlash2
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle, Eagle3
+from jaxspec.drafters.known import KNOWN, SHIPPED, Known, card, find
 from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
@@ -60,45 +60,6 @@ BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoi
 
 WITHOUT_WEIGHTS = (Ngram, Suffix)
 TAKE_TOKEN_MAPS = (DFlash, Eagle, Eagle3, Mtp)
-SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made by scripts/gpu/train.sh
-
-# Drafters known to suit a target, public or shipped: method -> {target's name in lower case: drafter}.
-KNOWN: dict[str, dict[str, str]] = {
-    "dflash": {
-        "meta-llama/llama-3.1-8b-instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
-        "openai/gpt-oss-20b": "z-lab/gpt-oss-20b-DFlash",
-        "openai/gpt-oss-120b": "z-lab/gpt-oss-120b-DFlash",
-        "qwen/qwen3-4b": "z-lab/Qwen3-4B-DFlash-b16",
-        "qwen/qwen3-8b": "z-lab/Qwen3-8B-DFlash-b16",  # trained with thinking disabled
-        "qwen/qwen3-14b": "deepseek-ai/dflash_qwen3_14b_block7",  # a DSpark drafter by its classes, without its heads
-        "smollm2-135m-instruct": str(SHIPPED / "smollm2-135m-instruct-dflash"),
-    },
-    "dflash2": {
-        "qwen/qwen3.8-27b": "z-lab/Qwen3.8-27B-DFlash2",
-    },
-    "dspark": {
-        "qwen/qwen3-4b": "deepseek-ai/dspark_qwen3_4b_block7",
-        "qwen/qwen3-8b": "deepseek-ai/dspark_qwen3_8b_block7",
-        "qwen/qwen3-14b": "deepseek-ai/dspark_qwen3_14b_block7",
-        "qwen/qwen3.6-35b-a3b": "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark",
-    },
-    "eagle": {},
-    "eagle3": {
-        "meta-llama/llama-3.1-8b-instruct": "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B",
-        "openai/gpt-oss-20b": "RedHatAI/gpt-oss-20b-speculator.eagle3",
-        "openai/gpt-oss-120b": "RedHatAI/gpt-oss-120b-speculator.eagle3",
-        "qwen/qwen3-8b": "AngelSlim/Qwen3-8B_eagle3",
-        "smollm2-135m-instruct": str(SHIPPED / "smollm2-135m-instruct-eagle3"),
-    },
-    "standalone": {
-        "qwen/qwen3-4b": "Qwen/Qwen3-0.6B",
-        "qwen/qwen3-8b": "Qwen/Qwen3-0.6B",
-        "qwen/qwen3-14b": "Qwen/Qwen3-0.6B",
-        "qwen/qwen3-32b": "Qwen/Qwen3-1.7B",
-        "meta-llama/llama-3.1-8b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
-        "meta-llama/llama-3.1-70b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
-    },
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +75,12 @@ class NoDrafter(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class LoadedDrafter:
-    """A drafter with its params, as `jaxspec.propose` and the engine take it."""
+    """A drafter with its params, as `jaxspec.propose` and the engine take it. `card`: what is published of it."""
 
     name: str
     drafter: Drafter
     params: Any
+    card: Known | None = None
 
 
 def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) -> LoadedDrafter:
@@ -146,7 +108,9 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
     if options.topk > 1 and drafter.topk == 1:
         raise ConfigError(f"--topk {options.topk}: --draft {draft} drafts chains, not trees; eagle and eagle3 do both")
-    return LoadedDrafter(draft, drafter, params)
+    method = next((method for method, each in DRAFTERS.items() if each is cls), "")
+    published = None if options.load_format == "dummy" else card(method, source, model.name)
+    return LoadedDrafter(draft, drafter, params, published)
 
 
 def _load_both(draft: str, lookup: str, other: str, model: Model, options: EngineConfig) -> LoadedDrafter:
@@ -246,17 +210,17 @@ def _automatic(model: Model, options: EngineConfig) -> str:
     """The best method that fetches nothing: n-grams suit every model, but are the weakest."""
     if mtp.preferred(model, options.load_format):
         return "mtp"
-    shipped = KNOWN["eagle3"].get(model.name.lower(), "").startswith(str(SHIPPED))
+    known = find("eagle3", model.name)
+    shipped = known is not None and known.source.startswith(str(SHIPPED))
     return "eagle3" if shipped and options.load_format != "dummy" else "ngram"
 
 
 def _known(method: str, target: str) -> str:
-    table = KNOWN[method]
-    if found := table.get(target.lower()):
-        return found
+    if found := find(method, target):
+        return found.source
     raise ConfigError(
         f"--draft {method}: no drafter is known for {target}. Name one with --draft {method}:PATH_OR_ID. "
-        f"Known targets: {', '.join(sorted(table)) or 'none'}"
+        f"Known targets: {', '.join(sorted(KNOWN[method])) or 'none'}"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint import demo
-from jaxspec.drafters import KNOWN
+from jaxspec.drafters.known import find
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,8 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "smollm2_greedy.json"
 @functools.cache
 def smollm2(draft):
     path = os.environ.get("JAXSPEC_TEST_GGUF") or str(demo.fetch())
-    draft = KNOWN.get(draft, {}).get(demo.NAME, draft)  # a shipped one is found by the demo's name, not by its file's
+    known = find(draft, demo.NAME)
+    draft = known.source if known else draft  # a shipped one is found by the demo's name, not by its file's
     return LLM(path, draft, dtype="float32", context_length=512, max_running_requests=8, skip_warmup=True)
 
 
