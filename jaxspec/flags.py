@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from jaxspec.config import EngineConfig
@@ -17,13 +17,16 @@ def add_engine_flags(
     parser: argparse.ArgumentParser,
     defaults: Mapping[str, Any] | None = None,
     common: argparse._ArgumentGroup | None = None,
+    without: Container[str] = (),
 ) -> None:
     """Give `parser` a flag per option of `EngineConfig`; `defaults` take the place of the dataclass's own.
 
-    Those that most people set go to the group `common`, if there is one.
+    Those that most people set go to the group `common`, if there is one. Options in `without` get no flag.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, (kind, default, said) in options_of(EngineConfig).items():
+        if name in without:
+            continue
         if said.group not in groups:
             groups[said.group] = parser.add_argument_group(said.group)
         group = common if common is not None and said.common else groups[said.group]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from jaxspec.bench import decode, host, kernels, parity, plots, prefill, report, schemas, serve, structured
+from jaxspec.bench import accept, decode, host, kernels, parity, plots, prefill, report, schemas, serve, structured
 from jaxspec.bench.results import BenchError, Result
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError
@@ -23,6 +23,7 @@ SUBCOMMANDS = {
     "decode": decode,
     "prefill": prefill,
     "serve": serve,
+    "accept": accept,
     "kernels": kernels,
     "parity": parity,
     "host": host,

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxspec.bench.results import BenchError
+from jaxspec.request import RequestMetrics
 
 EVENT, DONE, NO_CHOICES = b"data: ", b"[DONE]", b'"choices":[]'
 
@@ -29,6 +30,7 @@ class Reply:
     arrivals: list[float] = field(default_factory=list)  # of events that bring output, one per round
     ended: float = 0.0
     error: str | None = None
+    metrics: RequestMetrics | None = None  # offline alone
 
 
 class Client:

@@ -1,8 +1,8 @@
 """Prompts to send: random tokens, random tokens behind shared prefixes, an agent's questions, or those of a file.
 
-Questions go through the model's chat template, on the server as offline. The files are the published ones, one JSON
-object a line: Spec-Bench's `question.jsonl` (https://github.com/hemingkx/Spec-Bench; the first turn of each question,
-categories in turn) and GSM8K's `test.jsonl` (https://github.com/openai/grade-school-math).
+Questions go through the model's chat template, on the server as offline. The files are the published ones, such as
+Spec-Bench's `question.jsonl` (https://github.com/hemingkx/Spec-Bench) and GSM8K's `test.jsonl`
+(https://github.com/openai/grade-school-math); `questions` reads them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.bench import agent
+from jaxspec.bench import agent, questions
 from jaxspec.bench.results import BenchError
 from jaxspec.flags import natural, positive
 from jaxspec.tokenizer import Tokenizer
 
 SYNTHETIC = ("random", "shared-prefix")
-DATASETS = (*SYNTHETIC, "agent", "spec-bench", "gsm8k")
+DATASETS = (*SYNTHETIC, "agent", *questions.FORMATS)
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def add_arguments(
     group = parser.add_argument_group("prompts")
     add = group.add_argument
     add("--dataset", choices=DATASETS, default="random", help="(%(default)s)")
-    add("--data", type=Path, metavar="FILE", help="of spec-bench or gsm8k: the published .jsonl file")
+    add("--data", type=Path, metavar="FILE", help="of a dataset with questions: the published file")
     add("--num-prompts", type=positive, metavar="N", help=how_many)
     add("--prompt-len", type=positive, default=1024, metavar="TOKENS", help="random tokens in a prompt (%(default)s)")
     add("--prefix-len", type=natural, default=512, metavar="TOKENS", help="shared tokens before them (%(default)s)")
@@ -83,14 +82,18 @@ def add_arguments(
         help="new tokens; at most, of questions (%(default)s)",
     )
     add("--temperature", type=float, default=0.0, help="(%(default)s)")
-    add(
+    add_template_argument(group)
+    add("--tools", type=natural, default=0, metavar="N", help="functions offered with each question (%(default)s)")
+
+
+def add_template_argument(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
         "--chat-template-kwargs",
         type=_mapping,
         default={},
         metavar="JSON",
         help="""for the template, such as '{"enable_thinking": false}'""",
     )
-    add("--tools", type=natural, default=0, metavar="N", help="functions offered with each question (%(default)s)")
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -126,10 +129,10 @@ def source(args: argparse.Namespace, vocab: int) -> Callable[[int], list[Prompt]
             Prompt(prefix + draw(args.prompt_len)) for prefix in itertools.islice(itertools.cycle(prefixes), count)
         ]
     template = tuple(args.chat_template_kwargs.items())
-    questions = itertools.cycle(
-        [Prompt(question=q, template=template, tools=args.tools) for q in _read(args.dataset, args.data)]
+    asked = itertools.cycle(
+        [Prompt(question=text, template=template, tools=args.tools) for text in _read(args.dataset, args.data)]
     )
-    return lambda count: list(itertools.islice(questions, count))
+    return lambda count: list(itertools.islice(asked, count))
 
 
 def _read(dataset: str, path: Path | None) -> list[str]:
@@ -137,26 +140,4 @@ def _read(dataset: str, path: Path | None) -> list[str]:
         return list(agent.questions())
     if path is None:
         raise BenchError(f"--dataset {dataset} needs its file: --data FILE.jsonl")
-    read = {"spec-bench": _spec_bench, "gsm8k": _gsm8k}[dataset]
-    try:
-        questions = read([json.loads(line) for line in path.read_text().splitlines() if line.strip()])
-    except OSError as error:
-        raise BenchError(f"--data {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise BenchError(f"--data {path} is not a {dataset} file ({type(error).__name__}: {error})") from error
-    if not questions:
-        raise BenchError(f"--data {path} has no questions")
-    return questions
-
-
-def _spec_bench(lines: list[dict]) -> list[str]:
-    """First turns, one of each category in turn, so that any number of them is spread over all."""
-    categories: dict[str, list[str]] = defaultdict(list)
-    for line in lines:
-        categories[line["category"]].append(line["turns"][0])
-    in_turn = itertools.zip_longest(*categories.values())
-    return [question for each in in_turn for question in each if question is not None]
-
-
-def _gsm8k(lines: list[dict]) -> list[str]:
-    return [line["question"] for line in lines]
+    return [question.text for question in questions.read(path, dataset)[1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from jaxspec.bench import forced
@@ -30,9 +30,9 @@ def add_accept_rates(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """The engine's flags; `defaults` take the place of a benchmark's."""
-    add_engine_flags(parser, DEFAULTS | defaults)
+def add_arguments(parser: argparse.ArgumentParser, without: Container[str] = (), **defaults: Any) -> None:
+    """The engine's flags, but for the options in `without`; `defaults` take the place of a benchmark's."""
+    add_engine_flags(parser, DEFAULTS | defaults, without=without)
 
 
 def start(

@@ -70,6 +70,6 @@ def serve(engine: Engine, load: Load) -> list[Reply]:
                     reply.arrivals.append(now)
                 reply.output_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
-                    reply.ended = now
+                    reply.ended, reply.metrics = now, delta.metrics
                     bar.update()
     return list(replies.values())

@@ -36,7 +36,7 @@ class Known:
 
 
 def _paper(*figures: float) -> tuple[tuple[str, float], ...]:
-    """A line of the DSpark paper's table 1: greedy, thinking off."""
+    """A line of the DSpark paper's table 1: thinking off."""
     names = "GSM8K", "MATH", "AIME25", "MBPP", "HumanEval", "LiveCodeBench", "MT-Bench", "Alpaca", "Arena-Hard"
     return tuple(zip(names, figures, strict=True))
 

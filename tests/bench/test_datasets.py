@@ -72,7 +72,10 @@ def test_functions_are_offered_with_each_question_if_asked_for(tmp_path):
     "row, said",
     [
         (None, "needs its file: --data FILE.jsonl"),
-        ({"question": "a GSM8K line"}, r"is not a spec-bench file \(KeyError: 'category'\)"),
+        (
+            {"question": "a GSM8K line"},
+            r"is not a spec-bench file: entry 1 has no turns as it should \(KeyError: 'turns'\)",
+        ),
         ({"category": "qa", "turns": []}, "is not a spec-bench file"),
         ((), "has no questions"),
     ],

@@ -10,6 +10,7 @@ from jaxspec.bench import latency, plots, report
 
 FACTS = {"commit": None, "devices": ["cpu:0 cpu"], "width": 4}
 LATENCIES = {f"{kind}_{figure}_ms": 3.0 for kind in latency.KINDS for figure in latency.FIGURES}
+PART = {"rounds": 9, "tokens_per_round": 2.5, "low": 2.0, "high": None, "positions": [0.9, 0.6]}
 ROWS = {
     "decode": [
         {"concurrency": 1, "overlap": "off", "ms_per_round": None, "tokens_per_s": None, "floor_ms": None},
@@ -25,6 +26,17 @@ ROWS = {
         | {"batch_floor_tokens_per_s": 9.0},
     ],
     "serve": [{"via": via, "concurrency": 8, "output_tokens_per_s": 9.0} | LATENCIES for via in ("http", "offline")],
+    "accept": [
+        {"draft": "none", "data": data, "concurrency": n, "speedup": 1.0}
+        for n in (1, 8)
+        for data in ("GSM8K", "Alpaca")
+    ]
+    + [
+        {"draft": draft, "data": data, "concurrency": n, "speedup": 1.5} | ({"parts": [PART]} if n == 1 else {})
+        for draft in ("eagle3", "ngram")
+        for n in (1, 8)
+        for data in ("GSM8K", "Alpaca")
+    ],
     "kernels": [
         {"case": "one", "ratio": 1.5, "floor_us": 2.0},
         {"case": "two", "ratio": 1.2, "floor_us": 2.0, "plain_us": 8.0},

@@ -1,0 +1,71 @@
+"""Tokens a round and acceptance by position of many prompts, with intervals by bootstrap over the prompts.
+
+Rounds of one text resemble one another, so prompts are drawn, not rounds: the interval says how much another sample of
+as many prompts of the same kind might differ. A figure is a ratio of sums, as papers and engines compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxspec.bench.results import Row
+from jaxspec.request import RequestMetrics
+
+RESAMPLES = 2000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one prompt: verify rounds, the tokens they yielded, and `stood[i]`, in how many draft i and all before it were
+    accepted."""
+
+    rounds: int
+    tokens: int
+    stood: tuple[int, ...]
+
+    @classmethod
+    def of(cls, metrics: RequestMetrics) -> Counts:
+        histogram = np.asarray(metrics.acceptance_histogram)
+        stood = tuple(int(histogram[i:].sum()) for i in range(1, len(histogram)))
+        return cls(metrics.verify_rounds, metrics.verified_tokens, stood)
+
+
+def figures(prompts: Iterable[Counts], seed: int = 0) -> Row:
+    """`tokens_per_round` and `positions` (of all rounds, the share in which draft i and all before it stood), each with
+    its `LEVEL` interval; None without a round. One prompt alone has no interval."""
+    prompts = [counts for counts in prompts if counts.rounds]
+    row: Row = {"prompts": len(prompts), "rounds": sum(counts.rounds for counts in prompts)}
+    if not prompts:
+        return row | {"tokens_per_round": None, "low": None, "high": None, "positions": [], "position_intervals": []}
+    held = np.array([[counts.rounds, counts.tokens, *counts.stood] for counts in prompts], np.float64)
+    total = held.sum(axis=0)
+    shares = total[1:] / total[0]
+    low, high = intervals(held, seed) if len(prompts) > 1 else (np.full_like(shares, np.nan),) * 2
+    number = lambda value: None if np.isnan(value) else float(value)  # noqa: E731 - JSON has no NaN
+    pairs = list(zip(map(number, low), map(number, high), strict=True))
+    return row | {
+        "tokens_per_round": float(shares[0]),
+        "low": pairs[0][0],
+        "high": pairs[0][1],
+        "positions": shares[1:].tolist(),
+        "position_intervals": pairs[1:],
+    }
+
+
+def intervals(held: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Low and high ends of the columns of f64[prompts, 1 + figures] over the first, by the percentile bootstrap."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.multinomial(len(held), np.full(len(held), 1 / len(held)), RESAMPLES)  # how often each prompt comes
+    sums = drawn @ held
+    tail = 50 * (1 - LEVEL)
+    low, high = np.percentile(sums[:, 1:] / sums[:, :1], [tail, 100 - tail], axis=0)
+    return low, high
+
+
+def by_position(shares: Sequence[float]) -> str:
+    """Shares as a table prints them."""
+    return " / ".join(f"{share:.2f}" for share in shares)
