@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
@@ -32,6 +33,7 @@ from server.app import create_app
 from server.cli.options import UsageError, parse
 from server.http.connections import Connection, allow_open_files
 from server.http.cors import cors_options
+from server.prompt_log import PromptLog
 
 log = logging.getLogger("jaxspec.server")
 
@@ -50,11 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         logs.set_up(args.log_level, args.log_format)
-        with _bind(args.host, args.port) as listener:
+        with _bind(args.host, args.port) as listener, _prompt_log(args.log_prompts) as kept:
             own = ("max_queued_requests", "request_timeout", "watchdog_timeout")
             llm = AsyncLLM(**engine_options(args), **{name: getattr(args, name) for name in own})
             try:
-                status = _serve(llm, args, listener)
+                status = _serve(llm, args, listener, kept)
             finally:
                 ended = llm.close(CLOSE_SECONDS)
             return status if ended else 1
@@ -64,6 +66,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"python -m server: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextmanager
+def _prompt_log(path: Path | None) -> Iterator[PromptLog | None]:
+    """The log of prompts, if one is asked for, written out at the end. **Raises:** `UsageError`."""
+    kept = None if path is None else PromptLog(path)
+    try:
+        yield kept
+    finally:
+        if kept is not None:
+            kept.close()
 
 
 def run() -> NoReturn:
@@ -78,7 +91,7 @@ def run() -> NoReturn:
     sys.exit(status)
 
 
-def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> int:
+def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kept: PromptLog | None = None) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
     sampling = llm.engine.sampling if args.sampling_defaults == "model" else {}
@@ -86,7 +99,7 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket) -> 
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
     parsers = args.reasoning_parser, args.tool_call_parser
-    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args))
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,

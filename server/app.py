@@ -18,6 +18,7 @@ from server.http.body import BodyRoute
 from server.http.cors import allow_origins
 from server.http.gate import Gate
 from server.metrics import Metrics
+from server.prompt_log import PromptLog
 from server.routes.generation import add_generation
 from server.routes.health import add_health
 from server.routes.information import add_information
@@ -36,13 +37,15 @@ def create_app(
     reasoning_parser: str = "auto",
     tool_call_parser: str = "auto",
     cors: dict[str, Any] | None = None,
+    prompt_log: PromptLog | None = None,
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
     **Arguments:** `served_name` is the model's name in the API (None: the engine's `model`); `api_key`, if given, must
     come with every request but those to `gate.OPEN_PATHS`; `sampling` is what holds of `SamplingParams` for requests
     that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
-    the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin.
+    the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
+    `prompt_log` keeps texts, and stays the caller's to close.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -55,7 +58,7 @@ def create_app(
     template = llm.tokenizer.chat_template if llm.tokenizer else None
     formats = Formats.of(llm.model_config.model_type, template, reasoning_parser, tool_call_parser)
     formats.log(reasoning_parser, tool_call_parser)
-    serving = Serving(llm, name, metrics, sampling or {}, formats)
+    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log)
     add_generation(app, serving)
     add_responses(app, serving)
     add_sglang(app, serving)

@@ -22,6 +22,7 @@ from jaxspec.tokenizer import Tokenizer, TokenizerError, TooLong
 from server.chat.speech import Formats
 from server.http.errors import describe
 from server.metrics import Metrics
+from server.prompt_log import Watch
 from server.protocol import ChatRequest, CompletionRequest
 from server.replies import Answer, Job, Prompt
 from server.workers import Together, Workers
@@ -149,8 +150,8 @@ def _refusals(param: str, context: int) -> Iterator[None]:
         raise RequestError(str(error), param) from error
 
 
-async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics) -> Deltas:
-    """Generate for all prompts at once; yields (number of the prompt, delta) as they come.
+async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics, watch: Watch | None = None) -> Deltas:
+    """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` sees them too.
 
     **Raises:** `RequestError` before any prompt has started, if one can't be served.
     """
@@ -166,6 +167,8 @@ async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics) -> Deltas:
         async with aclosing(_merge(streams)) as merged:
             async for number, delta in merged:
                 watches[number].see(delta)
+                if watch is not None:
+                    watch.see(number, delta)
                 yield number, delta
     finally:
         metrics.load -= 1

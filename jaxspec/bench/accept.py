@@ -79,6 +79,7 @@ TABLES = (
         (
             Column("draft", "draft", "<24", 24),
             Column("data", "data", "<16", 16),
+            Column("drafts", "drafts"),
             Column("concurrency", "requests"),
             Column("prompts", "prompts"),
             Column("output_tokens", "tokens"),
@@ -155,7 +156,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
                 _serve(engine, args, benchmarks[0].prompts[:concurrency], concurrency)
             for benchmark in benchmarks:
                 row = _row(engine, args, benchmark, concurrency)
-                row["draft"] = draft
+                row |= {"draft": draft, "drafts": engine.runner.draft.drafter.num_draft_tokens}
                 if draft == PLAIN:
                     plain[benchmark.name, concurrency] = row["tokens_per_s"]
                 if not args.no_plain:

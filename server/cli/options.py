@@ -101,6 +101,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--log-format", default="text", choices=logs.FORMATS, help="format of log lines (default: %(default)s)"
     )
     server.add_argument("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
+    server.add_argument(
+        "--log-prompts",
+        type=Path,
+        metavar="FILE",
+        help="append each finished text to this file as token ids, for jaxspec.train --data (default: off)",
+    )
     add_cors_flags(server)
     limits = parser.add_argument_group("limits")
     for name, kind, default, metavar, text in LIMITS:

@@ -62,7 +62,7 @@ class Generation(StructuredFields, Body):
     model_config = ConfigDict(json_schema_extra=describe_generation)
     IGNORED = frozenset(
         {
-            *("user", "metadata", "store", "service_tier", "safety_identifier"),
+            *("user", "metadata", "service_tier", "safety_identifier"),
             *("prompt_cache_key", "prompt_cache_retention", "prediction"),
             "guided_decoding_backend",
         }
@@ -101,6 +101,7 @@ class Generation(StructuredFields, Body):
     logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=Biases)] | None = None
     prompt_logprobs: Integer | None = None
     speculative: bool | None = None
+    store: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     token_sources: bool | None = None
@@ -142,6 +143,6 @@ class Generation(StructuredFields, Body):
         return SamplingParams(**{**defaults, "structured": self.structured(), **given, **overrides})
 
 
-_OF_THE_REPLY = ("model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids")
+_OF_THE_REPLY = ("model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "store")
 _OTHERS = {*_OF_THE_REPLY, *StructuredFields.model_fields}
 _SHARED = tuple(name for name in Generation.model_fields if name not in _OTHERS)

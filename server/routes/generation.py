@@ -42,7 +42,7 @@ def add_generation(app: FastAPI, serving: Serving) -> None:
                 settings = speech.sampling(params)
                 return ChatReply([prompt], settings, serving.name, speech=speech, **options(body, request))
 
-            return await serving.answer(request, make(), body.stream)
+            return await serving.answer(request, make(), body.stream, body.store)
 
     @app.post("/v1/completions", responses=stream_of(Completion, Completion))
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -54,4 +54,4 @@ def add_generation(app: FastAPI, serving: Serving) -> None:
             prompts = await serving.prompts(body)
             return CompletionReply(prompts, params, serving.name, **options(body, request))
 
-        return await serving.answer(request, make(), body.stream)
+        return await serving.answer(request, make(), body.stream, body.store)

@@ -56,7 +56,7 @@ def add_responses(app: FastAPI, serving: Serving) -> None:
                 options = {"stream": bool(body.stream), "done": keep}
                 return ResponsesReply(prompt, settings, serving.texts, head, speech, **options)
 
-            return await serving.answer(request, make(), body.stream)
+            return await serving.answer(request, make(), body.stream, body.store)
 
     @app.get("/v1/responses/{name}")
     async def response(name: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from server.chat.speech import Formats, Speech
 from server.generate import ClientGone, EventStream, UnlessGone, chat_prompt, collect, completion_prompts, run
 from server.http.errors import GONE, ApiError, describe, engine_died
 from server.metrics import Metrics
+from server.prompt_log import PromptLog
 from server.protocol import ChatRequest, CompletionRequest
 from server.protocol.base import shown
 from server.replies import Answer, Prompt, encode
@@ -26,13 +27,14 @@ from server.replies.logprobs import TokenNames
 @dataclass
 class Serving:
     """An engine under its name in the API. `sampling` holds of `SamplingParams` where a request doesn't say; `formats`
-    is how its model speaks in chats."""
+    is how its model speaks in chats; `prompt_log` is where texts are kept, if they are."""
 
     llm: AsyncLLM
     name: str
     metrics: Metrics
     sampling: Mapping[str, Any]
     formats: Formats
+    prompt_log: PromptLog | None = None
 
     def __post_init__(self):
         self.texts, self.ids = TokenNames(self.llm.tokenizer), TokenNames(self.llm.tokenizer, as_ids=True)
@@ -57,12 +59,17 @@ class Serving:
         """How the replies to a chat are read. **Raises:** `RequestError` for a demand that can't be met."""
         return self.formats.speech(body, prompt.ids, self.llm.tokenizer)
 
-    async def answer(self, request: Request, making: Awaitable[Answer], stream: bool | None) -> Response:
-        """Make a reply, run its prompts and send it, whole or as events. **Raises:** `RequestError`, `ApiError`."""
+    async def answer(
+        self, request: Request, making: Awaitable[Answer], stream: bool | None, store: bool | None = None
+    ) -> Response:
+        """Make a reply, run its prompts and send it, whole or as events. `store` False keeps it out of the log of
+        prompts. **Raises:** `RequestError`, `ApiError`."""
         try:
             with UnlessGone(request.receive):
                 reply = await making
-                deltas = run(self.llm, reply.jobs(), self.metrics)
+                jobs, kept = reply.jobs(), self.prompt_log if store is not False else None
+                watch = kept.watch(jobs, request.url.path) if kept else None
+                deltas = run(self.llm, jobs, self.metrics, watch)
                 if stream:
                     return EventStream(self.llm, reply, await anext(deltas), deltas)
                 whole = await collect(deltas, reply)
