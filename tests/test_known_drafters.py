@@ -3,12 +3,13 @@
 import logging
 import random
 import re
+from pathlib import Path
 
 import pytest
 
 from jaxspec import SamplingParams
 from jaxspec.drafters import DRAFTERS, KNOWN, Known
-from jaxspec.drafters.known import MODULES, card, find
+from jaxspec.drafters.known import MODULES, card, find, table
 from jaxspec.drafters.watch import FAR, ROUNDS, Watch, constant_rate
 from jaxspec.llm import LLM
 from tests.tiny import tiny_checkpoint
@@ -20,12 +21,12 @@ CARD = Known("org/drafter", 7, accept=(("GSM8K", 6.17), ("chat", 3.21)))
 
 
 def test_entries_are_whole():
-    for method, table in KNOWN.items():
+    for method, targets in KNOWN.items():
         assert method in DRAFTERS
-        for target, known in table.items():
+        for target, known in targets.items():
             assert target == target.lower() and known.source and known.layout
             assert re.fullmatch(r"[\w.-]+/[\w.-]+", known.source) or known.note == "shipped"
-    for known in [*(known for table in KNOWN.values() for known in table.values()), *MODULES.values()]:
+    for known in [*(known for targets in KNOWN.values() for known in targets.values()), *MODULES.values()]:
         assert not known.accept or known.drafts  # figures mean nothing without the number of drafts
         assert all(1 < tokens <= known.drafts + 1 for _, tokens in known.accept)
 
@@ -43,6 +44,11 @@ def test_a_card_is_of_the_very_drafter():
     assert card("dspark", "deepseek-ai/dspark_qwen3_8b_block7", "acme/finetuned") is None
     assert card("mtp", None, "Qwen/Qwen3.8-27B-FP8").least == ("mixed", 2.81)
     assert card("ngram", None, "Qwen/Qwen3-8B") is None
+
+
+def test_the_table_in_the_docs_is_made_of_it():
+    docs = (Path(__file__).parent.parent / "docs" / "known-drafters.md").read_text()
+    assert table() in docs, "run `python -m scripts.drafters_table`"
 
 
 # -- the warning -------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ KNOWN: dict[str, dict[str, Known]] = {
         "qwen/qwen3-next-80b-a3b-instruct": Known(
             "lmsys/SGLang-EAGLE3-Qwen3-Next-80B-A3B-Instruct-FP8-SpecForge-Meituan",
             layout="SpecForge",
-            note="trained on the outputs of the FP8 checkpoint",
+            note="by its name, for the FP8 checkpoint",
         ),
         "smollm2-135m-instruct": Known(
             str(SHIPPED / "smollm2-135m-instruct-eagle3"), 3, "SafeAILab", "shipped", (("Spec-Bench and GSM8K", 2.67),)
@@ -141,3 +141,20 @@ def card(method: str, source: str | None, target: str) -> Known | None:
         return MODULES.get(name)
     entries = (table.get(name) for table in KNOWN.values())
     return next((known for known in entries if known and source and known.source.lower() == source.lower()), None)
+
+
+def table() -> str:
+    """All of it as a Markdown table, for docs/known-drafters.md; the shipped ones by their folders' names."""
+    rows = [
+        "| target | `--draft` | drafter | drafts | layout | tokens a round | note |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    entries = [
+        (target, method, known) for method, each in (KNOWN | {"mtp": MODULES}).items() for target, known in each.items()
+    ]
+    for target, method, known in sorted(entries, key=lambda entry: entry[:2]):
+        name = known.source if known.note != "shipped" else Path(known.source).name
+        accept = ", ".join(f"{tokens:.2f} {data}" for data, tokens in known.accept)
+        cells = target, f"`{method}`", f"`{name}`" if name else "", known.drafts or "", known.layout, accept, known.note
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(rows)
