@@ -258,12 +258,13 @@ def test_a_damaged_archive_is_refused(tmp_path):
         read(cut)
 
 
+@pytest.mark.filterwarnings("ignore:invalid escape:DeprecationWarning")
 def test_damage_anywhere_is_an_error_or_harmless(tmp_path):
     """Bytes of the pickle, and of the whole file, changed at random: a `CheckpointError` or tensors, never more."""
     random.seed(0)
     with zipfile.ZipFile(SAVED) as archive:
         original = archive.read("pytorch_model/data.pkl")
-    for _ in range(3000):
+    for _ in range(1000):
         changed = bytearray(original)
         for _ in range(random.choice((1, 1, 2, 8))):
             changed[random.randrange(len(changed))] = random.choice((random.randrange(256), *b"\x80cRbQ.(t}s\x85\x86"))
