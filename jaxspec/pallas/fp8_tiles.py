@@ -53,7 +53,7 @@ def supported(dtype: Any, block: int | None, outputs: int, inputs: int, unit: in
 
 def tiling_of(rows: int, outputs: int) -> Tiling:
     """The tiles that should take the least time."""
-    return Tiling.quickest(rows, outputs, [(128, 192), (128, 128), (128, 64)])
+    return Tiling.quickest(rows, outputs, [(128, 192), (128, 128), (128, 64)] + [(256, 128)] * (rows > 128))
 
 
 @lower_once("fp8_tiles", "block", "gated", "tiling")
