@@ -1,7 +1,4 @@
-"""The FP8 kernels of many rows: in interpret mode against plain jnp, by lowering for CUDA, and where they are chosen.
-
-`fp8_tiles` has rows as e4m3, too; `upcast_tiles` has them as bfloat16.
-"""
+"""The FP8 kernel of many rows: in interpret mode against plain jnp, by lowering for CUDA, and what is chosen where."""
 
 from __future__ import annotations
 
@@ -15,13 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec import fp8
 from jaxspec.decoder.matmul import gate, product, project, reference
-from jaxspec.pallas import fp8_rows, fp8_tiles, hopper, tiles, upcast_tiles
+from jaxspec.pallas import fp8_rows, fp8_tiles, hopper, tile_matmul, tiles
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tiles import Tiling
 from jaxspec.weights import HALF, Fp8, Layout, Weight
 from tests.sample import one_in
 
-KERNELS = {"fp8_tiles": fp8_tiles, "upcast_tiles": upcast_tiles}
 INTERPRET = plgpu.InterpretGPUParams()
 
 
@@ -36,33 +32,22 @@ def operands(rows: int, inputs: int, outputs: int, block: int | None, unit: int,
     return x.astype(jnp.bfloat16), values, (largest / 448 * spread)[:, 0, :, 0]
 
 
-def run(kernel: str, x, values, scales, real, residual=None, *, block, **options):
-    """A kernel's result in float32; rows that it has as e4m3 are quantised here."""
+def run(x, values, scales, real, residual=None, *, block, **options):
+    """The kernel's result in float32."""
     valid = jnp.array([real], jnp.int32)
-    rows = fp8.quantise_rows(x, block) if kernel == "fp8_tiles" else (x,)
-    out = KERNELS[kernel].matmul(*rows, values, scales, valid, residual, block=block, **options)
+    out = fp8_tiles.matmul(*fp8.quantise_rows(x, block), values, scales, valid, residual, block=block, **options)
     assert out.dtype == jnp.bfloat16
     return np.asarray(out, np.float32)
 
 
-def exact(kernel: str, x, values, scales, block):
-    """What it defines: `fp8.product`, or the product with the weight rounded to bfloat16; in float32."""
-    with jax.default_matmul_precision("highest"):
-        if kernel == "fp8_tiles":
-            return fp8.product(x.astype(jnp.float32), values, scales, block)
-        whole = fp8.dequantise(values, scales, block)
-        if block:
-            whole = whole.astype(jnp.bfloat16).astype(jnp.float32)
-        return x.astype(jnp.float32) @ whole.T
-
-
-def check(kernel, rows, real, inputs, outputs, block, unit, kind="plain", within=6e-3, **options) -> None:
+def check(rows, real, inputs, outputs, block, unit, kind="plain", within=6e-3, **options) -> None:
     """Valid rows by norm; of padding each tile is its own product or nothing, on top of the residual stream."""
     x, values, scales = operands(rows, inputs, outputs, block, unit)
     residual = jax.random.normal(jax.random.key(7), (rows, outputs), jnp.bfloat16) if kind == "added" else None
     given = x, values, scales, real, residual
-    out = run(kernel, *given, block=block, gated=kind == "gated", **options)
-    expected = np.asarray(exact(kernel, x, values, scales, block))
+    out = run(*given, block=block, gated=kind == "gated", **options)
+    with jax.default_matmul_precision("highest"):
+        expected = np.asarray(fp8.product(x.astype(jnp.float32), values, scales, block))
     if kind == "gated":
         expected = np.asarray(gate(expected, HALF))
     assert out.shape == expected.shape
@@ -73,84 +58,74 @@ def check(kernel, rows, real, inputs, outputs, block, unit, kind="plain", within
     assert (np.linalg.norm(out - expected, axis=1) <= within * size).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rows,real,kind,tiling,scales", [
     (300, 140, "gated", (128, 128), (128, 32)),  # the last tile begins among the rows of another; one is of padding
     (297, 297, "added", (128, 64), (128, 64)),
-    (512, 390, "plain", (256, 128), (None, 1)),  # of a tile, a warpgroup's rows are padding
+    (512, 390, "plain", (128, 128), (None, 1)),  # of a tile, a warpgroup's rows are padding
     (128, 0, "plain", (128, 128), (128, 128)),
 ])  # fmt: skip
-def test_matches_plain_jnp(monkeypatch, kernel, rows, real, kind, tiling, scales):
+def test_matches_plain_jnp(monkeypatch, rows, real, kind, tiling, scales):
     """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
     monkeypatch.setattr(tiles, "BLOCKS", 2)
-    check(kernel, rows, real, 256, 128, *scales, kind, tiling=Tiling(*tiling), interpret=INTERPRET)
+    check(rows, real, 256, 128, *scales, kind, tiling=Tiling(*tiling), interpret=INTERPRET)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rows,real", [(130, 130), (256, 256), (264, 150), (700, 650)])
 @pytest.mark.parametrize("kind", ["plain", "gated", "added"])
 @pytest.mark.parametrize("unit", [32, 128, None])
-def test_matches_plain_jnp_with_its_own_tiles(monkeypatch, kernel, rows, real, kind, unit):
+def test_matches_plain_jnp_with_its_own_tiles(monkeypatch, rows, real, kind, unit):
     monkeypatch.setattr(tiles, "BLOCKS", 3)
-    check(kernel, rows, real, 384, 384, 128 if unit else None, unit or 1, kind, interpret=INTERPRET)
+    check(rows, real, 384, 384, 128 if unit else None, unit or 1, kind, interpret=INTERPRET)
 
 
 def test_the_widest_tiles(monkeypatch):
     """The second one begins in the middle of outputs that share a scale."""
     monkeypatch.setattr(tiles, "BLOCKS", 1)
-    check("upcast_tiles", 256, 256, 128, 384, 128, 128, tiling=Tiling(256, 192), interpret=INTERPRET)
-    check("fp8_tiles", 128, 128, 128, 384, 128, 128, tiling=Tiling(128, 192), interpret=INTERPRET)
+    check(128, 128, 128, 384, 128, 128, tiling=Tiling(128, 192), interpret=INTERPRET)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_rings_come_round(monkeypatch, kernel):
+def test_the_rings_come_round(monkeypatch):
     """More steps than slots, and tiles that begin at any of them."""
     monkeypatch.setattr(tiles, "BLOCKS", 1)
-    check(kernel, 128, 128, 128 * 7, 192, 128, 64, tiling=Tiling(128, 64), interpret=INTERPRET)
+    check(128, 128, 128 * 7, 192, 128, 64, tiling=Tiling(128, 64), interpret=INTERPRET)
 
 
 def test_few_quantised_rows_are_padded(monkeypatch):
     monkeypatch.setattr(tiles, "BLOCKS", 1)
-    check("fp8_tiles", 3, 3, 256, 128, 128, 64, interpret=INTERPRET)
+    check(3, 3, 256, 128, 128, 64, interpret=INTERPRET)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     "rows,outputs,block,unit,kind",
     one_in(6, [132, 2048], [4096, 24576], [(128, 32), (None, 1)], ["plain", "gated", "added"]),
 )
-def test_lowers_for_cuda(kernel, rows, outputs, block, unit, kind):
+def test_lowers_for_cuda(rows, outputs, block, unit, kind):
     inputs = 512
     shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
     groups, x = inputs // (block or inputs), shape(jnp.bfloat16, rows, inputs)
-    if kernel == "fp8_tiles":
-        x = jax.eval_shape(partial(fp8.quantise_rows, block=block), x)
+    x = jax.eval_shape(partial(fp8.quantise_rows, block=block), x)
     residual = shape(jnp.bfloat16, rows, outputs) if kind == "added" else None
     given = shape(fp8.E4M3, outputs, inputs), shape(jnp.float32, outputs // unit, groups), shape(jnp.int32, 1), residual
-    of = partial(KERNELS[kernel].matmul, block=block, gated=kind == "gated")
-    rows_of = (x,) if kernel == "upcast_tiles" else x
-    lowered = jax.jit(of).trace(*rows_of, *given).lower(lowering_platforms=("cuda",))
+    of = partial(fp8_tiles.matmul, block=block, gated=kind == "gated")
+    lowered = jax.jit(of).trace(*x, *given).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
-def test_prompts_have_tall_tiles():
-    """A converted piece of the weight serves more rows, and shared memory more products."""
-    assert fp8_tiles.tiling_of(2048, 4096) == fp8_tiles.tiling_of(8192, 24576) == Tiling(128, 192)
-    assert upcast_tiles.tiling_of(2048, 24576) == Tiling(256, 192)
-    assert upcast_tiles.tiling_of(2048, 24576, added=True) == Tiling(256, 128)
+def test_prompts_have_the_widest_tiles():
+    assert fp8_tiles.tiling_of(2048, 6144) == fp8_tiles.tiling_of(8192, 24576) == Tiling(128, 192)
 
 
 def kernels_in_interpret_mode(monkeypatch) -> None:
     monkeypatch.setattr(tiles, "BLOCKS", 1)
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    for module in KERNELS.values():
+    for module in (fp8_tiles, tile_matmul):
         monkeypatch.setattr(module, "matmul", partial(module.matmul, interpret=INTERPRET))
     monkeypatch.setattr(fp8_rows, "product", partial(fp8_rows.product, interpret=INTERPRET))
 
 
 @pytest.mark.parametrize("rows,block,activations,kernel", [
-    (136, 128, False, "upcast_tiles"),
+    (136, 128, False, "tile_matmul"),
     (16, 128, True, "fp8_tiles"),
     (16, None, True, "fp8_rows"),
     (16, None, False, "fp8_rows"),
@@ -177,10 +152,9 @@ def test_projections_choose_one_and_have_gradients(monkeypatch, rows, block, act
 
 def test_what_is_not_for_them_is_named():
     sizes = jnp.bfloat16, 128, 4096, 4096, 128
-    assert fp8_tiles.supported(*sizes) is None and upcast_tiles.supported(129, *sizes) is None
+    assert fp8_tiles.supported(*sizes) is None
     assert fp8_tiles.supported(jnp.bfloat16, None, 4096, 4096, 1) is None
-    assert "128 rows" in upcast_tiles.supported(128, *sizes)
     assert "float32" in fp8_tiles.supported(jnp.float32, *sizes[1:])
     assert "64 inputs each" in fp8_tiles.supported(jnp.bfloat16, 64, *sizes[2:])
-    assert "4096 x 96" in upcast_tiles.supported(512, jnp.bfloat16, 128, 96, 4096, 32)
+    assert "4096 x 96" in fp8_tiles.supported(jnp.bfloat16, 128, 96, 4096, 32)
     assert "16 outputs" in fp8_tiles.supported(jnp.bfloat16, 128, 4096, 4096, 16)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import fp8
 from jaxspec.decoder.padding import flat, padded, unflat
 from jaxspec.decoder.spec import ClampedSwiglu
-from jaxspec.pallas import few_rows, fp8_rows, fp8_tiles, tile_matmul, upcast_tiles
+from jaxspec.pallas import few_rows, fp8_rows, fp8_tiles, tile_matmul
 from jaxspec.pallas.hopper import chosen
 from jaxspec.weights import Fp8, Unquantised, Weight, matmul
 
@@ -91,11 +91,13 @@ def _fp8_product(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"
 
 
 def _not_fp8_tiles(rows: Float[Array, "r k"], weight: Weight) -> str | None:
-    """Why neither `fp8_tiles` nor `upcast_tiles` can multiply these rows by this weight, or None if one can."""
+    """Why neither `fp8_tiles`, nor `tile_matmul` with the dequantised weight, can multiply the rows by it, or None."""
     match weight.format:
-        case Fp8(block, activations):
-            sizes = rows.dtype, block, weight.outputs, weight.inputs, weight.outputs // len(weight.scales)
-            return fp8_tiles.supported(*sizes) if activations else upcast_tiles.supported(len(rows), *sizes)
+        case Fp8(block, activations=True):
+            unit = weight.outputs // len(weight.scales)
+            return fp8_tiles.supported(rows.dtype, block, weight.outputs, weight.inputs, unit)
+        case Fp8():
+            return tile_matmul.supported(len(rows), rows.dtype, weight.inputs, weight.outputs)
     return f"a weight in {weight.format}"
 
 
@@ -103,8 +105,8 @@ def _fp8_tiles(rows, weight, valid, residual=None, gated=False):
     """What `project` gives, of a weight that `_not_fp8_tiles` has nothing against."""
     block = weight.format.block
     named = {"block": block, "gated": gated}
-    if not weight.format.activations:
-        return upcast_tiles.matmul(rows, weight.values, weight.scales, valid, residual, **named)
+    if not weight.format.activations:  # converting in the kernel was slower: each tile of rows converts anew
+        return tile_matmul.matmul(rows, weight.dequantised(rows.dtype), valid, residual, gated=gated)
     return fp8_tiles.matmul(*fp8.quantise_rows(rows, block), weight.values, weight.scales, valid, residual, **named)
 
 
