@@ -94,6 +94,14 @@ def test_drafters_that_cant_take_a_map_say_so(tmp_path):
         load_drafter(draft, target, EngineConfig(draft=draft, topk=4, draft_token_map=path))
 
 
+def test_where_auto_chooses_a_drafter_without_weights_a_warning_says_so(tmp_path, caplog):
+    target, _ = drafting("eagle")
+    options = EngineConfig(draft="auto", draft_token_map=write(tmp_path / "map.json", [1, 2, 3]))
+    with caplog.at_level("WARNING", "jaxspec"):
+        assert load_drafter("auto", target, options).name == "ngram"
+    assert "--draft-token-map" in caplog.text and "has no effect" in caplog.text
+
+
 def test_a_command_makes_a_map_of_texts(tmp_path, capsys):
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"tokens": [5, 9, 9, 7, 7, 7, 8], "answers": [[1, 7]]}\n')

@@ -36,8 +36,8 @@ def project(
         out = tile_matmul.matmul(rows, weight.unquantised, valid, before, gated=gated)
     elif chosen(_not_fp8_rows(rows, weight)):
         return _finished(_fp8_product(x, weight), weight, residual, gated)
-    elif chosen(_not_fp8_tiles(rows, weight)):
-        out = _fp8_tiles(rows, weight, valid, before, gated)
+    elif chosen(_not_fp8_tiled(rows, weight)):
+        out = _fp8_tiled(rows, weight, valid, before, gated)
     else:
         return reference(x, weight, residual, gated)
     return out.reshape(*x.shape[:-1], -1)
@@ -90,7 +90,7 @@ def _fp8_product(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"
     return out.astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
-def _not_fp8_tiles(rows: Float[Array, "r k"], weight: Weight) -> str | None:
+def _not_fp8_tiled(rows: Float[Array, "r k"], weight: Weight) -> str | None:
     """Why neither `fp8_tiles`, nor `tile_matmul` with the dequantised weight, can multiply the rows by it, or None."""
     match weight.format:
         case Fp8(block, activations=True):
@@ -101,13 +101,13 @@ def _not_fp8_tiles(rows: Float[Array, "r k"], weight: Weight) -> str | None:
     return f"a weight in {weight.format}"
 
 
-def _fp8_tiles(rows, weight, valid, residual=None, gated=False):
-    """What `project` gives, of a weight that `_not_fp8_tiles` has nothing against."""
-    block = weight.format.block
-    named = {"block": block, "gated": gated}
+def _fp8_tiled(rows, weight, valid, residual=None, gated=False):
+    """What `project` gives, of a weight that `_not_fp8_tiled` has nothing against."""
     if not weight.format.activations:  # converting in the kernel was slower: each tile of rows converts anew
         return tile_matmul.matmul(rows, weight.dequantised(rows.dtype), valid, residual, gated=gated)
-    return fp8_tiles.matmul(*fp8.quantise_rows(rows, block), weight.values, weight.scales, valid, residual, **named)
+    block = weight.format.block
+    of = *fp8.quantise_rows(rows, block), weight.values, weight.scales
+    return fp8_tiles.matmul(*of, valid, residual, block=block, gated=gated)
 
 
 def _forward(x, weight, valid, residual, gated):
@@ -160,8 +160,8 @@ def product(rows: Sequence[Float[Array, "b _ _"]], weight: Weight, keep_padding:
     whole_rows = whole.reshape(b * t, -1)
     if chosen(_not_fp8_rows(whole_rows, weight)):
         return _fp8_product(whole, weight)
-    if chosen(_not_fp8_tiles(whole_rows, weight)):
-        return _fp8_tiles(whole_rows, weight, jnp.array([b * t], jnp.int32)).reshape(b, t, -1)
+    if chosen(_not_fp8_tiled(whole_rows, weight)):
+        return _fp8_tiled(whole_rows, weight, jnp.array([b * t], jnp.int32)).reshape(b, t, -1)
     return matmul(whole, weight)
 
 

@@ -98,8 +98,9 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
         draft = _automatic(model, options)
     cls, source, own = _find(draft, model.name, options.load_format)
     _check_weights(cls, options)
-    token_map = options.draft_token_map
-    ids = None if token_map is None else read_token_map(token_map, model.config.vocab_size)
+    ids = None
+    if options.draft_token_map is not None and cls in TAKE_TOKEN_MAPS:  # else `auto` chose one, and a warning is logged
+        ids = read_token_map(options.draft_token_map, model.config.vocab_size)
     drafter, params = cls.load(model, source, options)
     drafter = _with_options(drafter, own, draft)
     if ids is not None:
