@@ -327,6 +327,7 @@ def plan_memory(
     most_useful_tokens: int,
     states: StateSlots = StateSlots(),
     max_snapshots: int | None = 0,
+    memory: tuple[int, int] | None = None,
 ) -> MemoryPlan:
     """Plan the page pool: `mem_fraction` of the device's memory, less weights, slots and states.
 
@@ -337,9 +338,11 @@ def plan_memory(
     `most_useful_tokens`, what all slots together could ever hold; on a CPU it is at most 2 GiB unless
     `max_total_tokens` says otherwise, since host memory is everyone's.
 
+    `memory`: of a device that isn't here, as `device_memory` tells it; None: of the one that is.
+
     **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
     """
-    device, usable = device_memory() or (None, None)
+    device, usable = memory or device_memory() or (None, None)
     budget = min(int(device * mem_fraction), usable - workspace_bytes - _trials(usable)) if device else None
     weights = weight_bytes + draft_weight_bytes
     if max_snapshots is None:

@@ -126,6 +126,8 @@ class Runner:
     **Raises:** `ConfigError`, `CheckpointError`.
     """
 
+    _memory: tuple[int, int] | None = None  # as of `plan_memory`
+
     def __init__(self, options: EngineConfig, model: Model | None = None, draft: LoadedDrafter | None = None):
         claim_device()
         enable_compilation_cache()
@@ -211,6 +213,7 @@ class Runner:
             most_useful_tokens=shapes.num_slots * shapes.pages_per_seq * config.page_size,
             states=StateSlots(shapes.num_slots if slot else 0, 0, slot, shapes.num_slots * self.width * state),
             max_snapshots=config.max_state_snapshots if slot and not config.disable_prefix_cache else 0,
+            memory=self._memory,
         )
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
@@ -359,9 +362,14 @@ def _defaults() -> Defaults:
     return CPU if jax.default_backend() == "cpu" else GPU
 
 
-def _resolve(options: EngineConfig, model: Model, draft: LoadedDrafter) -> EngineConfig:
-    """Fill in the options that were left open, and refuse combinations that don't fit together."""
-    defaults = _defaults()
+def _resolve(
+    options: EngineConfig, model: Model, draft: LoadedDrafter, defaults: Defaults | None = None
+) -> EngineConfig:
+    """Fill in the options that were left open, and refuse combinations that don't fit together.
+
+    `defaults`: of another machine than this one.
+    """
+    defaults = defaults or _defaults()
     context = options.context_length or model.config.max_position
     if context > model.config.max_position:
         raise ConfigError(
@@ -397,12 +405,13 @@ def small_model(model: Model) -> bool:
     return _bytes(model.params) < SMALL_MODEL
 
 
-def _shapes(config: EngineConfig, drafter: Drafter, alone: bool = True) -> Shapes:
+def _shapes(config: EngineConfig, drafter: Drafter, alone: bool = True, defaults: Defaults | None = None) -> Shapes:
     """`alone`: whether there is a round for one request, whose attention is divided among all multiprocessors.
 
     Without it, one request is padded to `least_rows` as others are, which is faster for small models.
+    `defaults`: as of `_resolve`.
     """
-    defaults, width = _defaults(), drafter.num_draft_tokens + 1
+    defaults, width = defaults or _defaults(), drafter.num_draft_tokens + 1
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
     blocks = config.chunked_prefill_size // defaults.block
     enough = lambda size: size * width >= defaults.least_rows or size == slots or (size == 1 and alone)  # noqa: E731

@@ -11,7 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from jaxspec.bench import accept, decode, host, kernels, parity, plots, prefill, report, schemas, serve, structured
+from jaxspec.bench import (
+    accept,
+    decode,
+    host,
+    kernels,
+    parity,
+    plan,
+    plots,
+    prefill,
+    report,
+    schemas,
+    serve,
+    structured,
+)
 from jaxspec.bench.results import BenchError, Result
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError
@@ -29,6 +42,7 @@ SUBCOMMANDS = {
     "host": host,
     "schemas": schemas,
     "structured": structured,
+    "plan": plan,
 }
 
 

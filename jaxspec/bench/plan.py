@@ -1,0 +1,352 @@
+"""Which GPUs a model needs and the least time of a round on them, from its config.json alone. Nothing is loaded.
+
+A row is a tensor-parallel size: `replicas` of that many GPUs each. Sizes are those of one GPU. They come from the
+engine's own memory plan, made for one GPU's share of the model, so options mean what they mean to the server.
+
+`c=N` is the least time of a round, in ms, with N requests in a replica: bytes over bandwidth or operations over
+arithmetic, plus launches, plus the sums over the GPUs of a replica. It is an estimate. One GPU reaches 1.05 to 1.15
+times such times. With a drafter the round verifies its drafts, and the drafter's own work isn't counted. A dash says
+that the KV cache doesn't hold N requests of `--context` tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec import drafters, runner
+from jaxspec.bench import engines, plots
+from jaxspec.bench.floors import Ceilings, ModelCost
+from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
+from jaxspec.cache import MemoryPlan
+from jaxspec.checkpoint import Model, ModelFolder, load_model, locate
+from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.config import DEFAULTS, ConfigError, EngineConfig
+from jaxspec.decoder.spec import DeltaRule, Mixture
+from jaxspec.drafters import LoadedDrafter, combined, load_drafter
+from jaxspec.flags import engine_options, positive
+from jaxspec.fp8 import BLOCK
+from jaxspec.mxfp4 import BLOCK as MXFP4_BLOCK
+
+MIB = 2**20
+POOL = 0.95  # XLA's share of a GPU's memory, as `claim_device` sets it
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: its memory in bytes, and what decode reaches of its bandwidth and its bfloat16 arithmetic, a second."""
+
+    memory: int
+    bandwidth: float
+    flops: float
+
+
+# An H200 reaches 4.05 of 4.8 TB/s in rounds and 600 of 989 TFLOP/s in products, measured. Of the others those shares
+# of their data sheets are assumed.
+GPUS = {
+    "h200": Gpu(143771 * MIB, 4.05e12, 600e12),
+    "h100": Gpu(81559 * MIB, 3.35e12 * 4.05 / 4.8, 600e12),
+    "h20": Gpu(97871 * MIB, 4.0e12 * 4.05 / 4.8, 148e12 * 600 / 989),
+}
+
+LAUNCH = 1.2e-6  # s, of a kernel that waits for the one before
+KERNELS, KERNELS_MIXED = 6, 8  # a layer: of attention and an MLP; of a mixture or of linear attention
+LINK = 330e9  # bytes a second that NVLink carries in a sum of more than a megabyte
+# A sum over so many GPUs. NCCL's, in seconds: at 2 measured, the others assumed. One-shot: by KB in microseconds, as
+# published for the H100 (sglang #2904).
+NCCL = {2: 15e-6, 4: 21e-6, 8: 25.5e-6}
+ONE_SHOT = {
+    2: [(0.5, 3.7), (32, 4.5), (256, 7.9), (512, 12.5), (1024, 19.9)],
+    4: [(0.5, 4.0), (32, 4.8), (256, 13.9), (512, 20.2), (1024, 31.1)],
+    8: [(0.5, 5.8), (32, 7.8), (256, 16.7), (512, 22.1), (1024, 33.8)],
+}
+
+CONCURRENCY = (1, 8, 32, 128)
+GIB_COLUMNS = ("weights", "draft", "kv", "states", "slots", "workspace", "left")
+COLUMNS = (
+    Column("tp", "TP"),
+    Column("replicas", "replicas"),
+    *(Column(f"{name}_gib", f"{name} GiB", ".2f") for name in GIB_COLUMNS),
+    Column("tokens", "KV tokens", "d"),
+)
+ROUND_COLUMNS = (Column("tp", "TP"), Column("replicas", "replicas"), Column("rows", "rows"))
+ROUND_COLUMNS += tuple(Column(f"c{n}", f"c={n}", ".2f") for n in CONCURRENCY)
+
+
+def _rounds(row: Row) -> list[Row]:
+    return [row | {f"c{n}": ms for n, ms in zip(row["concurrency"], row["ms"], strict=True)}] if "ms" in row else []
+
+
+TABLES = (Table("a GPU's memory", COLUMNS), Table("least time of a round, ms", ROUND_COLUMNS, _rounds))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the machine")
+    group.add_argument("--gpus", type=positive, default=8, help="of one host (%(default)s)")
+    group.add_argument("--gpu", choices=GPUS, default="h200", help="their kind (%(default)s)")
+    help_text = "how GPUs sum: psum (NCCL, as the engine does), or one-shot (a kernel of ours to come) (%(default)s)"
+    group.add_argument("--sums", choices=("psum", "one-shot"), default="psum", help=help_text)
+    group = parser.add_argument_group("the load")
+    group.add_argument("--context", type=positive, default=1024, help="mean tokens of a request (%(default)s)")
+    engines.add_arguments(parser, without=("load_format",))
+    for action in parser._actions:
+        if "--context-length" in action.option_strings:  # vLLM's name of it
+            action.option_strings.append("--max-model-len")
+            parser._option_string_actions["--max-model-len"] = action
+
+
+def run(args: argparse.Namespace, result: Result) -> None:
+    """Plan every tensor-parallel size up to the number of GPUs.
+
+    **Raises:** `ConfigError`, `CheckpointError`, `BenchError` if the model fits at none.
+    """
+    args.load_format = "dummy"
+    options = EngineConfig(**engine_options(args))
+    gpu, rows, refused = GPUS[args.gpu], [], []
+    result.fact(gpu=dataclasses.asdict(gpu))
+    for tp in (1, 2, 4, 8):
+        if args.gpus % tp:
+            continue
+        try:
+            made = planned(options, tp, runner.GPU, (gpu.memory, int(POOL * gpu.memory)))
+        except ConfigError as error:
+            refused.append(f"TP {tp} doesn't do: {error}")
+            continue
+        row = _row(made, gpu, tp, args.gpus // tp, args.context, args.sums)
+        rows.append(row)
+        result.add(row)
+    for sentence in refused:
+        result.note(sentence)
+    if not rows:
+        raise BenchError(f"{args.model} doesn't fit on {args.gpus} GPUs of kind {args.gpu}; the reasons are above")
+    result.note(_advice(rows))
+
+
+def _row(made: Planner, gpu: Gpu, tp: int, replicas: int, context: int, sums: str) -> Row:
+    plan = made.plan
+    sizes = plan.weight_bytes, plan.draft_weight_bytes, plan.kv_bytes, plan.states.total, plan.slot_bytes
+    sizes = *sizes, plan.workspace_bytes, gpu.memory - plan.total
+    row = {"tp": tp, "replicas": replicas, "tokens": plan.tokens, "rows": made.width, "plan": dataclasses.asdict(plan)}
+    row |= {f"{name}_gib": size / 2**30 for name, size in zip(GIB_COLUMNS, sizes, strict=True)}
+    ms = [made.round_seconds(n, context, gpu, tp, sums) * 1e3 for n in CONCURRENCY]
+    fits = [n <= made.shapes.num_slots and n * context <= plan.tokens for n in CONCURRENCY]
+    return row | {"concurrency": CONCURRENCY, "ms": [t if fit else None for t, fit in zip(ms, fits, strict=True)]}
+
+
+def _advice(rows: list[Row]) -> str:
+    """Which size answers one request soonest, and which makes most rounds of requests on all GPUs together."""
+    alone = [row for row in rows if row["ms"][0] is not None]
+    if not alone:
+        return "No size holds one request of --context tokens; lower --context"
+    quickest = min(alone, key=lambda row: row["ms"][0])
+    rates = [
+        (row["replicas"] * n / ms, n, row) for row in alone for n, ms in zip(CONCURRENCY, row["ms"], strict=True) if ms
+    ]
+    _, requests, most = max(rates, key=lambda rate: rate[0])
+    return (
+        f"Best for latency: TP {quickest['tp']}, {quickest['ms'][0]:.2f} ms a round of one request. Best for "
+        f"throughput: TP {most['tp']} x {most['replicas']} replicas, {requests} requests in each. Times are estimates"
+    )
+
+
+class Planner(runner.Runner):
+    """A runner that plans memory and stops there. Its model and drafter are shapes without arrays.
+
+    `defaults` and `memory` are those of the machine that is planned for; `memory` None: this one's.
+    """
+
+    def __init__(
+        self,
+        options: EngineConfig,
+        model: Model,
+        draft: LoadedDrafter,
+        defaults: runner.Defaults,
+        memory: tuple[int, int] | None,
+    ):
+        self.model, self.draft, self._memory = model, draft, memory
+        self.config = runner._resolve(options, model, draft, defaults)
+        self.width = draft.drafter.num_draft_tokens + 1
+        alone = not runner.small_model(model)
+        self.shapes = runner._shapes(self.config, draft.drafter, alone=alone, defaults=defaults)
+        self.plan: MemoryPlan
+        self.plan, self._layout = self._plan()
+
+    def round_seconds(self, requests: int, context: int, gpu: Gpu, tp: int, sums: str) -> float:
+        """The least time of a round of so many requests on one of `tp` GPUs that have a share of the model each."""
+        config, rows = self.model.config, requests * self.width
+        cost = ModelCost.of(self.model, self._layout.dtype, self.config.state_dtype)
+        seconds = Ceilings(gpu.bandwidth, gpu.flops).seconds(*cost.round(requests, self.width, context))
+        mixed = lambda layer: isinstance(layer.mixing, DeltaRule) or isinstance(layer.feed, Mixture)  # noqa: E731
+        kernels = sum(KERNELS_MIXED if mixed(layer) else KERNELS for layer in config.decoder.layers)
+        size = rows * config.hidden_size * 2
+        return seconds + kernels * LAUNCH + (2 * config.num_layers + 1) * sum_seconds(size, tp, sums)
+
+
+def sum_seconds(size: int, tp: int, sums: str) -> float:
+    """Time to sum `size` bytes of each of `tp` GPUs."""
+    if tp == 1:
+        return 0.0
+    if sums == "psum":
+        return NCCL[tp] + max(0, size - 256 * 1024) / LINK
+    kilobytes, microseconds = zip(*ONE_SHOT[tp], strict=True)
+    two_shots = 10e-6 + 2 * (tp - 1) / tp * size / LINK
+    return two_shots if size > 2**20 else min(np.interp(size / 1024, kilobytes, microseconds) * 1e-6, two_shots)
+
+
+def planned(options: EngineConfig, tp: int, defaults: runner.Defaults, memory: tuple[int, int] | None) -> Planner:
+    """The plan of one of `tp` devices. **Raises:** `ConfigError` if the model doesn't fit or can't be divided."""
+    with tempfile.TemporaryDirectory() as where:
+        if tp > 1:
+            options = _shared(options, tp, Path(where))
+        model = _model(options)
+        return Planner(options, model, _drafter(options, model), defaults, memory)
+
+
+def _model(options: EngineConfig) -> Model:
+    kept, dtype = [], options.dtype or locate(options.model, options.revision, load_format="dummy").config.dtype
+
+    def loaded():
+        kept.append(
+            load_model(
+                options.model,
+                dtype,
+                load_format="dummy",
+                revision=options.revision,
+                quantization=options.quantization,
+                fp8_activations=options.fp8_activations == "on",
+            )
+        )
+        return kept[0].params
+
+    params = jax.eval_shape(loaded)
+    return dataclasses.replace(kept[0], params=params)
+
+
+def _drafter(options: EngineConfig, model: Model) -> LoadedDrafter:
+    """The drafter's shapes. What it borrows of the target is the target's very shape, so that it counts once."""
+    kept, places = [], []
+
+    def loaded(params):
+        found = load_drafter(options.draft, dataclasses.replace(model, params=params), options)
+        lender = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(params))}
+        kept.append(found)
+        places.extend(lender.get(id(leaf)) for leaf in jax.tree.leaves(found.params))
+        return found.params
+
+    leaves, structure = jax.tree.flatten(jax.eval_shape(loaded, model.params))
+    theirs = jax.tree.leaves(model.params)
+    own = [leaf if i is None else theirs[i] for leaf, i in zip(leaves, places, strict=True)]
+    return dataclasses.replace(kept[0], params=jax.tree.unflatten(structure, own))
+
+
+# --- one device's share ---
+
+HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
+EXPERTS = ("num_experts", "num_local_experts")
+VOCABULARIES = ("vocab_size", "draft_vocab_size")
+
+
+def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dict[str, Any]:
+    """The config.json of what one of n devices computes: its heads, columns of MLPs and experts, rows of the
+    vocabulary. KV heads that are fewer than devices are repeated. Experts whose columns can't be cut, because they
+    share scales, are divided among the fewest groups of devices that allow it.
+
+    `quantization`: as of `EngineConfig`. **Raises:** `ConfigError` naming the size that can't be divided.
+    """
+    if isinstance(text := hf.get("text_config"), Mapping):
+        outer = {key: hf[key] for key in ("quantization_config",) if key in hf}
+        return {**hf, "text_config": share({**outer, **text}, n, quantization)}
+    kind = str(hf.get("model_type")).removesuffix("_text")
+    hf = {**DEFAULTS.get(kind, {}), **hf}
+    heads = hf.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return dict(hf)  # loading it says what is missing
+    kv, unit = hf.get("num_key_value_heads") or heads, _unit(hf, quantization)
+    if kv % n and n % kv:
+        raise ConfigError(f"num_key_value_heads {kv} can't be divided among {n} devices, nor repeated on them")
+    mine = {"head_dim": hf.get("head_dim") or hf["hidden_size"] // heads, "num_key_value_heads": max(1, kv // n)}
+    mine |= {name: _divided(hf, name, n) for name in HEADS if hf.get(name)}
+    experts = next((name for name in EXPERTS if hf.get(name)), None)
+    if experts is not None:
+        mine |= _expert_share(hf, n, unit, experts)
+    elif hf.get("intermediate_size"):
+        mine["intermediate_size"] = _divided(hf, "intermediate_size", n, unit)
+    mine |= {name: -(-hf[name] // n) for name in VOCABULARIES if hf.get(name)}
+    for name in (name for name in ("mask_token_id", "bos_token_id") if isinstance(hf.get(name), int)):
+        mine[name] = min(hf[name], mine["vocab_size"] - 1)
+    return {**hf, **mine}
+
+
+def _expert_share(hf: Mapping[str, Any], n: int, unit: int, experts: str) -> dict[str, int]:
+    """Of a mixture. A shared expert that can't be cut is one device's, and that one is meant."""
+    width = "moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"
+    fits = lambda groups: hf[width] * groups % (n * unit) == 0 and hf[experts] % groups == 0  # noqa: E731
+    groups = next((groups for groups in (1, 2, 4, 8) if groups <= n and fits(groups)), None)
+    if groups is None:
+        raise ConfigError(f"{hf[experts]} experts with {width} {hf[width]} can't be divided among {n} devices")
+    mine = {width: hf[width] * groups // n, experts: hf[experts] // groups}
+    mine["num_experts_per_tok"] = -(-hf["num_experts_per_tok"] // groups)  # as if choices were spread evenly
+    if shared := hf.get("shared_expert_intermediate_size"):
+        mine["shared_expert_intermediate_size"] = shared if shared % (n * unit) else shared // n
+    return mine
+
+
+def _divided(hf: Mapping[str, Any], name: str, n: int, unit: int = 1) -> int:
+    if hf[name] % (n * unit):
+        raise ConfigError(f"{name} {hf[name]} isn't {n} times a multiple of {unit}")
+    return hf[name] // n
+
+
+def _unit(hf: Mapping[str, Any], quantization: str | None) -> int:
+    """How many columns of an MLP share a scale."""
+    how = hf.get("quantization_config") or {}
+    if how.get("quant_method") == "mxfp4":
+        return MXFP4_BLOCK
+    return BLOCK if how.get("weight_block_size") or (quantization and not how) else 1
+
+
+def _shared(options: EngineConfig, n: int, where: Path) -> EngineConfig:
+    """The options with shares for model and drafter, whose configs are written to folders in `where`."""
+    files = locate(options.model, options.revision, load_format="dummy")
+    model = _written(files, options.model, n, where / "model", options.quantization)
+    sides = combined.parts(options.draft) or (options.draft,)
+    drafts = [_draft_share(side, options, n, where / str(i)) for i, side in enumerate(sides)]
+    return dataclasses.replace(options, model=model, revision=None, draft="+".join(drafts))
+
+
+def _draft_share(draft: str, options: EngineConfig, n: int, folder: Path) -> str:
+    if draft in ("none", "auto"):
+        return draft
+    cls, source, _ = drafters._find(draft, options.model, "dummy")
+    if source is None:
+        return draft
+    files = locate(source, load_format="dummy")
+    written, query = _written(files, source, n, folder, options.draft_quantization), re.search(r"\?.*", draft)
+    method = next(method for method, each in drafters.DRAFTERS.items() if each is cls)
+    return f"{method}:{written}{query[0] if query else ''}"
+
+
+def _written(files: ModelFolder | GgufFile, name: str, n: int, folder: Path, quantization: str | None) -> str:
+    if not isinstance(files, ModelFolder):
+        raise ConfigError(f"{name} is a GGUF file, which is planned for one GPU alone")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(share(files.hf, n, quantization)))
+    return str(folder)
+
+
+def plot(document: Document, figure: Any) -> None:
+    """Time of a round against requests, a line for each tensor-parallel size."""
+    axes = figure.subplots()
+    for row in document["rows"]:
+        axes.plot(row["concurrency"], row["ms"], "o-", label=f"TP {row['tp']}")
+    plots.against(axes, list(CONCURRENCY), "requests in a replica", "least ms per round")

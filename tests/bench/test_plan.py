@@ -1,0 +1,129 @@
+"""`bench plan` says what the engine's own plan says, without weights, and divides sizes as tensor parallelism does."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from jaxspec.bench import plan
+from jaxspec.bench.__main__ import main
+from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.runner import CPU, GPU, Runner
+from tests.tiny import tiny_checkpoint, tiny_config
+
+H200 = plan.GPUS["h200"].memory, int(plan.POOL * plan.GPUS["h200"].memory)
+LLAMA_70B = dict(
+    model_type="llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+    num_attention_heads=64, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072,
+)  # fmt: skip
+QWEN3_235B = dict(
+    model_type="qwen3_moe", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94,
+    num_attention_heads=64, num_key_value_heads=4, head_dim=128, max_position_embeddings=40960, num_experts=128,
+    num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
+)  # fmt: skip
+
+
+def folder(tmp_path, hf, name="model"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(hf))
+    return str(tmp_path / name)
+
+
+def of(model, tp=1, **options):
+    options = {"context_length": 8192, "load_format": "dummy", "dtype": "bfloat16"} | options
+    return plan.planned(EngineConfig(model=model, **options), tp, GPU, H200)
+
+
+@pytest.mark.parametrize(
+    "family,options",
+    [
+        ("llama", {"draft": "ngram"}),
+        ("qwen3", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+        ("qwen3_moe", {"max_total_tokens": 512}),
+        ("qwen3_next", {"draft": "mtp", "load_format": "dummy"}),
+        ("gemma3", {"context_length": 64, "max_running_requests": 3}),
+        ("gpt_oss", {"draft": "suffix"}),
+    ],
+)
+def test_it_is_the_engines_plan(family, options):
+    options = {"context_length": 128, "max_total_tokens": 4096, "skip_warmup": True} | options
+    config = EngineConfig(model=str(tiny_checkpoint(family)), **options)
+    real = Runner(config).plan
+    made = plan.planned(dataclasses.replace(config, dtype="float32", load_format="dummy"), 1, CPU, None).plan
+    assert made == dataclasses.replace(real, host_bytes=0) and real.weight_bytes > 0
+
+
+def test_what_a_drafter_borrows_counts_once(tmp_path):
+    target = folder(tmp_path, LLAMA_70B)
+    eagle = LLAMA_70B | dict(architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=32000)
+    made = of(target, 4, draft=f"eagle3:{folder(tmp_path, eagle, 'draft')}")
+    layer = 2 * 8192 * 64 * 128 + 64 * 128 * 8192 + 2 * 2 * 8192 * 8 * 128 + 3 * 8192 * 28672
+    fused, head = 3 * 8192 * 8192, 8192 * 32000
+    expected = 2 * (layer / 4 + fused + head / 4)
+    assert made.plan.draft_weight_bytes == pytest.approx(expected, rel=0.02)
+    assert made.width == 4
+
+
+@pytest.mark.parametrize("hf,numbers", [(LLAMA_70B, 70.55e9), (QWEN3_235B, 235.1e9)])
+def test_shares_add_up_to_the_model(tmp_path, hf, numbers):
+    model = folder(tmp_path, hf)
+    eight = of(model, 8).plan
+    repeated = 8 - hf["num_key_value_heads"]
+    repeated *= 2 * hf["hidden_size"] * hf["head_dim"] * hf["num_hidden_layers"]
+    routers = 7 * hf["hidden_size"] * hf.get("num_experts", 0) * hf["num_hidden_layers"]
+    assert eight.weight_bytes * 8 == pytest.approx(2 * (numbers + repeated + routers), rel=0.002)
+    heads = max(1, hf["num_key_value_heads"] // 8)
+    assert eight.kv_bytes // (eight.tokens + 64) == hf["num_hidden_layers"] * 2 * heads * 128 * 2
+
+
+def test_what_does_not_fit_says_why(tmp_path):
+    with pytest.raises(ConfigError, match=r"no memory is left for the KV cache: 140\.40 GiB on the device"):
+        of(folder(tmp_path, LLAMA_70B))
+
+
+@pytest.mark.parametrize(
+    "change,n,says",
+    [
+        ({"num_attention_heads": 6}, 4, "num_attention_heads 6"),
+        ({"num_key_value_heads": 3}, 2, "num_key_value_heads 3 can't be divided"),
+        ({"intermediate_size": 63}, 2, "intermediate_size 63"),
+        ({"quantization_config": {"weight_block_size": [128, 128]}, "intermediate_size": 128}, 2, "multiple of 128"),
+    ],
+)
+def test_what_cannot_be_divided_is_named(change, n, says):
+    with pytest.raises(ConfigError, match=says):
+        plan.share(tiny_config() | change, n)
+
+
+def test_experts_whose_columns_share_scales_are_divided_themselves():
+    made = plan.share(QWEN3_235B, 8, "fp8")
+    assert (made["moe_intermediate_size"], made["num_experts"], made["num_experts_per_tok"]) == (384, 64, 4)
+    assert plan.share(QWEN3_235B, 8)["moe_intermediate_size"] == 192
+
+
+def test_a_share_of_a_multimodal_model_is_of_its_text():
+    inner = tiny_config("qwen3_5_moe")
+    made = plan.share({"model_type": "qwen3_5_moe", "text_config": inner}, 2)["text_config"]
+    assert (made["linear_num_key_heads"], made["linear_num_value_heads"], made["vocab_size"]) == (1, 2, 32)
+    assert made["head_dim"] == inner["head_dim"]
+
+
+@pytest.mark.parametrize("sums", ["psum", "one-shot"])
+def test_sums_cost_more_with_size_and_devices(sums):
+    assert plan.sum_seconds(2**14, 1, sums) == 0
+    times = [plan.sum_seconds(size, 8, sums) for size in (2**12, 2**20, 2**23)]
+    assert times == sorted(times) and times[0] > plan.sum_seconds(2**12, 2, sums)
+
+
+def test_the_table_names_the_best_size(tmp_path, capsys):
+    model = folder(tmp_path, LLAMA_70B)
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--model", model, "--gpus", "4", "--max-model-len", "8192", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "TP 1 doesn't do: no memory is left" in printed and "Best for latency: TP 4" in printed
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["tp"], row["replicas"]) for row in rows] == [(2, 2), (4, 1)]
+    floor = rows[0]["plan"]["weight_bytes"] / plan.GPUS["h200"].bandwidth * 1e3
+    assert floor < rows[0]["ms"][0] < 1.3 * floor
+    assert jax.tree.leaves(rows[0]["ms"]) == sorted(rows[0]["ms"])
