@@ -75,6 +75,9 @@ class Generation(StructuredFields, Body):
         "length_penalty": (1, 1.0),
         "spaces_between_special_tokens": (True,),
         "no_stop_trim": (False,),
+        # routers add these to every request
+        **dict.fromkeys(("return_hidden_states", "return_routed_experts"), (False,)),
+        **dict.fromkeys(("separate_reasoning", "stream_reasoning", "include_reasoning"), (True,)),
         "truncate_prompt_tokens": (),
         "allowed_token_ids": ([],),
     }

@@ -184,6 +184,7 @@ class ResponsesRequest(Body):
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
+        "priority": (0,),  # routers add it
         **dict.fromkeys(("conversation", "prompt", "max_tool_calls", "context_management", "moderation"), ()),
         "background": (False,),
         "truncation": ("disabled",),

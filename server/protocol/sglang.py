@@ -163,7 +163,8 @@ class GenerateRequest(Body):
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data"), ([],)),
         **dict.fromkeys(("session_params", "lora_path", "lora_id", "custom_logit_processor", "extra_key"), ()),
-        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background", "return_entropy"), (False,)),
+        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), (False,)),
+        **dict.fromkeys(("return_entropy", "return_bytes"), (False,)),
         **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"), ()),
         "priority": (0,),
     }

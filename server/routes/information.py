@@ -56,6 +56,7 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
         return {
             "model_path": llm.config.model,
             "tokenizer_path": llm.config.model,
+            "served_model_name": name,
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": "default",
