@@ -159,3 +159,19 @@ def test_grafana_finds_prometheus_and_the_dashboard():
     home = at["./grafana/jaxspec.json"]
     assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == home
     assert str(Path(home).parent) == provider["options"]["path"]
+
+
+def test_the_kubernetes_pods_run_the_server_as_the_image_does():
+    secret, deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    args = parse(container["args"])
+    (port,) = container["ports"]
+    assert port["containerPort"] == parse(json.loads(LAST["ENTRYPOINT"])[3:]).port
+    assert {each["targetPort"] for each in service["spec"]["ports"]} == {port["name"]}
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert pod["spec"]["terminationGracePeriodSeconds"] > args.drain_seconds + LAST_SECONDS
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in OPEN_PATHS
+    assert container["envFrom"] == [{"secretRef": {"name": secret["metadata"]["name"]}}]
+    assert f"--uid {pod['spec']['securityContext']['runAsUser']} " in (DEPLOY / "Dockerfile").read_text()
