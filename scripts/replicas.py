@@ -68,7 +68,7 @@ def wait(url: str, log: Path, seconds: float = 240) -> None:
 
 
 @contextlib.contextmanager
-def behind_router(kind: str, folder: Path, logs: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+def behind_router(kind: str, folder: Path, logs: Path, policy: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Two plain servers behind a router: its address, and what kills one of them."""
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in OPTIONS.items()]
     with contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ def behind_router(kind: str, folder: Path, logs: Path) -> Iterator[tuple[str, Ca
             urls.append(f"http://127.0.0.1:{port}")
             wait(f"{urls[i]}/health", log)  # one after the other: the second finds compiled programs
         port, log = free_port(), logs / "router.log"
-        own = ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port)]
+        own = ["--policy", policy, "--host", "127.0.0.1", "--port", str(port)]
         own += ["--prometheus-port", str(free_port())]
         command = [str(folder / kind), *(["launch"] if kind == "sglang-router" else []), "--worker-urls", *urls, *own]
         stack.enter_context(process(command, log))
@@ -182,10 +182,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("sglang-router", "vllm-router", "ray"))
     parser.add_argument("--bin", type=Path, required=True)
+    parser.add_argument("--policy", default="cache_aware", help="of a router; round_robin fails (%(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as where:
         logs = Path(where)
-        made = on_ray(args.bin, logs) if args.kind == "ray" else behind_router(args.kind, args.bin, logs)
+        made = on_ray(args.bin, logs) if args.kind == "ray" else behind_router(args.kind, args.bin, logs, args.policy)
         with made as (url, kill):
             share = affinity(url)
             print(f"{args.kind}: {share:.0%} of the tokens of earlier turns were cached", flush=True)
