@@ -269,6 +269,7 @@ class MemoryPlan:
     tokens: int
     page_size: int
     states: StateSlots = StateSlots()
+    devices: int = 1  # each of which has all of the above
     host_bytes: int = 0  # resident in this process once it is ready; on a CPU, all of the above is part of it
 
     @property
@@ -302,7 +303,8 @@ class MemoryPlan:
             planned = self.total - self.workspace_bytes if self.device_bytes is None else 0
             note = f"; {_gib(self.host_bytes)} resident in all" if planned else ""
             rows.append(("host", self.host_bytes - planned, f"Python, jax, the tokenizer and compiled programs{note}"))
-        return "memory plan\n" + "\n".join(f"  {n:<14} {_gib(b):>10}  {note}".rstrip() for n, b, note in rows)
+        of = f" of each of {self.devices} devices" if self.devices > 1 else ""
+        return f"memory plan{of}\n" + "\n".join(f"  {n:<14} {_gib(b):>10}  {note}".rstrip() for n, b, note in rows)
 
 
 def _gib(size: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxspec import sharding
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, LinearScaling, Yarn
 from jaxspec.elsewhere import METHODS, meant
 from jaxspec.options import ConfigError, check, flag, option
@@ -77,6 +78,10 @@ class ModelConfig:
     def num_kv_layers(self) -> int:
         """Layers whose past is keys and values of all tokens."""
         return self.decoder.count(Attention)
+
+    def on_one_of(self, size: int) -> ModelConfig:
+        """What each of so many devices computes. **Raises:** as `sharding.local`."""
+        return dataclasses.replace(self, decoder=sharding.local(self.decoder, size)) if size > 1 else self
 
     def summary(self) -> dict[str, Any]:
         """Sizes and tokens, without the description of each layer."""
@@ -233,6 +238,14 @@ class EngineConfig:
         "SWITCH",
         group=MODEL,
         choices=("on", "off"),
+    )
+    tp_size: int = option(
+        1,
+        "GPUs of this host that the model and its drafter are divided among (tensor parallelism)",
+        "N",
+        group=MODEL,
+        least=1,
+        common=True,
     )
     draft_dtype: str | None = option(
         None,

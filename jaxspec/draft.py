@@ -13,8 +13,9 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec import sampling
+from jaxspec import sampling, sharding
 from jaxspec.cache import PageLayout, Rows
+from jaxspec.options import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -46,18 +47,26 @@ class DraftBatch:
         return Rows(self.length + first, jnp.where(self.live, t, 0), self.table)
 
     def choose(
-        self, logits: Float[Array, "b v"], step: int | Int[Array, ""], top: Int[Array, " b"] | None = None
-    ) -> tuple[Int[Array, " b"], Float[Array, "b v"] | None]:
+        self,
+        logits: Float[Array, "b v"],
+        step: int | Int[Array, ""],
+        top: Int[Array, " b"] | None = None,
+        vocab: int | None = None,
+    ) -> tuple[Int[Array, " b"], Float[Array, "r w"] | None]:
         """Draft token number `step` (from 0) out of `logits`, as each request samples, and the probabilities used.
 
         None for probabilities means a point mass: every request here is greedy. `top` are the tokens with the highest
         logits, where they are known without these.
+
+        With several devices, `vocab` says that `logits` are this one's part of so many (`sharding.owned`), and the
+        probabilities are of the requests that it decides for.
         """
         if self.greedy:
-            return (jnp.argmax(logits, axis=-1).astype(jnp.int32) if top is None else top), None
-        p = sampling.probabilities(logits[:, None], self.sampling)[:, 0]
-        key = sampling.round_keys(self.sampling.seed, self.length, jnp.asarray(step), sampling.DRAFT)
-        return sampling.draw(p, key), p
+            return (sharding.top_tokens(logits, vocab) if top is None else top), None
+        settings, length = sharding.mine((self.sampling, self.length))
+        p = sampling.probabilities(sharding.owned(logits, vocab)[:, None], settings)[:, 0]
+        key = sampling.round_keys(settings.seed, length, jnp.asarray(step), sampling.DRAFT)
+        return sharding.told(sampling.draw(p, key), len(logits)), p
 
 
 @flax.struct.dataclass
@@ -153,6 +162,16 @@ class Drafter:
         can't serve this target.
         """
         return cls(num_draft_tokens=options.num_draft_tokens or 3), {}
+
+    def on_one_of(self, size: int) -> Drafter:
+        """The drafter as each of `size` devices runs it, on its part of the params.
+
+        **Raises:** `ConfigError` if it can't be divided, which is what a drafter says that doesn't override this.
+        """
+        raise ConfigError(
+            f"--tp-size {size}: {type(self).__name__} can't draft on several devices; use --tp-size 1 or "
+            "another --draft"
+        )
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of the drafter's own cache per token, if that is in `dtype`: for the memory plan."""

@@ -25,13 +25,14 @@ ELSEWHERE = {
     "model_path": "model",
     "random_seed": "seed",
     **dict.fromkeys(("speculative_draft_model_quantization", "speculative_model_quantization"), "draft_quantization"),
+    **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
     "speculative_eagle_topk": "topk",
     "speculative_num_steps": "num_steps",
     "speculative_token_map": "draft_token_map",
 }
 SEVERAL_GPUS = frozenset(
     {
-        *("tp", "tp_size", "tensor_parallel_size", "pp", "pp_size", "pipeline_parallel_size"),
+        *("pp", "pp_size", "pipeline_parallel_size"),
         *("dp", "dp_size", "data_parallel_size", "ep", "ep_size", "expert_parallel_size", "enable_expert_parallel"),
         *("nnodes", "speculative_draft_tensor_parallel_size"),
     }
@@ -100,7 +101,7 @@ METHODS = {
 def meant(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
     """What an option that isn't among those `known` may have meant, to be added to an error; "" if nobody can tell."""
     if name in SEVERAL_GPUS:
-        return "; jaxspec serves on one GPU"
+        return "; of several GPUs, only --tp-size is supported"
     for table in (UNSUPPORTED, NEEDLESS):
         if name in table:
             return f"; {table[name]}"

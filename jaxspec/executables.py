@@ -70,7 +70,7 @@ class Executables:
 
     def _path(self, key: Any, arguments: Any) -> Path:
         leaves, tree = jax.tree.flatten(arguments)
-        shapes = [(x.shape, str(x.dtype)) for x in leaves]
+        shapes = [(x.shape, str(x.dtype), str(getattr(getattr(x, "sharding", None), "spec", ""))) for x in leaves]
         told = repr((self._told, key, shapes, str(tree)))
         return self._folder / hashlib.sha256(told.encode()).hexdigest()[:32]
 

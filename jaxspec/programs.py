@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.executables import Executables
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
+from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, spread
 from jaxspec.structured import programs as structured
 
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
@@ -63,16 +65,26 @@ class Programs:
         params: Any,
         draft_params: Any,
         store: Executables | None = None,
+        division: Division | None = None,
     ):
+        """`config` and `drafter`: as each device runs them. `division`: among several, None: there is one."""
         self.shapes = shapes
         self.found: list[tuple[str, int]] = []  # of the store's, those that were used
         self._store = store
         self.dispatches: Counter = Counter()
         self._params = params, draft_params
         self._vocab, self._drafts = config.vocab_size, drafter.num_draft_tokens
-        jit = lambda f, *static: jax.jit(partial(f, config, drafter, *static), donate_argnums=2)  # noqa: E731
+
+        def jit(f: Callable, *static: Any) -> Callable:
+            run = partial(f, config, drafter, *static)
+            return jax.jit(run if division is None else _spread(f, run, division), donate_argnums=2)
+
+        admitting = admit
+        if division is not None:
+            given = division.state, EVERYWHERE
+            admitting = spread(admit, division.mesh, given, division.state)
         self._jits = {
-            "admit": jax.jit(admit, donate_argnums=0),
+            "admit": jax.jit(admitting, donate_argnums=0),
             "prefill": jit(prefill, shapes.block, False),
             "score": jit(prefill, shapes.block, True),
             **{f"first_{mode}": jit(first, mode) for mode in MODES},
@@ -249,6 +261,24 @@ class Programs:
     def _keep(self, kind: str, size: int, state: State, program: Any, kernels: Counter) -> None:
         if self._store is not None:
             self._store.save((kind, size), self._arguments(kind, size, state), program, kernels)
+
+
+def _spread(f: Callable, run: Callable, division: Division) -> Callable:
+    """The program `run`, which is `f` of some statics, over several devices."""
+    all_same, state = EVERYWHERE, division.state
+    proposal = Proposal(**{field.name: all_same for field in dataclasses.fields(Proposal)} | {"probs": OWNED})
+    handed, result = (), (all_same,)
+    if f is structured.draft:
+        result = proposal, all_same
+    elif f is structured.forward:
+        handed, result = (proposal,), (LOGITS, all_same)
+    elif f is structured.conclude:
+        handed = proposal, LOGITS, all_same, all_same, all_same
+    elif f is structured.first:
+        handed = all_same, all_same
+    params = None if f in (structured.draft, structured.conclude) else division.params
+    given = params, division.draft_params, state, all_same, *handed
+    return spread(run, division.mesh, given, (state, *result))
 
 
 def _drafting(mode: str) -> str:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import batch as packing
-from jaxspec import sampling, verify
+from jaxspec import sampling, sharding, verify
 from jaxspec.batch import Slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.config import ConfigError, ModelConfig
@@ -26,6 +26,7 @@ from jaxspec.decoder.functions import row_of
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.request import MAX_LOGPROBS
+from jaxspec.sharding import mine, owned, told
 from jaxspec.verify import Tree
 
 # What a program does with logits, each all that those before it do: take the argmax; sample and adjust; and report
@@ -113,7 +114,8 @@ def prefill(
     state = state.replace(cache=hidden.cache, replay=replay, draft=draft, hidden=final, features=features)
     if not score:
         return state, None
-    return state, _pack_logprobs(unembed(params, hidden.last), next_tokens)
+    scores = _score(config, params, hidden, LOGPROBS)
+    return state, told(_pack_logprobs(scores, mine(next_tokens)), len(tokens))
 
 
 def first(
@@ -225,19 +227,20 @@ def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode
 
 
 def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array:
-    """The logits, f32[b, q, v]; in mode greedy only their argmax, i32[b, q]."""
+    """The logits, f32[b, q, v], of the requests that this device decides for; in mode greedy the argmax of all,
+    i32[b, q]."""
     if mode == GREEDY:
         top = top_tokens(params, config.decoder.norm, params["norm"], hidden.unnormed)
         if top is not None:
             return top
     logits = unembed(params, hidden.last)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32) if mode == GREEDY else logits
+    return sharding.top_tokens(logits, config.vocab_size) if mode == GREEDY else owned(logits, config.vocab_size)
 
 
 @flax.struct.dataclass
 class Masks:
     """A grammar's masks: for each row the allowed tokens, and the drafts that it forces after the row's output, in a
-    later round: how many, then the tokens."""
+    later round: how many, then the tokens. What is allowed is of the requests that this device decides for."""
 
     allowed: Bool[Array, "b q v"]
     forced: Int[Array, "b q k"]
@@ -259,11 +262,14 @@ def conclude(
 
     With `masks`, scores in mode greedy are the argmax among the allowed tokens.
     """
+    b = len(batch.slots)
+    decide, tell = (lambda x: x, lambda x: x) if mode == GREEDY else (mine, partial(told, b=b))
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     drafted, tree = proposal.count, _tree(drafter, proposal)
     forced = None if masks is None else masks.forced
     if tree is None:
-        outputs, accepted = _accept(scores, slots, proposal, mode, masks)
+        own = decide(proposal.replace(probs=None, logits=None)).replace(probs=proposal.probs)
+        outputs, accepted = tell(_accept(scores, decide(slots), own, mode, masks))
     else:
         outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode, masks)
         # From here on the accepted path is a chain.
@@ -285,7 +291,7 @@ def conclude(
 
     columns = [jnp.stack([emitted, accepted, drafted, done.astype(jnp.int32)], axis=1), outputs]
     if mode == LOGPROBS:
-        columns.append(_pack_logprobs(scores, outputs).reshape(outputs.shape[0], -1))
+        columns.append(tell(_pack_logprobs(scores, decide(outputs))).reshape(b, -1))
     return state, jnp.concatenate(columns, axis=1)
 
 

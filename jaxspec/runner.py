@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec import sharding
 from jaxspec.batch import Shapes, fit, ladder, pack_admission, pack_blocks
 from jaxspec.cache import (
     MemoryPlan,
@@ -39,6 +40,7 @@ from jaxspec.pallas.hopper import kernels_here
 from jaxspec.programs import Programs, compile_counter
 from jaxspec.round import State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
+from jaxspec.sharding import Division
 from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.masks import ALL
 from jaxspec.structured.programs import ON_DEVICE, columns
@@ -145,10 +147,21 @@ class Runner:
             seed=options.seed or 0,
             quantization=options.quantization,
             fp8_activations=options.fp8_activations == "on",
+            tp_size=options.tp_size,
         )
+        if self.model.tp_size != options.tp_size:
+            raise ConfigError(
+                f"--tp-size {options.tp_size}: {self.model.name} was loaded for {self.model.tp_size} devices; give "
+                "load_model the same tp_size"
+            )
         self.draft = draft or load_drafter(options.draft, self.model, options)
+        self._mesh = sharding.mesh_of(options.tp_size)
+        self._local, drafter = self.model.config.on_one_of(options.tp_size), self.draft.drafter  # as a device has them
+        if self._mesh is not None:
+            drafter = drafter.on_one_of(options.tp_size)
+            self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self._mesh))
+        self._drafter = drafter
         self.config = _resolve(options, self.model, self.draft)
-        drafter = self.draft.drafter
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
         self.shapes = _shapes(self.config, drafter, alone=not small_model(self.model))
@@ -158,12 +171,14 @@ class Runner:
             if not self.config.skip_warmup:  # beside the programs, which XLA compiles meanwhile
                 threading.Thread(target=self.grammars.warm_up, name="jaxspec-vocabulary", daemon=True).start()
         self.plan, self._layout = self._plan()
-        decoder, layers = self.model.config.decoder, self.model.params["layers"]
-        self.paths = path_table(decoder, layers, self.shapes.batches, self.width, self._layout.dtype)
-        log.info("%s", describe(self.paths))
-        self.programs = Programs(
-            self.model.config, self.draft.drafter, self.shapes, self.model.params, self.draft.params, self._store()
+        decoder, layers = self._local.decoder, sharding.on_one(self.model.params["layers"])
+        self.paths = path_table(
+            decoder, layers, self.shapes.batches, self.width, self._layout.dtype, self.config.tp_size
         )
+        log.info("%s", describe(self.paths))
+        self._division = self._divide()
+        params, draft_params = self.model.params, self.draft.params
+        self.programs = Programs(self._local, drafter, self.shapes, params, draft_params, self._store(), self._division)
         self.state = self._empty_state(self._layout, self.plan.states.snapshots)
         if not self.config.skip_warmup:
             self.programs.warm_up(self.state)
@@ -193,11 +208,10 @@ class Runner:
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
         dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        per_token = kv_bytes_per_token(self.model.config, dtype) + self.draft.drafter.kv_bytes_per_token(dtype)
-        smallest = PageLayout(1, 1, dtype)
-        empty = jax.eval_shape(lambda: self._empty_state(smallest, 0))
+        per_token = kv_bytes_per_token(self._local, dtype) + self._drafter.kv_bytes_per_token(dtype)
+        empty = self._state_shapes(PageLayout(1, 1, dtype), self._local, self._drafter)
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
-        slot, state = state_bytes(self.model.config, self.width, config.dtype, config.state_dtype)
+        slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
         plan = plan_memory(
             weight_bytes=_bytes(self.model.params),
             draft_weight_bytes=_bytes(self.draft.params, self.model.params),
@@ -205,8 +219,8 @@ class Runner:
             slot_bytes=_bytes((empty.slots, empty.hidden, empty.features)),
             # an estimate, until the programs are compiled: logits and the few arrays of their size that sampling
             # makes, or an MLP's activations in a prefill
-            workspace_bytes=4 * (4 * rows * self.model.config.vocab_size)
-            + 4 * shapes.prefills[-1] * shapes.block * _widest(self.model.config),
+            workspace_bytes=4 * (4 * rows * self._local.vocab_size) // config.tp_size
+            + 4 * shapes.prefills[-1] * shapes.block * _widest(self._local),
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,
             max_total_tokens=config.max_total_tokens,
@@ -215,6 +229,7 @@ class Runner:
             max_snapshots=config.max_state_snapshots if slot and not config.disable_prefix_cache else 0,
             memory=self._memory,
         )
+        plan = dataclasses.replace(plan, devices=config.tp_size)
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
     def _store(self) -> Executables | None:
@@ -223,20 +238,38 @@ class Runner:
         drafter = self.draft.drafter
         if jax.default_backend() != "gpu" or not type(drafter).__module__.startswith("jaxspec.drafters"):
             return None
-        made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes
+        made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes, self.config.tp_size
         return Executables(cache_folder() / "executables", made_by)
 
+    def _divide(self) -> Division | None:
+        """How programs run on several devices; None for one."""
+        if self._mesh is None:
+            return None
+        whole = self._state_shapes(self._layout, self.model.config, self.draft.drafter)
+        state = sharding.divided(whole, self._state_shapes(self._layout, self._local, self._drafter))
+        specs = sharding.specs_of((self.model.params, self.draft.params))
+        return Division(self._mesh, *specs, state)
+
+    def _state_shapes(self, layout: PageLayout, config: ModelConfig, drafter: Drafter) -> State:
+        return jax.eval_shape(lambda: self._state_of(layout, 0, config, drafter))
+
     def _empty_state(self, layout: PageLayout, snapshots: int) -> State:
-        shapes, config = self.shapes, self.config
+        make = lambda: self._state_of(layout, snapshots, self._local, self._drafter)  # noqa: E731
+        if self._division is None:
+            return make()
+        return jax.jit(sharding.spread(make, self._mesh, (), self._division.state))()
+
+    def _state_of(self, layout: PageLayout, snapshots: int, config: ModelConfig, drafter: Drafter) -> State:
+        shapes, options = self.shapes, self.config
         return empty_state(
-            self.model.config,
-            self.draft.drafter,
+            config,
+            drafter,
             layout,
             shapes.num_slots,
             shapes.capacity,
-            config.dtype,
+            options.dtype,
             snapshots,
-            config.state_dtype,
+            options.state_dtype,
         )
 
     def reset(self) -> None:
@@ -353,9 +386,11 @@ def _widest(config: ModelConfig) -> int:
 
 
 def _bytes(tree: Any, beside: Any = None) -> int:
-    """Bytes of a tree's arrays, without those that are in `beside` too: a drafter may borrow the target's."""
+    """Bytes of a tree's arrays on a device, without those that are in `beside` too: a drafter may borrow the
+    target's."""
     counted = {id(x) for x in jax.tree.leaves(beside)}
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if id(x) not in counted)
+    own = sharding.on_one([x for x in jax.tree.leaves(tree) if id(x) not in counted])
+    return sum(x.size * x.dtype.itemsize for x in own)
 
 
 def _defaults() -> Defaults:

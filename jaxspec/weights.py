@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -156,6 +156,39 @@ class Weight:
         return self.layout.unpack(self.dequantised(dtype))
 
 
+Parts = tuple[tuple[int, int], ...]  # (how many units, how wide each is), one after the other
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is divided among devices; `jaxspec.sharding` does it.
+
+    `along`: its "outputs", or its "inputs", of which an embedding has a token each. "whole": each device has all of it.
+    "once": it is added to a sum over the devices, so the first has it and the others have zeros.
+
+    `parts`: for each source, what it consists of along that axis. A unit stays together, as a head's columns do, and
+    each part is divided by itself, the same number of units to each device. One unit may be repeated on several
+    devices. `padded`: zeros make the units up to a multiple of the devices.
+    """
+
+    along: Literal["outputs", "inputs", "whole", "once"]
+    parts: tuple[Parts, ...] = ()
+    padded: bool = False
+
+
+WHOLE, ONCE = Split("whole"), Split("once")
+
+
+def by_outputs(*sources: Parts, padded: bool = False) -> Split:
+    """Each source divided by its own outputs."""
+    return Split("outputs", sources, padded)
+
+
+def by_inputs(units: int, width: int = 1, padded: bool = False) -> Split:
+    """All sources divided by the inputs that they share."""
+    return Split("inputs", (((units, width),),), padded)
+
+
 def matmul(x: Float[Array, "*b k"], weight: Weight, dtype: Any = None) -> Float[Array, "*b n"]:
     """`x @ weight` in plain jnp, in `dtype`, by default that of x. It defines what a format computes."""
     if isinstance(weight.format, Fp8) and weight.format.activations:
@@ -192,6 +225,8 @@ class Param:
 
     `exact`: never quantised on load. `format`: that of the weight. If it is quantised, `scales` names the tensor of
     each source's scales with its shape, or is empty: then sources are quantised as they are loaded.
+
+    `split`: how it is divided among devices; None: nobody has decided, so a model that has it is served by one.
     """
 
     shape: tuple[int, ...]
@@ -205,6 +240,7 @@ class Param:
     exact: bool = False
     format: Format = Unquantised()
     scales: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    split: Split | None = None
 
     @property
     def stacked(self) -> bool:
@@ -247,27 +283,38 @@ def is_param(leaf: Any) -> bool:
     return isinstance(leaf, Param)
 
 
-def linear(inputs: int, sources: dict[str, int], interleave: int = 0, exact: bool = False) -> Param:
+def linear(
+    inputs: int, sources: dict[str, int], interleave: int = 0, exact: bool = False, split: Split | None = None
+) -> Param:
     """A matmul weight `[inputs, sum of widths]` fused from the named `[width, inputs]` checkpoint tensors."""
     layout = Layout(tuple(sources.values()), interleave)
-    return Param((inputs, sum(sources.values())), tuple(sources), layout, transpose=True, exact=exact)
+    return Param((inputs, sum(sources.values())), tuple(sources), layout, transpose=True, exact=exact, split=split)
 
 
-def bias(sources: dict[str, int], interleave: int = 0) -> Param:
+def bias(sources: dict[str, int], interleave: int = 0, split: Split | None = None) -> Param:
     layout = Layout(tuple(sources.values()), interleave)
-    return Param((sum(sources.values()),), tuple(sources), layout, init="zeros")
+    return Param((sum(sources.values()),), tuple(sources), layout, init="zeros", split=split)
 
 
 def norm_scale(width: int, source: str, centred: bool = False) -> Param:
     """The weight of a norm: `centred`, an offset from one."""
-    return Param((width,), (source,), Layout((width,)), init="zeros" if centred else "ones")
+    return Param((width,), (source,), Layout((width,)), init="zeros" if centred else "ones", split=WHOLE)
 
 
-def expert_stack(experts: int, inputs: int, whole: str, sources: dict[str, int]) -> Param:
+def embedding(tokens: int, width: int, source: str) -> Param:
+    return Param((tokens, width), (source,), Layout((width,)), split=by_inputs(tokens, padded=True))
+
+
+def head(width: int, tokens: int, source: str) -> Param:
+    """What makes logits of final hidden states; it is never quantised on load."""
+    return linear(width, {source: tokens}, exact=True, split=by_outputs(((tokens, 1),), padded=True))
+
+
+def expert_stack(experts: int, inputs: int, whole: str, sources: dict[str, int], split: Split | None = None) -> Param:
     """Weights `[experts, out, inputs]`, kept as checkpoints have them: `sources` are the tensors of expert `{}`."""
     names = tuple(name.format(i) for i in range(experts) for name in sources)
     shape = experts, sum(sources.values()), inputs
-    return Param(shape, names, Layout(tuple(sources.values())), whole=whole)
+    return Param(shape, names, Layout(tuple(sources.values())), whole=whole, split=split)
 
 
 def run_length(mlp_size: int) -> int:

@@ -21,13 +21,13 @@ FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
 @functools.cache
-def checkpoint(family: str, vocab: int = 64, seed: int = 0) -> Path:
+def checkpoint(family: str, vocab: int = 64, seed: int = 0, **sizes: int) -> Path:
     """One linear layer and one of full attention, of which the MTP module is a copy.
 
     It takes each token without the hidden state, so it computes what the target does but for the linear layer, whose
     part is small enough for most drafts to be right and large enough for some to be wrong.
     """
-    source = tiny_checkpoint(family, vocab, seed)
+    source = tiny_checkpoint(family, vocab, seed, **sizes)
     folder = shutil.copytree(source, source.with_name(source.name + "-mtp"))
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.linear_attn.out_proj.weight"] *= 0.5

@@ -70,7 +70,7 @@ def test_an_unknown_option_gets_the_nearest_name():
         EngineConfig.from_options(zzz=1)
     with pytest.raises(ConfigError, match="'gpu_memory_utilization'; here it is mem_fraction_static"):
         EngineConfig.from_options(gpu_memory_utilization=0.9)
-    with pytest.raises(ConfigError, match="'tensor_parallel_size'; jaxspec serves on one GPU"):
+    with pytest.raises(ConfigError, match="'tensor_parallel_size'; here it is tp_size"):
         EngineConfig.from_options(tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="'generation_config'; options: "):
         EngineConfig.from_options(generation_config="auto")  # the server knows what is meant

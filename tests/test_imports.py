@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "fp8 mxfp4 weights options values elsewhere measure pages sequence executables stats",
     "request pallas",
-    "decoder",
+    "decoder sharding",
     "config",
     "models tokenizer",
     "checkpoint cache sampling flags",

@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxspec import sharding
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
@@ -44,6 +46,7 @@ class Model:
     - `tokenizer`: None if the checkpoint has none; token ids can still be generated.
     - `sampling`: the sampling settings of its generation_config.json, under `SamplingParams`' names.
     - `quantization`: how its config says that the checkpoint is quantised; None if it isn't, whatever was asked for.
+    - `tp_size`: how many devices its params are divided among.
     """
 
     config: ModelConfig
@@ -54,6 +57,7 @@ class Model:
     tokenizer: Tokenizer | None
     sampling: Mapping[str, float] = field(default_factory=dict)
     quantization: Quantization | None = None
+    tp_size: int = 1
 
     @property
     def family(self) -> ModuleType:
@@ -79,6 +83,7 @@ def load_model(
     progress: bool = True,
     quantization: str | None = None,
     fp8_activations: bool = False,
+    tp_size: int = 1,
 ) -> Model:
     """Find a model (see `resolve`), and read it shard by shard onto the device.
 
@@ -90,6 +95,7 @@ def load_model(
     - `quantization`: `fp8` makes weights of matmuls FP8, one by one as they are read; head, router and embedding stay
       in `dtype`. A checkpoint that is quantised already stays as it is.
     - `fp8_activations`: multiply FP8 weights by rows that are quantised as well, and not by `dtype`'s.
+    - `tp_size`: divide the params among so many devices. The engine runs such a model, `jaxspec.functional` doesn't.
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
@@ -100,15 +106,17 @@ def load_model(
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if quantization not in (None, *FORMATS):
         raise CheckpointError(f"quantization must be None or one of {', '.join(FORMATS)}, got {quantization!r}")
+    mesh = sharding.mesh_of(tp_size)
+    sharding.local(config.decoder, tp_size)  # refuses what can't be divided before it is read
     declared, how = MODELS[config.model_type].tensors(config.decoder), source.files.quantization
     online = quantization is not None and how is None
     declared = in_format(declared, how, quantization, load_format, fp8_activations)
     try:
         if load_format == "dummy":
-            params = jax.block_until_ready(dummy(declared, dtype, seed))
+            params = jax.block_until_ready(dummy(declared, dtype, seed, mesh))
         else:
-            read = partial(read_params, rename=text_name, progress=progress, fp8_activations=fp8_activations)
-            params = read(declared, source.files, source.name, dtype)
+            options = {"rename": text_name, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
+            params = read_params(declared, source.files, source.name, dtype, **options)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -119,7 +127,7 @@ def load_model(
             "device has free; use a smaller model, --quantization fp8, or a smaller --dtype"
         ) from error
     sampling = _sampling(source.files.generation, source.name)
-    return Model(config, params, dtype, source.name, source.path, source.files.tokenizer(), sampling, how)
+    return Model(config, params, dtype, source.name, source.path, source.files.tokenizer(), sampling, how, tp_size)
 
 
 def in_format(
@@ -163,10 +171,12 @@ def read_params(
     skip: Container[str] = (),
     progress: bool = True,
     fp8_activations: bool = False,
+    mesh: Mesh | None = None,
 ) -> Any:
     """Fill a pytree of `Param` from a checkpoint's files, whose tensors are called `rename(their name)`.
 
-    Those whose new name is None, or in `skip`, are left alone. Weights that the file has in FP8 stay so.
+    Those whose new name is None, or in `skip`, are left alone. Weights that the file has in FP8 stay so. `mesh`: as of
+    `assemble`.
 
     **Raises:** `CheckpointError` listing every tensor that is missing, unexpected or of another shape than declared.
     """
@@ -180,7 +190,7 @@ def read_params(
         stored = partial(as_stored, found=found, how=how, activations=fp8_activations, where=str(files.path))
         declared = jax.tree.map(stored, declared)
     check(jax.tree.leaves(declared), found, str(files.path))
-    return assemble(declared, _with_bar(files.read(), rename, found, name, progress), dtype)
+    return assemble(declared, _with_bar(files.read(), rename, found, name, progress), dtype, mesh)
 
 
 def _with_bar(

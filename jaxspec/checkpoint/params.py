@@ -6,6 +6,7 @@ While streaming, the host holds one tensor, and the sources of a fused parameter
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Iterable
@@ -15,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxspec import fp8, mxfp4
+from jaxspec import fp8, mxfp4, sharding
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.fp8 import BLOCK
 from jaxspec.weights import Fp8, Layout, Mxfp4, Param
@@ -24,8 +26,10 @@ from jaxspec.weights import Fp8, Layout, Mxfp4, Param
 _EMBEDDING_STD = 0.02
 
 
-def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: str) -> Any:
+def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: str, mesh: Mesh | None = None) -> Any:
     """Fill a pytree of `Param` with arrays and weights of `dtype`, taking (checkpoint name, host array) in any order.
+
+    With a `mesh`, each is divided among its devices as declared, and a device is given nothing but its part.
 
     Arrays have Hugging Face's shapes, already checked; names that no parameter is made of are passed over.
 
@@ -45,15 +49,35 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
         if len(parts[i]) < len(leaves[i].sources) + len(leaves[i].scales):
             continue
         host = [parts[i].pop(source) for source in leaves[i].sources]
-        if leaves[i].stacked:
-            host = [_stack(leaves[i], host)]
-        # A copy, because on a CPU an array may share the host's memory. Waiting for it bounds what the host holds.
-        sources = [jnp.array(host.pop(0)) for _ in range(len(host))]
-        filled[i] = jax.block_until_ready(_made(leaves[i], sources, parts[i], dtype))
-        del parts[i]
+        place = _placed if mesh is None else partial(_divided, mesh=mesh)
+        # Waiting for it bounds what the host holds.
+        filled[i] = jax.block_until_ready(place(leaves[i], host, parts.pop(i), dtype))
     if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
         raise CheckpointError(f"the weights ended before {len(lacking)} parameters were complete: {lacking[0]}, ...")
     return jax.tree.unflatten(structure, filled)
+
+
+def _placed(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray], dtype: str) -> Any:
+    """The parameter on the default device. `host` is emptied."""
+    if param.stacked:
+        host[:] = [_stack(param, host)]
+    # A copy, because on a CPU an array may share the host's memory.
+    return _made(param, [jnp.array(host.pop(0)) for _ in range(len(host))], scales, dtype)
+
+
+def _divided(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray], dtype: str, mesh: Mesh) -> Any:
+    """The parameter on the devices of a mesh, made there of each one's part of its sources."""
+    size, made = mesh.size, []
+    one = sharding.local_param(param, size)
+    for rank, device in enumerate(mesh.devices):
+        own = [sharding.cut(param, i, tensor, rank, size) for i, tensor in enumerate(host)]
+        own_scales = {
+            name: sharding.cut(param, i, scales[name], rank, size, scale=True)
+            for i, (name, _) in enumerate(param.scales)
+        }
+        with jax.default_device(device):
+            made.append(_placed(one, own, own_scales, dtype))
+    return sharding.joined(param, made, mesh)
 
 
 def _stack(param: Param, host: list[np.ndarray]) -> np.ndarray:
@@ -151,8 +175,10 @@ def _quantised(sources: list[jax.Array], layout: Layout) -> tuple[jax.Array, jax
     return jax.lax.map(expert, sources[0])
 
 
-def dummy(declared: Any, dtype: str, seed: int) -> Any:
+def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any:
     """Random params on the device, each a function of `seed` and its own name alone.
+
+    With a `mesh`, each is made on one device, and then divided among all by way of the host.
 
     Matmul weights have standard deviation `inputs ** -0.5`, so every layer adds about unit variance to the residual
     stream and activations stay finite at any depth; embeddings have 0.02. Weights declared as quantised are made
@@ -171,6 +197,8 @@ def dummy(declared: Any, dtype: str, seed: int) -> Any:
         return _normal(key, param.shape, std, param.dtype or dtype)
 
     def make(path, param: Param) -> Any:
+        if mesh is not None:
+            return jax.block_until_ready(_divided(*_sources(param, values(path, param)), {}, dtype, mesh))
         if isinstance(param.format, Mxfp4):
             made = _packed_stack(key_of(path), param.shape, param.shape[-1] ** -0.5, dtype)
             return jax.block_until_ready(param.made(*made))
@@ -181,6 +209,19 @@ def dummy(declared: Any, dtype: str, seed: int) -> Any:
         return jax.block_until_ready(param.made(*_quantised(sources, param.layout)))
 
     return jax.tree_util.tree_map_with_path(make, declared)
+
+
+def _sources(param: Param, array: jax.Array) -> tuple[Param, list[np.ndarray]]:
+    """A parameter's array as tensors of a checkpoint, and the declaration with these sources."""
+    if isinstance(param.format, Mxfp4):
+        raise CheckpointError("dummy weights in MXFP4 can't be divided among devices; use --tp-size 1")
+    if param.stacked:
+        parts = param.layout.unpack(jnp.swapaxes(array, 1, 2))
+        whole = jnp.concatenate(parts, axis=-1) if param.transpose else jnp.swapaxes(jnp.concatenate(parts, -1), 1, 2)
+        return dataclasses.replace(param, sources=("dummy",), whole="dummy"), [np.asarray(whole)]
+    parts = param.layout.unpack(array)
+    parts = [part.T if param.transpose else part for part in parts]
+    return param, [np.asarray(part[:, None] if param.depthwise else part) for part in parts]
 
 
 @partial(jax.jit, static_argnames=("shape", "std", "dtype"))

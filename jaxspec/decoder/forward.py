@@ -23,6 +23,7 @@ from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.spec import Decoder, Norm, beyond
 from jaxspec.decoder.streamed import WEIGHT_STREAM
 from jaxspec.pallas import few_rows, hopper
+from jaxspec.sharding import devices, embed
 from jaxspec.weights import matmul
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, PLAIN  # the fastest first
@@ -57,12 +58,12 @@ def choose(decoder: Decoder, layers: Sequence[Weights], call: Call) -> tuple[Pat
 
 
 def path_table(
-    decoder: Decoder, layers: Sequence[Weights], requests: Sequence[int], rows: int, pages: str
+    decoder: Decoder, layers: Sequence[Weights], requests: Sequence[int], rows: int, pages: str, tp_size: int = 1
 ) -> list[dict[str, Any]]:
     """For rounds of so many `requests`, `rows` each: which path runs the layers, and why no faster one does."""
     table = []
     for count in requests:
-        path, refused = choose(decoder, layers, Call(count, rows, pages, hopper.multiprocessors()))
+        path, refused = choose(decoder, layers, Call(count, rows, pages, hopper.multiprocessors(), devices=tp_size))
         table.append({"requests": count, "rows": count * rows, "path": path.name, "refused": refused})
     return table
 
@@ -99,7 +100,7 @@ def forward(
     computes keys and values of all rows, which later ones will see, attention of the sequences requested, and what
     comes after it of these rows alone.
     """
-    x, layers = params["embed"][tokens], params["layers"]
+    x, layers = embed(params["embed"], tokens), params["layers"]
     if decoder.embed_scale != 1:
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
@@ -167,7 +168,7 @@ def _dtype(pages: Array | None) -> str | None:
 
 
 def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
-    """Final hidden states to logits, float32."""
+    """Final hidden states to logits, float32; of this device's part of the vocabulary."""
     if "head" in params:
         return matmul(hidden, params["head"], jnp.float32)
     return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
@@ -180,7 +181,7 @@ def top_tokens(
     params: dict[str, Any], norm: Norm, scale: Float[Array, " d"], x: Float[Array, "b t d"] | None
 ) -> Int[Array, "b t"] | None:
     """The tokens with the highest logits of rows before their final norm; None where no kernel serves."""
-    if x is None or "head" in params:  # what is tied to the embeddings has a token's weights side by side
+    if devices() > 1 or x is None or "head" in params:  # tied weights have a token's side by side
         return None
     b, t, _ = x.shape
     embed = params["embed"]

@@ -29,6 +29,7 @@ from jaxspec.pallas import write_heads
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.top_experts import top_experts
+from jaxspec.sharding import devices, total
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
@@ -215,8 +216,14 @@ def finish(
 def added(
     layer: Layer, weights: Weights, name: str, x: Float[Array, "b t d"], sub: Callable[[Array | None], Array]
 ) -> Float[Array, "b t d"]:
-    """The residual stream x after a sub-layer. `sub(x)` adds to x, `sub(None)` to nothing."""
-    return x + normed(sub(None), weights[name], layer.norm) if layer.post_norm else sub(x)
+    """The residual stream x after a sub-layer. `sub(x)` adds to x, `sub(None)` to nothing.
+
+    Of weights that are divided among devices, each device has a part of the sum.
+    """
+    if devices() == 1 and not layer.post_norm:
+        return sub(x)
+    out = total(sub(None))
+    return x + (normed(out, weights[name], layer.norm) if layer.post_norm else out)
 
 
 def feed(

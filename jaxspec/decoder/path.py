@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.spec import Decoder, Table, beyond
 from jaxspec.pallas import hopper
+from jaxspec.sharding import devices
 from jaxspec.weights import Weight, formats
 
 Weights = dict[str, Array | jax.ShapeDtypeStruct | Weight]  # of a layer, or their shapes
@@ -27,6 +28,7 @@ class Call:
     - `processors`: multiprocessors that run kernels.
     - `inputs`: None for a stack. Of a layer by itself, the widths of the inputs side by side that queries, keys and
       values are made of, each with a norm of its own; empty if they are normed already.
+    - `devices`: how many the weights are divided among.
     """
 
     requests: int
@@ -34,12 +36,13 @@ class Call:
     pages: str | None
     processors: int
     inputs: tuple[int, ...] | None = None
+    devices: int = 1
 
     @classmethod
     def of(cls, positions: Int[Array, "b t"], mixer: Mixer, cache: Any, inputs: tuple[int, ...] | None = None) -> Call:
         pages = mixer.pages(cache)
         dtype = None if pages is None else jnp.dtype(pages.dtype).name
-        return cls(*positions.shape, dtype, hopper.multiprocessors(), inputs)
+        return cls(*positions.shape, dtype, hopper.multiprocessors(), inputs, devices())
 
 
 class Stack(NamedTuple):
@@ -63,6 +66,7 @@ class Path:
     - `run(decoder, layers, x, positions, mixer, cache, wanted)`: the stack. `wanted`: as in `forward`; ignored by paths
       that compute whole layers.
     - `run_layer(decoder, weights, inputs, x, positions, mixer, cache)`: one layer by itself, as `forward.run_layer`.
+    - `sums`: whether it sums what several devices compute of a layer.
     """
 
     name: str
@@ -71,11 +75,14 @@ class Path:
     fits: Callable[[Decoder, Sequence[Weights], Call], str | None]
     run: Callable[..., Stack]
     run_layer: Callable[..., tuple[Array, Any]] | None = None
+    sums: bool = False
 
     def refuses(self, decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         """Why this path doesn't run such a call, or None if it does."""
         if call.inputs is not None and self.run_layer is None:
             return "a layer by itself"
+        if call.devices > 1 and not self.sums:
+            return f"weights divided among {call.devices} devices"
         if call.processors < self.processors:
             return f"{call.processors} Hopper multiprocessors; {self.processors} are needed"
         return self.lacks(decoder, layers) or self.fits(decoder, layers, call)

@@ -68,6 +68,9 @@ class NoDrafter(Drafter):
 
     num_draft_tokens: int = 0
 
+    def on_one_of(self, size):
+        return self
+
     def propose(self, params, state, batch):
         b = batch.length.shape[0]
         return Proposal(jnp.zeros((b, 0), jnp.int32), jnp.zeros((b,), jnp.int32)), state
@@ -93,11 +96,13 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     if draft == "none":
         return LoadedDrafter("none", NoDrafter(), {})
     if sides := combined.parts(draft):
+        _check_devices(Combined, options)
         return _load_both(draft, *sides, model, options)
     if draft == "auto":
         draft = _automatic(model, options)
     cls, source, own = _find(draft, model.name, options.load_format)
     _check_weights(cls, options)
+    _check_devices(cls, options)
     ids = None
     if options.draft_token_map is not None and cls in TAKE_TOKEN_MAPS:  # else `auto` chose one, and a warning is logged
         ids = read_token_map(options.draft_token_map, model.config.vocab_size)
@@ -136,6 +141,7 @@ def check_drafter(options: EngineConfig) -> None:
     **Raises:** as `load_drafter`, of what needs no target to be seen.
     """
     if sides := combined.parts(options.draft):
+        _check_devices(Combined, options)
         for each in _sides(*sides, options):
             check_drafter(each)
         return
@@ -143,8 +149,23 @@ def check_drafter(options: EngineConfig) -> None:
         return
     cls, source, _ = _find(options.draft, options.model, options.load_format)
     _check_weights(cls, options)
+    _check_devices(cls, options)
     if source is not None:
         locate(source, load_format=options.load_format)
+
+
+def _check_devices(cls: type[Drafter], options: EngineConfig) -> None:
+    """**Raises:** `ConfigError` for a drafter, or an option of one, that can't be divided among several devices."""
+    if options.tp_size == 1:
+        return
+    given = f"--tp-size {options.tp_size} with --draft {options.draft}"
+    if cls.on_one_of is Drafter.on_one_of:
+        able = ", ".join(name for name, each in DRAFTERS.items() if each.on_one_of is not Drafter.on_one_of)
+        raise ConfigError(f"{given}: this drafter runs on one device. Those that can be divided are {able}")
+    if options.topk > 1:
+        raise ConfigError(f"{given} --topk {options.topk}: trees are drafted by one device; drop --topk for chains")
+    if options.draft_token_map is not None:
+        raise ConfigError(f"{given} --draft-token-map {options.draft_token_map}: a token map serves one device alone")
 
 
 def _check_weights(cls: type[Drafter], options: EngineConfig) -> None:

@@ -11,15 +11,19 @@ DSpark and DFlash 2 are this with more after the layers, or in them: `dspark`, `
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxspec import sharding
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed, write_keys_values
@@ -27,7 +31,8 @@ from jaxspec.decoder.matmul import product
 from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.own_weights import borrowed, load_weights, own_dtype
-from jaxspec.drafters.vocabulary import as_targets, id_maps, maps_of, rows_of
+from jaxspec.drafters.vocabulary import as_targets, id_maps, known_tokens, maps_of, rows_of
+from jaxspec.sharding import AXIS, EVERYWHERE
 from jaxspec.weights import Layout, Weight
 
 
@@ -90,7 +95,7 @@ class DFlash(Drafter):
         params = checkpoint.borrow(params, borrowed(target, dtype), source)
         if drafter.draft_ids is not None:
             params |= id_maps(offsets, drafter.draft_ids, drafter.config.vocab_size, source)
-        return drafter, {**params, **_context_projection(drafter.config, params["layers"])}
+        return drafter, {**params, **_projected(drafter.config, params["layers"], options.tp_size)}
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], target: ModelConfig, num_draft_tokens: int | None = None) -> DFlash:
@@ -138,6 +143,9 @@ class DFlash(Drafter):
         head = less["head"] if "head" in less else Weight(less["embed"].T)  # all embeddings are still read for inputs
         return {**params, "head": head, **maps}
 
+    def on_one_of(self, size):
+        return dataclasses.replace(self, config=self.config.on_one_of(size))
+
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)
 
@@ -151,7 +159,8 @@ class DFlash(Drafter):
         if batch.greedy:
             found = top_tokens(params, self.config.decoder.norm, params["norm"], hidden.unnormed)
         top = None if found is None else found[:, self.first :]
-        tokens, probs = jax.vmap(batch.choose, in_axes=(1, 0, 1), out_axes=1)(logits, jnp.arange(n), top)
+        choose = partial(batch.choose, vocab=known_tokens(params, self.config.vocab_size))
+        tokens, probs = jax.vmap(choose, in_axes=(1, 0, 1), out_axes=1)(logits, jnp.arange(n), top)
         tokens, probs = as_targets(params, tokens, probs)
         return Proposal(tokens, jnp.where(batch.live, n, 0), probs, logits), hidden.cache
 
@@ -219,6 +228,16 @@ class _Block:
         if window is not None:
             mask &= abs(jnp.arange(t)[:, None] - jnp.arange(width)) < window
         return rows.look(kv, layer, q, jnp.broadcast_to(mask, (b, t, width)), window), kv
+
+
+def _projected(config: ModelConfig, layers: list[dict[str, Any]], size: int) -> dict[str, Any]:
+    """`_context_projection` on each of so many devices."""
+    mesh, make = sharding.mesh_of(size), partial(_context_projection, config.on_one_of(size))
+    if mesh is None:
+        return make(layers)
+    gives = {"context": PartitionSpec(None, AXIS), "context_norm": EVERYWHERE}
+    gives |= {"context_bias": PartitionSpec(AXIS)} if config.decoder.attention.bias else {}
+    return jax.jit(sharding.spread(make, mesh, (sharding.specs_of(layers),), gives))(layers)
 
 
 def _context_projection(config: ModelConfig, layers: list[dict[str, Any]]) -> dict[str, Any]:

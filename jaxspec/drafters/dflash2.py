@@ -25,7 +25,7 @@ from jaxspec.decoder.forward import Hidden
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import add_product, mix, mlp, products
 from jaxspec.decoder.matmul import valid_count
-from jaxspec.draft import Proposal
+from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.weights import Layout, Param, linear, matmul
@@ -43,6 +43,7 @@ class DFlash2(DFlash):
     rank: int = 256
     top: int = 16
 
+    on_one_of = Drafter.on_one_of  # its convolutions and its selector aren't divided
     computes: ClassVar[frozenset[str]] = frozenset({"selector_rank", "conv_kernel_size"})
 
     @classmethod

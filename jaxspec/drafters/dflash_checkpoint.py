@@ -22,7 +22,7 @@ from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.spec import Decoder
 from jaxspec.models import qwen3
-from jaxspec.weights import Layout, Param, Weight, is_param, linear, norm_scale
+from jaxspec.weights import WHOLE, Weight, embedding, head, is_param, linear, norm_scale
 
 MAPS = ("d2t", "t2d")  # from draft ids to target ids, as offsets; and which target ids those are, which nobody needs
 METHODS = {
@@ -130,13 +130,13 @@ def parameters(config: ModelConfig, features: int, heads: int | None, found: Con
     )
     declared = {
         **jax.tree.map(bare, body, is_leaf=is_param),
-        "fc": linear(features * d, {"fc.weight": d}),
+        "fc": linear(features * d, {"fc.weight": d}, split=WHOLE),
         "hidden_norm": norm_scale(d, "hidden_norm.weight"),
     }
     if "embed_tokens.weight" in found:
-        declared["embed"] = Param((config.vocab_size, d), ("embed_tokens.weight",), Layout((d,)))
+        declared["embed"] = embedding(config.vocab_size, d, "embed_tokens.weight")
     if heads is not None or "lm_head.weight" in found:
-        declared["head"] = linear(d, {"lm_head.weight": heads or config.vocab_size}, exact=True)
+        declared["head"] = head(d, heads or config.vocab_size, "lm_head.weight")
     return declared
 
 

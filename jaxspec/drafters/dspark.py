@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ConfigError
-from jaxspec.draft import Proposal
+from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.vocabulary import as_targets
@@ -49,6 +49,7 @@ class DSpark(DFlash):
         between=(0.0, 1.0),
     )
 
+    on_one_of = Drafter.on_one_of  # its heads aren't divided
     computes: ClassVar[frozenset[str]] = frozenset({"markov_rank"})
     first_by_default: ClassVar[int] = 0
 

@@ -14,6 +14,7 @@ them matches too (`reach`).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,8 @@ from jaxspec.decoder.matmul import product
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
 from jaxspec.drafters.own_weights import borrowed, own_dtype
-from jaxspec.drafters.vocabulary import as_targets, maps_of, rows_of
+from jaxspec.drafters.vocabulary import as_targets, known_tokens, maps_of, rows_of
+from jaxspec.sharding import embed
 from jaxspec.weights import matmul
 
 
@@ -99,6 +101,9 @@ class Chain(Drafter):
         maps = maps_of(params, ids, self.config.vocab_size)
         return {**params, "head": rows_of(params["head"], ids), **maps}
 
+    def on_one_of(self, size):
+        return dataclasses.replace(self, config=self.config.on_one_of(size))
+
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)
 
@@ -117,7 +122,8 @@ class Chain(Drafter):
                 rows = batch.rows(step - 2, 1)
                 hidden, kv = self._layer(params, kv, tokens[-1][:, None], self._feedback(params, hidden), rows)
             logits.append(self._logits(params, hidden[:, 0]))
-            token, p = batch.choose(logits[-1], step, self._top(params, hidden) if batch.greedy else None)
+            top = self._top(params, hidden) if batch.greedy else None
+            token, p = batch.choose(logits[-1], step, top, known_tokens(params, self.config.vocab_size))
             token, p = as_targets(params, token, p)
             tokens.append(token)
             probs.append(p)
@@ -195,7 +201,7 @@ class Eagle(Chain):
         return features[0]
 
     def _layer(self, params, kv, tokens, hidden, rows):
-        x = matmul(jnp.concatenate([params["embed"][tokens], hidden], axis=-1), params["fc"])
+        x = matmul(jnp.concatenate([embed(params["embed"], tokens), hidden], axis=-1), params["fc"])
         if "fc_bias" in params:
             x = x + params["fc_bias"]
         positions = rows.marked_positions(x.shape[1])
@@ -227,7 +233,7 @@ class Eagle3(Chain):
         return x + params["fc_bias"] if "fc_bias" in params else x
 
     def _layer(self, params, kv, tokens, hidden, rows):
-        layer, decoder, embedded = params["layer"], self.config.decoder, params["embed"][tokens]
+        layer, decoder, embedded = params["layer"], self.config.decoder, embed(params["embed"], tokens)
         inputs = [(embedded, layer["attn_norm"]), (hidden, layer["hidden_norm"])]
         residual = normed(hidden, layer["hidden_norm"], decoder.norm) if self.norm_before_residual else hidden
         return run_layer(decoder, layer, residual, rows.marked_positions(tokens.shape[1]), rows, kv, inputs)

@@ -24,7 +24,7 @@ from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.drafters.own_weights import load_weights
 from jaxspec.drafters.vocabulary import id_maps
 from jaxspec.models.declaring import layer_tensors
-from jaxspec.weights import Layout, Param, bias, linear, norm_scale
+from jaxspec.weights import WHOLE, bias, embedding, head, linear, norm_scale
 
 _LAYER = "layers.0."
 _MAPS = ("d2t", "t2d")  # from draft ids to target ids, as offsets; and which of those have one, which nobody needs
@@ -83,9 +83,9 @@ def find_eagle(source: str, target: ModelConfig, load_format: str) -> Found:
         raise ConfigError(_other_model(source, "hidden size", d, target.hidden_size))
     layer = layer_tensors(config.decoder.layers[0], d, _LAYER)
     del layer["attn_norm"]
-    declared: dict[str, Any] = {"fc": linear(2 * d, {"fc.weight": d}), "layer": layer}
+    declared: dict[str, Any] = {"fc": linear(2 * d, {"fc.weight": d}, split=WHOLE), "layer": layer}
     if files.hf.get("bias", True):
-        declared["fc_bias"] = bias({"fc.bias": d})
+        declared["fc_bias"] = bias({"fc.bias": d}, split=WHOLE)
     skip = (*_MAPS, "embed_tokens.weight")
     return Found(source, files, config, (target.num_layers,), declared, skip)
 
@@ -106,19 +106,19 @@ def find_eagle3(source: str, target: ModelConfig, load_format: str) -> Found:
     layer["qkv"] = dataclasses.replace(layer["qkv"], shape=(2 * d, layer["qkv"].shape[1]))
     layer["hidden_norm"] = norm_scale(d, _LAYER + "hidden_norm.weight")
     declared: dict[str, Any] = {
-        "fc": linear(width, {"fc.weight": d}),
+        "fc": linear(width, {"fc.weight": d}, split=WHOLE),
         "layer": layer,
         "norm": norm_scale(d, "norm.weight"),
     }
     settings = {**(hf.get("eagle_config") or {}), **hf}
     if "fc.bias" in found or settings.get("bias"):
-        declared["fc_bias"] = bias({"fc.bias": d})
+        declared["fc_bias"] = bias({"fc.bias": d}, split=WHOLE)
     if "input_norm.weight" in found or settings.get("norm_before_fc"):
         declared["input_norm"] = norm_scale(width, "input_norm.weight")
     if "fc_norm.0.weight" in found or settings.get("fc_norm") or settings.get("use_aux_norm"):
         declared["feature_norms"] = [norm_scale(target.hidden_size, f"fc_norm.{i}.weight") for i in range(len(layers))]
     if "embed_tokens.weight" in found or d != target.hidden_size:
-        declared["embed"] = Param((config.vocab_size, d), ("embed_tokens.weight",), Layout((d,)))
+        declared["embed"] = embedding(config.vocab_size, d, "embed_tokens.weight")
     ids = _declare_head(source, declared, files, found, config, d != target.hidden_size)
     return Found(
         source=source,
@@ -146,7 +146,7 @@ def _declare_head(
         raise ConfigError(f"--draft {source}: draft_vocab_size must be 1 to {config.vocab_size} or null, got {size!r}")
     smaller = size < config.vocab_size
     if "lm_head.weight" in found or needed or smaller or (not found and files.hf.get("draft_vocab_size")):
-        declared["head"] = {"head": linear(config.hidden_size, {"lm_head.weight": size}, exact=True)}
+        declared["head"] = {"head": head(config.hidden_size, size, "lm_head.weight")}
     if found and smaller and "d2t" not in found:
         raise CheckpointError(
             f"{files.path}: missing d2t: the drafter knows {size} of {config.vocab_size} tokens (draft_vocab_size), "

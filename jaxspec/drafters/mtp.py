@@ -24,7 +24,8 @@ from jaxspec.decoder.spec import Attention, Mixture
 from jaxspec.drafters.eagle import Chain
 from jaxspec.drafters.own_weights import borrowed, load_weights, made_up, own_dtype
 from jaxspec.models.declaring import layer_tensors
-from jaxspec.weights import linear, norm_scale
+from jaxspec.sharding import embed
+from jaxspec.weights import WHOLE, linear, norm_scale
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -66,7 +67,7 @@ class Mtp(Chain):
 
     def _layer(self, params, kv, tokens, hidden, rows):
         norm = self.config.decoder.norm
-        embedded = normed(params["embed"][tokens], params["embed_norm"], norm)
+        embedded = normed(embed(params["embed"], tokens), params["embed_norm"], norm)
         hidden = normed(hidden, params["hidden_norm"], norm)
         x = product([embedded, hidden], params["fc"], keep_padding=True)
         positions = rows.marked_positions(tokens.shape[1])
@@ -94,7 +95,7 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     return {
         "embed_norm": norm_scale(d, MTP + "pre_fc_norm_embedding.weight", centred),
         "hidden_norm": norm_scale(d, MTP + "pre_fc_norm_hidden.weight", centred),
-        "fc": linear(2 * d, {MTP + "fc.weight": d}, exact=True),
+        "fc": linear(2 * d, {MTP + "fc.weight": d}, exact=True, split=WHOLE),
         "layer": layer_tensors(config.decoder.layers[0], d, MTP + "layers.0."),
         "norm": norm_scale(d, MTP + "norm.weight", centred),
     }

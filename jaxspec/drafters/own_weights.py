@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxspec import sharding
 from jaxspec.checkpoint import ModelFolder, dummy, in_format, read_params
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.config import EngineConfig
@@ -45,13 +46,15 @@ def load_weights(
         name,
         dtype,
         fp8_activations=options.fp8_activations == "on",
+        mesh=sharding.mesh_of(options.tp_size),
         **reading,
     )
 
 
 def made_up(declared: Any, how: Quantization | None, dtype: str, options: EngineConfig) -> Any:
     """Dummies of these declarations, in the format of a checkpoint that is quantised as `how` says."""
-    return dummy(_in_format(declared, how, options), dtype, options.seed or 0)
+    mesh = sharding.mesh_of(options.tp_size)
+    return dummy(_in_format(declared, how, options), dtype, options.seed or 0, mesh)
 
 
 def _in_format(declared: Any, how: Quantization | None, options: EngineConfig) -> Any:

@@ -7,6 +7,7 @@ runs the two newest tokens: one of them is usually known already, and rewriting 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ class Standalone(Drafter):
             seed=options.seed or 0,
             quantization=options.draft_quantization,
             fp8_activations=options.fp8_activations == "on",
+            tp_size=options.tp_size,
         )
         if model.config.vocab_size != target.config.vocab_size:
             raise ConfigError(
@@ -47,6 +49,9 @@ class Standalone(Drafter):
             )
         return cls(model.config, options.num_draft_tokens or 4), model.params
 
+    def on_one_of(self, size):
+        return dataclasses.replace(self, config=self.config.on_one_of(size))
+
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)
 
@@ -59,7 +64,7 @@ class Standalone(Drafter):
         for step in range(self.num_draft_tokens):
             hidden, state = self._forward(params, state, current, batch.rows(first, current.shape[1]))
             logits.append(unembed(params, hidden[:, -1]))
-            token, p = batch.choose(logits[-1], step)
+            token, p = batch.choose(logits[-1], step, vocab=self.config.vocab_size)
             tokens.append(token)
             probs.append(p)
             current, first = token[:, None], step

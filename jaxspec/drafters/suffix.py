@@ -73,6 +73,10 @@ class Suffix(Drafter):
     def load(cls, target, source, options):
         return cls(options.num_draft_tokens or 8), {}
 
+    def on_one_of(self, size):
+        """The same: all devices know all texts."""
+        return self
+
     def init_state(self, layout, num_slots):
         if not self.max_requests:
             return {}

@@ -42,6 +42,11 @@ def id_maps(offsets: np.ndarray | None, size: int, vocab_size: int, source: str)
     return {"target_ids": jnp.asarray(ids, jnp.int32), "draft_ids": jnp.asarray(reverse)}
 
 
+def known_tokens(params: Any, vocab_size: int) -> int:
+    """How many tokens the drafter knows, of so many of the target's."""
+    return len(params["target_ids"]) if "target_ids" in params else vocab_size
+
+
 def as_targets(
     params: Any, tokens: Int[Array, "*b"], probs: Float[Array, "*b w"] | None
 ) -> tuple[Int[Array, "*b"], Float[Array, "*b v"] | None]:

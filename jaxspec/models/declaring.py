@@ -6,7 +6,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
-from jaxspec.weights import Layout, Param, bias, expert_stack, linear, norm_scale, run_length
+from jaxspec.weights import (
+    ONCE,
+    WHOLE,
+    Layout,
+    Param,
+    Parts,
+    bias,
+    by_inputs,
+    by_outputs,
+    embedding,
+    expert_stack,
+    head,
+    linear,
+    norm_scale,
+    run_length,
+)
 
 Tensors = dict[str, Param]
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}  # of a layer, by their names here
@@ -27,7 +42,7 @@ def decoder_tensors(
     """
     d, v = decoder.width, decoder.vocab_size
     tree: dict[str, Any] = {
-        "embed": Param((v, d), ("model.embed_tokens.weight",), Layout((d,))),
+        "embed": embedding(v, d, "model.embed_tokens.weight"),
         "layers": [
             layer_tensors(layer, d, f"model.layers.{i}.", projections, norms, mixtures)
             for i, layer in enumerate(decoder.layers)
@@ -35,7 +50,7 @@ def decoder_tensors(
         "norm": norm_scale(d, "model.norm.weight", decoder.norm.centred),
     }
     if not decoder.tied:
-        tree["head"] = linear(d, {"lm_head.weight": v}, exact=True)
+        tree["head"] = head(d, v, "lm_head.weight")
     return tree
 
 
@@ -65,16 +80,18 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     a: Attention = layer.mixing
     n, m = a.heads * a.head_dim, a.kv_heads * a.head_dim
     widths = {"q_proj": 2 * n if a.gated else n, "k_proj": m, "v_proj": m}
+    by_head = by_outputs(((a.heads, widths["q_proj"] // a.heads),), *[((a.kv_heads, a.head_dim),)] * 2)
     tree = {
-        "qkv": linear(d, {f"{prefix}{name}.weight": width for name, width in widths.items()}),
-        "out": linear(n, {prefix + "o_proj.weight": d}),
+        "qkv": linear(d, {f"{prefix}{name}.weight": width for name, width in widths.items()}, split=by_head),
+        "out": linear(n, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.head_dim)),
     }
     if a.bias:
-        tree["qkv_bias"] = bias({f"{prefix}{name}.bias": width for name, width in widths.items()})
+        tree["qkv_bias"] = bias({f"{prefix}{name}.bias": width for name, width in widths.items()}, split=by_head)
     if a.out_bias:
-        tree["out_bias"] = bias({prefix + "o_proj.bias": d})
+        tree["out_bias"] = bias({prefix + "o_proj.bias": d}, split=ONCE)
     if a.sinks:
-        tree["sinks"] = Param((a.heads,), (prefix + "sinks",), Layout((a.heads,)))
+        split = by_outputs(((a.heads, 1),))
+        tree["sinks"] = Param((a.heads,), (prefix + "sinks",), Layout((a.heads,)), split=split)
     if a.qk_norm:
         tree["q_norm"] = norm_scale(a.head_dim, prefix + "q_norm.weight", a.qk_norm.centred)
         tree["k_norm"] = norm_scale(a.head_dim, prefix + "k_norm.weight", a.qk_norm.centred)
@@ -83,8 +100,10 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
 
 def delta_rule_tensors(rule: DeltaRule, d: int, prefix: str, projections: Projections) -> Tensors:
     """Linear attention. What goes into an exponent stays in float32."""
-    heads = rule.value_heads
-    by_head = lambda name: Param((heads,), (prefix + name,), Layout((heads,)), dtype="float32", init="zeros")  # noqa: E731
+    heads, split = rule.value_heads, by_outputs(((rule.value_heads, 1),))
+    by_head = lambda name: Param(  # noqa: E731
+        (heads,), (prefix + name,), Layout((heads,)), dtype="float32", init="zeros", split=split
+    )
     return {
         **projections(rule, d, prefix),
         "conv": Param(
@@ -93,24 +112,34 @@ def delta_rule_tensors(rule: DeltaRule, d: int, prefix: str, projections: Projec
             Layout((rule.channels,)),
             transpose=True,
             depthwise=True,
+            split=by_outputs(channel_parts(rule)),
         ),
         "decay_log": by_head("A_log"),
         "decay_bias": by_head("dt_bias"),
         "read_norm": norm_scale(rule.value_dim, prefix + "norm.weight"),
-        "out": linear(heads * rule.value_dim, {prefix + "out_proj.weight": d}),
+        "out": linear(heads * rule.value_dim, {prefix + "out_proj.weight": d}, split=by_inputs(heads, rule.value_dim)),
     }
+
+
+def channel_parts(rule: DeltaRule) -> Parts:
+    """The heads whose queries, keys and values are the channels of the convolution."""
+    keys = rule.key_heads, rule.key_dim
+    return keys, keys, (rule.value_heads, rule.value_dim)
 
 
 def mlp_tensors(mlp: Mlp, d: int, prefix: str) -> Tensors:
     """A dense MLP. Columns of gate and up alternate in runs, so that a tile of them holds both."""
-    f = mlp.width
+    f, halves = mlp.width, by_outputs(*[((mlp.width, 1),)] * 2)
     tree = {
-        "gate_up": linear(d, {prefix + "gate_proj.weight": f, prefix + "up_proj.weight": f}, run_length(f)),
-        "down": linear(f, {prefix + "down_proj.weight": d}),
+        "gate_up": linear(
+            d, {prefix + "gate_proj.weight": f, prefix + "up_proj.weight": f}, run_length(f), split=halves
+        ),
+        "down": linear(f, {prefix + "down_proj.weight": d}, split=by_inputs(f)),
     }
     if mlp.bias:
-        tree["gate_up_bias"] = bias({prefix + "gate_proj.bias": f, prefix + "up_proj.bias": f}, run_length(f))
-        tree["down_bias"] = bias({prefix + "down_proj.bias": d})
+        gate_up = {prefix + "gate_proj.bias": f, prefix + "up_proj.bias": f}
+        tree["gate_up_bias"] = bias(gate_up, run_length(f), split=halves)
+        tree["down_bias"] = bias({prefix + "down_proj.bias": d}, split=ONCE)
     return tree
 
 
@@ -123,16 +152,17 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
     """
     e, f, s = mixture.experts, mixture.width, mixture.shared
     each, shared = prefix + "experts.{}.", prefix + "shared_expert."
+    halves = lambda width: by_outputs(*[((width, 1),)] * 2)  # noqa: E731
+    gate_up = {each + "gate_proj.weight": f, each + "up_proj.weight": f}
+    down = {each + "down_proj.weight": d}
     tree = {
-        "router": linear(d, {prefix + "gate.weight": e}, exact=True),
-        "experts_gate_up": expert_stack(
-            e, d, prefix + "experts.gate_up_proj", {each + "gate_proj.weight": f, each + "up_proj.weight": f}
-        ),
-        "experts_down": expert_stack(e, f, prefix + "experts.down_proj", {each + "down_proj.weight": d}),
+        "router": linear(d, {prefix + "gate.weight": e}, exact=True, split=WHOLE),
+        "experts_gate_up": expert_stack(e, d, prefix + "experts.gate_up_proj", gate_up, halves(f)),
+        "experts_down": expert_stack(e, f, prefix + "experts.down_proj", down, by_inputs(f)),
     }
     if s:
-        halves = {shared + "gate_proj.weight": s, shared + "up_proj.weight": s}
-        tree["shared_gate_up"] = expert_stack(1, d, "", halves)
-        tree["shared_down"] = expert_stack(1, s, "", {shared + "down_proj.weight": d})
-        tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1}, exact=True)
+        gate_up = {shared + "gate_proj.weight": s, shared + "up_proj.weight": s}
+        tree["shared_gate_up"] = expert_stack(1, d, "", gate_up, halves(s))
+        tree["shared_down"] = expert_stack(1, s, "", {shared + "down_proj.weight": d}, by_inputs(s))
+        tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1}, exact=True, split=WHOLE)
     return tree

@@ -11,7 +11,7 @@ from jaxspec.decoder.spec import Decoder, Layer, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import NORMS, decoder_tensors
 from jaxspec.values import positive
-from jaxspec.weights import linear, run_length
+from jaxspec.weights import by_outputs, linear, run_length
 
 __all__ = ["read", "tensors"]
 
@@ -34,5 +34,7 @@ def tensors(decoder: Decoder) -> dict[str, Any]:
     for i, (layer, arrays) in enumerate(zip(decoder.layers, tree["layers"], strict=True)):
         width = layer.feed.width
         gate_up = {f"model.layers.{i}.mlp.gate_up_proj.weight": 2 * width}
-        arrays["gate_up"] = linear(decoder.width, gate_up, run_length(width))
+        arrays["gate_up"] = linear(
+            decoder.width, gate_up, run_length(width), split=by_outputs(((width, 1), (width, 1)))
+        )
     return tree

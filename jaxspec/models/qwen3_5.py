@@ -10,8 +10,8 @@ from functools import partial
 
 from jaxspec.decoder.spec import Decoder, DeltaRule
 from jaxspec.models import qwen3_next, reading
-from jaxspec.models.declaring import Tensors, decoder_tensors
-from jaxspec.weights import linear
+from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors
+from jaxspec.weights import by_outputs, linear
 
 __all__ = ["read", "tensors"]
 
@@ -24,9 +24,11 @@ def read(hf: reading.Config) -> Decoder:
 def separate_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
     """As `qwen3_next.grouped_projections`, of tensors in no groups."""
     values, heads = rule.value_heads * rule.value_dim, rule.value_heads
+    qkvz = {prefix + "in_proj_qkv.weight": rule.channels, prefix + "in_proj_z.weight": values}
+    ba = {prefix + "in_proj_b.weight": heads, prefix + "in_proj_a.weight": heads}
     return {
-        "qkvz": linear(d, {prefix + "in_proj_qkv.weight": rule.channels, prefix + "in_proj_z.weight": values}),
-        "ba": linear(d, {prefix + "in_proj_b.weight": heads, prefix + "in_proj_a.weight": heads}, exact=True),
+        "qkvz": linear(d, qkvz, split=by_outputs(channel_parts(rule), ((heads, rule.value_dim),))),
+        "ba": linear(d, ba, exact=True, split=by_outputs(*[((heads, 1),)] * 2)),
     }
 
 

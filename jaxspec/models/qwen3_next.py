@@ -14,7 +14,7 @@ from jaxspec.decoder.spec import Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
 from jaxspec.values import positive, shown
-from jaxspec.weights import Layout, Param
+from jaxspec.weights import Layout, Param, by_outputs
 
 __all__ = ["read", "tensors"]
 
@@ -79,7 +79,8 @@ def grouped_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
     def grouped(name: str, *widths: int, exact: bool = False) -> Param:
         columns = rule.key_heads * sum(widths)
         layout = Layout((columns,), grouped=widths)
-        return Param((d, columns), (prefix + name,), layout, transpose=True, exact=exact)
+        split = by_outputs(((rule.key_heads, sum(widths)),))
+        return Param((d, columns), (prefix + name,), layout, transpose=True, exact=exact, split=split)
 
     return {
         "qkvz": grouped("in_proj_qkvz.weight", rule.key_dim, rule.key_dim, values, values),

@@ -22,6 +22,7 @@ from jaxspec.decoder.forward import unembed
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.round import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
 from jaxspec.round import conclude as end
+from jaxspec.sharding import mine, owned, told
 
 ON_DEVICE = -1  # as a number of forced drafts: what the request's last round left there counts
 
@@ -72,8 +73,9 @@ def force(proposal: Proposal, count: Int[Array, " b"], tokens: Int[Array, "b d"]
         same = jnp.zeros_like(same)
         parents = jnp.where(count[:, None] > 0, draft, parents)
     if probs is not None:
-        certain = jnp.arange(probs.shape[-1]) == tokens[..., None]
-        probs = jnp.where(over[..., None], certain.astype(probs.dtype), probs)
+        own_over, own_tokens = mine((over, tokens))  # probabilities are of the requests that this device decides for
+        certain = jnp.arange(probs.shape[-1]) == own_tokens[..., None]
+        probs = jnp.where(own_over[..., None], certain.astype(probs.dtype), probs)
     stays = (count == 0) | same & (proposal.count > count)
     return proposal.replace(
         tokens=jnp.where(over, tokens, proposal.tokens),
@@ -86,7 +88,8 @@ def force(proposal: Proposal, count: Int[Array, " b"], tokens: Int[Array, "b d"]
 def forward(
     config: ModelConfig, drafter: Drafter, params: Any, draft_params: Any, state: State, packed, proposal: Proposal
 ) -> tuple[State, Float[Array, "b q v"], tuple[Float[Array, "b q d"], ...]]:
-    """The target's logits after the newest token and each draft, and the features that the drafter asks for."""
+    """The target's logits after the newest token and each draft, of this device's part of the vocabulary, and the
+    features that the drafter asks for."""
     slots, batch = _requests(drafter, state, packed, GREEDY)
     hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
     return state, unembed(params, hidden.last), hidden.features
@@ -108,8 +111,7 @@ def conclude(
 ) -> tuple[State, Int[Array, "b w"]]:
     """Accept, commit and advance, among the tokens that `bits` allow. Packed as by `round.decode_round`."""
     slots, batch = _requests(drafter, state, packed, mode)
-    masks = Masks(unpack(bits, logits.shape[-1]), forced)
-    scores = _score(logits, masks, mode)
+    scores, masks = _score(logits, bits, forced, mode, config.vocab_size)
     state, out = end(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, masks)
     return keep_replay(config, state, batch.slots, out), out
 
@@ -120,16 +122,20 @@ def first(
     """`round.first` among the tokens that `bits` u32[b, 1, w] allow; `forced` is i32[b, 1, k]."""
     slots, batch = _requests(drafter, state, packed, mode)
     nothing, hidden = of_prompts(state, batch)
-    logits = unembed(params, hidden.last)
-    masks = Masks(unpack(bits, logits.shape[-1]), forced)
-    scores = _score(logits, masks, mode)
+    scores, masks = _score(unembed(params, hidden.last), bits, forced, mode, config.vocab_size)
     return end(drafter, mode, draft_params, state, slots, batch, nothing, scores, hidden.features, masks)
 
 
-def _score(logits: Float[Array, "b q v"], masks: Masks, mode: str) -> Array:
+def _score(
+    logits: Float[Array, "b q v"], bits: UInt32[Array, "b q w"], forced: Int[Array, "b q k"], mode: str, vocab: int
+) -> tuple[Array, Masks]:
+    """Scores as `conclude` takes them, and the masks."""
+    b, logits = len(bits), owned(logits, vocab)
+    masks = Masks(unpack(mine(bits), vocab), forced)
     if mode != GREEDY:
-        return logits
-    return jnp.argmax(sampling.allow(logits, logits, masks.allowed), axis=-1).astype(jnp.int32)
+        return logits, masks
+    best = jnp.argmax(sampling.allow(logits, logits, masks.allowed), axis=-1).astype(jnp.int32)
+    return told(best, b), masks
 
 
 def unpack(bits: UInt32[Array, "b q w"], vocab: int) -> Bool[Array, "b q v"]:

@@ -76,7 +76,8 @@ def translate(argv: Sequence[str], known: Mapping[str, tuple[bool, Any]]) -> tup
             foreign[name] = value
         elif name in SEVERAL_GPUS:
             if value != "1":
-                left.append(f"--{name.replace('_', '-')} {value or ''}".strip() + ": jaxspec serves on one GPU")
+                given = f"--{name.replace('_', '-')} {value or ''}".strip()
+                left.append(f"{given}: of several GPUs, only --tp-size is supported")
         elif name in ELSEWHERE:
             ours[ELSEWHERE[name]] = _value(name, value)
         else:
@@ -108,6 +109,8 @@ def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> 
         left.append(f"{flag(name)} {value}: it may be {', '.join(allowed)}")
         return True
     if name == "load_format" and value not in ("auto", "dummy"):
+        return True
+    if (name, value) == ("tp_size", "1"):
         return True
     if name == "chunked_prefill_size" and value == "-1":
         left.append("--chunked-prefill-size -1: long prompts are always prefilled in chunks")
@@ -180,7 +183,7 @@ def _speculation(foreign: dict[str, str | None], left: list[str]) -> dict[str, s
     ours["draft_token_map"] = get("speculative_token_map", None)
     size = get("speculative_draft_tensor_parallel_size", None) or config.get("draft_tensor_parallel_size", 1)
     if str(size) != "1":
-        left.append(f"a drafter on {shown(size)} GPUs: jaxspec serves on one GPU")
+        left.append(f"a drafter on {shown(size)} GPUs: it is divided as its target is, by --tp-size")
     left += [f"{flag(name)}: it has no counterpart here" for name in foreign]
     return {name: str(value) for name, value in ours.items() if value is not None}
 

@@ -51,10 +51,9 @@ def test_values_have_the_fields_types():
         (["--no-skip-warmup"], "unknown argument --no-skip-warmup; --help"),
         (["--max-model-len", "8"], "unknown argument --max-model-len; here it is --context-length"),
         (["--generation-config", "vllm"], "unknown argument --generation-config; here it is --sampling-defaults"),
-        (["--tp-size=2"], "unknown argument --tp-size; jaxspec serves on one GPU"),
-        (["-tp", "2"], "unknown argument -tp; jaxspec serves on one GPU"),
+        (["-tp", "2"], r"unknown argument -tp; here it is --tp-size\n.*\n.*--tp-size 2"),
         (["--tool-call-parser", "x"], "invalid choice: 'x' .*'auto', 'none', 'hermes'"),
-        (["--tp", "1", "--pp-size", "4"], "unknown argument --pp-size; jaxspec serves on one GPU"),
+        (["--tp", "1", "--pp-size", "4"], "unknown argument --pp-size; of several GPUs, only --tp-size is supported"),
         (
             ["--page-sise", "8", "--x=1", "a/b", "--max-num-seqs", "4"],
             r"arguments\n  --page-sise; did you mean --page-size\?\n  --x; --help lists the flags\n  --max-num-seqs",

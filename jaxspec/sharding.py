@@ -1,0 +1,347 @@
+"""Tensor parallelism: one model divided among the devices of a host (`--tp-size`).
+
+This file alone knows how. A program is one `jax.shard_map` over a mesh of one axis. In it a device runs the code that
+one device runs, on the arrays of a smaller model (`local`): some of the heads, of an MLP's columns, of the vocabulary's
+rows. What isn't divided is computed by all devices alike. The parameters' declarations say how each is divided
+(`weights.Split`), and every exchange between devices is a function here, which on one device does nothing.
+
+Invariant: the residual stream, and each decision about a request, are the same bits on all devices. A layer's partial
+results are summed before anything else reads them (`total`), and one device decides for a request and tells the others
+(`owned`, `mine`, `told`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxspec import fp8, mxfp4
+from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
+from jaxspec.options import ConfigError
+from jaxspec.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
+
+AXIS = "tp"
+# How arguments and results of programs are divided: the same on all devices; requests by who decides for them;
+# logits [b, q, v] by parts of the vocabulary.
+EVERYWHERE, OWNED, LOGITS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, None, AXIS)
+
+
+def mesh_of(size: int) -> Mesh | None:
+    """The first `size` devices of this host; None for one, which needs no mesh.
+
+    **Raises:** `ConfigError` if there are fewer.
+    """
+    if size == 1:
+        return None
+    here = jax.local_devices()
+    if len(here) < size:
+        more = "; JAX_NUM_CPU_DEVICES in the environment makes virtual ones" if here[0].platform == "cpu" else ""
+        raise ConfigError(f"--tp-size {size}: this host has {len(here)} devices ({here[0].device_kind}){more}")
+    return Mesh(np.array(here[:size]), (AXIS,))
+
+
+# --- which part of a model a device has ---
+
+
+def local(decoder: Decoder, size: int) -> Decoder:
+    """What one of `size` devices computes of a decoder. Its vocabulary is still the whole one.
+
+    **Raises:** `ConfigError` naming what can't be divided.
+    """
+    if size == 1:
+        return decoder
+    parts = {layer: _local_layer(layer, size) for layer in dict.fromkeys(decoder.layers)}
+    return dataclasses.replace(decoder, layers=tuple(parts[layer] for layer in decoder.layers))
+
+
+def _local_layer(layer: Layer, size: int) -> Layer:
+    def share(what: str, count: int, repeated: bool = False) -> int:
+        if count % size and not (repeated and size % count == 0):
+            allowed = [n for n in range(1, count + 1) if count % n == 0]
+            raise ConfigError(
+                f"--tp-size {size}: {count} {what} can't be divided among {size} devices; "
+                f"{', '.join(map(str, allowed[:12]))}{', ...' if len(allowed) > 12 else ''} are possible for them"
+            )
+        return max(count // size, 1)
+
+    match layer.mixing:
+        case Attention(heads, kv_heads):
+            own = {"heads": share("query heads", heads), "kv_heads": share("KV heads", kv_heads, repeated=True)}
+        case DeltaRule(key_heads, value_heads):
+            own = {"key_heads": share("key heads of linear attention", key_heads)}
+            own |= {"value_heads": share("value heads of linear attention", value_heads)}
+    match layer.feed:
+        case Mlp(width):
+            width = {"width": share("columns of an MLP", width)}
+        case Mixture(width=width, shared=shared):
+            width = {"width": share("columns of an expert", width)}
+            width |= {"shared": share("columns of the shared expert", shared)} if shared else {}
+    replace = dataclasses.replace
+    return replace(layer, mixing=replace(layer.mixing, **own), feed=replace(layer.feed, **width))
+
+
+# --- parameters: from a checkpoint's tensors to the devices ---
+
+
+def local_param(param: Param, size: int) -> Param:
+    """The declaration of one device's part. **Raises:** `ConfigError` if nobody has decided how it is divided."""
+    split, shape = param.split, list(param.shape)
+    if split is None:
+        raise ConfigError(f"--tp-size {size}: how to divide {param.sources[0]} isn't decided; --tp-size 1 serves it")
+    if split.along in ("whole", "once"):
+        return param
+    widths = [sum(_held(units, size, split.padded) * width for units, width in parts) for parts in split.parts]
+    if split.along == "inputs":
+        shape[_axis(param)] = widths[0]
+        return dataclasses.replace(param, shape=tuple(shape))
+    count = len(param.layout.splits)
+    splits = tuple(itertools.islice(itertools.cycle(widths), count))
+    shape[_axis(param)] = sum(splits)
+    interleave = run_length(sum(splits) // 2) if param.layout.interleave else 0
+    return dataclasses.replace(param, shape=tuple(shape), layout=Layout(splits, interleave, param.layout.grouped))
+
+
+def _axis(param: Param) -> int:
+    """The divided axis of `Param.shape`."""
+    outputs = param.split.along == "outputs"
+    if param.stacked:
+        return 1 if outputs else 2
+    return len(param.shape) - 1 if outputs else 0
+
+
+def _held(units: int, size: int, padded: bool) -> int:
+    """How many of so many units a device has."""
+    return -(-units // size) if padded else max(units // size, 1)
+
+
+def cut(param: Param, i: int, tensor: np.ndarray, rank: int, size: int, scale: bool = False) -> np.ndarray:
+    """A device's part of a parameter's i-th source, or of the tensor of its scales; a copy, zeros where it is padded.
+
+    **Raises:** `ConfigError` where a block that shares a scale would have to be cut.
+    """
+    split = param.split
+    if split.along == "whole" or (split.along == "once" and rank == 0):
+        return np.array(tensor)
+    if split.along == "once":
+        return np.zeros_like(tensor)
+    axis, (grain, shared) = _source_axis(param), _grain(param, scale)
+    if scale and isinstance(param.format, Fp8) and param.format.block is None:
+        values = list(param.stored_values().values())[i]
+        if split.along == "inputs" or tensor.ndim <= axis or tensor.shape[axis] != values[axis]:
+            return np.array(tensor)  # scales of whole outputs, or of a whole matrix
+    pieces = []
+    for start, stop, lack in _spans(_parts(param, i), rank, size, split.padded):
+        if start % shared or stop % shared:
+            raise ConfigError(
+                f"--tp-size {size}: {param.sources[i]} would be cut into {stop - start} {split.along}, and blocks of "
+                f"{shared} of them share a scale, which can't be cut. Use fewer devices, or an unquantised checkpoint"
+            )
+        piece = tensor[(slice(None),) * axis + (slice(start // grain, stop // grain),)]
+        pieces.append(np.pad(piece, [(0, lack if j == axis else 0) for j in range(piece.ndim)]) if lack else piece)
+    return np.concatenate(pieces, axis=axis)
+
+
+def _parts(param: Param, i: int) -> Parts:
+    parts = param.split.parts
+    if param.split.along == "inputs":
+        return parts[0]
+    if param.stacked and param.sources == (param.whole,):  # all sources of an expert are in one tensor
+        return sum(parts, ())
+    return parts[i % len(parts)]
+
+
+def _spans(parts: Parts, rank: int, size: int, padded: bool) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, lacking) of a device's part of each part."""
+    start = 0
+    for units, width in parts:
+        held, end = _held(units, size, padded), start + units * width
+        first = rank * held if padded or units >= size else rank * units // size
+        low = min(start + first * width, end)
+        high = min(low + held * width, end)
+        yield low, high, held * width - (high - low)
+        start = end
+
+
+def _source_axis(param: Param) -> int:
+    """The divided axis of a source as the checkpoint has it."""
+    outputs, whole = param.split.along == "outputs", param.sources == (param.whole,)
+    if param.stacked and whole:
+        return 1 if outputs != param.transpose else 2
+    if param.stacked:
+        return 0 if outputs else 1
+    if param.depthwise:
+        return 0
+    return len(param.shape) - 1 - _axis(param) if param.transpose else _axis(param)
+
+
+def _grain(param: Param, scale: bool) -> tuple[int, int]:
+    """How many numbers along the divided axis an entry of a source stands for, or of its scales; how many share one."""
+    match param.format:
+        case Mxfp4() if param.split.along == "inputs":
+            return mxfp4.BLOCK, mxfp4.BLOCK
+        case Fp8(int()):
+            return fp8.BLOCK if scale else 1, fp8.BLOCK
+    return 1, 1
+
+
+def joined(param: Param, made: Sequence[Any], mesh: Mesh) -> Any:
+    """One array or `Weight` of what each device has, `made[rank]` on that device."""
+    axis = {"whole": None, "once": 0}.get(param.split.along, _axis(param))
+    quantised = param.of_matmul and not isinstance(param.format, Unquantised)
+    if quantised and not param.stacked and axis is not None:
+        axis = 1 - axis  # values are [outputs, inputs]
+    if not isinstance(made[0], Weight):
+        return _global(axis, made, mesh)
+    scales = None
+    if quantised:
+        by_output = isinstance(param.format, Fp8) and param.format.block is None and param.split.along == "inputs"
+        scales = _global(None if by_output else axis, [weight.scales for weight in made], mesh)
+    return made[0].replace(values=_global(axis, [weight.values for weight in made], mesh), scales=scales)
+
+
+def _global(axis: int | None, parts: Sequence[Array], mesh: Mesh) -> Array:
+    shape = list(parts[0].shape)
+    spec = [None] * len(shape)
+    if axis is not None:
+        shape[axis] *= len(parts)
+        spec[axis] = AXIS
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))
+
+
+def everywhere(tree: Any, mesh: Mesh) -> Any:
+    """The pytree with each array that isn't on the mesh copied to all of its devices."""
+    there = NamedSharding(mesh, EVERYWHERE)
+    place = lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, there)  # noqa: E731
+    return jax.tree.map(place, tree)
+
+
+def specs_of(tree: Any) -> Any:
+    """How the arrays of a pytree are divided."""
+    return jax.tree.map(lambda x: x.sharding.spec, tree)
+
+
+def on_one(tree: Any) -> Any:
+    """The shapes of a pytree's arrays as one device has them. Shapes stay as they are."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        return jax.ShapeDtypeStruct(x.shape if sharding is None else sharding.shard_shape(x.shape), x.dtype)
+
+    return jax.tree.map(shape, tree)
+
+
+# --- programs ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The mesh of an engine's programs, and how their params and state are divided."""
+
+    mesh: Mesh
+    params: Any
+    draft_params: Any
+    state: Any
+
+
+def spread(run: Callable, mesh: Mesh, given: Any, gives: Any) -> Callable:
+    """The program that has each device run `run` on its own part of everything. `given`, `gives`: how its arguments and
+    results are divided."""
+    return jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=gives, check_vma=False)
+
+
+def divided(whole: Any, one: Any) -> Any:
+    """How a state is divided, from its shapes on a device that has the whole model, and on one of several: what a
+    smaller model has less of is divided. All else is the same on all devices."""
+
+    def spec(whole, one):
+        axes = [AXIS if a != b else None for a, b in zip(whole.shape, one.shape, strict=True)]
+        return PartitionSpec(*axes) if any(axes) else EVERYWHERE
+
+    return jax.tree.map(spec, whole, one)
+
+
+# --- exchanges between devices, within a program ---
+
+
+def devices() -> int:
+    """How many devices share the program that is being traced."""
+    try:
+        return jax.lax.axis_size(AXIS)
+    except NameError:
+        return 1
+
+
+def total(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """The sum over all devices, the same bits on each."""
+    return x if devices() == 1 else jax.lax.psum(x, AXIS)
+
+
+def embed(table: Float[Array, "v d"], tokens: Int[Array, "*b"]) -> Float[Array, "*b d"]:
+    """The tokens' embeddings. `table` has this device's part of the vocabulary; one device has each token's."""
+    if devices() == 1:
+        return table[tokens]
+    row = tokens - jax.lax.axis_index(AXIS) * len(table)
+    here = (row >= 0) & (row < len(table))
+    return total(jnp.where(here[..., None], table[jnp.clip(row, 0, len(table) - 1)], 0))
+
+
+def top_tokens(logits: Float[Array, "*b v"], vocab: int | None = None) -> Int[Array, "*b"]:
+    """The argmax, the lowest of equals. `vocab`: logits are this device's part of so many, and devices exchange the
+    best of each; None: they are whole."""
+    if devices() == 1 or vocab is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    rank, width = jax.lax.axis_index(AXIS), logits.shape[-1]
+    logits = jnp.where(rank * width + jnp.arange(width) < vocab, logits, -jnp.inf)  # what pads the vocabulary
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    bits = jax.lax.bitcast_convert_type(logits.max(-1).astype(jnp.float32), jnp.int32)
+    both = jax.lax.all_gather(jnp.stack([bits, best + rank * width]), AXIS)
+    values, ids = jax.lax.bitcast_convert_type(both[:, 0], jnp.float32), both[:, 1]
+    return jnp.take_along_axis(ids, jnp.argmax(values, axis=0)[None], axis=0)[0]
+
+
+def _each(b: int) -> int:
+    """How many of b requests a device decides for."""
+    return -(-b // devices())
+
+
+def owned(logits: Float[Array, "b *q v"], vocab: int | None = None) -> Float[Array, "r *q w"]:
+    """The whole logits of the requests that this device decides for. `vocab`: as of `top_tokens`.
+
+    Each of n devices has ceil(b / n) of the requests, in order. If there are fewer, some decide for padding.
+    """
+    if devices() == 1:
+        return logits
+    if vocab is None:
+        return mine(logits)
+    padding = _each(len(logits)) * devices() - len(logits)
+    logits = jnp.pad(logits, [(0, padding), *[(0, 0)] * (logits.ndim - 1)])
+    return jax.lax.all_to_all(logits, AXIS, 0, logits.ndim - 1, tiled=True)[..., :vocab]
+
+
+def mine(tree: Any) -> Any:
+    """Of arrays [b, ...] that all devices have, the rows of the requests that this one decides for."""
+    if devices() == 1:
+        return tree
+
+    def rows(x: Array) -> Array:
+        each = _each(len(x))
+        x = jnp.pad(x, [(0, each * devices() - len(x)), *[(0, 0)] * (x.ndim - 1)], mode="edge")
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * each, each)
+
+    return jax.tree.map(rows, tree)
+
+
+def told(tree: Any, b: int) -> Any:
+    """What each device has decided, [b / n, ...], as all know it then: [b, ...]."""
+    if devices() == 1:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, tiled=True)[:b], tree)

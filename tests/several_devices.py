@@ -1,0 +1,217 @@
+"""A model divided among virtual CPU devices computes what one device does (docs: invariant 10).
+
+How many devices there are is settled when jax starts, so `tests/test_sharding.py` runs this file in a process of its
+own. One device is what is expected: texts in every mode, log-probabilities, and what the caches hold afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
+from jaxspec.checkpoint import ModelFolder
+from jaxspec.models import MODELS
+from jaxspec.runner import Runner
+from tests import heads, hybrids
+from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+
+GOLDEN = Path(__file__).parent / "golden"
+VOCAB = BYTE_VOCAB  # 259, which no number of devices divides
+DENSE = ("gemma3", "glm4", "llama", "mistral", "qwen2", "qwen3")
+SIZES = (2, 4, 8)
+# Sizes that eight devices divide, KV heads repeated on four and eight of them.
+EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32)
+HYBRID = dict(linear_num_key_heads=8, linear_num_value_heads=16, shared_expert_intermediate_size=16)
+
+greedy = functools.partial(SamplingParams, temperature=0.0, seed=0, ignore_eos=True)
+PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7], list(range(40)), [5, 6] * 12, [*list(range(40)), 9]]
+BATCHES = {
+    "greedy": [greedy(max_tokens=n) for n in (12, 9, 14, 1, 12)],
+    "sampled": [
+        greedy(max_tokens=10),
+        SamplingParams(temperature=0.9, top_p=0.9, max_tokens=12, seed=3, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_k=20, max_tokens=9, seed=4, repetition_penalty=1.2, ignore_eos=True),
+        SamplingParams(temperature=0.7, min_p=0.05, max_tokens=12, seed=5, presence_penalty=0.5, ignore_eos=True),
+        SamplingParams(temperature=1.2, max_tokens=7, seed=2**40, logit_bias={3: 2.0}, ignore_eos=True),
+    ],
+    "logprobs": [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=6, logprobs=3, prompt_logprobs=i % 2, ignore_eos=True)
+        for i in range(5)
+    ],
+}
+STRUCTURED = [
+    greedy(max_tokens=12, structured=StructuredOutput(regex="(yes|no|maybe), [0-9]{3}")),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=12, structured=StructuredOutput(regex="[a-c]{2,9}")),
+]
+
+
+def checkpoint(family: str) -> Path:
+    """A tiny model of this family whose every part eight devices divide."""
+    if family == "gpt_oss":
+        return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, num_attention_heads=8)
+    more = HYBRID if family.startswith(("qwen3_5", "qwen3_next")) else {}
+    return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, **EIGHT | more)
+
+
+@functools.cache
+def served(folder: str, draft: str, size: int, **options) -> LLM:
+    """Four slots, and fewer pages than they may fill, so that requests are preempted."""
+    more = {"num_draft_tokens": 3} if draft != "none" else {}
+    more |= {"max_running_requests": 4, "context_length": 96, "page_size": 8, "max_total_tokens": 144}
+    more |= {"dtype": "float32", "skip_warmup": True, "few_programs": True}
+    return LLM(folder, draft, tp_size=size, **more | options)
+
+
+def said(llm: LLM, batch: list[SamplingParams], prompts=PROMPTS):
+    """Texts, and the log-probabilities rounded to what two orders of summation have in common."""
+    outs = llm.generate(prompts, batch)
+    llm.engine.scheduler.audit()
+    return [(tuple(out.completions[0].token_ids), _rounded(out)) for out in outs]
+
+
+def _rounded(out):
+    of = [*(out.prompt_logprobs or ()), *(out.completions[0].logprobs or ())]
+    return [(each.token_id, round(each.logprob, 3)) for each in of if each is not None]
+
+
+def held(llm: LLM) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(llm.engine.runner.state)]
+
+
+def check_states(one: LLM, several: LLM) -> None:
+    """Each array of the state is what its shards make together, heads that several devices have counted once."""
+    for whole, gathered in zip(held(one), held(several), strict=True):
+        for axis, (a, b) in enumerate(zip(whole.shape, gathered.shape, strict=True)):
+            gathered = np.take(gathered, np.arange(a) * (b // a), axis=axis)
+        np.testing.assert_allclose(gathered.astype(np.float64), whole.astype(np.float64), atol=2e-4)
+
+
+def check(folder: Path, draft: str, size: int, batches=tuple(BATCHES), structured=False, **options) -> LLM:
+    one, several = (served(str(folder), draft, n, **options) for n in (1, size))
+    for name in batches:
+        expected, got = said(one, BATCHES[name]), said(several, BATCHES[name])
+        assert got == expected, name
+        check_states(one, several)
+    if structured:
+        expected, got = said(one, STRUCTURED, PROMPTS[:2]), said(several, STRUCTURED, PROMPTS[:2])
+        assert got == expected, "structured"
+    return several
+
+
+def exchanges(llm: LLM, kind: str) -> Counter:
+    """How often each kind of exchange is in the program of a kind, once compiled."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return Counter(re.findall(rf" ({kinds})(?:-start)?\(", program(llm, kind).as_text()))
+
+
+def program(llm: LLM, kind: str):
+    (found,) = [each for (name, _), each in llm.engine.runner.programs._compiled.items() if name == kind]
+    return found
+
+
+def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
+    """A sample of what the tests below take in every combination, with what programs of several devices look like."""
+    folder = checkpoint("llama")
+    reads = Counter()
+    read = ModelFolder.read
+
+    def counting(self):
+        for name, tensor in read(self):
+            reads[self.path, name] += 1
+            yield name, tensor
+
+    monkeypatch.setattr(ModelFolder, "read", counting)
+    several = check(folder, f"eagle3:{eagle3(folder)}", 2)
+    assert set(reads.values()) == {2}, "each of two engines reads each tensor once"
+    layers, drafts = 2, 3
+    # Two a layer and one for embeddings; the drafter's layer: with the drafts after the first, and with what stands.
+    assert exchanges(several, "round_greedy")["all-reduce"] == 2 * layers + 1 + 3 * (drafts - 1) + 3
+    runner = several.engine.runner
+    kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runner.state))
+    assert (
+        program(several, "round_greedy").memory_analysis().alias_size_in_bytes == kept
+    )  # the state is updated in place
+    shards = [x.addressable_shards[0].data.nbytes / x.nbytes for x in jax.tree.leaves(runner.model.params)]
+    assert min(shards) == 0.5
+    whole = served(str(folder), f"eagle3:{eagle3(folder)}", 1).engine.runner
+    assert runner.plan.weight_bytes < 0.55 * whole.plan.weight_bytes
+    assert runner.plan.kv_bytes == whole.plan.kv_bytes / 2
+
+
+def eagle3(folder: Path) -> Path:
+    return heads.random_eagle3(folder, tuple(range(3, VOCAB, 2)), (0, 1))
+
+
+def test_what_cannot_be_divided_is_refused_by_name():
+    model = str(checkpoint("llama"))
+    for size, draft, more, words in (
+        (3, "none", {}, ["--tp-size 3", "8 query heads", "1, 2, 4, 8"]),
+        (16, "none", {}, ["--tp-size 16", "8 devices"]),
+        (2, "eagle3:x", {"topk": 2, "num_steps": 2}, ["--tp-size 2", "--topk 2"]),
+        (2, "ngram+eagle3:x", {}, ["--tp-size 2", "ngram+eagle3"]),
+        (2, f"dspark:{GOLDEN / 'dspark' / 'deepspec'}", {}, ["--tp-size 2", "dspark", "eagle3"]),
+        (2, "tests.engines:CountUp", {}, ["--tp-size 2", "CountUp"]),
+        (2, "eagle3:x", {"draft_token_map": "ids.json"}, ["--tp-size 2", "ids.json"]),
+    ):
+        with pytest.raises(jaxspec.ConfigError) as error:
+            LLM(model, draft.replace(":x", f":{model}"), tp_size=size, skip_warmup=True, **more)
+        assert all(word in str(error.value) for word in words), (draft, str(error.value))
+
+
+def test_a_model_loaded_for_one_device_is_refused():
+    with pytest.raises(jaxspec.ConfigError, match="loaded for 1 device"):
+        Runner(EngineConfig(tp_size=2), jaxspec.load_model(str(checkpoint("llama")), progress=False))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_each_family_with_ngrams(family, size):
+    check(checkpoint(family), "ngram", size, structured=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("draft", ["none", "suffix", "standalone", "eagle", "eagle3", "eagle3-own", "dflash"])
+def test_each_drafter(draft, size):
+    if draft == "dflash":
+        if size == 8:
+            pytest.skip("its four query heads can't be divided among eight devices")
+        for variant in ("full", "sliding", "window"):
+            check(GOLDEN / "dflash" / "target", f"dflash:{GOLDEN / 'dflash' / variant}", size)
+        return
+    folder = checkpoint("llama")
+    drafters = {
+        "standalone": lambda: f"standalone:{tiny_checkpoint('llama', VOCAB, 7, **EIGHT)}",
+        "eagle": lambda: f"eagle:{heads.mimic(one_layer())}",
+        "eagle3": lambda: f"eagle3:{eagle3(folder)}",
+        "eagle3-own": lambda: f"eagle3:{heads.random_eagle3(folder, tuple(range(VOCAB)), (0, 1))}",
+    }
+    folder = one_layer() if draft == "eagle" else folder
+    check(folder, drafters.get(draft, lambda: draft)(), size)
+
+
+def one_layer() -> Path:
+    """A target that an EAGLE drafter can mimic, so that most drafts are accepted."""
+    return tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, num_hidden_layers=1, **EIGHT)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", hybrids.FAMILIES)
+def test_mtp_of_each_hybrid(family, size):
+    check(hybrids.checkpoint(family, VOCAB, 2, **EIGHT | HYBRID), "mtp", size)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [{"num_continuous_decode_steps": 4}, {"disable_overlap": True}], ids=str)
+def test_several_rounds_in_a_program_and_no_overlap(options):
+    check(checkpoint("qwen3"), "ngram", 4, **options)

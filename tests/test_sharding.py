@@ -1,0 +1,141 @@
+"""How a model is divided among devices: the decisions and the cuts, with numpy alone; then programs, in a process of
+its own with virtual devices (`tests/several_devices.py`)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import sharding
+from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.drafters import dflash_checkpoint, mtp
+from jaxspec.models import MODELS
+from jaxspec.weights import Param, by_inputs, by_outputs, is_param, linear
+from tests.tiny import tiny_config
+
+ROOT = Path(__file__).resolve().parent.parent
+EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=16)
+EIGHT |= dict(linear_num_key_heads=8, linear_num_value_heads=16, attention_bias=True, mlp_bias=True)
+# What is whole on each device, and what one device adds to a sum. All else is divided.
+WHOLE = {
+    *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "read_norm", "norm"),
+    *("router", "router_bias", "shared_gate", "fc", "embed_norm", "hidden_norm"),
+}
+ONCE = {"out_bias", "down_bias", "experts_down_bias"}
+
+
+def config(family: str, **sizes) -> ModelConfig:
+    more = EIGHT | ({"attention_bias": False} if family.startswith(("qwen3_5", "qwen3_next")) else {}) | sizes
+    return ModelConfig.from_hf(tiny_config(family, 67, **more))
+
+
+def declared(family: str, **sizes):
+    """By name, what a family declares, its MTP module's and a DFlash drafter's beside it."""
+    model = config(family, **sizes)
+    trees = [MODELS[family].tensors(model.decoder)]
+    if model.linear:
+        trees.append(mtp.parameters(mtp.module_config(model)))
+    if family == "qwen3":
+        trees.append(dflash_checkpoint.parameters(model, 2, 33, ("embed_tokens.weight",)))
+    for tree in trees:
+        for path, param in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_param):
+            yield next(key.key for key in reversed(path) if hasattr(key, "key")), param
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_somebody_has_decided_how_each_parameter_is_divided(family):
+    """A parameter of a new name fails here until its declaration says `split`, and these tables if it isn't divided."""
+    for name, param in declared(family):
+        assert param.split is not None, f"{family}: {name} has no split: how is it divided among devices?"
+        expected = "whole" if name in WHOLE else "once" if name in ONCE else None
+        assert param.split.along == expected or (expected is None and param.split.parts), (family, name)
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_devices_have_every_number_once(family, size):
+    """But for KV heads, which are repeated where there are fewer of them than devices, and for padding, which is 0."""
+    kv_heads = {"num_key_value_heads": 8}
+    for name, param in declared(family, **kv_heads):
+        one, rng = sharding.local_param(param, size), np.random.default_rng(0)
+        for i, (shape, own) in enumerate(zip(param.stored().values(), one.stored().values(), strict=True)):
+            tensor = rng.standard_normal(shape)
+            parts = [sharding.cut(param, i, tensor, rank, size) for rank in range(size)]
+            assert all(part.shape == own for part in parts), (name, own)
+            if param.split.along == "whole":
+                assert all((part == tensor).all() for part in parts), name
+            elif param.split.along == "once":
+                np.testing.assert_array_equal(sum(parts), tensor)
+            else:
+                numbers = np.sort(np.concatenate([part.ravel() for part in parts]))
+                padding = np.zeros(numbers.size - tensor.size)
+                assert padding.size == 0 or param.split.padded, name
+                np.testing.assert_array_equal(numbers, np.sort(np.concatenate([tensor.ravel(), padding])))
+
+
+def test_parts_of_a_tensor_are_cut_one_by_one():
+    """Queries, keys and values of a convolution are one tensor; half of it would be queries and some keys."""
+    param = linear(3, {"qkv": 10}, split=by_outputs(((2, 2), (2, 1), (4, 1))))
+    tensor = np.arange(30).reshape(10, 3)
+    rows = [sharding.cut(param, 0, tensor, rank, 2)[:, 0] // 3 for rank in range(2)]
+    assert [list(each) for each in rows] == [[0, 1, 4, 6, 7], [2, 3, 5, 8, 9]]
+
+
+def test_heads_are_repeated_on_neighbours_where_devices_are_more():
+    param = linear(1, {"k": 4}, split=by_outputs(((2, 2),)))
+    tensor = np.arange(4)[:, None]
+    rows = [sharding.cut(param, 0, tensor, rank, 8)[:, 0].tolist() for rank in range(8)]
+    assert rows == [[0, 1]] * 4 + [[2, 3]] * 4
+
+
+def test_a_vocabulary_is_padded_with_zeros():
+    param = Param((5, 2), ("embed",), linear(1, {"x": 2}).layout, split=by_inputs(5, padded=True))
+    tensor = np.arange(1, 11).reshape(5, 2)
+    parts = [sharding.cut(param, 0, tensor, rank, 4) for rank in range(4)]
+    np.testing.assert_array_equal(np.concatenate(parts), np.pad(tensor, ((0, 3), (0, 0))))
+
+
+def test_what_nobody_decided_about_is_refused():
+    with pytest.raises(ConfigError, match=r"how to divide x\.weight isn't decided; --tp-size 1"):
+        sharding.local_param(linear(4, {"x.weight": 8}), 2)
+
+
+@pytest.mark.parametrize("family,sizes,size,words", [
+    ("llama", {}, 16, "8 query heads can't be divided among 16 devices; 1, 2, 4, 8 are possible"),
+    ("llama", {"num_key_value_heads": 4, "num_attention_heads": 12}, 6, "4 KV heads"),
+    ("llama", {"intermediate_size": 60}, 8, "60 columns of an MLP"),
+    ("qwen3_moe", {"moe_intermediate_size": 12}, 8, "12 columns of an expert"),
+    ("qwen3_next", {"linear_num_key_heads": 2}, 4, "2 key heads of linear attention"),
+    ("qwen3_next", {"shared_expert_intermediate_size": 12}, 8, "12 columns of the shared expert"),
+])  # fmt: skip
+def test_sizes_that_cannot_be_divided_are_named(family, sizes, size, words):
+    with pytest.raises(ConfigError, match=re.escape(f"--tp-size {size}: {words}")):
+        sharding.local(config(family, **sizes).decoder, size)
+
+
+def run_apart(*options: str) -> None:
+    """`tests/several_devices.py` over eight virtual devices."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    # Threads for all devices of two programs: a device that waits for the others in a sum holds one.
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PJRT_NPROC": "16", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "tests/several_devices.py", "-p", "no:cacheprovider", "-x", *options]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_several_devices_say_what_one_does():
+    run_apart()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("which", ["family", "drafter", "mtp", "rounds"])
+def test_several_devices_in_every_combination(which):
+    run_apart("-m", "exhaustive", "-k", which)
