@@ -91,11 +91,28 @@ def _local_layer(layer: Layer, size: int) -> Layer:
 # --- parameters: from a checkpoint's tensors to the devices ---
 
 
+def check_params(declared: Any, size: int) -> None:
+    """**Raises:** `ConfigError` for a parameter that nobody has decided about, and for one of which a block that shares
+    a scale would have to be cut. Sizes are checked by `local`."""
+    for param in jax.tree.leaves(declared):
+        if param.split is None:
+            raise ConfigError(
+                f"--tp-size {size}: how to divide {param.sources[0]} isn't decided; --tp-size 1 serves it"
+            )
+        _, block = _grain(param, False)
+        for i in range(len(param.split.parts)):
+            for start, stop, _ in _spans(_parts(param, i), 0, size, param.split.padded):
+                if start % block or stop % block:
+                    raise ConfigError(
+                        f"--tp-size {size}: {param.sources[i]} would be cut into {stop - start} {param.split.along}, "
+                        f"and blocks of {block} share a scale, which can't be cut. Use fewer devices, or an "
+                        "unquantised checkpoint"
+                    )
+
+
 def local_param(param: Param, size: int) -> Param:
-    """The declaration of one device's part. **Raises:** `ConfigError` if nobody has decided how it is divided."""
+    """The declaration of one device's part."""
     split, shape = param.split, list(param.shape)
-    if split is None:
-        raise ConfigError(f"--tp-size {size}: how to divide {param.sources[0]} isn't decided; --tp-size 1 serves it")
     if split.along in ("whole", "once"):
         return param
     widths = [sum(_held(units, size, split.padded) * width for units, width in parts) for parts in split.parts]
@@ -123,27 +140,19 @@ def _held(units: int, size: int, padded: bool) -> int:
 
 
 def cut(param: Param, i: int, tensor: np.ndarray, rank: int, size: int, scale: bool = False) -> np.ndarray:
-    """A device's part of a parameter's i-th source, or of the tensor of its scales; a copy, zeros where it is padded.
-
-    **Raises:** `ConfigError` where a block that shares a scale would have to be cut.
-    """
+    """A device's part of a parameter's i-th source, or of the tensor of its scales: a copy, padded with zeros."""
     split = param.split
     if split.along == "whole" or (split.along == "once" and rank == 0):
         return np.array(tensor)
     if split.along == "once":
         return np.zeros_like(tensor)
-    axis, (grain, shared) = _source_axis(param), _grain(param, scale)
+    axis, (grain, _) = _source_axis(param), _grain(param, scale)
     if scale and isinstance(param.format, Fp8) and param.format.block is None:
         values = list(param.stored_values().values())[i]
         if split.along == "inputs" or tensor.ndim <= axis or tensor.shape[axis] != values[axis]:
             return np.array(tensor)  # scales of whole outputs, or of a whole matrix
     pieces = []
     for start, stop, lack in _spans(_parts(param, i), rank, size, split.padded):
-        if start % shared or stop % shared:
-            raise ConfigError(
-                f"--tp-size {size}: {param.sources[i]} would be cut into {stop - start} {split.along}, and blocks of "
-                f"{shared} of them share a scale, which can't be cut. Use fewer devices, or an unquantised checkpoint"
-            )
         piece = tensor[(slice(None),) * axis + (slice(start // grain, stop // grain),)]
         pieces.append(np.pad(piece, [(0, lack if j == axis else 0) for j in range(piece.ndim)]) if lack else piece)
     return np.concatenate(pieces, axis=axis)

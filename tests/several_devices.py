@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -17,10 +18,12 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
+from jaxspec.cache import MemoryPlan
 from jaxspec.checkpoint import ModelFolder
+from jaxspec.decoder.spec import DeltaRule
 from jaxspec.models import MODELS
 from jaxspec.runner import Runner
-from tests import heads, hybrids
+from tests import heads, hybrids, quantised
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -61,13 +64,12 @@ def checkpoint(family: str) -> Path:
     return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, **EIGHT | more)
 
 
-@functools.cache
-def served(folder: str, draft: str, size: int, **options) -> LLM:
+def engine(folder: Path, draft: str, size: int, **options) -> LLM:
     """Four slots, and fewer pages than they may fill, so that requests are preempted."""
     more = {"num_draft_tokens": 3} if draft != "none" else {}
     more |= {"max_running_requests": 4, "context_length": 96, "page_size": 8, "max_total_tokens": 144}
     more |= {"dtype": "float32", "skip_warmup": True, "few_programs": True}
-    return LLM(folder, draft, tp_size=size, **more | options)
+    return LLM(str(folder), draft, tp_size=size, **more | options)
 
 
 def said(llm: LLM, batch: list[SamplingParams], prompts=PROMPTS):
@@ -86,24 +88,44 @@ def held(llm: LLM) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(llm.engine.runner.state)]
 
 
-def check_states(one: LLM, several: LLM) -> None:
-    """Each array of the state is what its shards make together, heads that several devices have counted once."""
-    for whole, gathered in zip(held(one), held(several), strict=True):
-        for axis, (a, b) in enumerate(zip(whole.shape, gathered.shape, strict=True)):
-            gathered = np.take(gathered, np.arange(a) * (b // a), axis=axis)
-        np.testing.assert_allclose(gathered.astype(np.float64), whole.astype(np.float64), atol=2e-4)
-
-
-def check(folder: Path, draft: str, size: int, batches=tuple(BATCHES), structured=False, **options) -> LLM:
-    one, several = (served(str(folder), draft, n, **options) for n in (1, size))
-    for name in batches:
-        expected, got = said(one, BATCHES[name]), said(several, BATCHES[name])
-        assert got == expected, name
-        check_states(one, several)
+def runs(llm: LLM, structured: bool) -> Iterator[tuple[str, list, list[np.ndarray]]]:
+    """What the engine says of each batch, one after the other, and what its state is then."""
+    for name, batch in BATCHES.items():
+        yield name, said(llm, batch), held(llm)
     if structured:
-        expected, got = said(one, STRUCTURED, PROMPTS[:2]), said(several, STRUCTURED, PROMPTS[:2])
-        assert got == expected, "structured"
+        yield "structured", said(llm, STRUCTURED, PROMPTS[:2]), held(llm)
+
+
+@functools.cache
+def expected(folder: Path, draft: str, structured: bool, **options) -> tuple[MemoryPlan, list]:
+    """One device's memory plan, and what it says."""
+    llm = engine(folder, draft, 1, **options)
+    return llm.engine.runner.plan, list(runs(llm, structured))
+
+
+def check(folder: Path, draft: str, size: int, structured=False, **options) -> LLM:
+    """Texts are one device's. Each array of the state is what its shards make together, heads that several devices
+    have counted once."""
+    several = engine(folder, draft, size, **options)
+    _, of_one = expected(folder, draft, structured, **options)
+    for (name, texts, state), (_, own, shards) in zip(of_one, runs(several, structured), strict=True):
+        assert own == texts, name
+        for whole, gathered in zip(state, shards, strict=True):
+            gathered = gather(gathered, whole.shape, several.engine.runner.model.config.linear, size)
+            np.testing.assert_allclose(gathered.astype(np.float64), whole.astype(np.float64), atol=2e-4)
     return several
+
+
+def gather(x: np.ndarray, shape: tuple[int, ...], rule: DeltaRule | None, size: int) -> np.ndarray:
+    """The array of one device, of this shape, from the shards of several side by side: their repeated heads once, and
+    the convolution's channels, which each device has some of its queries, keys and values of, in order."""
+    for axis, (a, b) in enumerate(zip(shape, x.shape, strict=True)):
+        x = np.take(x, np.arange(a) * (b // a), axis=axis)
+    if rule is not None and shape and shape[-1] == rule.channels:
+        keys = rule.key_heads * rule.key_dim // size
+        parts = np.split(x.reshape(*shape[:-1], size, -1), [keys, 2 * keys], axis=-1)
+        x = np.concatenate([part.reshape(*shape[:-1], -1) for part in parts], axis=-1)
+    return x
 
 
 def exchanges(llm: LLM, kind: str) -> Counter:
@@ -141,9 +163,10 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     )  # the state is updated in place
     shards = [x.addressable_shards[0].data.nbytes / x.nbytes for x in jax.tree.leaves(runner.model.params)]
     assert min(shards) == 0.5
-    whole = served(str(folder), f"eagle3:{eagle3(folder)}", 1).engine.runner
-    assert runner.plan.weight_bytes < 0.55 * whole.plan.weight_bytes
-    assert runner.plan.kv_bytes == whole.plan.kv_bytes / 2
+    plan, _ = expected(folder, f"eagle3:{eagle3(folder)}", False)
+    assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
+    assert runner.plan.kv_bytes == plan.kv_bytes / 2
+    assert "of each of 2 devices" in str(runner.plan)
 
 
 def eagle3(folder: Path) -> Path:
@@ -209,6 +232,46 @@ def one_layer() -> Path:
 @pytest.mark.parametrize("family", hybrids.FAMILIES)
 def test_mtp_of_each_hybrid(family, size):
     check(hybrids.checkpoint(family, VOCAB, 2, **EIGHT | HYBRID), "mtp", size)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_fp8_in_blocks_by_channel_and_by_matrix(size, tmp_path):
+    """Each device has whole blocks of 128; where it can't, the tensor is named."""
+    sizes = dict(head_dim=64, num_attention_heads=8, num_key_value_heads=8, intermediate_size=512)
+    source = tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, **sizes)
+    for kind in ("block", "channel", "tensor"):
+        config = quantised.BLOCKS if kind == "block" else quantised.compressed(kind)
+        suffix = "_scale_inv" if kind == "block" else "_scale"
+        folder, _ = quantised.write(source, tmp_path / kind, kind, config, suffix)
+        check(folder, "ngram", size)
+    check(source, "none", size, quantization="fp8")
+    with pytest.raises(jaxspec.ConfigError, match=r"_proj.weight would be cut into 64 .*puts, and blocks of 128 share"):
+        engine(tmp_path / "block" / "fp8", "none", 8)
+
+
+@pytest.mark.exhaustive
+def test_fp8_experts(tmp_path):
+    sizes = dict(head_dim=64, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=256)
+    source = tiny_checkpoint("qwen3_moe", VOCAB, 2, tokenizer=True, **sizes)
+    folder, _ = quantised.write(source, tmp_path)
+    check(folder, "ngram", 2)
+
+
+@pytest.mark.exhaustive
+def test_mxfp4_experts(tmp_path):
+    """Blocks of 32 inputs share a scale."""
+    source = tiny_checkpoint("gpt_oss", VOCAB, 2, tokenizer=True, num_attention_heads=8, intermediate_size=128)
+    folder, _ = quantised.write_mxfp4(source, tmp_path)
+    for size in (2, 4):
+        check(folder, "ngram", size)
+    with pytest.raises(jaxspec.ConfigError, match=r"down_proj_blocks would be cut into 16 inputs, and blocks of 32"):
+        engine(folder, "none", 8)
+
+
+@pytest.mark.exhaustive
+def test_dummy_weights_are_one_devices():
+    check(checkpoint("qwen3_next"), "mtp", 2, load_format="dummy")
 
 
 @pytest.mark.exhaustive

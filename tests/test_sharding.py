@@ -104,7 +104,7 @@ def test_a_vocabulary_is_padded_with_zeros():
 
 def test_what_nobody_decided_about_is_refused():
     with pytest.raises(ConfigError, match=r"how to divide x\.weight isn't decided; --tp-size 1"):
-        sharding.local_param(linear(4, {"x.weight": 8}), 2)
+        sharding.check_params([linear(4, {"x.weight": 8})], 2)
 
 
 @pytest.mark.parametrize("family,sizes,size,words", [

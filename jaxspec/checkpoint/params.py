@@ -34,8 +34,10 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
     Arrays have Hugging Face's shapes, already checked; names that no parameter is made of are passed over.
 
     **Raises:** `CheckpointError` if the tensors end before every parameter is complete, or for scales that aren't
-    finite numbers.
+    finite numbers. `ConfigError` for a parameter that can't be divided, before any is read.
     """
+    if mesh is not None:
+        sharding.check_params(declared, mesh.size)
     leaves, structure = jax.tree.flatten(declared)
     owner = {name: i for i, param in enumerate(leaves) for name in (*param.sources, *dict(param.scales))}
     parts: dict[int, dict[str, np.ndarray]] = {}
@@ -185,6 +187,8 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
     so one by one, as soon as they are there.
     """
     root = jax.random.key(seed)
+    if mesh is not None:
+        sharding.check_params(declared, mesh.size)
     key_of = lambda path: jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))  # noqa: E731
 
     def values(path, param: Param) -> jax.Array:
