@@ -72,23 +72,23 @@ def engine(folder: Path, draft: str, size: int, **options) -> LLM:
     return LLM(str(folder), draft, tp_size=size, **more | options)
 
 
-def said(llm: LLM, batch: list[SamplingParams], prompts=PROMPTS):
-    """Texts, and the log-probabilities rounded to what two orders of summation have in common."""
+def said(llm: LLM, batch: list[SamplingParams], prompts=PROMPTS) -> tuple[list[list[int]], list[float]]:
+    """Each prompt's text with the tokens of the prompt that were scored, and all log-probabilities."""
     outs = llm.generate(prompts, batch)
     llm.engine.scheduler.audit()
-    return [(tuple(out.completions[0].token_ids), _rounded(out)) for out in outs]
-
-
-def _rounded(out):
-    of = [*(out.prompt_logprobs or ()), *(out.completions[0].logprobs or ())]
-    return [(each.token_id, round(each.logprob, 3)) for each in of if each is not None]
+    scored = [[*(out.prompt_logprobs or ()), *(out.completions[0].logprobs or ())] for out in outs]
+    scored = [[each for each in of if each is not None] for of in scored]
+    tokens = [
+        [*out.completions[0].token_ids, *(each.token_id for each in of)] for out, of in zip(outs, scored, strict=True)
+    ]
+    return tokens, [each.logprob for of in scored for each in of]
 
 
 def held(llm: LLM) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(llm.engine.runner.state)]
 
 
-def runs(llm: LLM, structured: bool) -> Iterator[tuple[str, list, list[np.ndarray]]]:
+def runs(llm: LLM, structured: bool) -> Iterator[tuple[str, tuple, list[np.ndarray]]]:
     """What the engine says of each batch, one after the other, and what its state is then."""
     for name, batch in BATCHES.items():
         yield name, said(llm, batch), held(llm)
@@ -108,8 +108,9 @@ def check(folder: Path, draft: str, size: int, structured=False, **options) -> L
     have counted once."""
     several = engine(folder, draft, size, **options)
     _, of_one = expected(folder, draft, structured, **options)
-    for (name, texts, state), (_, own, shards) in zip(of_one, runs(several, structured), strict=True):
-        assert own == texts, name
+    for (name, (texts, logprobs), state), (_, own, shards) in zip(of_one, runs(several, structured), strict=True):
+        assert own[0] == texts, name
+        np.testing.assert_allclose(own[1], logprobs, atol=2e-4)
         for whole, gathered in zip(state, shards, strict=True):
             gathered = gather(gathered, whole.shape, several.engine.runner.model.config.linear, size)
             np.testing.assert_allclose(gathered.astype(np.float64), whole.astype(np.float64), atol=2e-4)
