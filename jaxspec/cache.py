@@ -228,9 +228,11 @@ def resident_memory() -> int:
         return 0
 
 
-def device_memory() -> tuple[int, int] | None:
-    """The device's memory and what XLA may use of it, in bytes; None where the device doesn't say (a CPU)."""
-    usable = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+def device_memory(devices: int = 1) -> tuple[int, int] | None:
+    """The device's memory and what XLA may use of it, in bytes; None where the device doesn't say (a CPU). Of several
+    devices, the least."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()[:devices]]
+    usable = None if None in limits else min(limits)
     return None if usable is None else (int(usable / (_pool_share() or DEFAULT_SHARE)), usable)
 
 
@@ -300,7 +302,7 @@ class MemoryPlan:
         if self.device_bytes is not None:
             rows.append(("left", self.device_bytes - self.total, f"of {_gib(self.device_bytes)}"))
         if self.host_bytes:
-            planned = self.total - self.workspace_bytes if self.device_bytes is None else 0
+            planned = (self.total - self.workspace_bytes) * self.devices if self.device_bytes is None else 0
             note = f"; {_gib(self.host_bytes)} resident in all" if planned else ""
             rows.append(("host", self.host_bytes - planned, f"Python, jax, the tokenizer and compiled programs{note}"))
         of = f" of each of {self.devices} devices" if self.devices > 1 else ""
@@ -330,8 +332,10 @@ def plan_memory(
     states: StateSlots = StateSlots(),
     max_snapshots: int | None = 0,
     memory: tuple[int, int] | None = None,
+    devices: int = 1,
 ) -> MemoryPlan:
-    """Plan the page pool: `mem_fraction` of the device's memory, less weights, slots and states.
+    """Plan the page pool: `mem_fraction` of the device's memory, less weights, slots and states. Of several `devices`,
+    all sizes are one's.
 
     Of `states`, the number of snapshots is settled here: `max_snapshots`, or if that is None, some for each request and
     no more than a share of what weights leave.
@@ -344,7 +348,7 @@ def plan_memory(
 
     **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
     """
-    device, usable = memory or device_memory() or (None, None)
+    device, usable = memory or device_memory(devices) or (None, None)
     budget = min(int(device * mem_fraction), usable - workspace_bytes - _trials(usable)) if device else None
     weights = weight_bytes + draft_weight_bytes
     if max_snapshots is None:
@@ -379,4 +383,5 @@ def plan_memory(
         tokens=tokens,
         page_size=page_size,
         states=states,
+        devices=devices,
     )

@@ -26,14 +26,14 @@ log = logging.getLogger("jaxspec")
 
 class Executables:
     """The programs in `folder`, for this version of everything. `made_by`: the part of the key that all of them
-    share."""
+    share. `devices`: those that run them; None: jax's default."""
 
-    def __init__(self, folder: Path, made_by: Any):
+    def __init__(self, folder: Path, made_by: Any, devices: list[jax.Device] | None = None):
         device = jax.devices()[0]
         told = made_by, jax.__version__, jaxlib.__version__, device.device_kind, device.client.platform_version
         flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))}
         self._told = *told, sorted(flags.items()), jax.config.jax_default_matmul_precision, _source()
-        self._folder = folder
+        self._folder, self._devices = folder, devices
         self._warned = False
 
     def load(self, key: Any, arguments: Any) -> tuple[jax.stages.Compiled, Any] | None:
@@ -41,7 +41,7 @@ class Executables:
         path = self._path(key, arguments)
         try:
             program, notes = pickle.loads(path.read_bytes())
-            return serialize_executable.deserialize_and_load(*program), notes
+            return serialize_executable.deserialize_and_load(*program, execution_devices=self._devices), notes
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:

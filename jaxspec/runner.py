@@ -228,8 +228,8 @@ class Runner:
             states=StateSlots(shapes.num_slots if slot else 0, 0, slot, shapes.num_slots * self.width * state),
             max_snapshots=config.max_state_snapshots if slot and not config.disable_prefix_cache else 0,
             memory=self._memory,
+            devices=config.tp_size,
         )
-        plan = dataclasses.replace(plan, devices=config.tp_size)
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
     def _store(self) -> Executables | None:
@@ -239,7 +239,8 @@ class Runner:
         if jax.default_backend() != "gpu" or not type(drafter).__module__.startswith("jaxspec.drafters"):
             return None
         made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes, self.config.tp_size
-        return Executables(cache_folder() / "executables", made_by)
+        devices = None if self._mesh is None else list(self._mesh.devices)
+        return Executables(cache_folder() / "executables", made_by, devices)
 
     def _divide(self) -> Division | None:
         """How programs run on several devices; None for one."""

@@ -271,6 +271,14 @@ def test_mxfp4_experts(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_nothing_compiles_after_warm_up():
+    llm = engine(checkpoint("llama"), "ngram", 4, skip_warmup=False, num_continuous_decode_steps=2)
+    compiled = llm.engine.runner.compiles["compiles"]
+    list(runs(llm, structured=True))
+    assert llm.engine.runner.compiles["compiles"] == compiled
+
+
+@pytest.mark.exhaustive
 def test_dummy_weights_are_one_devices():
     check(checkpoint("qwen3_next"), "mtp", 2, load_format="dummy")
 

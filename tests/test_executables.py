@@ -23,7 +23,7 @@ ARGUMENTS = {"a": jnp.zeros((2, 3)), "b": jnp.zeros((4,), jnp.int32)}
 def plain_serialisation(monkeypatch):
     """A "program" is any object that pickles; loading gives it back in a list."""
     monkeypatch.setattr(executables.serialize_executable, "serialize", lambda program: (program, "in", "out"))
-    load = lambda program, inputs, outputs: [program, inputs, outputs]  # noqa: E731
+    load = lambda *program, execution_devices: list(program)  # noqa: E731
     monkeypatch.setattr(executables.serialize_executable, "deserialize_and_load", load)
 
 

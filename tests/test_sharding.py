@@ -3,8 +3,11 @@ its own with virtual devices (`tests/several_devices.py`)."""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +15,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from openai import APIConnectionError, OpenAI
 
 from jaxspec import sharding
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters import dflash_checkpoint, mtp
 from jaxspec.models import MODELS
 from jaxspec.weights import Param, by_inputs, by_outputs, is_param, linear
-from tests.tiny import tiny_config
+from tests.server.live import wait_for
+from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
 EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=16)
@@ -139,3 +144,33 @@ def test_several_devices_say_what_one_does():
 @pytest.mark.parametrize("which", ["family", "drafter", "mtp", "rounds"])
 def test_several_devices_in_every_combination(which):
     run_apart("-m", "exhaustive", "-k", which)
+
+
+@pytest.mark.exhaustive
+def test_a_server_on_four_devices_answers_a_chat():
+    folder = tiny_checkpoint("llama", BYTE_VOCAB, 2, tokenizer=True, num_attention_heads=8)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
+    flags = ["--tp-size", "4", "--draft", "ngram", "--port", str(port), "--few-programs", "--skip-warmup"]
+    server = subprocess.Popen([sys.executable, "-m", "server", str(folder), *flags], cwd=ROOT, env=env)
+    try:
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+        wait_for(lambda: _up(client), 120)
+        ask = functools.partial(client.chat.completions.create, model=str(folder), max_tokens=12, seed=1)
+        hello = [{"role": "user", "content": "hello"}]
+        said = ask(messages=hello, temperature=0.7).choices[0].message.content
+        streamed = ask(messages=hello, temperature=0.7, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == said
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+        assert json.loads(ask(messages=hello, response_format=schema).choices[0].message.content) in ("yes", "no")
+    finally:
+        server.terminate()
+        assert server.wait(30) == 0
+
+
+def _up(client: OpenAI) -> bool:
+    try:
+        return bool(client.models.list().data)
+    except APIConnectionError:
+        return False
