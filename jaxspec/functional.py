@@ -61,6 +61,10 @@ def _checked(model: Model, tokens: Any) -> np.ndarray:
     if not isinstance(model, Model):
         named = repr(model) if isinstance(model, str) else "'Qwen/Qwen3-8B'"
         raise ConfigError(f"model must be a loaded one, got {model!r}; load it first: jaxspec.load_model({named})")
+    if model.tp_size > 1:
+        raise ConfigError(
+            f"model was loaded with tp_size={model.tp_size}; these functions run on one device: load it with tp_size=1"
+        )
     try:
         tokens = np.asarray(tokens)
     except ValueError as error:

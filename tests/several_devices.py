@@ -61,6 +61,7 @@ def checkpoint(family: str) -> Path:
     if family == "gpt_oss":
         return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, num_attention_heads=8)
     more = HYBRID if family.startswith(("qwen3_5", "qwen3_next")) else {}
+    more = {"attention_bias": True, "mlp_bias": True} if family == "llama" else more
     return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, **EIGHT | more)
 
 
@@ -193,6 +194,8 @@ def test_what_cannot_be_divided_is_refused_by_name():
 def test_a_model_loaded_for_one_device_is_refused():
     with pytest.raises(jaxspec.ConfigError, match="loaded for 1 device"):
         Runner(EngineConfig(tp_size=2), jaxspec.load_model(str(checkpoint("llama")), progress=False))
+    with pytest.raises(jaxspec.ConfigError, match="tp_size=2; these functions run on one device"):
+        jaxspec.logits(jaxspec.load_model(str(checkpoint("llama")), progress=False, tp_size=2), [[1, 2]])
 
 
 @pytest.mark.exhaustive
