@@ -247,6 +247,13 @@ class EngineConfig:
         least=1,
         common=True,
     )
+    ep_size: int = option(
+        1,
+        "groups of these GPUs that experts are divided among, each expert's columns among the GPUs of its group",
+        "N",
+        group=MODEL,
+        least=1,
+    )
     draft_dtype: str | None = option(
         None,
         "dtype of the drafter's weights and activations, as --dtype; another than the target's takes a copy of its "

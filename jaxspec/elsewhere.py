@@ -26,6 +26,7 @@ ELSEWHERE = {
     "random_seed": "seed",
     **dict.fromkeys(("speculative_draft_model_quantization", "speculative_model_quantization"), "draft_quantization"),
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
+    **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
     "speculative_eagle_topk": "topk",
     "speculative_num_steps": "num_steps",
     "speculative_token_map": "draft_token_map",
@@ -33,7 +34,7 @@ ELSEWHERE = {
 SEVERAL_GPUS = frozenset(
     {
         *("pp", "pp_size", "pipeline_parallel_size"),
-        *("dp", "dp_size", "data_parallel_size", "ep", "ep_size", "expert_parallel_size", "enable_expert_parallel"),
+        *("dp", "dp_size", "data_parallel_size", "enable_expert_parallel"),
         *("nnodes", "speculative_draft_tensor_parallel_size"),
     }
 )
@@ -101,7 +102,7 @@ METHODS = {
 def meant(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
     """What an option that isn't among those `known` may have meant, to be added to an error; "" if nobody can tell."""
     if name in SEVERAL_GPUS:
-        return "; of several GPUs, only --tp-size is supported"
+        return "; of several GPUs, --tp-size and --ep-size are supported"
     for table in (UNSUPPORTED, NEEDLESS):
         if name in table:
             return f"; {table[name]}"

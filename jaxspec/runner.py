@@ -148,6 +148,7 @@ class Runner:
             quantization=options.quantization,
             fp8_activations=options.fp8_activations == "on",
             tp_size=options.tp_size,
+            ep_size=options.ep_size,
         )
         if self.model.tp_size != options.tp_size:
             raise ConfigError(

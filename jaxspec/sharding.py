@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import fp8, mxfp4
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.options import ConfigError
+from jaxspec.pallas.experts import NOBODY
 from jaxspec.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
 
 AXIS = "tp"
@@ -62,12 +63,36 @@ def local(decoder: Decoder, size: int) -> Decoder:
     return dataclasses.replace(decoder, layers=tuple(parts[layer] for layer in decoder.layers))
 
 
+def in_groups(decoder: Decoder, size: int, groups: int) -> Decoder:
+    """A decoder whose experts are divided among so many groups of the `size` devices (`--ep-size`).
+
+    **Raises:** `ConfigError` where they can't be.
+    """
+    if groups == 1:
+        return decoder
+    if size % groups:
+        raise ConfigError(f"--ep-size {groups} must divide --tp-size, got --tp-size {size}")
+    if decoder.mixture is None:
+        raise ConfigError(f"--ep-size {groups} divides experts, and this model has none; drop it")
+    if decoder.mixture.experts % groups:
+        raise ConfigError(f"--ep-size {groups} can't divide {decoder.mixture.experts} experts")
+
+    def grouped(layer: Layer) -> Layer:
+        feed = layer.feed
+        feed = dataclasses.replace(feed, groups=groups) if isinstance(feed, Mixture) else feed
+        return dataclasses.replace(layer, feed=feed)
+
+    return dataclasses.replace(decoder, layers=tuple(map(grouped, decoder.layers)))
+
+
 def _local_layer(layer: Layer, size: int) -> Layer:
-    def share(what: str, count: int, repeated: bool = False) -> int:
+    tp_size = size
+
+    def share(what: str, count: int, repeated: bool = False, size: int = size) -> int:
         if count % size and not (repeated and size % count == 0):
             allowed = [n for n in range(1, count + 1) if count % n == 0]
             raise ConfigError(
-                f"--tp-size {size}: {count} {what} can't be divided among {size} devices; "
+                f"--tp-size {tp_size}: {count} {what} can't be divided among {size} devices; "
                 f"{', '.join(map(str, allowed[:12]))}{', ...' if len(allowed) > 12 else ''} are possible for them"
             )
         return max(count // size, 1)
@@ -81,8 +106,8 @@ def _local_layer(layer: Layer, size: int) -> Layer:
     match layer.feed:
         case Mlp(width):
             width = {"width": share("columns of an MLP", width)}
-        case Mixture(width=width, shared=shared):
-            width = {"width": share("columns of an expert", width)}
+        case Mixture(width=width, shared=shared, groups=groups):
+            width = {"width": share("columns of an expert", width, size=size // groups)}
             width |= {"shared": share("columns of the shared expert", shared)} if shared else {}
     replace = dataclasses.replace
     return replace(layer, mixing=replace(layer.mixing, **own), feed=replace(layer.feed, **width))
@@ -99,23 +124,30 @@ def check_params(declared: Any, size: int) -> None:
             raise ConfigError(
                 f"--tp-size {size}: how to divide {param.sources[0]} isn't decided; --tp-size 1 serves it"
             )
-        _, block = _grain(param, False)
+        (_, block), among = _grain(param, False), size // param.split.groups
+        more = ", or --ep-size to divide experts whole" if param.stacked else ""
         for i in range(len(param.split.parts)):
-            for start, stop, _ in _spans(_parts(param, i), 0, size, param.split.padded):
+            for start, stop, _ in _spans(_parts(param, i), 0, among, param.split.padded):
                 if start % block or stop % block:
                     raise ConfigError(
                         f"--tp-size {size}: {param.sources[i]} would be cut into {stop - start} {param.split.along}, "
-                        f"and blocks of {block} share a scale, which can't be cut. Use fewer devices, or an "
-                        "unquantised checkpoint"
+                        f"and blocks of {block} share a scale, which can't be cut. Use fewer devices, an unquantised "
+                        f"checkpoint{more}"
                     )
 
 
-def local_param(param: Param, size: int) -> Param:
-    """The declaration of one device's part."""
+def local_param(param: Param, size: int, rank: int = 0) -> Param:
+    """The declaration of one device's part. Of experts that come one by one, its sources are the device's own."""
     split, shape = param.split, list(param.shape)
+    among = size // split.groups
+    if split.groups > 1:
+        shape[0] //= split.groups
+        own = own_sources(param, rank, size)
+        of = lambda told: tuple(told[i] for i in own) if told else ()  # noqa: E731
+        param = dataclasses.replace(param, sources=of(param.sources), scales=of(param.scales))
     if split.along in ("whole", "once"):
-        return param
-    widths = [sum(_held(units, size, split.padded) * width for units, width in parts) for parts in split.parts]
+        return dataclasses.replace(param, shape=tuple(shape))
+    widths = [sum(_held(units, among, split.padded) * width for units, width in parts) for parts in split.parts]
     if split.along == "inputs":
         shape[_axis(param)] = widths[0]
         return dataclasses.replace(param, shape=tuple(shape))
@@ -124,6 +156,16 @@ def local_param(param: Param, size: int) -> Param:
     shape[_axis(param)] = sum(splits)
     interleave = run_length(sum(splits) // 2) if param.layout.interleave else 0
     return dataclasses.replace(param, shape=tuple(shape), layout=Layout(splits, interleave, param.layout.grouped))
+
+
+def own_sources(param: Param, rank: int, size: int) -> range:
+    """Which of a parameter's sources a device has a part of: those of its experts, where each has some of its own."""
+    count = len(param.sources)
+    if count == 1:
+        return range(1)
+    each = count // param.split.groups
+    group = rank // (size // param.split.groups)
+    return range(group * each, (group + 1) * each)
 
 
 def _axis(param: Param) -> int:
@@ -142,6 +184,12 @@ def _held(units: int, size: int, padded: bool) -> int:
 def cut(param: Param, i: int, tensor: np.ndarray, rank: int, size: int, scale: bool = False) -> np.ndarray:
     """A device's part of a parameter's i-th source, or of the tensor of its scales: a copy, padded with zeros."""
     split = param.split
+    if split.groups > 1:
+        group, rank = divmod(rank, size // split.groups)
+        size //= split.groups
+        if len(param.sources) == 1:  # all experts in one tensor
+            held = len(tensor) // split.groups
+            tensor = tensor[group * held : (group + 1) * held]
     if split.along == "whole" or (split.along == "once" and rank == 0):
         return np.array(tensor)
     if split.along == "once":
@@ -207,6 +255,8 @@ def joined(param: Param, made: Sequence[Any], mesh: Mesh) -> Any:
     quantised = param.of_matmul and not isinstance(param.format, Unquantised)
     if quantised and not param.stacked and axis is not None:
         axis = 1 - axis  # values are [outputs, inputs]
+    if param.split.groups > 1:
+        axis = 0  # one device's experts after the other's, whatever it has of them
     if not isinstance(made[0], Weight):
         return _global(axis, made, mesh)
     scales = None
@@ -292,6 +342,15 @@ def devices() -> int:
 def total(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """The sum over all devices, the same bits on each."""
     return x if devices() == 1 else jax.lax.psum(x, AXIS)
+
+
+def own_experts(ids: Int[Array, "t w"], experts: int, groups: int) -> Int[Array, "t w"]:
+    """The chosen experts by their numbers on this device, of whose group each is or isn't; the shared expert is on
+    all devices and comes after the others."""
+    held, among = experts // groups, devices() // groups
+    first = jax.lax.axis_index(AXIS) // among * held
+    own = (ids >= first) & (ids < first + held)
+    return jnp.where(own, ids - first, jnp.where(ids == experts, held, NOBODY))
 
 
 def embed(table: Float[Array, "v d"], tokens: Int[Array, "*b"]) -> Float[Array, "*b d"]:

@@ -169,24 +169,27 @@ class Split:
     `parts`: for each source, what it consists of along that axis. A unit stays together, as a head's columns do, and
     each part is divided by itself, the same number of units to each device. One unit may be repeated on several
     devices. `padded`: zeros make the units up to a multiple of the devices.
+
+    `groups`, of experts: each group of neighbouring devices has some of the experts, whose columns its devices share.
     """
 
     along: Literal["outputs", "inputs", "whole", "once"]
     parts: tuple[Parts, ...] = ()
     padded: bool = False
+    groups: int = 1
 
 
 WHOLE, ONCE = Split("whole"), Split("once")
 
 
-def by_outputs(*sources: Parts, padded: bool = False) -> Split:
+def by_outputs(*sources: Parts, padded: bool = False, groups: int = 1) -> Split:
     """Each source divided by its own outputs."""
-    return Split("outputs", sources, padded)
+    return Split("outputs", sources, padded, groups)
 
 
-def by_inputs(units: int, width: int = 1, padded: bool = False) -> Split:
+def by_inputs(units: int, width: int = 1, padded: bool = False, groups: int = 1) -> Split:
     """All sources divided by the inputs that they share."""
-    return Split("inputs", (((units, width),),), padded)
+    return Split("inputs", (((units, width),),), padded, groups)
 
 
 def matmul(x: Float[Array, "*b k"], weight: Weight, dtype: Any = None) -> Float[Array, "*b n"]:

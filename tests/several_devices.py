@@ -104,10 +104,10 @@ def expected(folder: Path, draft: str, structured: bool, **options) -> tuple[Mem
     return llm.engine.runner.plan, list(runs(llm, structured))
 
 
-def check(folder: Path, draft: str, size: int, structured=False, **options) -> LLM:
+def check(folder: Path, draft: str, size: int, structured=False, groups=1, **options) -> LLM:
     """Texts are one device's. Each array of the state is what its shards make together, heads that several devices
     have counted once."""
-    several = engine(folder, draft, size, **options)
+    several = engine(folder, draft, size, ep_size=groups, **options)
     _, of_one = expected(folder, draft, structured, **options)
     for (name, (texts, logprobs), state), (_, own, shards) in zip(of_one, runs(several, structured), strict=True):
         assert own[0] == texts, name
@@ -183,6 +183,7 @@ def test_what_cannot_be_divided_is_refused_by_name():
         (2, "eagle3:x", {"topk": 2, "num_steps": 2}, ["--tp-size 2", "--topk 2"]),
         (2, "ngram+eagle3:x", {}, ["--tp-size 2", "ngram+eagle3"]),
         (2, f"dspark:{GOLDEN / 'dspark' / 'deepspec'}", {}, ["--tp-size 2", "dspark", "eagle3"]),
+        (2, "none", {"ep_size": 2}, ["--ep-size 2", "has none"]),
         (2, "tests.engines:CountUp", {}, ["--tp-size 2", "CountUp"]),
         (2, "eagle3:x", {"draft_token_map": "ids.json"}, ["--tp-size 2", "ids.json"]),
     ):
@@ -260,6 +261,25 @@ def test_fp8_experts(tmp_path):
     source = tiny_checkpoint("qwen3_moe", VOCAB, 2, tokenizer=True, **sizes)
     folder, _ = quantised.write(source, tmp_path)
     check(folder, "ngram", 2)
+    check(folder, "none", 2, groups=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family,draft,size,groups", [
+    ("qwen3_moe", "ngram", 4, 2),
+    ("qwen3_moe", "none", 4, 4),
+    ("gpt_oss", "ngram", 4, 2),
+    ("qwen3_next", "mtp", 4, 2),
+    ("qwen3_5_moe", "mtp", 2, 2),
+])  # fmt: skip
+def test_experts_divided_among_groups(family, draft, size, groups):
+    with_mtp = functools.partial(hybrids.checkpoint, family, VOCAB, 2, **EIGHT | HYBRID)
+    folder = with_mtp() if draft == "mtp" else checkpoint(family)
+    several = check(folder, draft, size, groups=groups)
+    stacks = several.engine.runner.model.params["layers"][0]["experts_down"].values
+    held, _, columns = stacks.addressable_shards[0].data.shape
+    mixture = several.engine.model_config.decoder.mixture
+    assert (held, columns) == (mixture.experts // groups, mixture.width * groups // size)
 
 
 @pytest.mark.exhaustive
@@ -269,8 +289,9 @@ def test_mxfp4_experts(tmp_path):
     folder, _ = quantised.write_mxfp4(source, tmp_path)
     for size in (2, 4):
         check(folder, "ngram", size)
-    with pytest.raises(jaxspec.ConfigError, match=r"down_proj_blocks would be cut into 16 inputs, and blocks of 32"):
+    with pytest.raises(jaxspec.ConfigError, match=r"down_proj_blocks would be cut into 16 inputs, .* --ep-size"):
         engine(folder, "none", 8)
+    check(folder, "none", 8, groups=2)
 
 
 @pytest.mark.exhaustive

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -84,6 +84,7 @@ def load_model(
     quantization: str | None = None,
     fp8_activations: bool = False,
     tp_size: int = 1,
+    ep_size: int = 1,
 ) -> Model:
     """Find a model (see `resolve`), and read it shard by shard onto the device.
 
@@ -96,11 +97,13 @@ def load_model(
       in `dtype`. A checkpoint that is quantised already stays as it is.
     - `fp8_activations`: multiply FP8 weights by rows that are quantised as well, and not by `dtype`'s.
     - `tp_size`: divide the params among so many devices. The engine runs such a model, `jaxspec.functional` doesn't.
+    - `ep_size`: divide experts among so many groups of these devices.
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
     source = resolve(path_or_id, revision, load_format=load_format)
     config = source.config
+    config = replace(config, decoder=sharding.in_groups(config.decoder, tp_size, ep_size))
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

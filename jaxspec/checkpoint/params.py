@@ -70,13 +70,11 @@ def _placed(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray],
 def _divided(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray], dtype: str, mesh: Mesh) -> Any:
     """The parameter on the devices of a mesh, made there of each one's part of its sources."""
     size, made = mesh.size, []
-    one = sharding.local_param(param, size)
+    names = [name for name, _ in param.scales]
     for rank, device in enumerate(mesh.devices):
-        own = [sharding.cut(param, i, tensor, rank, size) for i, tensor in enumerate(host)]
-        own_scales = {
-            name: sharding.cut(param, i, scales[name], rank, size, scale=True)
-            for i, (name, _) in enumerate(param.scales)
-        }
+        one, held = sharding.local_param(param, size, rank), sharding.own_sources(param, rank, size)
+        own = [sharding.cut(param, i, host[i], rank, size) for i in held]
+        own_scales = {names[i]: sharding.cut(param, i, scales[names[i]], rank, size, scale=True) for i in held if names}
         with jax.default_device(device):
             made.append(_placed(one, own, own_scales, dtype))
     return sharding.joined(param, made, mesh)

@@ -29,7 +29,7 @@ from jaxspec.pallas import write_heads
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.top_experts import top_experts
-from jaxspec.sharding import devices, total
+from jaxspec.sharding import devices, own_experts, total
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
@@ -299,6 +299,8 @@ def mix_experts(
         stacks.append((weights["shared_gate_up"], weights["shared_down"]))
         shared, each = (rows, weights["shared_gate"].dequantised(rows.dtype)), each + 1
     ids, scores = top_experts(logits, positions, shared, m.per_token, m.renormalised)
+    if m.groups > 1:
+        ids = own_experts(ids, m.experts, m.groups)
     rows, ids, scores = (a[:valid] for a in (rows, ids, scores))
     other = None if m.activation == "silu" else gating(m.activation)
     return experts_mlp(rows, stacks, ids, scores, each, residual, other)

@@ -38,7 +38,7 @@ IMPLEMENTS = {
     DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
     Mlp: frozenset({"width", "bias", "activation"}),
     Mixture: frozenset(
-        {"experts", "per_token", "width", "renormalised", "shared", "bias", "router_bias", "activation"}
+        {"experts", "per_token", "width", "renormalised", "shared", "bias", "router_bias", "activation", "groups"}
     ),
     ClampedSwiglu: frozenset({"alpha", "limit"}),
     Norm: frozenset({"eps", "centred"}),

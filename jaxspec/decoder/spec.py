@@ -136,7 +136,7 @@ class Mixture:
 
     `renormalised`: the weights of those picked sum to one, as after a softmax over their logits alone. `shared`: the
     width of one more, that every token has; 0: there is none. `bias`: of the experts' matrices. `router_bias`: of the
-    router's logits.
+    router's logits. `groups`: how many groups of devices the experts are divided among; see `weights.Split`.
     """
 
     experts: int
@@ -147,6 +147,7 @@ class Mixture:
     bias: bool = False
     router_bias: bool = False
     activation: Literal["silu"] | ClampedSwiglu = "silu"
+    groups: int = 1
 
 
 @dataclass(frozen=True)

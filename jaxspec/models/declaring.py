@@ -152,13 +152,13 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
     """
     e, f, s = mixture.experts, mixture.width, mixture.shared
     each, shared = prefix + "experts.{}.", prefix + "shared_expert."
-    halves = lambda width: by_outputs(*[((width, 1),)] * 2)  # noqa: E731
+    halves = lambda width, groups=1: by_outputs(*[((width, 1),)] * 2, groups=groups)  # noqa: E731
     gate_up = {each + "gate_proj.weight": f, each + "up_proj.weight": f}
     down = {each + "down_proj.weight": d}
     tree = {
         "router": linear(d, {prefix + "gate.weight": e}, exact=True, split=WHOLE),
-        "experts_gate_up": expert_stack(e, d, prefix + "experts.gate_up_proj", gate_up, halves(f)),
-        "experts_down": expert_stack(e, f, prefix + "experts.down_proj", down, by_inputs(f)),
+        "experts_gate_up": expert_stack(e, d, prefix + "experts.gate_up_proj", gate_up, halves(f, mixture.groups)),
+        "experts_down": expert_stack(e, f, prefix + "experts.down_proj", down, by_inputs(f, groups=mixture.groups)),
     }
     if s:
         gate_up = {shared + "gate_proj.weight": s, shared + "up_proj.weight": s}

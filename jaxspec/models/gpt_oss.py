@@ -14,7 +14,7 @@ from jaxspec.decoder.spec import ClampedSwiglu, Decoder, Mixture
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
 from jaxspec.values import positive, positive_float
-from jaxspec.weights import ONCE, WHOLE, Layout, Param, Split, bias, by_inputs, by_outputs, linear
+from jaxspec.weights import WHOLE, Layout, Param, Split, bias, by_inputs, by_outputs, linear
 
 __all__ = ["read", "tensors"]
 
@@ -79,7 +79,7 @@ def mixture(hf: reading.Config) -> Mixture:
 def mixture_tensors(m: Mixture, d: int, prefix: str) -> Tensors:
     """Router and experts with their biases. Here gate's rows come first, as in other mixtures."""
     e, f, experts = m.experts, m.width, prefix + "experts."
-    gate_up, down, pairs = Layout((2 * f,), grouped=(1, 1)), Layout((d,)), by_outputs(((f, 2),))
+    gate_up, down, pairs = Layout((2 * f,), grouped=(1, 1)), Layout((d,)), by_outputs(((f, 2),), groups=m.groups)
 
     def stack(name: str, outputs: int, inputs: int, layout: Layout, split: Split) -> Param:
         name = experts + name
@@ -93,8 +93,8 @@ def mixture_tensors(m: Mixture, d: int, prefix: str) -> Tensors:
         "router_bias": bias({prefix + "router.bias": e}, split=WHOLE),
         "experts_gate_up": stack("gate_up_proj", 2 * f, d, gate_up, pairs),
         "experts_gate_up_bias": biases("gate_up_proj_bias", 2 * f, gate_up, pairs),
-        "experts_down": stack("down_proj", d, f, down, by_inputs(f)),
-        "experts_down_bias": biases("down_proj_bias", d, down, ONCE),
+        "experts_down": stack("down_proj", d, f, down, by_inputs(f, groups=m.groups)),
+        "experts_down_bias": biases("down_proj_bias", d, down, Split("once", groups=m.groups)),
     }
 
 

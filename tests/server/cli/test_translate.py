@@ -88,7 +88,7 @@ def test_translations(line, here):
     [
         ("--torchao-config int4wo", "--torchao-config: weights are quantised by --quantization fp8"),
         ("--enable-lora --lora-modules a=b", "--enable-lora: LoRA"),
-        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: of several GPUs, only --tp-size is supported"),
+        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: of several GPUs, --tp-size and"),
         ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: supported are"),
         ("--speculative-config nonsense", "--speculative-config 'nonsense': it isn't a JSON object"),
         ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are dflash, "),
