@@ -15,9 +15,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxspec
-from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
+from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput, sharding
 from jaxspec.cache import MemoryPlan
 from jaxspec.checkpoint import ModelFolder
 from jaxspec.decoder.spec import DeltaRule
@@ -37,7 +38,7 @@ HYBRID = dict(linear_num_key_heads=8, linear_num_value_heads=16, shared_expert_i
 greedy = functools.partial(SamplingParams, temperature=0.0, seed=0, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7], list(range(40)), [5, 6] * 12, [*list(range(40)), 9]]
 BATCHES = {
-    "greedy": [greedy(max_tokens=n) for n in (12, 9, 14, 1, 12)],
+    "greedy": [greedy(max_tokens=n) for n in (24, 20, 28, 1, 24)],
     "sampled": [
         greedy(max_tokens=10),
         SamplingParams(temperature=0.9, top_p=0.9, max_tokens=12, seed=3, ignore_eos=True),
@@ -68,7 +69,7 @@ def checkpoint(family: str) -> Path:
 def engine(folder: Path, draft: str, size: int, **options) -> LLM:
     """Four slots, and fewer pages than they may fill, so that requests are preempted."""
     more = {"num_draft_tokens": 3} if draft != "none" else {}
-    more |= {"max_running_requests": 4, "context_length": 96, "page_size": 8, "max_total_tokens": 144}
+    more |= {"max_running_requests": 4, "context_length": 96, "page_size": 8, "max_total_tokens": 112}
     more |= {"dtype": "float32", "skip_warmup": True, "few_programs": True}
     return LLM(str(folder), draft, tp_size=size, **more | options)
 
@@ -165,6 +166,8 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     )  # the state is updated in place
     shards = [x.addressable_shards[0].data.nbytes / x.nbytes for x in jax.tree.leaves(runner.model.params)]
     assert min(shards) == 0.5
+    stats = several.engine.stats()
+    assert stats["preemptions_total"] and stats["cached_tokens_total"]  # what the batches are there for
     plan, _ = expected(folder, f"eagle3:{eagle3(folder)}", False)
     assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
     assert runner.plan.kv_bytes == plan.kv_bytes / 2
@@ -173,6 +176,21 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
 
 def eagle3(folder: Path) -> Path:
     return heads.random_eagle3(folder, tuple(range(3, VOCAB, 2)), (0, 1))
+
+
+def test_padding_of_a_vocabulary_is_nobodys_token():
+    """Its logits are zero, and these are all negative. Of equal ones, the first token is taken, as by one device."""
+    logits = -np.array([[5, 1, 2, 3, 1], [2, 2, 2, 2, 2], [9, 8, 7, 6, 5]], np.float32)
+    padded = np.pad(logits, ((0, 0), (0, 3)))
+
+    def decide(part):
+        return sharding.top_tokens(part, 5), sharding.told(sharding.owned(part, 5), 3)
+
+    by_columns = PartitionSpec(None, sharding.AXIS)
+    run = sharding.spread(decide, sharding.mesh_of(4), (by_columns,), sharding.EVERYWHERE)
+    best, whole = jax.jit(run)(padded)
+    assert best.tolist() == [1, 0, 4]
+    np.testing.assert_array_equal(whole, logits)
 
 
 def test_what_cannot_be_divided_is_refused_by_name():
