@@ -117,8 +117,8 @@ def _local_layer(layer: Layer, size: int) -> Layer:
 
 
 def check_params(declared: Any, size: int) -> None:
-    """**Raises:** `ConfigError` for a parameter that nobody has decided about, and for one of which a block that shares
-    a scale would have to be cut. Sizes are checked by `local`."""
+    """**Raises:** `ConfigError` for a parameter that nobody has decided about, for one that so many devices can't
+    divide, and for one of which a block that shares a scale would have to be cut."""
     for param in jax.tree.leaves(declared):
         if param.split is None:
             raise ConfigError(
@@ -127,6 +127,12 @@ def check_params(declared: Any, size: int) -> None:
         (_, block), among = _grain(param, False), size // param.split.groups
         more = ", or --ep-size to divide experts whole" if param.stacked else ""
         for i in range(len(param.split.parts)):
+            for units, width in _parts(param, i):
+                if units % among and among % units and not param.split.padded:
+                    raise ConfigError(
+                        f"--tp-size {size}: {param.sources[i]} has {units} x {width} {param.split.along}, and {among} "
+                        f"devices can't divide {units}"
+                    )
             for start, stop, _ in _spans(_parts(param, i), 0, among, param.split.padded):
                 if start % block or stop % block:
                     raise ConfigError(

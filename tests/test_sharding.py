@@ -112,6 +112,12 @@ def test_what_nobody_decided_about_is_refused():
         sharding.check_params([linear(4, {"x.weight": 8})], 2)
 
 
+def test_a_drafters_tensor_that_cannot_be_divided_is_named():
+    param = linear(4, {"mlp.gate.weight": 2048}, split=by_outputs(((2048, 1),)))
+    with pytest.raises(ConfigError, match=r"--tp-size 3: mlp\.gate\.weight has 2048 x 1 outputs, and 3 devices can't"):
+        sharding.check_params([param], 3)
+
+
 @pytest.mark.parametrize("family,sizes,size,words", [
     ("llama", {}, 16, "8 query heads can't be divided among 16 devices; 1, 2, 4, 8 are possible"),
     ("llama", {"num_key_value_heads": 4, "num_attention_heads": 12}, 6, "4 KV heads"),

@@ -22,7 +22,7 @@ from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.params import assemble, dummy
 from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, unused
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.config import DTYPES, ModelConfig
+from jaxspec.config import DTYPES, ConfigError, ModelConfig
 from jaxspec.models import MODELS
 from jaxspec.request import RequestError, SamplingParams
 from jaxspec.tokenizer import Tokenizer
@@ -103,14 +103,17 @@ def load_model(
     """
     source = resolve(path_or_id, revision, load_format=load_format)
     config = source.config
-    config = replace(config, decoder=sharding.in_groups(config.decoder, tp_size, ep_size))
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if quantization not in (None, *FORMATS):
         raise CheckpointError(f"quantization must be None or one of {', '.join(FORMATS)}, got {quantization!r}")
     mesh = sharding.mesh_of(tp_size)
-    sharding.local(config.decoder, tp_size)  # refuses what can't be divided before it is read
+    try:
+        config = replace(config, decoder=sharding.in_groups(config.decoder, tp_size, ep_size))
+        sharding.local(config.decoder, tp_size)  # refuses what can't be divided before it is read
+    except ConfigError as error:
+        raise ConfigError(f"{source.name}: {error}") from error
     declared, how = MODELS[config.model_type].tensors(config.decoder), source.files.quantization
     online = quantization is not None and how is None
     declared = in_format(declared, how, quantization, load_format, fp8_activations)
