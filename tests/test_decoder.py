@@ -120,6 +120,7 @@ FIELDS = {
         "bias": (True, {EVERY}),
         "router_bias": (True, {EVERY}),
         "activation": (ClampedSwiglu(1.702, 7.0), {EVERY}),
+        "groups": (2, {EVERY}),
     },
     Layer: {
         "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM}),
