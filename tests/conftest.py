@@ -79,6 +79,7 @@ LONGEST = (
     "drafter_weights",
     "mxfp4",
     "delta_step",
+    "sharding",
     "tile_matmul",
     "objectives",
     "verify",
