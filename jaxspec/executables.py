@@ -14,6 +14,7 @@ import logging
 import os
 import pickle
 import secrets
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,28 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
+from jaxspec.checkpoint.demo import cache_folder
+
 log = logging.getLogger("jaxspec")
+
+
+def enable_compilation_cache() -> None:
+    """Keep compiled programs on disk, so that a second start is quick, unless the user set jax's own option.
+
+    If the folder can't be written, a warning says so and each start compiles.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = cache_folder() / "programs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        log.warning("compiled programs can't be kept in %s, so each start compiles them: %s", folder, error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 class Executables:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import tempfile
 import threading
 import time
 from typing import Any
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxspec import sharding
-from jaxspec.batch import Shapes, fit, ladder, pack_admission, pack_blocks
+from jaxspec.batch import fit, pack_admission, pack_blocks
 from jaxspec.cache import (
     MemoryPlan,
     PageLayout,
@@ -32,9 +31,10 @@ from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.decoder.spec import Mixture
+from jaxspec.defaults import resolve, shapes_of, small_model
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
-from jaxspec.executables import Executables
+from jaxspec.executables import Executables, enable_compilation_cache
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.hopper import kernels_here
 from jaxspec.programs import Programs, compile_counter
@@ -46,67 +46,6 @@ from jaxspec.structured.masks import ALL
 from jaxspec.structured.programs import ON_DEVICE, columns
 
 log = logging.getLogger("jaxspec")
-
-SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
-SMALL_MODEL = 2**30  # bytes of weights below which that is worth it
-
-
-@dataclasses.dataclass(frozen=True)
-class Defaults:
-    """The defaults of options that are left to the machine, and other differences between machines.
-
-    `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
-    `mixture_prefill_size`: `chunked_prefill_size` of a mixture of experts, since a program of many tokens reads all
-    experts. `least_rows`: the fewest rows of a round of several requests, padding included; on a GPU fewer cost as
-    much.
-    """
-
-    block: int
-    page_size: int
-    max_running_requests: int
-    chunked_prefill_size: int
-    mixture_prefill_size: int
-    least_rows: int
-    small_model_rounds: int
-
-
-CPU = Defaults(
-    block=32,
-    page_size=16,
-    max_running_requests=4,
-    chunked_prefill_size=256,
-    mixture_prefill_size=256,
-    least_rows=1,
-    small_model_rounds=1,
-)
-GPU = Defaults(
-    block=64,
-    page_size=64,
-    max_running_requests=128,
-    chunked_prefill_size=2048,
-    mixture_prefill_size=8192,
-    least_rows=8,
-    small_model_rounds=8,
-)
-
-
-def enable_compilation_cache() -> None:
-    """Keep compiled programs on disk, so that a second start is quick, unless the user set jax's own option.
-
-    If the folder can't be written, a warning says so and each start compiles.
-    """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    folder = cache_folder() / "programs"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4096))
-    except OSError as error:
-        log.warning("compiled programs can't be kept in %s, so each start compiles them: %s", folder, error)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +101,10 @@ class Runner:
             drafter = drafter.on_one_of(options.tp_size)
             self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self._mesh))
         self._drafter = drafter
-        self.config = _resolve(options, self.model, self.draft)
+        self.config = resolve(options, self.model, self.draft)
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
-        self.shapes = _shapes(self.config, drafter, alone=not small_model(self.model))
+        self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model))
         self.grammars: Grammars | None = None
         if self.shapes.structured and self.model.tokenizer is not None and self.model.eos_ids:
             self.grammars = Grammars(self.model.tokenizer, self.model.config.vocab_size, self.model.eos_ids)
@@ -214,10 +153,10 @@ class Runner:
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
         plan = plan_memory(
-            weight_bytes=_bytes(self.model.params),
-            draft_weight_bytes=_bytes(self.draft.params, self.model.params),
+            weight_bytes=sharding.bytes_of(self.model.params),
+            draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
-            slot_bytes=_bytes((empty.slots, empty.hidden, empty.features)),
+            slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features)),
             # an estimate, until the programs are compiled: logits and the few arrays of their size that sampling
             # makes, or an MLP's activations in a prefill
             workspace_bytes=4 * (4 * rows * self._local.vocab_size) // config.tp_size
@@ -385,84 +324,3 @@ def _widest(config: ModelConfig) -> int:
     """Numbers per token that a layer's MLP holds at once: a dense one's activations, or each chosen expert's rows."""
     rows = lambda m: m.per_token * (2 * config.hidden_size + m.width) if isinstance(m, Mixture) else 4 * m.width  # noqa: E731
     return max(rows(layer.feed) for layer in config.decoder.layers)
-
-
-def _bytes(tree: Any, beside: Any = None) -> int:
-    """Bytes of a tree's arrays on a device, without those that are in `beside` too: a drafter may borrow the
-    target's."""
-    counted = {id(x) for x in jax.tree.leaves(beside)}
-    own = sharding.on_one([x for x in jax.tree.leaves(tree) if id(x) not in counted])
-    return sum(x.size * x.dtype.itemsize for x in own)
-
-
-def _defaults() -> Defaults:
-    return CPU if jax.default_backend() == "cpu" else GPU
-
-
-def _resolve(
-    options: EngineConfig, model: Model, draft: LoadedDrafter, defaults: Defaults | None = None
-) -> EngineConfig:
-    """Fill in the options that were left open, and refuse combinations that don't fit together.
-
-    `defaults`: of another machine than this one.
-    """
-    defaults = defaults or _defaults()
-    context = options.context_length or model.config.max_position
-    if context > model.config.max_position:
-        raise ConfigError(
-            f"--context-length {context} exceeds the {model.config.max_position} positions of {model.name}"
-        )
-    if model.config.linear and draft.drafter.topk > 1:
-        raise ConfigError(
-            f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
-            "the next, so drafts must be a chain. Drop --topk"
-        )
-    chunk = options.chunked_prefill_size or (
-        defaults.mixture_prefill_size if model.config.decoder.mixture else defaults.chunked_prefill_size
-    )
-    small = small_model(model)
-    return dataclasses.replace(
-        options,
-        draft=draft.name,
-        num_draft_tokens=draft.drafter.num_draft_tokens or None,
-        num_steps=draft.drafter.longest or None,
-        topk=draft.drafter.topk,
-        dtype=model.dtype,
-        context_length=context,
-        max_running_requests=options.max_running_requests or defaults.max_running_requests,
-        chunked_prefill_size=-(-chunk // defaults.block) * defaults.block,
-        page_size=options.page_size or defaults.page_size,
-        num_continuous_decode_steps=options.num_continuous_decode_steps
-        or (defaults.small_model_rounds if small else 1),
-    )
-
-
-def small_model(model: Model) -> bool:
-    """Whether a round is so short that a program should have several."""
-    return _bytes(model.params) < SMALL_MODEL
-
-
-def _shapes(config: EngineConfig, drafter: Drafter, alone: bool = True, defaults: Defaults | None = None) -> Shapes:
-    """`alone`: whether there is a round for one request, whose attention is divided among all multiprocessors.
-
-    Without it, one request is padded to `least_rows` as others are, which is faster for small models.
-    `defaults`: as of `_resolve`.
-    """
-    defaults, width = defaults or _defaults(), drafter.num_draft_tokens + 1
-    slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
-    blocks = config.chunked_prefill_size // defaults.block
-    enough = lambda size: size * width >= defaults.least_rows or size == slots or (size == 1 and alone)  # noqa: E731
-    batches = tuple(filter(enough, ladder(slots)))
-    firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
-    return Shapes(
-        num_slots=slots,
-        capacity=config.context_length,
-        pages_per_seq=-(-(config.context_length + drafter.lookahead) // config.page_size),
-        block=defaults.block,
-        prefills=ladder(blocks),
-        score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
-        firsts=firsts[-1:] if config.few_programs else firsts,
-        batches=batches[-1:] if config.few_programs else batches,
-        rounds=rounds,
-        structured=not config.disable_structured_output,
-    )

@@ -419,3 +419,11 @@ def told(tree: Any, b: int) -> Any:
     if devices() == 1:
         return tree
     return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, tiled=True)[:b], tree)
+
+
+def bytes_of(tree: Any, beside: Any = None) -> int:
+    """Bytes of a tree's arrays on a device, without those that are in `beside` too: a drafter may borrow the
+    target's."""
+    counted = {id(x) for x in jax.tree.leaves(beside)}
+    own = on_one([x for x in jax.tree.leaves(tree) if id(x) not in counted])
+    return sum(x.size * x.dtype.itemsize for x in own)

@@ -34,7 +34,7 @@ from jax import export
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu import lowering as mosaic
 
-from jaxspec import runner
+from jaxspec import defaults, runner
 from jaxspec.checkpoint import Model, load
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
@@ -313,7 +313,7 @@ def run(
     out: Path, models: list[str], layers: int, modes: list[str], everything: bool, alone: bool, only: str | None
 ) -> None:
     """Lower and write hashes, by program, to `out`."""
-    runner._defaults = lambda: runner.GPU
+    defaults.here = lambda: defaults.GPU
     hopper.kernels_here = lambda: None
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("jaxspec") and hasattr(module, "kernels_here"):

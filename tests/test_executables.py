@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import executables, runner
+from jaxspec import executables
 from jaxspec.executables import Executables
 
 ARGUMENTS = {"a": jnp.zeros((2, 3)), "b": jnp.zeros((4,), jnp.int32)}
@@ -132,7 +132,7 @@ def test_a_cache_folder_that_cant_be_written_to_costs_a_warning(tmp_path, monkey
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path if usable else tmp_path / "file"))
     set_to = {}
     config = SimpleNamespace(jax_compilation_cache_dir=None, update=set_to.__setitem__)
-    monkeypatch.setattr(runner, "jax", SimpleNamespace(config=config))
-    runner.enable_compilation_cache()
+    monkeypatch.setattr(executables, "jax", SimpleNamespace(config=config))
+    executables.enable_compilation_cache()
     assert ("jax_compilation_cache_dir" in set_to) == usable
     assert ("can't be kept" in caplog.text) != usable

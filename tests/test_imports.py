@@ -17,16 +17,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A line's modules may import those of their own line and of the lines above it here.
 LAYERS = (
-    "fp8 mxfp4 weights options values elsewhere measure pages sequence executables stats",
+    "fp8 mxfp4 weights options values elsewhere measure pages sequence stats",
     "request pallas",
     "decoder sharding",
     "config",
     "models tokenizer",
     "checkpoint cache sampling flags",
-    "batch draft mixers verify scheduler",
+    "batch draft mixers verify scheduler executables",
     "drafters round",
     "structured programs functional",
-    "runner",
+    "defaults runner",
     "intake",
     "engine gathered",
     "llm",

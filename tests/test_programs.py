@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jaxspec import runner
+from jaxspec import defaults, runner
 from jaxspec.config import EngineConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import counting
@@ -21,7 +21,7 @@ FEW, DRAFTED = ("none", 27), ("ngram", 45)  # what drafts, and how many requests
 @pytest.fixture
 def programs(monkeypatch, tmp_path):
     """Those of an engine with random weights of a family, with a GPU's defaults and kernels."""
-    monkeypatch.setattr(runner, "_defaults", lambda: runner.GPU)
+    monkeypatch.setattr(defaults, "here", lambda: defaults.GPU)
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
 
     def of(family: str, draft: str, requests: int, **options) -> runner.Runner:

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxspec import load_drafter, load_model, runner
+from jaxspec import defaults, load_drafter, load_model, runner
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config import ConfigError, EngineConfig
 from tests.tiny import tiny_checkpoint
@@ -17,8 +17,8 @@ def resolve(monkeypatch):
 
     def on(backend, **options):
         monkeypatch.setattr(jax, "default_backend", lambda: backend)
-        config = runner._resolve(EngineConfig(draft="ngram", **options), model, draft)
-        return config, runner._shapes(config, draft.drafter)
+        config = defaults.resolve(EngineConfig(draft="ngram", **options), model, draft)
+        return config, defaults.shapes_of(config, draft.drafter)
 
     return on
 
@@ -40,7 +40,7 @@ def test_on_a_gpu_programs_are_for_many_rows(resolve):
 def test_a_mixture_takes_longer_prompts_at_once(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     model = load_model(str(tiny_checkpoint("qwen3_moe")), progress=False)
-    of = lambda **options: runner._resolve(EngineConfig(**options), model, load_drafter("none", model))  # noqa: E731
+    of = lambda **options: defaults.resolve(EngineConfig(**options), model, load_drafter("none", model))  # noqa: E731
     assert of().chunked_prefill_size == 8192
     assert of(chunked_prefill_size=1024).chunked_prefill_size == 1024
 
@@ -53,7 +53,7 @@ def test_few_programs_are_for_one_batch(resolve):
 def test_small_models_run_several_rounds_in_a_program(resolve, monkeypatch):
     config, shapes = resolve("gpu", max_running_requests=6)
     assert (config.num_continuous_decode_steps, shapes.rounds) == (8, 8)
-    monkeypatch.setattr(runner, "SMALL_MODEL", 1)
+    monkeypatch.setattr(defaults, "SMALL_MODEL", 1)
     assert resolve("gpu")[1].rounds == 1
     assert resolve("gpu", num_continuous_decode_steps=3)[1].rounds == 3
 

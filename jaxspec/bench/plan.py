@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import drafters, runner
+from jaxspec import drafters
 from jaxspec.bench import engines, plots
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
@@ -33,10 +33,12 @@ from jaxspec.checkpoint import Model, ModelFolder, load_model, locate
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.config import DEFAULTS, ConfigError, EngineConfig
 from jaxspec.decoder.spec import DeltaRule, Mixture
+from jaxspec.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.drafters import LoadedDrafter, combined, load_drafter
 from jaxspec.flags import engine_options, positive
 from jaxspec.fp8 import BLOCK
 from jaxspec.mxfp4 import BLOCK as MXFP4_BLOCK
+from jaxspec.runner import Runner
 
 MIB = 2**20
 POOL = 0.95  # XLA's share of a GPU's memory, as `claim_device` sets it
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
         if args.gpus % tp:
             continue
         try:
-            made = planned(options, tp, runner.GPU, (gpu.memory, int(POOL * gpu.memory)))
+            made = planned(options, tp, GPU, (gpu.memory, int(POOL * gpu.memory)))
         except ConfigError as error:
             refused.append(f"TP {tp} doesn't do: {error}")
             continue
@@ -159,7 +161,7 @@ def _advice(rows: list[Row]) -> str:
     )
 
 
-class Planner(runner.Runner):
+class Planner(Runner):
     """A runner that plans memory and stops there. Its model and drafter are shapes without arrays.
 
     `defaults` and `memory` are those of the machine that is planned for; `memory` None: this one's.
@@ -170,14 +172,14 @@ class Planner(runner.Runner):
         options: EngineConfig,
         model: Model,
         draft: LoadedDrafter,
-        defaults: runner.Defaults,
+        defaults: Defaults,
         memory: tuple[int, int] | None,
     ):
         self.model, self.draft, self._memory = model, draft, memory
-        self.config = runner._resolve(options, model, draft, defaults)
+        self._local, self._drafter = model.config, draft.drafter  # a device's share is a model here
+        self.config = resolve(options, model, draft, defaults)
         self.width = draft.drafter.num_draft_tokens + 1
-        alone = not runner.small_model(model)
-        self.shapes = runner._shapes(self.config, draft.drafter, alone=alone, defaults=defaults)
+        self.shapes = shapes_of(self.config, draft.drafter, alone=not small_model(model), defaults=defaults)
         self.plan: MemoryPlan
         self.plan, self._layout = self._plan()
 
@@ -203,7 +205,7 @@ def sum_seconds(size: int, tp: int, sums: str) -> float:
     return two_shots if size > 2**20 else min(np.interp(size / 1024, kilobytes, microseconds) * 1e-6, two_shots)
 
 
-def planned(options: EngineConfig, tp: int, defaults: runner.Defaults, memory: tuple[int, int] | None) -> Planner:
+def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[int, int] | None) -> Planner:
     """The plan of one of `tp` devices. **Raises:** `ConfigError` if the model doesn't fit or can't be divided."""
     with tempfile.TemporaryDirectory() as where:
         if tp > 1:

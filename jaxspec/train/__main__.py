@@ -23,10 +23,10 @@ from jaxtyping import Int
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, resolve
 from jaxspec.config import ConfigError
+from jaxspec.executables import enable_compilation_cache
 from jaxspec.flags import engine_options
 from jaxspec.llm import LLM
 from jaxspec.request import RequestError
-from jaxspec.runner import enable_compilation_cache
 from jaxspec.tokenizer import TokenizerError
 from jaxspec.train import evaluate, export, flags, loop, plots, synthesise
 from jaxspec.train.continued import continued

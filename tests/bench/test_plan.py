@@ -9,7 +9,8 @@ import pytest
 from jaxspec.bench import plan
 from jaxspec.bench.__main__ import main
 from jaxspec.config import ConfigError, EngineConfig
-from jaxspec.runner import CPU, GPU, Runner
+from jaxspec.defaults import CPU, GPU
+from jaxspec.runner import Runner
 from tests.tiny import tiny_checkpoint, tiny_config
 
 H200 = plan.GPUS["h200"].memory, int(plan.POOL * plan.GPUS["h200"].memory)

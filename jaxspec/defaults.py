@@ -1,0 +1,129 @@
+"""What an engine's options come to for a model on a machine: open ones filled in, and the sizes of programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jaxspec import sharding
+from jaxspec.batch import Shapes, ladder
+from jaxspec.checkpoint import Model
+from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.draft import Drafter
+from jaxspec.drafters import LoadedDrafter
+
+SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
+SMALL_MODEL = 2**30  # bytes of weights below which that is worth it
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """The defaults of options that are left to the machine, and other differences between machines.
+
+    `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
+    `mixture_prefill_size`: `chunked_prefill_size` of a mixture of experts, since a program of many tokens reads all
+    experts. `least_rows`: the fewest rows of a round of several requests, padding included; on a GPU fewer cost as
+    much.
+    """
+
+    block: int
+    page_size: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    mixture_prefill_size: int
+    least_rows: int
+    small_model_rounds: int
+
+
+CPU = Defaults(
+    block=32,
+    page_size=16,
+    max_running_requests=4,
+    chunked_prefill_size=256,
+    mixture_prefill_size=256,
+    least_rows=1,
+    small_model_rounds=1,
+)
+GPU = Defaults(
+    block=64,
+    page_size=64,
+    max_running_requests=128,
+    chunked_prefill_size=2048,
+    mixture_prefill_size=8192,
+    least_rows=8,
+    small_model_rounds=8,
+)
+
+
+def here() -> Defaults:
+    return CPU if jax.default_backend() == "cpu" else GPU
+
+
+def resolve(
+    options: EngineConfig, model: Model, draft: LoadedDrafter, defaults: Defaults | None = None
+) -> EngineConfig:
+    """Fill in the options that were left open, and refuse combinations that don't fit together.
+
+    `defaults`: of another machine than this one.
+    """
+    defaults = defaults or here()
+    context = options.context_length or model.config.max_position
+    if context > model.config.max_position:
+        raise ConfigError(
+            f"--context-length {context} exceeds the {model.config.max_position} positions of {model.name}"
+        )
+    if model.config.linear and draft.drafter.topk > 1:
+        raise ConfigError(
+            f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
+            "the next, so drafts must be a chain. Drop --topk"
+        )
+    chunk = options.chunked_prefill_size or (
+        defaults.mixture_prefill_size if model.config.decoder.mixture else defaults.chunked_prefill_size
+    )
+    small = small_model(model)
+    return dataclasses.replace(
+        options,
+        draft=draft.name,
+        num_draft_tokens=draft.drafter.num_draft_tokens or None,
+        num_steps=draft.drafter.longest or None,
+        topk=draft.drafter.topk,
+        dtype=model.dtype,
+        context_length=context,
+        max_running_requests=options.max_running_requests or defaults.max_running_requests,
+        chunked_prefill_size=-(-chunk // defaults.block) * defaults.block,
+        page_size=options.page_size or defaults.page_size,
+        num_continuous_decode_steps=options.num_continuous_decode_steps
+        or (defaults.small_model_rounds if small else 1),
+    )
+
+
+def small_model(model: Model) -> bool:
+    """Whether a round is so short that a program should have several."""
+    return sharding.bytes_of(model.params) < SMALL_MODEL
+
+
+def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaults: Defaults | None = None) -> Shapes:
+    """`alone`: whether there is a round for one request, whose attention is divided among all multiprocessors.
+
+    Without it, one request is padded to `least_rows` as others are, which is faster for small models.
+    `defaults`: as of `resolve`.
+    """
+    defaults, width = defaults or here(), drafter.num_draft_tokens + 1
+    slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
+    blocks = config.chunked_prefill_size // defaults.block
+    enough = lambda size: size * width >= defaults.least_rows or size == slots or (size == 1 and alone)  # noqa: E731
+    batches = tuple(filter(enough, ladder(slots)))
+    firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
+    return Shapes(
+        num_slots=slots,
+        capacity=config.context_length,
+        pages_per_seq=-(-(config.context_length + drafter.lookahead) // config.page_size),
+        block=defaults.block,
+        prefills=ladder(blocks),
+        score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
+        firsts=firsts[-1:] if config.few_programs else firsts,
+        batches=batches[-1:] if config.few_programs else batches,
+        rounds=rounds,
+        structured=not config.disable_structured_output,
+    )
