@@ -43,7 +43,7 @@ FUZZ = settings(
 
 @pytest.fixture(autouse=True)
 def no_weights(monkeypatch):
-    monkeypatch.setattr(load, "assemble", lambda declared, tensors, dtype: None)
+    monkeypatch.setattr(load, "assemble", lambda declared, tensors, dtype, *_: None)
 
 
 def examine(path: Path, lines: int = 1) -> str | None:
