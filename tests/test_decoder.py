@@ -54,13 +54,13 @@ PLAINEST = {
     Layer: Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),
     Decoder: Decoder(512, 512, (Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),), NORM),
 }
-EVERY, FEW, FUSED, STREAM, HEADS = ["plain", "few_rows", "fused_norms", "weight_stream", "heads"]
-ALL = {EVERY, FEW, FUSED, STREAM, HEADS}
+EVERY, FEW, FUSED, STREAM, FP8, HEADS = ["plain", "few_rows", "fused_norms", "weight_stream", "fp8_rows", "heads"]
+ALL = {EVERY, FEW, FUSED, STREAM, FP8, HEADS}
 TABLES = {path.name: path.implements for path in PATHS} | {HEADS: HEADS_WRITTEN}
 
 # Of each field, another value than the plainest decoder's, and who computes that. Whoever adds a field decides here.
 FIELDS = {
-    Norm: {"eps": (1e-5, ALL), "centred": (True, {EVERY, FUSED})},
+    Norm: {"eps": (1e-5, ALL), "centred": (True, {EVERY, FUSED, FP8})},
     RopeScaling: {
         "factor": (2.0, ALL),
         "low_freq_factor": (2.0, ALL),
@@ -70,7 +70,7 @@ FIELDS = {
     Rope: {
         "theta": (1e6, ALL),
         "scaling": (SCALING, ALL),
-        "columns": (32, {EVERY, FUSED, STREAM}),
+        "columns": (32, {EVERY, FUSED, STREAM, FP8}),
         "interleaved": (True, {EVERY}),
     },
     Attention: {
@@ -79,11 +79,11 @@ FIELDS = {
         "head_dim": (64, ALL),
         "rope": (Rope(1e6), ALL),
         "qk_norm": (NORM, ALL),
-        "gated": (True, {EVERY, FUSED}),
+        "gated": (True, {EVERY, FUSED, FP8}),
         "bias": (True, {EVERY, HEADS}),
         "out_bias": (True, {EVERY, HEADS}),
         "window": (128, ALL),
-        "scale": (0.1, {EVERY, FUSED, STREAM}),
+        "scale": (0.1, {EVERY, FUSED, STREAM, FP8}),
         "sinks": (True, {EVERY, HEADS}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
@@ -96,45 +96,45 @@ FIELDS = {
         "truncate": (False, ALL),
     },
     DeltaRule: {
-        "key_heads": (4, {EVERY, FUSED}),
-        "value_heads": (8, {EVERY, FUSED}),
-        "key_dim": (64, {EVERY, FUSED}),
-        "value_dim": (64, {EVERY, FUSED}),
-        "taps": (3, {EVERY, FUSED}),
+        "key_heads": (4, {EVERY, FUSED, FP8}),
+        "value_heads": (8, {EVERY, FUSED, FP8}),
+        "key_dim": (64, {EVERY, FUSED, FP8}),
+        "value_dim": (64, {EVERY, FUSED, FP8}),
+        "taps": (3, {EVERY, FUSED, FP8}),
     },
     Mlp: {
-        "width": (2048, {EVERY, FEW, FUSED, STREAM}),
+        "width": (2048, {EVERY, FEW, FUSED, STREAM, FP8}),
         "bias": (True, {EVERY, FUSED}),
         "activation": ("gelu_tanh", {EVERY, FUSED}),
     },
     Unquantised: {},
-    Fp8: {"block": (None, {EVERY}), "activations": (True, {EVERY})},
+    Fp8: {"block": (None, {EVERY, FP8}), "activations": (True, {EVERY})},
     Mxfp4: {},
     ClampedSwiglu: {"alpha": (1.0, {EVERY}), "limit": (3.0, {EVERY})},
     Mixture: {
-        "experts": (16, {EVERY, FEW, FUSED}),
-        "per_token": (4, {EVERY, FEW, FUSED}),
-        "width": (256, {EVERY, FEW, FUSED}),
-        "renormalised": (False, {EVERY, FEW, FUSED}),
-        "shared": (128, {EVERY, FEW, FUSED}),
+        "experts": (16, {EVERY, FEW, FUSED, FP8}),
+        "per_token": (4, {EVERY, FEW, FUSED, FP8}),
+        "width": (256, {EVERY, FEW, FUSED, FP8}),
+        "renormalised": (False, {EVERY, FEW, FUSED, FP8}),
+        "shared": (128, {EVERY, FEW, FUSED, FP8}),
         "bias": (True, {EVERY}),
         "router_bias": (True, {EVERY}),
         "activation": (ClampedSwiglu(1.702, 7.0), {EVERY}),
         "groups": (2, {EVERY}),
     },
     Layer: {
-        "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM}),
-        "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM}),
-        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM}),
+        "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8}),
+        "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM, FP8}),
+        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8}),
         "post_norm": (True, {EVERY}),
     },
     Decoder: {
-        "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM}),
-        "width": (256, {EVERY, FEW, FUSED, STREAM}),
-        "layers": ((), {EVERY, FEW, FUSED, STREAM}),
-        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM}),
-        "tied": (True, {EVERY, FEW, FUSED, STREAM}),
-        "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM}),
+        "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8}),
+        "width": (256, {EVERY, FEW, FUSED, STREAM, FP8}),
+        "layers": ((), {EVERY, FEW, FUSED, STREAM, FP8}),
+        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8}),
+        "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8}),
+        "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8}),
     },
 }
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
+from jaxspec.decoder.fp8_layers import FP8_ROWS
 from jaxspec.decoder.functions import normed, rope, row_of
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.mixer import Mixer
@@ -26,7 +27,7 @@ from jaxspec.pallas import few_rows, hopper
 from jaxspec.sharding import devices, embed
 from jaxspec.weights import matmul
 
-PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, PLAIN  # the fastest first
+PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_ROWS, PLAIN  # the fastest first
 
 
 @flax.struct.dataclass

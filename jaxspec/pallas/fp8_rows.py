@@ -93,16 +93,23 @@ class Share:
         return min(self.chunks, max(2, ring // (self.blocks * BLOCK * (TILE * self.groups + 2 * self.rows))))
 
 
-@lower_once("fp8_rows")
 def product(
     x: Float[Array, "r k"], values: Float[Array, "n k"], scales: Float[Array, "a b"], *, interpret: Any = False
 ) -> Float[Array, "r n"]:
     """x @ (values * scales)', in float32: `fp8.dequantise` in blocks of 128 inputs, with nothing rounded on the way."""
+    return parts(x, values, scales, interpret=interpret).sum(0)[: len(x)]
+
+
+@lower_once("fp8_rows")
+def parts(
+    x: Float[Array, "r k"], values: Float[Array, "n k"], scales: Float[Array, "a b"], *, interpret: Any = False
+) -> Float[Array, "s p n"]:
+    """The same as s parts of the sum, of rows that are padded to a multiple of eight."""
     (r, k), n = x.shape, len(values)
     x = jnp.pad(x, ((0, -r % GROUP), (0, 0)))
     share = Share.of(len(x), n, k, n // len(scales))
     chunk = share.blocks * BLOCK
-    parts = plgpu.kernel(
+    return plgpu.kernel(
         partial(_tile, share),
         kernel_name="fp8_rows",
         out_type=jax.ShapeDtypeStruct((share.splits, share.rows, n), _f32),
@@ -118,7 +125,6 @@ def product(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(x, lax.bitcast_convert_type(values, jnp.int8), scales)
-    return parts.sum(0)[:r]
 
 
 def _tile(share, x_g, values_g, scales_g, out_g, *, values_s, rows_s, ready, staged_s=None):
