@@ -74,9 +74,10 @@ def _row(eps, centred, rows, given, x_g, scale_g, *refs):
     load = partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((width,), VECTOR), optimized=False)
     x, scale = load(x_g.at[here]), load(scale_g).astype(_f32)
     for part_g in parts_g:
-        parts = [load(part_g.at[i, here]) for i in range(part_g.shape[0])]
-        total = sum(parts[1:], parts[0]).astype(x.dtype)
-        x = (x.astype(_f32) + total.astype(_f32)).astype(x.dtype)
+        total = load(part_g.at[0, here])
+        for i in range(1, part_g.shape[0]):  # eight parts of 4,096 at once would take 256 registers of a thread
+            total = total + load(part_g.at[i, here])
+        x = (x.astype(_f32) + total.astype(x.dtype).astype(_f32)).astype(x.dtype)
     for out_g in added_g:
 
         @pl.when(row < rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,27 +12,75 @@ import pytest
 from jaxspec.checkpoint import dummy
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder.fp8_layers import FP8_ROWS
+from jaxspec.decoder.functions import normed
 from jaxspec.decoder.plain import PLAIN
+from jaxspec.decoder.spec import Norm
 from jaxspec.mixers import WholeTexts
+from jaxspec.pallas import hopper
+from jaxspec.pallas.add_norm import add_norm
 from tests.test_fp8_layers import declared
 
+pytestmark = pytest.mark.gpu
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5_moe"])
-@pytest.mark.parametrize("requests,rows", [(1, 1), (3, 4), (16, 1), (32, 4)])
-def test_layers_are_those_of_the_plain_path(monkeypatch, family, requests, rows):
-    config, tensors = declared(family, num_attention_heads=8, num_key_value_heads=2)
+QWEN3_8B = dict(
+    hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    num_hidden_layers=2,
+)  # fmt: skip
+ROWS = (1, 8, 9, 16, 32, 33, 64, 128)
+
+
+def compare(monkeypatch, config, tensors, requests: int, rows: int) -> None:
+    """What FP8_ROWS makes of random weights and tokens is what PLAIN does, twice the same, and made by its kernels."""
     params = dummy(tensors, "bfloat16", 0)
     tokens = jax.random.randint(jax.random.key(1), (requests, rows), 0, config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(rows), tokens.shape)
 
-    def run(path):
+    def compiled(path):
         monkeypatch.setattr(forward_module, "PATHS", (path,))
         forward = lambda params: forward_module.forward(  # noqa: E731
             config.decoder, params, tokens, positions, WholeTexts(), None, (0, 1)
         )
-        return jax.jit(forward)(params)
+        with hopper.counting() as kernels:
+            return jax.jit(forward).lower(params).compile(), kernels
 
-    found, expected = run(FP8_ROWS), run(PLAIN)
-    for ours, theirs in zip((*found.features, found.last), (*expected.features, expected.last), strict=True):
-        ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
-        np.testing.assert_allclose(ours, theirs, atol=3e-2 * np.abs(theirs).max())
+    (ours, kernels), (theirs, _) = compiled(FP8_ROWS), compiled(PLAIN)
+    assert kernels["add_norm"] and kernels["fp8_rows"]
+    found, again, expected = (
+        jax.tree.leaves((run.features, run.last)) for run in (ours(params), ours(params), theirs(params))
+    )
+    for mine, twice, plain in zip(found, again, expected, strict=True):
+        mine, twice, plain = (np.asarray(x, np.float32) for x in (mine, twice, plain))
+        np.testing.assert_array_equal(mine, twice)  # a missing wait would differ now and then
+        assert np.isfinite(mine).all() and np.abs(plain).max() > 0
+        np.testing.assert_allclose(mine, plain, atol=3e-2 * np.abs(plain).max())
+
+
+@pytest.mark.parametrize("requests", ROWS)
+def test_layers_of_qwen3_8b_are_those_of_the_plain_path(monkeypatch, requests):
+    compare(monkeypatch, *declared("qwen3", **QWEN3_8B), requests, 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("requests,rows", [(1, 1), (3, 4), (16, 1), (32, 4)])
+def test_every_family_gives_what_the_plain_path_gives(monkeypatch, family, requests, rows):
+    compare(monkeypatch, *declared(family, num_attention_heads=8, num_key_value_heads=2), requests, rows)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width,splits", [(2048, 16), (4096, 8), (4096, None), (8192, 4)])
+def test_sums_and_norms_are_those_of_plain_jnp(rows, width, splits):
+    keys = jax.random.split(jax.random.key(rows), 3)
+    x, scale = (
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in ((keys[0], (rows, width)), (keys[1], width))
+    )
+    parts = None if splits is None else jax.random.normal(keys[2], (splits, -(-rows // 8) * 8, width))
+    added, out = jax.jit(partial(add_norm, eps=1e-6))(x, parts, scale)
+    expected = x
+    if parts is not None:
+        total = parts[0]
+        for part in parts[1:]:  # in the kernel's order: the same bits
+            total = total + part
+        expected = x + total[:rows].astype(x.dtype)
+    np.testing.assert_array_equal(added, expected)
+    reference = np.asarray(normed(expected, scale, Norm(1e-6)), np.float32)
+    np.testing.assert_allclose(np.asarray(out[:rows], np.float32), reference, rtol=2**-7, atol=1e-6)
