@@ -206,3 +206,5 @@ class Shapes:
     batches: tuple[int, ...]  # requests in a round
     rounds: int = 1  # rounds in a program that runs several; 1: there is none
     structured: bool = False  # programs for requests whose text a grammar constrains
+    # rounds with fewer drafts than the drafter's: how many, ascending, and the numbers of requests in them
+    narrower: tuple[tuple[int, tuple[int, ...]], ...] = ()

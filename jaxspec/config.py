@@ -323,6 +323,14 @@ class EngineConfig:
         shown="the drafter's: 4; MTP's and EAGLE's 3, or 8 in a tree; DSpark's block; DFlash's less one",
         least=1,
     )
+    draft_policy: str = option(
+        "auto",
+        "auto chooses before each round how many tokens to draft, none to --num-draft-tokens, whichever is fastest at "
+        "this load and acceptance; fixed always drafts that many, as auto does with --skip-warmup or --few-programs",
+        "POLICY",
+        group=SPECULATION,
+        choices=("auto", "fixed"),
+    )
     max_running_requests: int | None = option(
         None,
         "request slots, so also the largest decode batch",

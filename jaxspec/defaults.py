@@ -7,6 +7,7 @@ import dataclasses
 import jax
 
 from jaxspec import sharding
+from jaxspec.adaptive import ladder as draft_ladder
 from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model
 from jaxspec.config import ConfigError, EngineConfig
@@ -109,11 +110,19 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
     Without it, one request is padded to `least_rows` as others are, which is faster for small models.
     `defaults`: as of `resolve`.
     """
-    defaults, width = defaults or here(), drafter.num_draft_tokens + 1
+    defaults, most = defaults or here(), drafter.num_draft_tokens
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
     blocks = config.chunked_prefill_size // defaults.block
-    enough = lambda size: size * width >= defaults.least_rows or size == slots or (size == 1 and alone)  # noqa: E731
-    batches = tuple(filter(enough, ladder(slots)))
+
+    def batches(drafts: int) -> tuple[int, ...]:
+        if config.few_programs:
+            return (slots,)
+        least = defaults.least_rows
+        return tuple(n for n in ladder(slots) if n * (drafts + 1) >= least or n == slots or (n == 1 and alone))
+
+    narrower = ()
+    if config.draft_policy == "auto" and not config.few_programs and most:
+        narrower = draft_ladder(most) if drafter.topk == 1 else (0,)
     firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
     return Shapes(
         num_slots=slots,
@@ -123,7 +132,8 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
         prefills=ladder(blocks),
         score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
         firsts=firsts[-1:] if config.few_programs else firsts,
-        batches=batches[-1:] if config.few_programs else batches,
+        batches=batches(most),
         rounds=rounds,
         structured=not config.disable_structured_output,
+        narrower=tuple((drafts, batches(drafts)) for drafts in narrower),
     )

@@ -7,6 +7,7 @@ time, never correctness.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import flax.struct
@@ -108,13 +109,18 @@ class Proposal:
     parents: Int[Array, "b d"] | None = None
     confidence: Float[Array, "b d"] | None = None
 
+    @classmethod
+    def none(cls, b: int) -> Proposal:
+        """No drafts for any of b requests."""
+        return cls(jnp.zeros((b, 0), jnp.int32), jnp.zeros((b,), jnp.int32))
+
 
 @flax.struct.dataclass
 class Verified:
     """A verification's result: the q rows' input tokens at positions `length - 1 ...` and how many tokens it yielded.
 
-    q is the verify width; after a tree `longest + 1`, the rows being those of the accepted path; and 1 where a prompt's
-    last token was given its successor and nothing had been drafted.
+    q is the verify width, 1 in a round without drafts; after a tree `longest + 1`, the rows being those of the accepted
+    path; and 1 where a prompt's last token was given its successor and nothing had been drafted.
 
     `outputs[r, :accepted[r]]` are those tokens. `features` holds the target's residual stream after each of the
     drafter's `feature_layers`, for all q rows; rows from `accepted` on are to be ignored.
@@ -206,3 +212,41 @@ class Drafter:
         Also of the text of a preempted request, when that is computed anew.
         """
         return state
+
+    def narrowed(self, drafts: int) -> Drafter:
+        """This drafter, with fewer drafts a round: 0 to `num_draft_tokens` - 1. State and params are the same, and
+        rounds of any number of drafts may follow one another.
+
+        Override it where fewer drafts cost less than all of them; for 0, override `idle`.
+        """
+        return Narrowed(self, drafts)
+
+    def idle(self, params: Any, state: Any, batch: DraftBatch) -> Any:
+        """The state after a round's `propose`, for a round without drafts; `commit` follows as ever.
+
+        Override it to do only what the next `propose` relies on: by default, drafts are made and dropped.
+        """
+        return self.propose(params, state, batch)[1]
+
+
+@dataclass(frozen=True)
+class Narrowed(Drafter):
+    """The first `num_draft_tokens` drafts of a drafter's chain. With 0, any drafter at rest, its state kept up."""
+
+    of: Drafter
+    num_draft_tokens: int
+
+    @property
+    def feature_layers(self):
+        return self.of.feature_layers
+
+    def propose(self, params, state, batch):
+        n = self.num_draft_tokens
+        if n == 0:
+            return Proposal.none(len(batch.length)), self.of.idle(params, state, batch)
+        proposal, state = self.of.propose(params, state, batch)
+        each = {name: getattr(proposal, name) for name in ("tokens", "probs", "logits", "confidence")}
+        return proposal.replace(**{name: x[:, :n] for name, x in each.items() if x is not None}), state
+
+    def commit(self, params, state, batch, verified):
+        return self.of.commit(params, state, batch, verified)

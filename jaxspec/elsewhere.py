@@ -58,6 +58,7 @@ NEEDLESS = {
                      "speculative_ngram_max_match_window_size", "prompt_lookup_min", "prompt_lookup_max"),
                     "the drafter takes it: --draft 'ngram?min_match=2&max_match=5'"),
     "enable_auto_tool_choice": "it is always on where tools are supported",
+    "speculative_adaptive": "it is on unless --draft-policy is fixed",
 }  # fmt: skip
 UNSUPPORTED = {
     **dict.fromkeys(("torchao_config", "quantization_param_path"),
@@ -85,7 +86,7 @@ SWITCHES = frozenset(
         *("enable_cache_report", "enable_mixed_chunk", "enforce_eager", "disable_cuda_graph", "disable_log_requests"),
         *("no_enable_log_requests", "disable_log_stats", "trust_remote_code", "no_trust_remote_code", "enable_lora"),
         *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
-        *("enable_hierarchical_cache",),
+        *("enable_hierarchical_cache", "speculative_adaptive"),
     }
 )
 

@@ -6,7 +6,6 @@ round n+1 before reading round n. With `disable_overlap` each round is read as s
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import Counter, deque
@@ -17,10 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.adaptive import Chooser, Group
+from jaxspec.batch import fit
 from jaxspec.config import EngineConfig
 from jaxspec.drafters.watch import Watch
 from jaxspec.intake import Choice, Intake, Request
-from jaxspec.pallas.hopper import KERNELS
 from jaxspec.request import (
     MAX_LOGPROBS,
     Delta,
@@ -33,8 +33,9 @@ from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Chunk, Sequence
 from jaxspec.sequence import State as SequenceState
-from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally
+from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally, figures
 from jaxspec.structured.matcher import first_masks, round_masks
+from jaxspec.timing import group
 from jaxspec.tokenizer import Detokenizer
 
 log = logging.getLogger("jaxspec")
@@ -49,6 +50,9 @@ class Flight:
     rows: list[tuple[Sequence, int]]  # with the epoch at dispatch: a later one means the row is nobody's
     mode: str = GREEDY
     chunk: Chunk | None = None  # the part of a prompt that was scored
+    drafts: int = 0  # of a round
+    group: Group | None = None  # of a round whose drafts were chosen, and may tell how to choose
+    alone: bool = False  # nothing else was dispatched since the program before it
     started: float = field(default_factory=time.monotonic)  # seconds
 
 
@@ -88,11 +92,15 @@ class Engine:
         self.drafted = [0] * (self.runner.yields - 1)
         self.accepted = [0] * (self.runner.yields - 1)
         self.step_tokens = Tally(STEP_TOKENS)
+        self.rounds_by_drafts = Counter(dict.fromkeys(self.runner.drafts, 0))
+        longest = {drafts: self.runner.yields_of(drafts) - 1 for drafts in self.runner.drafts}
+        self.chooser = Chooser(longest, self.runner.round_times) if self.runner.round_times else None
+        self._read_at = 0.0  # when the last result was read
         self._flights: deque[Flight] = deque()
         draft = self.runner.draft
         self._watch = Watch(draft.name, self.runner.model.name, draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
-        self._compiles_at_start = self.runner.compiles["compiles"]
+        self.compiles_at_start = self.runner.compiles["compiles"]
 
     @property
     def busy(self) -> bool:
@@ -152,7 +160,7 @@ class Engine:
         if plan.first:
             self._first(plan.first, table)
         if plan.rows:
-            self._round(plan.rows, plan.rounds, table, deltas)
+            self._round(plan.rows, plan.rounds, table, deltas, alone=not plan.prefill)
         ahead = (plan.rows or plan.first) and not self.config.disable_overlap
         self._read(deltas, keep=1 if ahead else 0)
         if moved := sum(chunk.count for chunk in plan.prefill) + sum(len(delta.token_ids) for delta in deltas):
@@ -170,11 +178,18 @@ class Engine:
                 seq.owner.matcher.epoch = seq.epoch
         self._fly(self._read_first, self.runner.masked_first(slots, table, *masks), seqs, LOGPROBS)
 
-    def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
-        """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second."""
+    def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta], alone: bool) -> None:
+        """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second.
+
+        `alone`: it is all that this step dispatches.
+        """
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
         if not _constrained(seqs):
-            self._fly(self._read_rounds, self.runner.round(slots, table, mode, rounds), seqs, mode)
+            started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
+            result = self.runner.round(slots, table, mode, rounds, drafts)
+            self._flights.append(
+                Flight(self._read_rounds, result, _rows(seqs), mode, None, drafts, chosen, alone, started)
+            )
             return
         opened = self.runner.open_round(slots, table, mode, [self._forced(seq) for seq in seqs])
         rows = _rows(seqs)
@@ -182,7 +197,20 @@ class Engine:
         matchers = [seq.owner.matcher if seq.epoch == epoch else None for seq, epoch in rows]
         masks = round_masks(matchers, np.asarray(opened.drafts), self.runner.width, self.model_config.vocab_size)
         result = self.runner.close_round(opened, *masks)
-        self._flights.append(Flight(self._read_rounds, result, rows, mode))
+        self._flights.append(Flight(self._read_rounds, result, rows, mode, drafts=self.runner.drafts[-1]))
+
+    def _choose(self, seqs: list[Sequence], mode: str, rounds: int) -> tuple[int, Group | None]:
+        """How many drafts a round has, and the group of programs it was chosen from; None if there was no choice.
+
+        Where a drafter gives probabilities, sampled text depends on how many drafts there are, though its distribution
+        doesn't. So none is chosen beside a request that samples under a seed: its text must not depend on the load.
+        """
+        if self.chooser is None or any(seq.owner.request.seeded for seq in seqs):
+            return self.runner.drafts[-1], None
+        size = fit(len(seqs), self.runner.shapes.batches)
+        chosen = group("round" if rounds == 1 else "rounds", mode, size)
+        share = sum(seq.owner.request.params.speculative for seq in seqs) / len(seqs)
+        return self.chooser.choose(chosen, share), chosen
 
     def _forced(self, seq: Sequence) -> list[int] | None:
         """The drafts that a grammar forces next, if the device doesn't know them. It knows them from a slot's first
@@ -210,7 +238,11 @@ class Engine:
     def _read(self, deltas: list[Delta], keep: int) -> None:
         while len(self._flights) > keep:
             flight = self._flights.popleft()
-            flight.read(flight, np.asarray(flight.result), deltas)
+            result, now = np.asarray(flight.result), time.monotonic()
+            if flight.group is not None and flight.alone:
+                self.chooser.took(flight.group, flight.drafts, now - max(self._read_at, flight.started))
+            self._read_at = now
+            flight.read(flight, result, deltas)
         if self._decode_log.due(idle=not self.scheduler.unfinished):
             self._decode_log.write(self)
 
@@ -221,14 +253,19 @@ class Engine:
     def _read_rounds(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
         rounds = result.reshape(-1, *result.shape[-2:])
         live = Counter()  # by round of the program, requests that hadn't ended before it
-        for choice, rows, logprobs in self._live(flight, rounds, self.runner.yields):
+        yielded = Counter()  # by how many tokens, rows that may have had drafts
+        for choice, rows, logprobs in self._live(flight, rounds, self.runner.yields_of(flight.drafts)):
             ended = next((i for i, row in enumerate(rows) if row[DONE]), len(rows) - 1)
             rows = rows[: ended + 1]  # the program's later rounds ran for nobody
             for i, row in enumerate(rows):
                 self._count(choice.metrics, row[ACCEPTED], row[DRAFTED])
                 live[i] += 1
+                yielded[row[ACCEPTED]] += choice.request.params.speculative
             deltas.append(self._take(choice, rows, logprobs, len(rounds)))
         self.totals["rounds"] += len(rounds)
+        self.rounds_by_drafts[flight.drafts] += len(rounds)
+        if flight.group is not None:
+            self.chooser.accepted(flight.drafts, yielded)
         for i in range(len(rounds)):
             self._decode_log.count(live[i], flight.started)
 
@@ -362,36 +399,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, cheap, from any thread."""
-        scheduler, totals = self.scheduler, self.totals
-        rounds = totals["verify_rounds"]
-        return {
-            "num_running": len(scheduler.running) + (scheduler.prefilling is not None),
-            "num_waiting": len(scheduler.waiting),
-            "total_pages": self.runner.plan.num_pages - 1,
-            "free_pages": scheduler.free_pages,
-            "cached_pages": scheduler.cached_pages,
-            "page_size": self.config.page_size,
-            "state_snapshots": len(scheduler.snapshots.owners) if scheduler.snapshots else 0,
-            "prompt_tokens_total": totals["prompt_tokens"],
-            "cached_tokens_total": totals["cached_tokens"],
-            "generation_tokens_total": totals["generation_tokens"],
-            "rounds_total": totals["rounds"],
-            "verify_rounds_total": rounds,
-            "verified_tokens_total": totals["verified_tokens"],
-            "forced_tokens_total": totals["forced_tokens"],
-            "avg_spec_accept_length": totals["verified_tokens"] / rounds if rounds else 0.0,
-            "drafted_per_position": list(self.drafted),
-            "accepted_per_position": list(self.accepted),
-            "step_tokens": self.step_tokens.as_dict(),
-            "preemptions_total": scheduler.preemptions,
-            "compiles_total": self.runner.compiles["compiles"],
-            "compiles_since_start": self.runner.compiles["compiles"] - self._compiles_at_start,
-            "dispatches": dict(self.runner.programs.dispatches),
-            "kernels": dict(KERNELS),
-            "paths": self.runner.paths,
-            "requests_total": dict(self.finished),
-            "memory_plan": dataclasses.asdict(self.runner.plan),
-        }
+        return figures(self)
 
 
 def _mode(seqs: list[Sequence]) -> str:

@@ -15,6 +15,7 @@ import os
 import pickle
 import secrets
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,24 @@ class Executables:
             log.warning("%s can't be used, so the program is compiled again: %s", path, error)
             return None
 
+    def recall(self, key: Any) -> Any:
+        """What was noted under `key`, or None."""
+        try:
+            return pickle.loads(self._path(key, ()).read_bytes())
+        except Exception:  # it is measured again
+            return None
+
+    def note(self, key: Any, value: Any) -> None:
+        """Keep figures beside the programs that they are about."""
+        self._write(self._path(key, ()), lambda: pickle.dumps(value))
+
     def save(self, key: Any, arguments: Any, program: jax.stages.Compiled, notes: Any) -> None:
         """Keep a program and notes about it. One that can't be kept is compiled again at the next start."""
-        path = self._path(key, arguments)
+        self._write(self._path(key, arguments), lambda: pickle.dumps((serialize_executable.serialize(program), notes)))
+
+    def _write(self, path: Path, made: Callable[[], bytes]) -> None:
         try:
-            data = pickle.dumps((serialize_executable.serialize(program), notes))
+            data = made()
             self._folder.mkdir(parents=True, exist_ok=True)
             # So that no other process ever sees half a file; containers that share the folder may share numbers, too.
             loose = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}")

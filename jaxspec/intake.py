@@ -45,6 +45,7 @@ class Request:
     stop_ids: frozenset[int]
     limit: int
     mode: str  # the first of `round.MODES` that serves it
+    seeded: bool  # it samples under a seed that was given, so its text must not depend on other requests
     added: float
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
@@ -96,6 +97,7 @@ class Intake:
             stop_ids=stop_ids,
             limit=limit,
             mode=mode,
+            seeded=params.temperature > 0 and not (params.seed is None and self.config.seed is None),
             added=time.monotonic(),
             matchers=None if params.structured is None else self._matchers(params),
         )

@@ -73,10 +73,10 @@ class Programs:
         self._store = store
         self.dispatches: Counter = Counter()
         self._params = params, draft_params
-        self._vocab, self._drafts = config.vocab_size, drafter.num_draft_tokens
+        self.vocab, self.width = config.vocab_size, drafter.num_draft_tokens + 1  # rows that a round verifies at most
 
-        def jit(f: Callable, *static: Any) -> Callable:
-            run = partial(f, config, drafter, *static)
+        def jit(f: Callable, *static: Any, by: Drafter = drafter) -> Callable:
+            run = partial(f, config, by, *static)
             return jax.jit(run if division is None else _spread(f, run, division), donate_argnums=2)
 
         admitting = admit
@@ -95,6 +95,11 @@ class Programs:
             **{f"conclude_{mode}": jit(structured.conclude, mode) for mode in MODES},
             "masked_first": jit(structured.first, LOGPROBS),
         }
+        for drafts, _ in shapes.narrower:
+            by = drafter.narrowed(drafts)
+            for mode in MODES:
+                self._jits[f"round_{mode}_{drafts}"] = jit(decode_round, mode, by=by)
+                self._jits[f"rounds_{mode}_{drafts}"] = jit(decode_rounds, mode, shapes.rounds, by=by)
         self._compiled: dict[tuple[str, int], Any] = {}
         self.compiling = 0  # calls that wait for their program to be compiled
         self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
@@ -112,12 +117,13 @@ class Programs:
     def first(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
         return self._call(f"first_{mode}", state, packed)
 
-    def round(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
-        return self._call(f"round_{mode}", state, packed)
+    def round(self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None) -> tuple[State, Array]:
+        """`drafts`: one of `Shapes.narrower`; None: the drafter's."""
+        return self._call(_kind("round", mode, drafts), state, packed)
 
-    def rounds(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
+    def rounds(self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None) -> tuple[State, Array]:
         """`Shapes.rounds` rounds in one program; results have a leading axis for them."""
-        return self._call(f"rounds_{mode}", state, packed)
+        return self._call(_kind("rounds", mode, drafts), state, packed)
 
     def draft(self, state: State, packed: Array, mode: str) -> tuple[State, Proposal, Array]:
         """The drafts of a round that grammars constrain, and the same for the host: see `structured.programs`."""
@@ -170,9 +176,15 @@ class Programs:
         """All programs. Those that take XLA longest come first, so that little is left to do once all are lowered. One
         mode comes after the other, since later modes share its kernels and XLA's choices."""
         shapes = self.shapes
-        several = [("rounds", shapes.batches)] if shapes.rounds > 1 else []
-        of_rounds = ("round", shapes.batches), *several, ("first", shapes.firsts)
-        of_mode = {mode: [(f"{kind}_{mode}", n) for kind, ns in of_rounds for n in reversed(ns)] for mode in MODES}
+        kinds = ("round", "rounds") if shapes.rounds > 1 else ("round",)
+        widths = (None, shapes.batches), *reversed(shapes.narrower)
+        of_mode = {
+            mode: [
+                *((_kind(kind, mode, drafts), n) for kind in kinds for drafts, ns in widths for n in reversed(ns)),
+                *((f"first_{mode}", n) for n in reversed(shapes.firsts)),
+            ]
+            for mode in MODES
+        }
         prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
         admit = "admit", packing.admission_size(shapes.capacity)
         masked = []
@@ -221,16 +233,16 @@ class Programs:
             return state, np.zeros(size, np.int32)
         columns = packing.block_columns(self.shapes.block) if kind in ("prefill", "score") else 1
         if kind.partition("_")[0] in ("draft", "forward", "conclude", "masked"):
-            columns = structured.columns(self._drafts)
+            columns = structured.columns(self.width - 1)
         return *self._weights(kind), state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)
 
     def _handed(self, kind: str, size: int, state: State) -> tuple:
         """A program's arguments beside the packed array, by shape: the results of programs before it, and masks."""
         kind, _, mode = kind.partition("_")
         shape_of = lambda kind, *handed: self._jits[kind].eval_shape(*self._arguments(kind, size, state), *handed)  # noqa: E731
-        rows = 1 if kind == "masked" else 1 + self._drafts
-        bits = np.zeros((size, rows, structured.words(self._vocab)), np.uint32)
-        masks = bits, np.zeros((size, rows, 1 + self._drafts), np.int32)
+        rows = 1 if kind == "masked" else self.width
+        bits = np.zeros((size, rows, structured.words(self.vocab)), np.uint32)
+        masks = bits, np.zeros((size, rows, self.width), np.int32)
         if kind == "masked":
             return masks
         if kind not in ("forward", "conclude"):
@@ -279,6 +291,11 @@ def _spread(f: Callable, run: Callable, division: Division) -> Callable:
     params = None if f in (structured.draft, structured.conclude) else division.params
     given = params, division.draft_params, state, all_same, *handed
     return spread(run, division.mesh, given, (state, *result))
+
+
+def _kind(kind: str, mode: str, drafts: int | None) -> str:
+    """The kind of rounds with so many drafts; None: as many as the drafter makes."""
+    return f"{kind}_{mode}" if drafts is None else f"{kind}_{mode}_{drafts}"
 
 
 def _drafting(mode: str) -> str:

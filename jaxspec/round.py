@@ -133,8 +133,7 @@ def first(
 
 def of_prompts(state: State, batch: DraftBatch) -> tuple[Proposal, Hidden]:
     """For a round of one row after a prompt: no drafts, and the row that the prefill has left."""
-    b = len(batch.slots)
-    nothing = Proposal(jnp.zeros((b, 0), jnp.int32), jnp.zeros((b,), jnp.int32))
+    nothing = Proposal.none(len(batch.slots))
     hidden, features = jax.tree.map(lambda kept: kept[batch.slots][:, None], (state.hidden, state.features))
     return nothing, Hidden(hidden, features, None)
 
@@ -174,7 +173,8 @@ def propose(
     """The drafts of a round, after `change`: no more than each request may have, none for those that are done."""
     proposal, draft = drafter.propose(draft_params, state.draft, batch)
     proposal = change(proposal)
-    count = jnp.where(batch.live, jnp.clip(proposal.count, 0, slots.drafts), 0)
+    most = jnp.minimum(slots.drafts, proposal.tokens.shape[1])
+    count = jnp.where(batch.live, jnp.clip(proposal.count, 0, most), 0)
     return proposal.replace(count=count), state.replace(draft=draft)
 
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxspec import sharding
+from jaxspec.adaptive import Group
 from jaxspec.batch import fit, pack_admission, pack_blocks
 from jaxspec.cache import (
     MemoryPlan,
@@ -44,6 +45,7 @@ from jaxspec.sharding import Division
 from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.masks import ALL
 from jaxspec.structured.programs import ON_DEVICE, columns
+from jaxspec.timing import time_rounds
 
 log = logging.getLogger("jaxspec")
 
@@ -105,6 +107,8 @@ class Runner:
         self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
         self.yields = drafter.longest + 1  # most tokens that come of it
         self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model))
+        self.narrower = dict(self.shapes.narrower)
+        self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
         self.grammars: Grammars | None = None
         if self.shapes.structured and self.model.tokenizer is not None and self.model.eos_ids:
             self.grammars = Grammars(self.model.tokenizer, self.model.config.vocab_size, self.model.eos_ids)
@@ -122,6 +126,8 @@ class Runner:
         self.state = self._empty_state(self._layout, self.plan.states.snapshots)
         if not self.config.skip_warmup:
             self.programs.warm_up(self.state)
+            if self.narrower:
+                self._time_rounds()
             self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
         self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
         log.info("%s", self.plan)
@@ -193,6 +199,30 @@ class Runner:
 
     def _state_shapes(self, layout: PageLayout, config: ModelConfig, drafter: Drafter) -> State:
         return jax.eval_shape(lambda: self._state_of(layout, 0, config, drafter))
+
+    def _time_rounds(self) -> None:
+        """Fill in `round_times`: measured, or as noted beside programs that were kept on disk."""
+        store, key = self._store(), ("round times", self.plan.num_pages)
+        self.round_times = (store and store.recall(key)) or {}
+        if self.round_times:
+            return
+        started = time.monotonic()
+        pages, page_size = self.plan.num_pages, self.config.page_size
+        self.state, self.round_times = time_rounds(self.programs, self.state, pages, page_size)
+        self.reset()
+        self.programs.dispatches.clear()
+        if store is not None:
+            store.note(key, self.round_times)
+        log.info("rounds of %s drafts timed in %.1f s", self.drafts, time.monotonic() - started)
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The numbers of drafts that a round may have, ascending; the last is the drafter's own."""
+        return *self.narrower, self.width - 1
+
+    def yields_of(self, drafts: int) -> int:
+        """Most tokens that a round of so many drafts yields a request."""
+        return drafts + 1 if drafts in self.narrower else self.yields
 
     def _empty_state(self, layout: PageLayout, snapshots: int) -> State:
         make = lambda: self._state_of(layout, snapshots, self._local, self._drafter)  # noqa: E731
@@ -268,10 +298,17 @@ class Runner:
         out.copy_to_host_async()
         return out
 
-    def round(self, slots: list[int], table: np.ndarray, mode: str, rounds: int = 1) -> jax.Array:
-        """Dispatch a round for these slots, or `Shapes.rounds` of them; packed output (see `round.decode_round`)."""
+    def round(
+        self, slots: list[int], table: np.ndarray, mode: str, rounds: int = 1, drafts: int | None = None
+    ) -> jax.Array:
+        """Dispatch a round for these slots, or `Shapes.rounds` of them; packed output (see `round.decode_round`).
+
+        `drafts`: one of `Runner.drafts`; None: the drafter's own number.
+        """
         run = self.programs.round if rounds == 1 else self.programs.rounds
-        self.state, out = run(self.state, self._pack(slots, table, self.shapes.batches), mode)
+        narrow = drafts if drafts in self.narrower else None
+        sizes = self.narrower.get(drafts, self.shapes.batches)
+        self.state, out = run(self.state, self._pack(slots, table, sizes), mode, narrow)
         out.copy_to_host_async()
         return out
 

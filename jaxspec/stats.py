@@ -1,13 +1,16 @@
-"""The engine's own counts: histograms, and the decode log line."""
+"""The engine's own counts: histograms, the decode log line, and the figures that it reports."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from jaxspec.pallas.hopper import KERNELS
 
 if TYPE_CHECKING:
     from jaxspec.engine import Engine
@@ -74,3 +77,50 @@ class DecodeLog:
         )
         self._rounds = self._rows = 0
         self._since, self._before = now, Counter(totals)
+
+
+def figures(engine: Engine) -> dict[str, Any]:
+    """What an engine reports of itself since its start; cheap, and from any thread."""
+    scheduler, totals, runner = engine.scheduler, engine.totals, engine.runner
+    rounds = totals["verify_rounds"]
+    return {
+        "num_running": len(scheduler.running) + (scheduler.prefilling is not None),
+        "num_waiting": len(scheduler.waiting),
+        "total_pages": runner.plan.num_pages - 1,
+        "free_pages": scheduler.free_pages,
+        "cached_pages": scheduler.cached_pages,
+        "page_size": engine.config.page_size,
+        "state_snapshots": len(scheduler.snapshots.owners) if scheduler.snapshots else 0,
+        "prompt_tokens_total": totals["prompt_tokens"],
+        "cached_tokens_total": totals["cached_tokens"],
+        "generation_tokens_total": totals["generation_tokens"],
+        "rounds_total": totals["rounds"],
+        "verify_rounds_total": rounds,
+        "verified_tokens_total": totals["verified_tokens"],
+        "forced_tokens_total": totals["forced_tokens"],
+        "avg_spec_accept_length": totals["verified_tokens"] / rounds if rounds else 0.0,
+        "drafted_per_position": list(engine.drafted),
+        "accepted_per_position": list(engine.accepted),
+        "step_tokens": engine.step_tokens.as_dict(),
+        **_drafting(engine),
+        "preemptions_total": scheduler.preemptions,
+        "compiles_total": runner.compiles["compiles"],
+        "compiles_since_start": runner.compiles["compiles"] - engine.compiles_at_start,
+        "dispatches": dict(runner.programs.dispatches),
+        "kernels": dict(KERNELS),
+        "paths": runner.paths,
+        "requests_total": dict(engine.finished),
+        "memory_plan": dataclasses.asdict(runner.plan),
+    }
+
+
+def _drafting(engine: Engine) -> dict[str, Any]:
+    """How many drafts rounds have: now, of all rounds, and by what it is chosen, times in seconds."""
+    chooser, runner = engine.chooser, engine.runner
+    return {
+        "draft_policy": "fixed" if chooser is None else "auto",
+        "drafts": runner.drafts[-1] if chooser is None else chooser.chosen,
+        "rounds_by_drafts": dict(engine.rounds_by_drafts),
+        "expected_tokens_by_drafts": {} if chooser is None else chooser.expected(),
+        "round_times": {f"{kind} {size}": each for (kind, size), each in runner.round_times.items()},
+    }

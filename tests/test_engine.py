@@ -73,7 +73,7 @@ def test_a_request_wastes_at_most_one_program(monkeypatch, overlap, waste, round
     set_rounds(llm, rounds)
     ran = []
     dispatch = llm.engine.runner.round
-    monkeypatch.setattr(llm.engine.runner, "round", lambda *a: ran.append(a[-1]) or dispatch(*a))
+    monkeypatch.setattr(llm.engine.runner, "round", lambda *a: ran.append(a[3]) or dispatch(*a))
 
     def wasted(**settings):
         ran.clear()

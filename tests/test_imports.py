@@ -17,8 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A line's modules may import those of their own line and of the lines above it here.
 LAYERS = (
-    "fp8 mxfp4 weights options values elsewhere measure pages sequence stats",
+    "adaptive fp8 mxfp4 weights options values elsewhere measure pages sequence",
     "request pallas",
+    "stats",
     "decoder sharding",
     "config",
     "models tokenizer",
@@ -26,6 +27,7 @@ LAYERS = (
     "batch draft mixers verify scheduler executables",
     "drafters round",
     "structured programs functional",
+    "timing",
     "defaults runner",
     "intake",
     "engine gathered",
@@ -108,7 +110,8 @@ def test_jaxspec_knows_nothing_of_the_server():
     ("drafters", "jaxspec.pallas"),  # what is fast is the decoder's to choose
     ("models", "jaxspec.pallas"),
     ("config", "jaxspec.models"),
-    ("pages", "jax"),  # the host's side has no arrays
+    ("adaptive", "jax"),  # the host's side has no arrays
+    ("pages", "jax"),
     ("sequence", "jax"),
     ("scheduler", "jax"),
     ("request", "jax"),

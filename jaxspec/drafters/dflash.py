@@ -11,9 +11,8 @@ DSpark and DFlash 2 are this with more after the layers, or in them: `dspark`, `
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec import sharding
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
@@ -45,7 +44,7 @@ class DFlash(Drafter):
     them if `causal[i]`; and nothing its window or more positions away.
 
     `draft_ids`: how many tokens it knows, of a drafter with a vocabulary of its own. Logits are multiplied by
-    `multiplier`, then squashed below `softcap`.
+    `multiplier`, then squashed below `softcap`. `filled`: drafts that a block has rows for, if fewer are verified.
     """
 
     config: ModelConfig
@@ -58,6 +57,7 @@ class DFlash(Drafter):
     draft_ids: int | None = None
     multiplier: float = 1.0
     softcap: float | None = None
+    filled: int | None = None
 
     computes: ClassVar[frozenset[str]] = frozenset()  # which of the checkpoint's VARIANTS
     first_by_default: ClassVar[int] = 1
@@ -74,7 +74,7 @@ class DFlash(Drafter):
     @property
     def rows(self) -> int:
         """Rows of a block: those that draft, and those before them."""
-        return self.num_draft_tokens + self.first
+        return (self.filled or self.num_draft_tokens) + self.first
 
     @classmethod
     def load(cls, target, source, options):
@@ -144,7 +144,7 @@ class DFlash(Drafter):
         return {**params, "head": head, **maps}
 
     def on_one_of(self, size):
-        return dataclasses.replace(self, config=self.config.on_one_of(size))
+        return replace(self, config=self.config.on_one_of(size))
 
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)
@@ -155,14 +155,27 @@ class DFlash(Drafter):
     def propose(self, params, state, batch):
         n, found = self.num_draft_tokens, None
         hidden = self._fill(params, state, batch)
-        logits = self._logits(params, hidden.last[:, self.first :])
+        logits = self._logits(params, self._drafting(hidden.last))
         if batch.greedy:
             found = top_tokens(params, self.config.decoder.norm, params["norm"], hidden.unnormed)
-        top = None if found is None else found[:, self.first :]
+        top = None if found is None else self._drafting(found)
         choose = partial(batch.choose, vocab=known_tokens(params, self.config.vocab_size))
         tokens, probs = jax.vmap(choose, in_axes=(1, 0, 1), out_axes=1)(logits, jnp.arange(n), top)
         tokens, probs = as_targets(params, tokens, probs)
         return Proposal(tokens, jnp.where(batch.live, n, 0), probs, logits), hidden.cache
+
+    def narrowed(self, drafts):
+        """The block stays whole, since its rows see each other: its first drafts are the same however many count."""
+        if not drafts:
+            return super().narrowed(0)
+        return replace(self, num_draft_tokens=drafts, filled=self.filled or self.num_draft_tokens)
+
+    def idle(self, params, state, batch):
+        return state  # a block leaves nothing that is read later
+
+    def _drafting(self, rows: Shaped[Array, "b t *d"]) -> Shaped[Array, "b n *d"]:
+        """Of a block's rows, those whose drafts are verified."""
+        return rows[:, self.first : self.first + self.num_draft_tokens]
 
     def _fill(self, params: Any, state: KV, batch: DraftBatch) -> Hidden:
         """The layers over each request's newest token and masks. A mask's row is about its own position, not the next.

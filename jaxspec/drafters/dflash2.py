@@ -73,7 +73,7 @@ class DFlash2(DFlash):
 
     def propose(self, params, state, batch):
         hidden, n = self._fill(params, state, batch), self.num_draft_tokens
-        rows, token = hidden.last[:, self.first :], batch.tokens(-1, 1)[:, 0]
+        rows, token = self._drafting(hidden.last), batch.tokens(-1, 1)[:, 0]
         alone = self._logits(params, rows)
         best, ids = largest(alone, self.top)
         by_row, after, each = matmul(rows, params["selector"]), params["after"][ids], jnp.arange(len(token))

@@ -93,7 +93,7 @@ class DSpark(DFlash):
 
     def propose(self, params, state, batch):
         hidden = self._fill(params, state, batch)
-        rows = hidden.last[:, self.first :]
+        rows = self._drafting(hidden.last)
         base, token = self._logits(params, rows), batch.tokens(-1, 1)[:, 0]
         memory = jnp.zeros((len(token), self.rank), rows.dtype)
         tokens, probs, logits, befores = [], [], [], []

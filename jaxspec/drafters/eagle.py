@@ -14,8 +14,7 @@ them matches too (`reach`).
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -102,7 +101,7 @@ class Chain(Drafter):
         return {**params, "head": rows_of(params["head"], ids), **maps}
 
     def on_one_of(self, size):
-        return dataclasses.replace(self, config=self.config.on_one_of(size))
+        return replace(self, config=self.config.on_one_of(size))
 
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)
@@ -131,6 +130,12 @@ class Chain(Drafter):
         stacked = None if batch.greedy else jnp.stack(probs, axis=1)
         proposal = Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1))
         return proposal, {"kv": kv, "hidden": state["hidden"]}
+
+    def narrowed(self, drafts):
+        return replace(self, num_draft_tokens=drafts) if drafts else super().narrowed(0)
+
+    def idle(self, params, state, batch):
+        return state  # `commit` computes the rows that stand whatever `propose` left there
 
     def commit(self, params, state, batch, verified):
         rows = Rows(batch.length - 1, verified.accepted, batch.table)

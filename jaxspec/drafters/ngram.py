@@ -6,7 +6,7 @@ history, so it overlaps with everything else. Strong wherever the answer quotes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -50,3 +50,9 @@ class Ngram(Drafter):
         offset = jnp.arange(self.num_draft_tokens) % period[:, None]
         tokens = jnp.take_along_axis(batch.history, jnp.clip(best[:, None] + 1 + offset, 0, c - 1), axis=1)
         return Proposal(tokens, jnp.where(found & batch.live, self.num_draft_tokens, 0)), state
+
+    def narrowed(self, drafts):
+        return replace(self, num_draft_tokens=drafts) if drafts else super().narrowed(0)
+
+    def idle(self, params, state, batch):
+        return state

@@ -7,8 +7,7 @@ runs the two newest tokens: one of them is usually known already, and rewriting 
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -50,7 +49,7 @@ class Standalone(Drafter):
         return cls(model.config, options.num_draft_tokens or 4), model.params
 
     def on_one_of(self, size):
-        return dataclasses.replace(self, config=self.config.on_one_of(size))
+        return replace(self, config=self.config.on_one_of(size))
 
     def kv_bytes_per_token(self, dtype):
         return kv_bytes_per_token(self.config, dtype)
@@ -71,6 +70,13 @@ class Standalone(Drafter):
         count = jnp.where(batch.live, self.num_draft_tokens, 0)
         stacked = None if batch.greedy else jnp.stack(probs, axis=1)
         return Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1)), state
+
+    def narrowed(self, drafts):
+        return replace(self, num_draft_tokens=drafts) if drafts else super().narrowed(0)
+
+    def idle(self, params, state, batch):
+        """The token before the newest may be missing; of a round without drafts, the newest then is the one before."""
+        return self._forward(params, state, batch.tokens(-2, 1), batch.rows(-2, 1))[1]
 
     def commit_others(self, params, state, batch, verified):
         rows = Rows(batch.length - 1, verified.accepted, batch.table)

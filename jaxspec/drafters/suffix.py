@@ -21,7 +21,7 @@ overwritten or cut off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flax.struct
 import jax
@@ -86,7 +86,12 @@ class Suffix(Drafter):
         slots = zeros(num_slots), zeros(num_slots)
         return Pool(zeros(*text), zeros(*text), zeros(rows), zeros(rows) - 1, *slots, zeros(), zeros())
 
+    def narrowed(self, drafts):
+        return replace(self, num_draft_tokens=drafts)
+
     def propose(self, params, state, batch):
+        if not self.num_draft_tokens:
+            return Proposal.none(len(batch.length)), state
         back = jnp.arange(self.max_depth - 1)
         tail = jnp.take_along_axis(batch.history, jnp.maximum(batch.length[:, None] - 1 - back, 0), axis=1)
         tail = jnp.where(back < batch.length[:, None] - 1, tail, -1)  # the newest first; never the whole text
@@ -111,8 +116,10 @@ class Suffix(Drafter):
         slots, q = batch.slots, verified.outputs.shape[1]
         rows, capacity = state.tokens.shape
         count = jnp.where(batch.live, verified.accepted, 0)
-        # A round of one row is a request's first token; a preempted one comes back at another length than its slot had.
-        starts = batch.live & ((q == 1) | (state.length[slots] != batch.length))
+        # One row of a drafter that drafts is a request's first token; a preempted one comes back at another length than
+        # its slot had.
+        first = q == 1 and self.num_draft_tokens > 0
+        starts = batch.live & (first | (state.length[slots] != batch.length))
         row = jnp.where(starts, (state.start + jnp.cumsum(starts) - 1) % rows, state.row[slots])
         fresh = jnp.where(starts, row, rows)
         owner = state.owner.at[fresh].set(slots, mode="drop")

@@ -1,0 +1,130 @@
+"""How many drafts a round makes: chosen by the host before each round, none included. Host data only, no jax.
+
+The number with the most expected tokens a second wins, by what a round of it takes at that batch size and by how often
+drafts were accepted lately at each position. Both are known on the host anyway: times were measured at start, and they
+and acceptance are brought up to date by the results that the engine reads. Nothing is waited for.
+
+Invariant: a choice depends on rounds that were read before, never on a draft of the round that it is for. So sampled
+text keeps the target's distribution: whether there is a draft j doesn't depend on the value drawn for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+# A program without its number of drafts, and how many requests it is for: those of a group can stand in for one another
+Group = tuple[str, int]
+
+MARGIN = 0.005  # by which another number of drafts must be faster before it is taken
+BUDGET = 0.005  # share of the time that trying more drafts may cost, if none of them is accepted
+WINDOW = 400  # verified positions over which acceptance is averaged
+FIRST = 0.6  # acceptance of the first draft, before any was seen
+PRIOR = 8  # how many observations the guess for a position counts as
+RECENT = 64  # rounds over which running times are averaged
+TRUST = 4  # rounds as many as which a time from the start counts
+OUTLIER = 3  # times the expected time: a round that took longer counts as that, since the host was held up
+
+
+def ladder(drafts: int) -> tuple[int, ...]:
+    """The numbers of drafts below `drafts` that rounds are compiled for, ascending: its half, half of that, ..., 0."""
+    rungs = []
+    while drafts:
+        drafts //= 2
+        rungs.append(drafts)
+    return tuple(reversed(rungs))
+
+
+class Times:
+    """What the programs of a group take, in seconds, by their drafts.
+
+    `table` was measured at start. What is seen later moves a program's own time, and all others by as much: a longer
+    context or a busy host adds to each of them.
+    """
+
+    def __init__(self, table: Mapping[int, float]):
+        self._table = dict(table)
+        self._seen = dict.fromkeys(table, (0.0, 0.0))  # weight and mean of recent times
+        self._more = 0.0
+
+    def of(self, drafts: int) -> float:
+        weight, mean = self._seen[drafts]
+        return (weight * mean + TRUST * (self._table[drafts] + self._more)) / (weight + TRUST)
+
+    def see(self, drafts: int, seconds: float) -> None:
+        seconds = min(seconds, OUTLIER * self.of(drafts))
+        self._seen = {n: (weight * (1 - 1 / RECENT), mean) for n, (weight, mean) in self._seen.items()}
+        weight, mean = self._seen[drafts]
+        self._seen[drafts] = weight + 1, mean + (seconds - mean) / (weight + 1)
+        self._more += (seconds - self._table[drafts] - self._more) / (RECENT / TRUST)
+
+
+class Chooser:
+    """Chooses the drafts of each round among `longest`, whose keys are numbers of drafts, ascending from 0.
+
+    `longest[n]` is how many of n drafts can be accepted, n for a chain. `times`: for each group of programs what each
+    number of drafts takes, in seconds.
+
+    A number's expected tokens follow from conditional acceptance by position: of the rows whose drafts before position
+    j were accepted, those whose draft j was, too. A row without a draft there counts as one whose draft wasn't. A
+    position that was hardly seen is taken to be like the one before it.
+
+    Wider rounds than the chosen ones are tried now and then, since acceptance shows nowhere else: as often as keeps
+    their cost, should no draft of theirs be accepted, within `BUDGET` of the running time.
+    """
+
+    def __init__(self, longest: Mapping[int, int], times: Mapping[Group, Mapping[int, float]]):
+        self._longest = dict(longest)
+        self._times = {group: Times(table) for group, table in times.items()}
+        self._tried = [0.0] * max(longest.values())  # by position, over a window
+        self._passed = [0.0] * max(longest.values())
+        self._saved = 0.0  # seconds that may be spent on a try
+        self._tries = 0
+        self.chosen = max(longest)
+
+    def choose(self, group: Group, share: float) -> int:
+        """The number of drafts of the next round of this group. `share`: of its requests that may have drafts."""
+        times = {n: self._times[group].of(n) for n in self._longest}
+        tokens = self.expected(share)
+        speed = {n: tokens[n] / times[n] for n in times}
+        best = max(speed, key=speed.get)
+        if speed[best] > speed[self.chosen] * (1 + MARGIN):
+            self.chosen = best
+        return self._explore(times, tokens[self.chosen]) if share else self.chosen
+
+    def expected(self, share: float = 1.0) -> dict[int, float]:
+        """Tokens that a round yields a request, by its drafts."""
+        rate, reach, tokens = FIRST, 1.0, [1.0]
+        for tried, passed in zip(self._tried, self._passed, strict=True):
+            rate = (passed + PRIOR * rate) / (tried + PRIOR)
+            reach *= rate
+            tokens.append(tokens[-1] + share * reach)
+        return {n: tokens[longest] for n, longest in self._longest.items()}
+
+    def accepted(self, drafts: int, rows: Counter[int]) -> None:
+        """Note rounds of so many drafts: how many rows yielded how many tokens, 1 and up, the target's own included."""
+        for j in range(self._longest[drafts]):
+            tried = sum(count for tokens, count in rows.items() if tokens > j)
+            passed = sum(count for tokens, count in rows.items() if tokens > j + 1)
+            kept = min(1.0, max(WINDOW - tried, 0) / max(self._tried[j], 1e-9))
+            self._tried[j] = kept * self._tried[j] + tried
+            self._passed[j] = kept * self._passed[j] + passed
+
+    def took(self, group: Group, drafts: int, seconds: float) -> None:
+        """Note how long a program took, that had the device to itself."""
+        self._times[group].see(drafts, seconds)
+
+    def _explore(self, times: Mapping[int, float], tokens: float) -> int:
+        """`chosen`, which yields so many `tokens`, or a wider round if enough time was saved up for it."""
+        wider = [n for n in times if n > self.chosen]
+        if not wider:
+            self._saved = 0.0
+            return self.chosen
+        n = wider[self._tries % len(wider)]
+        loss = max(times[n] - times[self.chosen] / tokens, 0.0)  # it yields one token, which takes the chosen that long
+        self._saved = min(self._saved + BUDGET * times[self.chosen], loss)
+        if self._saved < loss:
+            return self.chosen
+        self._saved = 0.0
+        self._tries += 1
+        return n

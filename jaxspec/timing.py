@@ -1,0 +1,84 @@
+"""How long rounds take, measured at start: every number of drafts, at every batch size, on requests that are made up.
+
+The requests have random text, pages and slots of their own, so attention reads and experts are chosen as when serving.
+What they leave in the state is a finished request's at best: the caller makes a new one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxspec.adaptive import Group
+from jaxspec.batch import fit, pack_admission
+from jaxspec.programs import Programs
+from jaxspec.request import SamplingParams
+from jaxspec.round import GREEDY, LOGPROBS, SAMPLED, State
+
+CONTEXT = 256  # known tokens of each request, or half of what a slot can hold
+PERIOD = 16  # after which a text repeats itself, so that drafters that look for that find something
+RUNS, ENOUGH = 5, 0.15  # runs of each program at most, and the seconds after which two are enough
+
+
+def group(kind: str, mode: str, size: int) -> Group:
+    """The group of a batch's programs. Requests for log-probabilities count as others that sample."""
+    return f"{kind}_{SAMPLED if mode == LOGPROBS else mode}", size
+
+
+def time_rounds(programs: Programs, state: State, pages: int, page_size: int) -> tuple[State, dict]:
+    """For each group of round programs, the seconds that each number of drafts takes; and the state, used.
+
+    `pages`: in the pool, the dummy included.
+    """
+    shapes, costs = programs.shapes, {}
+    known = max(min(CONTEXT, shapes.capacity // 2), 1)
+    runs = {"round": programs.round} | ({"rounds": programs.rounds} if shapes.rounds > 1 else {})
+    for mode in (GREEDY, SAMPLED):
+        params = SamplingParams(temperature=float(mode == SAMPLED))
+        for size in shapes.batches:
+            table = _pages(size, shapes.pages_per_seq, known + shapes.rounds * programs.width, pages, page_size)
+            admissions = [_admission(slot, known, params, programs) for slot in range(size)]
+            for kind, run in runs.items():
+                times = costs[group(kind, mode, size)] = {}
+                for drafts, sizes in (*shapes.narrower, (None, shapes.batches)):
+                    packed = programs.padding(fit(size, sizes))
+                    packed[:size, 0] = range(size)
+                    packed[:size, 1:] = table
+                    once = lambda state: run(state, packed, mode, drafts)  # noqa: B023, E731
+                    seconds, state = _time(once, programs, state, admissions)
+                    times[programs.width - 1 if drafts is None else drafts] = seconds
+    return state, costs
+
+
+def _time(run: Callable, programs: Programs, state: State, admissions: list[np.ndarray]) -> tuple[float, State]:
+    """The least that a program takes, always from the same text on."""
+    best, spent, runs = math.inf, 0.0, 0
+    while runs < 2 or (runs < RUNS and spent < ENOUGH):
+        for packed in admissions:
+            state = programs.admit(state, packed)
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        state, out = run(state)
+        out.block_until_ready()
+        took = time.perf_counter() - began
+        best, spent, runs = min(best, took), spent + took, runs + 1
+    return best, state
+
+
+def _pages(size: int, columns: int, tokens: int, pages: int, page_size: int) -> np.ndarray:
+    """Page tables of requests with so many tokens. If the pool has too few pages, requests share some."""
+    each = min(-(-tokens // page_size), columns)
+    table = np.zeros((size, columns), np.int32)
+    table[:, :each] = 1 + np.arange(size * each).reshape(size, each) % (pages - 1)
+    return table
+
+
+def _admission(slot: int, known: int, params: SamplingParams, programs: Programs) -> np.ndarray:
+    rng = np.random.default_rng(slot)
+    tokens = np.resize(rng.integers(0, programs.vocab, PERIOD), known).tolist()
+    capacity = programs.shapes.capacity
+    return pack_admission(slot, tokens, known, capacity, programs.width - 1, slot, [], params, capacity)
