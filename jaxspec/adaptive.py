@@ -16,11 +16,11 @@ from collections.abc import Mapping
 # A program without its number of drafts, and how many requests it is for: those of a group can stand in for one another
 Group = tuple[str, int]
 
-MARGIN = 0.005  # by which another number of drafts must be faster before it is taken
-BUDGET = 0.005  # share of the time that trying more drafts may cost, if none of them is accepted
-WINDOW = 400  # verified positions over which acceptance is averaged
+MARGIN = 0.01  # by which more drafts must be faster before they are made; fewer need no margin
+BUDGET = 0.005  # share of the time that trying other numbers may cost, if no draft of theirs is accepted
+WINDOW = 1000  # verified positions over which acceptance is averaged
 FIRST = 0.6  # acceptance of the first draft, before any was seen
-PRIOR = 8  # how many observations the guess for a position counts as
+PRIOR = 32  # how many observations the guess for a position counts as
 RECENT = 64  # rounds over which running times are averaged
 TRUST = 4  # rounds as many as which a time from the start counts
 OUTLIER = 3  # times the expected time: a round that took longer counts as that, since the host was held up
@@ -69,8 +69,8 @@ class Chooser:
     j were accepted, those whose draft j was, too. A row without a draft there counts as one whose draft wasn't. A
     position that was hardly seen is taken to be like the one before it.
 
-    Wider rounds than the chosen ones are tried now and then, since acceptance shows nowhere else: as often as keeps
-    their cost, should no draft of theirs be accepted, within `BUDGET` of the running time.
+    Other numbers than the chosen one are tried now and then, in turn: acceptance shows in wider rounds alone, and times
+    of rounds in themselves. As often as keeps the cost, should no draft be accepted, within `BUDGET` of the time.
     """
 
     def __init__(self, longest: Mapping[int, int], times: Mapping[Group, Mapping[int, float]]):
@@ -84,13 +84,15 @@ class Chooser:
 
     def choose(self, group: Group, share: float) -> int:
         """The number of drafts of the next round of this group. `share`: of its requests that may have drafts."""
+        if not share:
+            return min(self._longest)
         times = {n: self._times[group].of(n) for n in self._longest}
         tokens = self.expected(share)
         speed = {n: tokens[n] / times[n] for n in times}
         best = max(speed, key=speed.get)
-        if speed[best] > speed[self.chosen] * (1 + MARGIN):
+        if speed[best] > speed[self.chosen] * (1 + MARGIN * (best > self.chosen)):
             self.chosen = best
-        return self._explore(times, tokens[self.chosen]) if share else self.chosen
+        return self._explore(times, tokens[self.chosen])
 
     def expected(self, share: float = 1.0) -> dict[int, float]:
         """Tokens that a round yields a request, by its drafts."""
@@ -115,12 +117,9 @@ class Chooser:
         self._times[group].see(drafts, seconds)
 
     def _explore(self, times: Mapping[int, float], tokens: float) -> int:
-        """`chosen`, which yields so many `tokens`, or a wider round if enough time was saved up for it."""
-        wider = [n for n in times if n > self.chosen]
-        if not wider:
-            self._saved = 0.0
-            return self.chosen
-        n = wider[self._tries % len(wider)]
+        """`chosen`, which yields so many `tokens`, or another number if enough time was saved up for it."""
+        others = [n for n in times if n != self.chosen]
+        n = others[self._tries % len(others)]
         loss = max(times[n] - times[self.chosen] / tokens, 0.0)  # it yields one token, which takes the chosen that long
         self._saved = min(self._saved + BUDGET * times[self.chosen], loss)
         if self._saved < loss:

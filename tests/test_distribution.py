@@ -6,7 +6,7 @@ reference, as is what a smaller run through `LLM` gives.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -118,14 +118,26 @@ def p_values(pairs, expected):
 class Lanes:
     """The round program over `LANES` slots for each setting, started again and again from the same text."""
 
-    def __init__(self, name):
+    def __init__(self, name, fewer=()):
+        """`fewer`: numbers of drafts, less than the drafter's, that rounds have now and then."""
+        self.drafts = (None, *fewer)
         self.number = list(DRAFTERS).index(name)  # each drafter draws with seeds of its own
         drafter, draft_params = DRAFTERS[name]()
         config, n = model().config, LANES * len(SETTINGS)
         width, capacity = drafter.num_draft_tokens + 1, PAGE
         self.table = np.arange(1, n + 1)[:, None]  # a page each
         layout = PageLayout(n + 1, PAGE, "float32")
-        shapes = Shapes(n, capacity, 1, block=PAGE, prefills=(n,), score=1, firsts=(n,), batches=(n,))
+        shapes = Shapes(
+            n,
+            capacity,
+            1,
+            block=PAGE,
+            prefills=(n,),
+            score=1,
+            firsts=(n,),
+            batches=(n,),
+            narrower=tuple((drafts, (n,)) for drafts in fewer),
+        )
         self.programs = Programs(config, drafter, shapes, model().params, draft_params)
         some = slots_for(
             list(SETTINGS.values()),
@@ -158,15 +170,20 @@ class Lanes:
         slots = self.slots.replace(sampling=self.slots.sampling.replace(seed=seeds))
         self.state = self.state.replace(slots=jax.device_put(slots))
         packed = np.column_stack([np.arange(n), self.table]).astype(np.int32)
-        self.state, out = self.programs.round(self.state, packed, SAMPLED)
-        first = np.asarray(out)
+        first = self._round(packed, run)
         self.drafted += first[:, DRAFTED].sum()
         self.accepted += first[:, ACCEPTED].sum() - n
         both = first[:, EMITTED] == 2
         self.whole_rounds += both.sum()
-        self.state, out = self.programs.round(self.state, packed, SAMPLED)  # for those with one token so far
-        second = np.where(both, first[:, min(TOKENS + 1, first.shape[1] - 1)], np.asarray(out)[:, TOKENS])
+        out = self._round(packed, run + int(self.accepted))  # for those with one token so far
+        second = np.where(both, first[:, min(TOKENS + 1, first.shape[1] - 1)], out[:, TOKENS])
         return np.column_stack([first[:, TOKENS], second])
+
+    def _round(self, packed, turn):
+        """A round whose number of drafts depends on rounds before it."""
+        drafts = self.drafts[turn % len(self.drafts)]
+        self.state, out = self.programs.round(self.state, packed, SAMPLED, drafts)
+        return np.asarray(out)
 
 
 def often(names, all_names):
@@ -184,6 +201,13 @@ def test_round_samples_the_target(name):
         assert lanes.whole_rounds > SAMPLES / 20
     found = {setting: p_values(pairs[setting], exact(params)) for setting, params in SETTINGS.items()}
     assert min(min(p) for p in found.values()) > ALPHA, found
+
+
+@pytest.mark.parametrize("name", often(("noise",), ("noise", "ngram", "standalone")))
+def test_rounds_sample_the_target_however_many_drafts_they_have(name, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SAMPLES", 20_000)
+    monkeypatch.setattr(f"{__name__}.Lanes", partial(Lanes, fewer=(0, 1)))
+    test_round_samples_the_target(name)
 
 
 @pytest.mark.exhaustive

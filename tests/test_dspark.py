@@ -3,6 +3,7 @@
 Expected tensors come from tests/golden/make_dspark.py.
 """
 
+import dataclasses
 import json
 import shutil
 
@@ -52,6 +53,16 @@ def test_fewer_drafts_come_from_shorter_blocks():
     assert np.abs(short.logits[0] - expected["logits_7"][0]).max() > 1e-3  # rows see the rows behind them
     with pytest.raises(ConfigError, match=r"--num-draft-tokens 6: this DSpark .* blocks of 5 .* drafts 1 to 5"):
         jaxspec.propose(model, loaded, ids, 6)
+
+
+@pytest.mark.parametrize("method,variant", [("dspark", "deepspec"), ("dflash2", "sliding")])
+def test_a_round_of_fewer_drafts_has_the_first_of_all(method, variant):
+    model, loaded, expected = golden(method, variant)
+    ids, n = expected["ids_33"].tolist()[:-1], 2
+    fewer = dataclasses.replace(loaded, drafter=loaded.drafter.narrowed(n))
+    assert fewer.drafter.rows == loaded.drafter.rows > n + 1
+    proposed = jaxspec.propose(model, fewer, ids, n)
+    np.testing.assert_array_equal(proposed.tokens, expected["tokens_33"][:n])
 
 
 def test_confidence_ends_drafts_before_the_first_doubt():

@@ -20,7 +20,7 @@ from jaxspec.draft import PrefillBatch
 from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.pages import PagePool, PrefixTree
-from tests import heads
+from tests import heads, widths
 from tests import test_distribution as distribution
 from tests import test_lossless as lossless
 from tests.heads import LAYER_IDS
@@ -357,6 +357,15 @@ def test_caches_are_those_of_a_cold_prefill(kind, overlap, rounds, monkeypatch):
     assert sum(out.metrics.preemptions for out in outs) > 0
     check_caches(llm)
     assert llm.engine.flush_cache()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.exhaustive), "eagle3"])
+def test_text_and_caches_are_the_same_however_many_drafts_a_round_has(kind, monkeypatch):
+    llm = lossless.engine("qwen3", f"{heads.folder_for(kind)}")
+    widths.switch(llm, monkeypatch)
+    test_caches_are_those_of_a_cold_prefill(kind, True, 1, monkeypatch)
+    test_greedy_output_equals_plain(kind, False, 1, monkeypatch)
+    assert widths.took_turns(llm)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

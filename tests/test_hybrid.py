@@ -20,7 +20,7 @@ import jaxspec
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.sequence import Chunk
-from tests import hybrids
+from tests import hybrids, widths
 from tests import test_distribution as distribution
 from tests.tiny import tiny_checkpoint
 
@@ -56,7 +56,8 @@ def engine(family, draft):
         draft += f":{tiny_checkpoint('qwen3', VOCAB, 3, num_hidden_layers=1)}"
     # in a prefill of three blocks, one can start from what another request's leaves; a further size is more to compile
     options = OPTIONS | {"chunked_prefill_size": 96} if (family, draft) == ("qwen3_5", "mtp") else OPTIONS
-    llm = LLM(str(folder), draft, num_draft_tokens=2, num_continuous_decode_steps=3, **options)
+    options |= {"num_draft_tokens": 2, "num_continuous_decode_steps": 3}
+    llm = widths.several(lambda: LLM(str(folder), draft, **options))
     llm.engine.scheduler.rounds = 1  # but where a test asks for more
     return llm
 
@@ -89,6 +90,14 @@ def test_greedy_texts_are_plain_decodings(family, draft):
     assert sum(out.metrics.cached_tokens for out in again) >= 64
     accept = np.mean([out.metrics.accept_length for out in first])
     assert 1.3 < accept < 2.9 if draft == "mtp" else accept < 2.9, "drafts are accepted now and then, and refused"
+
+
+@pytest.mark.parametrize("family,draft", cases(("qwen3_5", "mtp")))
+def test_texts_are_the_same_however_many_drafts_a_round_has(family, draft, monkeypatch):
+    """Of a round, fewer rows are then replayed than there is room for."""
+    widths.switch(engine(family, draft), monkeypatch)
+    test_greedy_texts_are_plain_decodings(family, draft)
+    assert widths.took_turns(engine(family, draft))
 
 
 def talk(llm, seed, cases):

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import LLM, SamplingParams
 from jaxspec.draft import Drafter, Proposal
+from tests import widths
 from tests.tiny import tiny_checkpoint
 
 VOCAB = 272
@@ -94,7 +95,7 @@ def engine(family, draft):
         draft = f"standalone:{draft_folder(family, which)}"
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
     sizes = {"few_programs": (family, draft) != EVERY_SIZE}
-    llm = LLM(str(checkpoint(family)), draft, **OPTIONS | drafts | sizes)
+    llm = widths.several(lambda: LLM(str(checkpoint(family)), draft, **OPTIONS | drafts | sizes))
     llm.engine.scheduler.rounds = 1
     return llm
 
@@ -172,6 +173,25 @@ def test_greedy_output_equals_plain(family, draft, overlap, rounds, monkeypatch)
             assert all(out.metrics.cached_tokens >= len(out.prompt_token_ids) - 1 - 8 for out in again)
     assert (llm.engine.stats()["dispatches"].get("rounds_greedy", 0) > before) == (rounds > 1)
     assert cases * len(SETTINGS) * 2 >= 200, "fewer cases than the claim is made for"
+
+
+@pytest.mark.parametrize("draft,overlap,rounds", [
+    ("standalone:self", True, 1),
+    pytest.param("ngram", False, 4, marks=pytest.mark.exhaustive),
+    pytest.param("suffix", True, 4, marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_output_equals_plain_however_many_drafts_a_round_has(draft, overlap, rounds, monkeypatch):
+    llm = engine("qwen3", draft)
+    widths.switch(llm, monkeypatch)
+    before = llm.engine.stats()
+    test_greedy_output_equals_plain("qwen3", draft, overlap, rounds, monkeypatch)
+    assert widths.took_turns(llm)
+    if draft == "standalone:self":  # whose cache would show every token that it missed: then it drafted another
+        after = llm.engine.stats()
+        drafted, accepted = (
+            sum(after[f"{x}_per_position"]) - sum(before[f"{x}_per_position"]) for x in ("drafted", "accepted")
+        )
+        assert drafted == accepted > 300
 
 
 @pytest.mark.parametrize("family", SEEDS)

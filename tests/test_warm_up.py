@@ -16,8 +16,8 @@ from tests.engines import OPTIONS, checkpoint
 class Nothing:
     """In place of a compiled program."""
 
-    def __call__(self, params, draft_params, state, packed):
-        return state, jnp.zeros((), jnp.int32)
+    def __call__(self, *arguments):
+        return arguments[0] if len(arguments) == 2 else (arguments[2], jnp.zeros((), jnp.int32))  # 2: of `admit`
 
     def memory_analysis(self):
         return types.SimpleNamespace(temp_size_in_bytes=0)
@@ -36,9 +36,10 @@ def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
     monkeypatch.setattr(Programs, "_compile", compile_)
     llm = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
     warm, runner, table = list(compiled), llm.engine.runner, llm.engine.scheduler.table
+    assert runner.drafts == (0, 1, 2, 4)
     for mode, count in itertools.product(MODES, (1, 2, 3)):
-        runner.round(list(range(count)), table, mode)
-        runner.round(list(range(count)), table, mode, 4)
+        for rounds, drafts in itertools.product((1, 4), runner.drafts):
+            runner.round(list(range(count)), table, mode, rounds, drafts)
         runner.first(list(range(min(count, 2))), table, mode)  # of as many as a prefill has blocks
     assert compiled == warm and {size for kind, size in warm if kind == "rounds_sampled"} == {1, 2, 3}
 

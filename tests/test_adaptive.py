@@ -1,0 +1,196 @@
+"""The choice of how many tokens to draft, simulated: times of rounds as measured on one H200, acceptance as imposed."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxspec import adaptive
+from jaxspec.adaptive import Chooser, Times, ladder
+
+# ms of a round by requests and drafts, from docs/performance.md; others lie on the lines between
+TIMES = {
+    "EAGLE-3": {
+        1: {0: 4.67, 1: 4.69, 3: 5.05},
+        8: {0: 4.76, 1: 5.16, 3: 5.55},
+        64: {0: 7.40, 1: 8.50, 3: 11.4},
+        128: {0: 10.73, 1: 13.67, 3: 20.0},
+        256: {0: 18.05, 1: 24.4, 3: 40.0},
+    },
+    "n-grams": {1: {0: 4.20, 3: 4.18}, 32: {0: 5.73, 3: 6.47}, 128: {0: 10.28, 3: 17.75}},
+    "DFlash": {
+        1: {0: 4.20, 1: 5.00, 15: 5.47},
+        8: {0: 4.34, 1: 5.30, 15: 7.47},
+        32: {0: 5.73, 1: 7.00, 15: 17.9},
+        128: {0: 10.28, 1: 14.5, 15: 67.5},
+    },
+    "MTP of a mixture": {1: {0: 2.85, 3: 4.88}, 8: {0: 5.77, 3: 13.9}, 128: {0: 24.2, 3: 31.5}},
+}
+NOISE, START = 0.03, 0.01  # of the times of rounds, and of those from the start, the least of several
+
+
+def seconds(name, requests):
+    """By number of drafts."""
+    known = TIMES[name][requests]
+    numbers = (*ladder(max(known)), max(known))
+    return {n: float(np.interp(n, list(known), list(known.values()))) / 1e3 for n in numbers}
+
+
+def rates(length, drafts):
+    """The same acceptance at each position, so that a round of so many drafts yields `length` tokens."""
+    every = np.linspace(0, 1, 10_001)
+    lengths = sum(every**j for j in range(drafts + 1))
+    return np.full(drafts, every[np.searchsorted(lengths, length)])
+
+
+def expected(acceptance, drafts):
+    return 1 + np.cumprod(acceptance[:drafts]).sum()
+
+
+class Load:
+    """Rounds with the times of a table, whose results are read one round late."""
+
+    def __init__(self, name, seed=0):
+        self.rng, self.name = np.random.default_rng(seed), name
+        self.times = {requests: seconds(name, requests) for requests in TIMES[name]}
+        numbers = self.times[1]
+        blurred = {("round", n): {k: self.blur(s, START) for k, s in each.items()} for n, each in self.times.items()}
+        self.chooser = Chooser({n: n for n in numbers}, blurred)
+        self.unread = None
+
+    def blur(self, value, noise=NOISE):
+        return value * self.rng.uniform(1 - noise, 1 + noise)
+
+    def run(self, requests, acceptance, rounds, more=0.0):
+        """Tokens a second a request, each round `more` seconds longer than in the table."""
+        group, time, tokens, chosen = ("round", requests), 0.0, 0, Counter()
+        for _ in range(rounds):
+            drafts = self.chooser.choose(group, 1.0)
+            left, yielded = requests, Counter()
+            for j in range(drafts):
+                stay = int(self.rng.binomial(left, acceptance[j]))
+                yielded[j + 1] += left - stay
+                left = stay
+            yielded[drafts + 1] += left
+            took = self.times[requests][drafts] + more
+            time, tokens = time + took, tokens + expected(acceptance, drafts)  # which these draws are a sample of
+            if self.unread is not None:
+                of, n, s, rows = self.unread
+                self.chooser.accepted(n, rows)
+                self.chooser.took(of, n, s)
+            self.unread = group, drafts, self.blur(took), yielded
+            chosen[drafts] += 1
+        return tokens / time, chosen
+
+    def fixed(self, requests, acceptance, more=0.0):
+        """The same of each number of drafts."""
+        return {n: expected(acceptance, n) / (s + more) for n, s in self.times[requests].items()}
+
+
+@pytest.mark.parametrize("name,requests", [(name, requests) for name, table in TIMES.items() for requests in table])
+def test_it_is_as_fast_as_the_best_number_and_never_slower_than_none(name, requests):
+    for length in (1.2, 1.6, 2.0, 2.7, 3.3, 4.0):
+        load = Load(name)
+        most = max(load.times[1])
+        if length >= most + 1:
+            continue
+        acceptance = rates(length, most)
+        load.run(requests, acceptance, 1500 if requests == 1 else 150)  # at first it knows nothing
+        speed, chosen = load.run(requests, acceptance, 1000)
+        fixed = load.fixed(requests, acceptance)
+        assert speed >= 0.97 * max(fixed.values()), (length, chosen)
+        assert speed >= 0.99 * fixed[0], (length, chosen)
+
+
+def test_it_learns_in_a_few_rounds():
+    """Of a drafter that is never right, and of one that always is."""
+    for acceptance, best in ((0.0, 0), (1.0, 3)):
+        load = Load("EAGLE-3")
+        load.run(128, np.full(3, acceptance), 20)
+        assert load.chooser.chosen == best
+
+
+def test_it_follows_a_load_that_rises_and_falls():
+    load, acceptance, ratios = Load("EAGLE-3"), rates(2.0, 3), []
+    for requests in (1, 8, 64, 128, 256, 128, 64, 8, 1):
+        speed, chosen = load.run(requests, acceptance, 150)
+        fixed = load.fixed(requests, acceptance)
+        best = max(fixed, key=fixed.get)
+        assert chosen[best] > 130 or fixed[load.chooser.chosen] > 0.98 * fixed[best]
+        ratios.append(speed / fixed[best])
+    assert min(ratios) > 0.97, ratios
+
+
+def test_it_finds_out_when_drafts_get_better():
+    load = Load("EAGLE-3")
+    _, chosen = load.run(64, np.full(3, 0.05), 600)
+    assert chosen[0] > 550
+    load.run(64, np.full(3, 0.8), 300)
+    assert load.chooser.chosen == 3
+
+
+def test_trying_costs_no_more_than_its_budget():
+    """Rounds with drafts, of which none is accepted, as a share of the time of all others."""
+    for name, requests in (("EAGLE-3", 8), ("EAGLE-3", 256), ("DFlash", 128)):
+        load = Load(name)
+        load.run(requests, np.zeros(max(load.times[1])), 100)
+        speed, chosen = load.run(requests, np.zeros(max(load.times[1])), 8000)
+        assert len(chosen) > 1, "none was tried"
+        assert speed >= (1 - 1.5 * adaptive.BUDGET) / load.times[requests][0]
+
+
+def test_longer_contexts_make_wider_rounds_cheaper():
+    """What they add to each round is seen in those that run, and holds for those that don't."""
+    load, acceptance = Load("EAGLE-3"), rates(2.0, 3)
+    load.run(256, acceptance, 300)
+    before = load.chooser.chosen
+    speed, _ = load.run(256, acceptance, 600, more=0.1)
+    assert load.chooser.chosen > before
+    assert speed > 0.97 * max(load.fixed(256, acceptance, more=0.1).values())
+
+
+def test_where_nobody_has_drafts_there_are_none_and_none_is_tried():
+    load = Load("EAGLE-3")
+    assert {load.chooser.choose(("round", 1), 0.0) for _ in range(1000)} == {0}
+
+
+def test_half_of_a_batch_with_drafts_gains_half():
+    chooser = Load("EAGLE-3").chooser
+    whole, half = chooser.expected(1.0), chooser.expected(0.5)
+    assert all(half[n] == pytest.approx(1 + (whole[n] - 1) / 2) for n in whole)
+
+
+def test_acceptance_counts_only_rows_that_got_so_far():
+    chooser = Chooser({0: 0, 1: 1, 3: 3}, {})
+    for _ in range(100):  # of ten rows three have no draft accepted, five have one, two have all three
+        chooser.accepted(3, Counter({1: 3, 2: 5, 4: 2}))
+    rounds = chooser.expected()
+    assert rounds[1] == pytest.approx(1.7, abs=0.01) and rounds[3] == pytest.approx(1 + 0.7 + 0.2 + 0.2, abs=0.02)
+    chooser.accepted(1, Counter({1: 1000}))  # which says nothing of later positions
+    assert chooser.expected()[1] == pytest.approx(1.0, abs=0.02)
+    chooser.accepted(1, Counter({2: 1000}))
+    assert chooser.expected()[3] == pytest.approx(1 + 1 + 2 / 7 + 2 / 7, abs=0.05)
+
+
+def test_a_tree_is_chosen_whole_or_not_at_all():
+    chooser = Chooser({0: 0, 16: 5}, {("round", 1): {0: 1.0, 16: 1.1}})
+    chooser.accepted(16, Counter({6: 100}))
+    assert chooser.choose(("round", 1), 1.0) == 16 and chooser.expected()[16] > 5.3
+    chooser.accepted(16, Counter({1: 5000}))
+    assert chooser.choose(("round", 1), 1.0) == 0
+
+
+def test_a_round_that_was_held_up_counts_little():
+    times = Times({0: 1.0, 3: 2.0})
+    times.see(0, 60.0)
+    assert times.of(0) <= 1.5 and times.of(3) < 2.5
+    for _ in range(200):
+        times.see(0, 1.0)
+    assert times.of(0) == pytest.approx(1.0, rel=0.02) and times.of(3) == pytest.approx(2.0, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "drafts,expected", [(1, (0,)), (3, (0, 1)), (4, (0, 1, 2)), (7, (0, 1, 3)), (15, (0, 1, 3, 7))]
+)
+def test_the_ladder_halves(drafts, expected):
+    assert ladder(drafts) == expected

@@ -1,0 +1,60 @@
+"""Engines whose rounds have now so many drafts, now others: what was chosen must show in nothing but time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from jaxspec import LLM, runner
+from jaxspec.adaptive import ladder
+
+
+class Turns:
+    """In place of a `Chooser`: each number of drafts in turn, none twice in a row before the last."""
+
+    def __init__(self, numbers: tuple[int, ...]):
+        self.chosen = numbers[-1]
+        self._turns = itertools.cycle((*numbers, *numbers[:1], *reversed(numbers)))
+
+    def choose(self, group, share):
+        self.chosen = next(self._turns)
+        return self.chosen
+
+    def expected(self):
+        return {}
+
+    def accepted(self, drafts, rows):
+        pass
+
+    def took(self, group, drafts, seconds):
+        assert seconds >= 0
+
+
+def several(make: Callable[[], LLM]) -> LLM:
+    """An engine as `make` makes it with one batch size, and programs for fewer drafts too, compiled when first used."""
+    shapes = runner._shapes
+
+    def wider(config, drafter, alone=True):
+        found = shapes(config, drafter, alone)
+        most = drafter.num_draft_tokens
+        fewer = () if not most else ladder(most) if drafter.topk == 1 else (0,)
+        return dataclasses.replace(found, narrower=tuple((n, found.batches) for n in fewer))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_shapes", wider)
+        return make()
+
+
+def switch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the rounds of an engine that `several` made take turns, for the rest of a test."""
+    assert len(llm.engine.runner.drafts) > 1
+    monkeypatch.setattr(llm.engine, "chooser", Turns(llm.engine.runner.drafts))
+    monkeypatch.setattr(llm.engine, "rounds_by_drafts", dict.fromkeys(llm.engine.runner.drafts, 0))
+
+
+def took_turns(llm: LLM) -> bool:
+    """Whether rounds of each number of drafts were run, since `switch`."""
+    return min(llm.engine.rounds_by_drafts.values()) > 5
