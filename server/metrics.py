@@ -109,6 +109,7 @@ GAUGES = (
     ("free_pages", "jaxspec_kv_pages_free", "KV pages that nobody holds"),
     ("cached_pages", "jaxspec_kv_pages_cached", "KV pages held by the prefix tree"),
     ("avg_spec_accept_length", "jaxspec_spec_accept_length", "Tokens per verify round since start, bonus included"),
+    ("drafts", "jaxspec_drafts", "Tokens that a round drafts for each request, as chosen last"),
     ("step_seconds", "jaxspec_step_seconds", "Age of the running engine step; 0 without one"),
 )
 COUNTERS = (
@@ -130,6 +131,7 @@ COUNTERS = (
 LABELLED = (
     ("requests_total", "jaxspec_requests", "reason", "Completions finished, by finish reason"),
     ("dispatches", "jaxspec_dispatches", "program", "Programs dispatched"),
+    ("rounds_by_drafts", "jaxspec_rounds", "drafts", "Rounds, by how many tokens they drafted for each request"),
 )
 PER_POSITION = (
     ("drafted_per_position", "jaxspec_spec_drafted", "Draft tokens verified, by position in the draft"),

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxspec import LLM, SamplingParams
+from tests import widths
 from tests.tiny import tiny_checkpoint
 
 OPTIONS = {"max_running_requests": 3, "context_length": 96, "skip_warmup": True, "few_programs": True}
@@ -12,7 +13,7 @@ SAMPLED = [SamplingParams(temperature=0.6, max_tokens=24, ignore_eos=True, seed=
 
 
 def engine(draft, **options):
-    return LLM(str(tiny_checkpoint()), draft, dtype="float32", **OPTIONS | options)
+    return widths.several(lambda: LLM(str(tiny_checkpoint()), draft, dtype="float32", **OPTIONS | options))
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,16 @@ def test_a_repeated_request_drafts_from_the_first_ones_response(suffix):
     first, second = (suffix.generate([[2, 3]], how)[0] for _ in range(2))
     assert first.token_ids == second.token_ids
     assert second.metrics.accept_length > 2 * first.metrics.accept_length > 0
+
+
+def test_a_response_written_without_drafts_is_drafted_from(suffix, monkeypatch):
+    how = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(suffix.engine, "chooser", widths.Turns((0,)))
+        first = suffix.generate([[2, 4]], how)[0]
+    second = suffix.generate([[2, 4]], how)[0]
+    assert first.token_ids == second.token_ids
+    assert first.metrics.verify_rounds == 39 and second.metrics.verify_rounds < 20
 
 
 @pytest.mark.exhaustive

@@ -169,6 +169,8 @@ class FakeLLM:
             "preemptions_total": 0,
             "compiles_total": 6,
             "dispatches": {"round": 4},
+            "drafts": 2,
+            "rounds_by_drafts": {0: 1, 2: 3},
             "requests_total": {"stop": 3, "abort": 1},
             "ready": self.ready,
             "step_seconds": self.step_seconds,

@@ -93,6 +93,8 @@ def test_what_the_engine_counts_is_read_when_scraped(http):
     assert found[("jaxspec_requests_total", ("reason", "stop"))] == 3
     assert found[("jaxspec_spec_accepted_total", ("position", "1"))] == 1
     assert found[("jaxspec_dispatches_total", ("program", "round"))] == 4
+    assert found[("jaxspec_rounds_total", ("drafts", "2"))] == 3
+    assert found[("jaxspec_drafts",)] == 2
     assert found[("jaxspec_kv_page_usage",)] == 0.2
     assert found[("jaxspec_spec_accept_length",)] == 2.25
     assert found[("jaxspec_refused_total",)] == 2
