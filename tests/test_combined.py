@@ -11,6 +11,7 @@ from jaxspec.drafters import check_drafter, combined
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.suffix import Suffix
+from tests import widths
 from tests.test_drafter_weights import drafting
 
 REPEATED = [5, 6, 7, 8, 9, 3] * 4
@@ -21,10 +22,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def engine():
     target, draft = drafting("eagle3")
-    return LLM(
+    make = lambda: LLM(  # noqa: E731
         target.path, f"suffix?max_requests=8+{draft}", dtype="float32", max_running_requests=2, context_length=96,
         skip_warmup=True, few_programs=True, num_draft_tokens=3, disable_structured_output=True,
     )  # fmt: skip
+    return widths.several(make)
 
 
 def test_text_is_plain_decodings(engine):
@@ -42,6 +44,15 @@ def test_a_response_that_was_given_before_is_looked_up(engine):
     """EAGLE-3's random drafts are never accepted."""
     first, second = (engine.generate([[2, 3]], GREEDY)[0] for _ in range(2))
     assert first.token_ids == second.token_ids and second.metrics.accept_length > 2 > first.metrics.accept_length
+
+
+def test_a_response_that_was_written_without_drafts_is_looked_up(engine, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine, "chooser", widths.Turns((0,)))
+        first = engine.generate([[2, 5]], GREEDY)[0]
+    second = engine.generate([[2, 5]], GREEDY)[0]
+    assert first.token_ids == second.token_ids
+    assert second.metrics.accept_length > 2 > first.metrics.accept_length == 1
 
 
 def chosen(found, drawn, greedy):

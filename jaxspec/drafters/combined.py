@@ -9,7 +9,7 @@ round, so sampled text keeps the target's distribution.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.struct
@@ -113,6 +113,11 @@ class Combined(Drafter):
 
     commit_others = commit
 
+    def narrowed(self, drafts):
+        """Each side with at most so many drafts."""
+        sides = (each.narrowed(drafts) if drafts < each.num_draft_tokens else each for each in self.both)
+        return replace(self, **dict(zip(("first", "second"), sides, strict=True)))
+
     def prefill(self, params, state, batch, features):
         first, second, memory = state
         return first, self.second.prefill(params, second, batch, features), memory
@@ -124,7 +129,8 @@ class Combined(Drafter):
         average = lambda before, now: MEMORY * before + (1 - MEMORY) * now  # noqa: E731
         share = average(memory.share[at], right / jnp.maximum(memory.expected[at], 1e-3))
         share = jnp.where(looked_up, share, jnp.where(drafted, memory.share[at], 1.0))
-        accepted = jnp.where(looked_up, memory.accepted[at], average(memory.accepted[at], right))
+        drawn = ~looked_up & (self.num_draft_tokens > 0)  # a round without drafts says nothing of them
+        accepted = jnp.where(drawn, average(memory.accepted[at], right), memory.accepted[at])
         accepted = jnp.where(drafted, accepted, 1.0)
         slots = jnp.where(batch.live, at, len(memory.share))  # out of range for padding, which is dropped
         return memory.replace(
