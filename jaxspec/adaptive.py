@@ -26,13 +26,13 @@ TRUST = 4  # rounds as many as which a time from the start counts
 OUTLIER = 3  # times the expected time: a round that took longer counts as that, since the host was held up
 
 
-def ladder(drafts: int) -> tuple[int, ...]:
+def rungs(drafts: int) -> tuple[int, ...]:
     """The numbers of drafts below `drafts` that rounds are compiled for, ascending: its half, half of that, ..., 0."""
-    rungs = []
+    fewer = []
     while drafts:
         drafts //= 2
-        rungs.append(drafts)
-    return tuple(reversed(rungs))
+        fewer.append(drafts)
+    return tuple(reversed(fewer))
 
 
 class Times:
@@ -51,6 +51,9 @@ class Times:
         weight, mean = self._seen[drafts]
         return (weight * mean + TRUST * (self._table[drafts] + self._more)) / (weight + TRUST)
 
+    def all(self) -> dict[int, float]:
+        return {drafts: self.of(drafts) for drafts in self._table}
+
     def see(self, drafts: int, seconds: float) -> None:
         seconds = min(seconds, OUTLIER * self.of(drafts))
         self._seen = {n: (weight * (1 - 1 / RECENT), mean) for n, (weight, mean) in self._seen.items()}
@@ -60,10 +63,10 @@ class Times:
 
 
 class Chooser:
-    """Chooses the drafts of each round among `longest`, whose keys are numbers of drafts, ascending from 0.
+    """Chooses the number of drafts of each round, among those that its group of programs has.
 
-    `longest[n]` is how many of n drafts can be accepted, n for a chain. `times`: for each group of programs what each
-    number of drafts takes, in seconds.
+    `longest[n]` is how many of n drafts can be accepted, n for a chain. `times`: for each group what its numbers of
+    drafts take, in seconds. Each group has 0 and another number at least.
 
     A number's expected tokens follow from conditional acceptance by position: of the rows whose drafts before position
     j were accepted, those whose draft j was, too. A row without a draft there counts as one whose draft wasn't. A
@@ -85,12 +88,11 @@ class Chooser:
     def choose(self, group: Group, share: float) -> int:
         """The number of drafts of the next round of this group. `share`: of its requests that may have drafts."""
         if not share:
-            return min(self._longest)
-        times = {n: self._times[group].of(n) for n in self._longest}
-        tokens = self.expected(share)
+            return 0
+        times, tokens = self._times[group].all(), self.expected(share)
         speed = {n: tokens[n] / times[n] for n in times}
         best = max(speed, key=speed.get)
-        if speed[best] > speed[self.chosen] * (1 + MARGIN * (best > self.chosen)):
+        if speed[best] > speed.get(self.chosen, 0.0) * (1 + MARGIN * (best > self.chosen)):
             self.chosen = best
         return self._explore(times, tokens[self.chosen])
 

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from jaxspec import sharding
-from jaxspec.adaptive import ladder as draft_ladder
+from jaxspec.adaptive import rungs
 from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model
 from jaxspec.config import ConfigError, EngineConfig
@@ -122,7 +122,7 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
 
     narrower = ()
     if config.draft_policy == "auto" and not config.few_programs and most:
-        narrower = draft_ladder(most) if drafter.topk == 1 else (0,)
+        narrower = rungs(most) if drafter.topk == 1 else (0,)
     firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
     return Shapes(
         num_slots=slots,

@@ -12,7 +12,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -95,14 +95,18 @@ class Programs:
             **{f"conclude_{mode}": jit(structured.conclude, mode) for mode in MODES},
             "masked_first": jit(structured.first, LOGPROBS),
         }
-        for drafts, _ in shapes.narrower:
-            by = drafter.narrowed(drafts)
-            for mode in MODES:
+        for mode in MODES:
+            for drafts, _ in self.narrower(mode):
+                by = drafter.narrowed(drafts)
                 self._jits[f"round_{mode}_{drafts}"] = jit(decode_round, mode, by=by)
                 self._jits[f"rounds_{mode}_{drafts}"] = jit(decode_rounds, mode, shapes.rounds, by=by)
         self._compiled: dict[tuple[str, int], Any] = {}
         self.compiling = 0  # calls that wait for their program to be compiled
         self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
+
+    def narrower(self, mode: str) -> Sequence[tuple[int, tuple[int, ...]]]:
+        """Those of `Shapes.narrower` that this mode has: with log-probabilities, which few ask for, no drafts alone."""
+        return [(drafts, sizes) for drafts, sizes in self.shapes.narrower if mode != LOGPROBS or not drafts]
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
@@ -177,14 +181,11 @@ class Programs:
         mode comes after the other, since later modes share its kernels and XLA's choices."""
         shapes = self.shapes
         kinds = ("round", "rounds") if shapes.rounds > 1 else ("round",)
-        widths = (None, shapes.batches), *reversed(shapes.narrower)
-        of_mode = {
-            mode: [
-                *((_kind(kind, mode, drafts), n) for kind in kinds for drafts, ns in widths for n in reversed(ns)),
-                *((f"first_{mode}", n) for n in reversed(shapes.firsts)),
-            ]
-            for mode in MODES
-        }
+        of_mode = {}
+        for mode in MODES:
+            widths = [(None, shapes.batches), *reversed(self.narrower(mode))]
+            rounds = [(_kind(kind, mode, drafts), n) for kind in kinds for drafts, ns in widths for n in reversed(ns)]
+            of_mode[mode] = [*rounds, *((f"first_{mode}", n) for n in reversed(shapes.firsts))]
         prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
         admit = "admit", packing.admission_size(shapes.capacity)
         masked = []

@@ -21,18 +21,19 @@ from jaxspec.round import GREEDY, LOGPROBS, SAMPLED, State
 
 CONTEXT = 256  # known tokens of each request, or half of what a slot can hold
 PERIOD = 16  # after which a text repeats itself, so that drafters that look for that find something
-RUNS, ENOUGH = 5, 0.15  # runs of each program at most, and the seconds after which two are enough
+RUNS, ENOUGH = 5, 0.05  # runs of each program at most, and the seconds after which two are enough
 
 
 def group(kind: str, mode: str, size: int) -> Group:
-    """The group of a batch's programs. Requests for log-probabilities count as others that sample."""
-    return f"{kind}_{SAMPLED if mode == LOGPROBS else mode}", size
+    """The group of a batch's programs: "round" or "rounds", one of `round.MODES`, and one of `Shapes.batches`."""
+    return f"{kind}_{mode}", size
 
 
 def time_rounds(programs: Programs, state: State, pages: int, page_size: int) -> tuple[State, dict]:
     """For each group of round programs, the seconds that each number of drafts takes; and the state, used.
 
-    `pages`: in the pool, the dummy included.
+    `pages`: in the pool, the dummy included. Rounds with log-probabilities aren't timed: what they take more hardly
+    depends on drafts, so their times are those of rounds that sample.
     """
     shapes, costs = programs.shapes, {}
     known = max(min(CONTEXT, shapes.capacity // 2), 1)
@@ -40,27 +41,31 @@ def time_rounds(programs: Programs, state: State, pages: int, page_size: int) ->
     for mode in (GREEDY, SAMPLED):
         params = SamplingParams(temperature=float(mode == SAMPLED))
         for size in shapes.batches:
-            table = _pages(size, shapes.pages_per_seq, known + shapes.rounds * programs.width, pages, page_size)
+            table = _pages(size, shapes.pages_per_seq, known + RUNS * shapes.rounds * programs.width, pages, page_size)
             admissions = [_admission(slot, known, params, programs) for slot in range(size)]
             for kind, run in runs.items():
                 times = costs[group(kind, mode, size)] = {}
-                for drafts, sizes in (*shapes.narrower, (None, shapes.batches)):
+                for drafts, sizes in (*programs.narrower(mode), (None, shapes.batches)):
                     packed = programs.padding(fit(size, sizes))
                     packed[:size, 0] = range(size)
                     packed[:size, 1:] = table
+                    for each in admissions:
+                        state = programs.admit(state, each)
                     once = lambda state: run(state, packed, mode, drafts)  # noqa: B023, E731
-                    seconds, state = _time(once, programs, state, admissions)
+                    seconds, state = _time(once, state)
                     times[programs.width - 1 if drafts is None else drafts] = seconds
+    for (kind, size), times in list(costs.items()):
+        if kind.endswith(SAMPLED):
+            numbers = *(drafts for drafts, _ in programs.narrower(LOGPROBS)), programs.width - 1
+            costs[group(kind.partition("_")[0], LOGPROBS, size)] = {drafts: times[drafts] for drafts in numbers}
     return state, costs
 
 
-def _time(run: Callable, programs: Programs, state: State, admissions: list[np.ndarray]) -> tuple[float, State]:
-    """The least that a program takes, always from the same text on."""
+def _time(run: Callable, state: State) -> tuple[float, State]:
+    """The least that a program takes. Its requests' text grows from run to run, by less than is felt."""
+    jax.block_until_ready(state)
     best, spent, runs = math.inf, 0.0, 0
     while runs < 2 or (runs < RUNS and spent < ENOUGH):
-        for packed in admissions:
-            state = programs.admit(state, packed)
-        jax.block_until_ready(state)
         began = time.perf_counter()
         state, out = run(state)
         out.block_until_ready()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec import adaptive
-from jaxspec.adaptive import Chooser, Times, ladder
+from jaxspec.adaptive import Chooser, Times, rungs
 
 # ms of a round by requests and drafts, from docs/performance.md; others lie on the lines between
 TIMES = {
@@ -32,7 +32,7 @@ NOISE, START = 0.03, 0.01  # of the times of rounds, and of those from the start
 def seconds(name, requests):
     """By number of drafts."""
     known = TIMES[name][requests]
-    numbers = (*ladder(max(known)), max(known))
+    numbers = (*rungs(max(known)), max(known))
     return {n: float(np.interp(n, list(known), list(known.values()))) / 1e3 for n in numbers}
 
 
@@ -44,7 +44,8 @@ def rates(length, drafts):
 
 
 def expected(acceptance, drafts):
-    return 1 + np.cumprod(acceptance[:drafts]).sum()
+    """Tokens that a round yields a request; of several kinds of requests, equally many each, a row of `acceptance`."""
+    return 1 + np.cumprod(np.atleast_2d(acceptance)[:, :drafts], axis=1).sum(axis=1).mean()
 
 
 class Load:
@@ -66,12 +67,14 @@ class Load:
         group, time, tokens, chosen = ("round", requests), 0.0, 0, Counter()
         for _ in range(rounds):
             drafts = self.chooser.choose(group, 1.0)
-            left, yielded = requests, Counter()
-            for j in range(drafts):
-                stay = int(self.rng.binomial(left, acceptance[j]))
-                yielded[j + 1] += left - stay
-                left = stay
-            yielded[drafts + 1] += left
+            yielded, kinds = Counter(), np.atleast_2d(acceptance)
+            for rates_of in kinds:
+                left = requests // len(kinds)
+                for j in range(drafts):
+                    stay = int(self.rng.binomial(left, rates_of[j]))
+                    yielded[j + 1] += left - stay
+                    left = stay
+                yielded[drafts + 1] += left
             took = self.times[requests][drafts] + more
             time, tokens = time + took, tokens + expected(acceptance, drafts)  # which these draws are a sample of
             if self.unread is not None:
@@ -119,6 +122,35 @@ def test_it_follows_a_load_that_rises_and_falls():
         assert chosen[best] > 130 or fixed[load.chooser.chosen] > 0.98 * fixed[best]
         ratios.append(speed / fixed[best])
     assert min(ratios) > 0.97, ratios
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "DFlash"])
+@pytest.mark.parametrize("lengths", [(1.2, 3.8), (1.2, 2.0), (2.0, 3.8)])
+def test_requests_that_accept_much_and_little_share_the_number_best_for_both(name, lengths):
+    for requests in TIMES[name]:
+        if requests == 1:
+            continue
+        load = Load(name)
+        acceptance = np.stack([rates(length, max(load.times[1])) for length in lengths])
+        load.run(requests, acceptance, 150)
+        speed, chosen = load.run(requests, acceptance, 1000)
+        fixed = load.fixed(requests, acceptance)
+        assert speed >= 0.97 * max(fixed.values()), (requests, chosen)
+        assert speed >= 0.99 * fixed[0], (requests, chosen)
+
+
+def test_a_load_that_rises_and_falls_is_never_slower_than_plain():
+    """Requests come and go between any two rounds, and texts change from what is drafted well to what isn't."""
+    load, rng = Load("EAGLE-3", seed=1), np.random.default_rng(1)
+    spent, plain, best = 0.0, 0.0, 0.0
+    for i in range(400):
+        requests = int(rng.choice(list(TIMES["EAGLE-3"]), p=np.roll([0.6, 0.2, 0.1, 0.05, 0.05], i // 40 % 5)))
+        acceptance = rates((3.2, 1.3, 2.1)[i // 60 % 3], 3)
+        speed, _ = load.run(requests, acceptance, 10)
+        fixed = load.fixed(requests, acceptance)
+        spent, plain, best = spent + 1 / speed, plain + 1 / fixed[0], best + 1 / max(fixed.values())
+    assert spent <= 1.01 * plain
+    assert spent <= 1.05 * best  # of whoever knows beforehand what will be accepted
 
 
 def test_it_finds_out_when_drafts_get_better():
@@ -172,6 +204,16 @@ def test_acceptance_counts_only_rows_that_got_so_far():
     assert chooser.expected()[3] == pytest.approx(1 + 1 + 2 / 7 + 2 / 7, abs=0.05)
 
 
+def test_a_group_has_numbers_of_its_own():
+    """Rounds with log-probabilities have all drafts or none."""
+    few, many = {0: 1.0, 3: 1.5}, {0: 1.0, 1: 1.1, 3: 1.5}
+    chooser = Chooser({0: 0, 1: 1, 3: 3}, {("few", 1): few, ("many", 1): many})
+    chooser.accepted(3, Counter({2: 1000}))  # the first draft always, the second never
+    for _ in range(3):
+        assert chooser.choose(("many", 1), 1.0) == 1
+        assert chooser.choose(("few", 1), 1.0) == 3
+
+
 def test_a_tree_is_chosen_whole_or_not_at_all():
     chooser = Chooser({0: 0, 16: 5}, {("round", 1): {0: 1.0, 16: 1.1}})
     chooser.accepted(16, Counter({6: 100}))
@@ -193,4 +235,4 @@ def test_a_round_that_was_held_up_counts_little():
     "drafts,expected", [(1, (0,)), (3, (0, 1)), (4, (0, 1, 2)), (7, (0, 1, 3)), (15, (0, 1, 3, 7))]
 )
 def test_the_ladder_halves(drafts, expected):
-    assert ladder(drafts) == expected
+    assert rungs(drafts) == expected

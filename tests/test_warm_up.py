@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM
+from jaxspec.batch import fit
 from jaxspec.programs import Programs
-from jaxspec.round import MODES
+from jaxspec.round import LOGPROBS, MODES
+from jaxspec.timing import group
 from tests.engines import OPTIONS, checkpoint
 
 
@@ -38,7 +40,9 @@ def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
     warm, runner, table = list(compiled), llm.engine.runner, llm.engine.scheduler.table
     assert runner.drafts == (0, 1, 2, 4)
     for mode, count in itertools.product(MODES, (1, 2, 3)):
-        for rounds, drafts in itertools.product((1, 4), runner.drafts):
+        numbers = runner.round_times[group("round", mode, fit(count, runner.shapes.batches))]
+        assert tuple(numbers) == ((0, 4) if mode == LOGPROBS else runner.drafts)
+        for rounds, drafts in itertools.product((1, 4), numbers):
             runner.round(list(range(count)), table, mode, rounds, drafts)
         runner.first(list(range(min(count, 2))), table, mode)  # of as many as a prefill has blocks
     assert compiled == warm and {size for kind, size in warm if kind == "rounds_sampled"} == {1, 2, 3}

@@ -9,18 +9,21 @@ from collections.abc import Callable
 import pytest
 
 from jaxspec import LLM, runner
-from jaxspec.adaptive import ladder
+from jaxspec.adaptive import rungs
+from jaxspec.round import LOGPROBS
 
 
 class Turns:
-    """In place of a `Chooser`: each number of drafts in turn, none twice in a row before the last."""
+    """In place of a `Chooser`: each number of drafts in turn, none twice in a row before the last. With
+    log-probabilities it is the first or the last, for which alone there are programs."""
 
     def __init__(self, numbers: tuple[int, ...]):
         self.chosen = numbers[-1]
+        self._ends = numbers[0], numbers[-1]
         self._turns = itertools.cycle((*numbers, *numbers[:1], *reversed(numbers)))
 
     def choose(self, group, share):
-        self.chosen = next(self._turns)
+        self.chosen = next(n for n in self._turns if n in self._ends or LOGPROBS not in group[0])
         return self.chosen
 
     def expected(self):
@@ -40,7 +43,7 @@ def several(make: Callable[[], LLM]) -> LLM:
     def wider(config, drafter, alone=True):
         found = shapes(config, drafter, alone)
         most = drafter.num_draft_tokens
-        fewer = () if not most else ladder(most) if drafter.topk == 1 else (0,)
+        fewer = () if not most else rungs(most) if drafter.topk == 1 else (0,)
         return dataclasses.replace(found, narrower=tuple((n, found.batches) for n in fewer))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,8 @@ from jaxspec.drafters import load_drafter
 from jaxspec.engine import Engine
 from jaxspec.flags import add_engine_flags, engine_options
 
-DEFAULTS = {"load_format": "dummy"}  # speed doesn't depend on what the weights are
+# Speed doesn't depend on what the weights are; and a round that is measured has as many drafts as it was given
+DEFAULTS = {"load_format": "dummy", "draft_policy": "fixed"}
 
 
 def add_accept_rates(parser: argparse.ArgumentParser) -> None:

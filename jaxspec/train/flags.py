@@ -145,7 +145,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
     add("--output", type=Path, metavar="O", help="folder for acceptance.json and acceptance.png")
     add("--no-plots", action="store_true", help="no acceptance.png, which needs matplotlib")
-    add_engine_flags(parser)
+    add_engine_flags(parser, {"draft_policy": "fixed"})  # acceptance of each position is wanted
 
 
 def _layers(text: str) -> tuple[int, ...]:
