@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,10 @@ def run(args: argparse.Namespace, result: Result) -> None:
             result.fact(ready_s=ready_s)
             loads = asyncio.run(over_http(url, args, result))
     if args.via != "http":
+        started = time.perf_counter()
         engine = Engine(config)
+        if args.via == "offline":
+            result.fact(ready_s=time.perf_counter() - started)
         offline(engine, args, loads or make_loads(args, engine.model_config.vocab_size), result)
 
 
