@@ -1,5 +1,6 @@
 """Warm-up: which programs it compiles, and when it keeps them."""
 
+import dataclasses
 import itertools
 import time
 import types
@@ -7,7 +8,7 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM
+from jaxspec import LLM, defaults
 from jaxspec.batch import fit
 from jaxspec.programs import Programs
 from jaxspec.round import LOGPROBS, MODES
@@ -36,15 +37,16 @@ def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
 
     monkeypatch.setattr(Programs, "_lower", lambda self, kind, size, state: (None, None))
     monkeypatch.setattr(Programs, "_compile", compile_)
+    monkeypatch.setattr(defaults, "CPU", dataclasses.replace(defaults.CPU, some_drafts=True))
     llm = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
-    warm, runner, table = list(compiled), llm.engine.runner, llm.engine.scheduler.table
-    assert runner.drafts == (0, 1, 2, 4)
+    warm, made, table = list(compiled), llm.engine.runner, llm.engine.scheduler.table
+    assert made.drafts == (0, 1, 2, 4)
     for mode, count in itertools.product(MODES, (1, 2, 3)):
-        numbers = runner.round_times[group("round", mode, fit(count, runner.shapes.batches))]
-        assert tuple(numbers) == ((0, 4) if mode == LOGPROBS else runner.drafts)
+        numbers = made.round_times[group("round", mode, fit(count, made.shapes.batches))]
+        assert tuple(numbers) == ((0, 4) if mode == LOGPROBS else made.drafts)
         for rounds, drafts in itertools.product((1, 4), numbers):
-            runner.round(list(range(count)), table, mode, rounds, drafts)
-        runner.first(list(range(min(count, 2))), table, mode)  # of as many as a prefill has blocks
+            made.round(list(range(count)), table, mode, rounds, drafts)
+        made.first(list(range(min(count, 2))), table, mode)  # of as many as a prefill has blocks
     assert compiled == warm and {size for kind, size in warm if kind == "rounds_sampled"} == {1, 2, 3}
 
 

@@ -38,7 +38,7 @@ class Turns:
 
 def several(make: Callable[[], LLM]) -> LLM:
     """An engine as `make` makes it with one batch size, and programs for fewer drafts too, compiled when first used."""
-    shapes = runner._shapes
+    shapes = runner.shapes_of
 
     def wider(config, drafter, alone=True):
         found = shapes(config, drafter, alone)
@@ -47,7 +47,7 @@ def several(make: Callable[[], LLM]) -> LLM:
         return dataclasses.replace(found, narrower=tuple((n, found.batches) for n in fewer))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_shapes", wider)
+        patch.setattr(runner, "shapes_of", wider)
         return make()
 
 
