@@ -21,9 +21,9 @@ BUDGET = 0.005  # share of the time that trying other numbers may cost, if no dr
 WINDOW = 1000  # verified positions over which acceptance is averaged
 FIRST = 0.6  # acceptance of the first draft, before any was seen
 PRIOR = 32  # how many observations the guess for a position counts as
-RECENT = 64  # rounds over which running times are averaged
-TRUST = 4  # rounds as many as which a time from the start counts
-OUTLIER = 3  # times the expected time: a round that took longer counts as that, since the host was held up
+AGAIN, ANOTHER = 1 / 8, 1 / 3  # shares of a round's delay by which all times move, and its number's own
+OUTLIER = 2  # times the expected time: a round that took longer counts as that, since the host was held up
+LEAST = 1 / 4  # of a time from the start: no round is expected to be faster
 
 
 def rungs(drafts: int) -> tuple[int, ...]:
@@ -38,28 +38,30 @@ def rungs(drafts: int) -> tuple[int, ...]:
 class Times:
     """What the programs of a group take, in seconds, by their drafts.
 
-    `table` was measured at start. What is seen later moves a program's own time, and all others by as much: a longer
-    context or a busy host adds to each of them.
+    `table` was measured at start. A round of as many drafts as the one before it moves all numbers' times: a longer
+    context or a busy host adds to each of them. A round of another number moves that one's own: wholly if it was
+    faster, since a round can be held up but not sped up.
     """
 
     def __init__(self, table: Mapping[int, float]):
         self._table = dict(table)
-        self._seen = dict.fromkeys(table, (0.0, 0.0))  # weight and mean of recent times
+        self._own = dict.fromkeys(table, 0.0)
         self._more = 0.0
+        self._last: int | None = None
 
     def of(self, drafts: int) -> float:
-        weight, mean = self._seen[drafts]
-        return (weight * mean + TRUST * (self._table[drafts] + self._more)) / (weight + TRUST)
+        return max(self._table[drafts] + self._own[drafts] + self._more, LEAST * self._table[drafts])
 
     def all(self) -> dict[int, float]:
         return {drafts: self.of(drafts) for drafts in self._table}
 
     def see(self, drafts: int, seconds: float) -> None:
-        seconds = min(seconds, OUTLIER * self.of(drafts))
-        self._seen = {n: (weight * (1 - 1 / RECENT), mean) for n, (weight, mean) in self._seen.items()}
-        weight, mean = self._seen[drafts]
-        self._seen[drafts] = weight + 1, mean + (seconds - mean) / (weight + 1)
-        self._more += (seconds - self._table[drafts] - self._more) / (RECENT / TRUST)
+        late = min(seconds, OUTLIER * self.of(drafts)) - self.of(drafts)
+        if drafts == self._last:
+            self._more += AGAIN * late
+        else:
+            self._own[drafts] += late if late < 0 else ANOTHER * late
+        self._last = drafts
 
 
 class Chooser:

@@ -300,7 +300,7 @@ def programs(name: str, layers: int, modes: list[str], everything: bool, only: s
             made = Abstract(options, model, abstract_drafter(spelt, model, options))
         ladder = made.programs._ladder()
         for kind, size in ladder:
-            _, _, mode = kind.partition("_")
+            mode = kind.partition("_")[2].partition("_")[0]  # of rounds with fewer drafts, a number follows
             largest = max(n for k, n in ladder if k == kind)
             if mode not in ("", *modes) or (not everything and mode not in ("", GREEDY) and size != largest):
                 continue

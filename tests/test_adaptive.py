@@ -226,9 +226,21 @@ def test_a_round_that_was_held_up_counts_little():
     times = Times({0: 1.0, 3: 2.0})
     times.see(0, 60.0)
     assert times.of(0) <= 1.5 and times.of(3) < 2.5
-    for _ in range(200):
-        times.see(0, 1.0)
+    for i in range(200):
+        times.see(0 if i % 20 else 3, 1.0 if i % 20 else 2.0)
     assert times.of(0) == pytest.approx(1.0, rel=0.02) and times.of(3) == pytest.approx(2.0, rel=0.03)
+
+
+@pytest.mark.parametrize("wrong", [{0: 15.0, 3: 11.0}, {0: 7.0, 3: 25.0}, {0: 15.0, 3: 25.0}])
+def test_times_that_were_measured_wrong_are_put_right(wrong):
+    """As beside another process at start. Drafts pay, or don't."""
+    for acceptance in (0.1, 0.9):
+        load = Load("EAGLE-3")
+        load.chooser._times["round", 64] = Times({1: 9e-3} | {n: ms / 1e3 for n, ms in wrong.items()})
+        load.run(64, np.full(3, acceptance), 1000)
+        speed, chosen = load.run(64, np.full(3, acceptance), 400)
+        fixed = load.fixed(64, np.full(3, acceptance))
+        assert speed >= 0.97 * max(fixed.values()), (acceptance, chosen)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def engine(family, draft):
         draft += f":{tiny_checkpoint('qwen3', VOCAB, 3, num_hidden_layers=1)}"
     # in a prefill of three blocks, one can start from what another request's leaves; a further size is more to compile
     options = OPTIONS | {"chunked_prefill_size": 96} if (family, draft) == ("qwen3_5", "mtp") else OPTIONS
-    options |= {"num_draft_tokens": 2, "num_continuous_decode_steps": 3}
+    options = options | {"num_draft_tokens": 2, "num_continuous_decode_steps": 3}
     llm = widths.several(lambda: LLM(str(folder), draft, **options))
     llm.engine.scheduler.rounds = 1  # but where a test asks for more
     return llm

@@ -115,6 +115,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
         model=args.model,
         draft=args.draft,
         num_draft_tokens=args.num_draft_tokens,
+        draft_policy="fixed",
         context_length=args.context_length,
         max_running_requests=most,
         max_total_tokens=2 * most * (longest + 64),  # as much again for the prefix tree to keep
