@@ -27,25 +27,27 @@ bench() {
     rm -rf "$out/cache-$name"
 }
 
-# table FILE...: seconds to start, programs compiled after it, and tokens a second by requests at once, as Markdown
+# table FILE...: seconds to start, programs compiled then and later, and tokens a second by requests at once, as Markdown
 table() {
     python3 - "$@" <<'END'
-import json, sys
+import json, re, sys
 from collections import defaultdict
 from pathlib import Path
 
 found = {Path(path).stem: json.loads(Path(path).read_text()) for path in sys.argv[1:]}
+logs = {name: Path(sys.argv[1]).with_name(f"{name}.log").read_text() for name in found}
+programs = {name: each[-1] for name, log in logs.items() if (each := re.findall(r"compiling: 100%.*?(\d+)/\d+ \[", log))}
 rates = defaultdict(lambda: defaultdict(list))
 for name, document in found.items():
     for row in document["rows"]:
         rates[name][row["concurrency"]].append(row.get("output_tokens_per_s") or row["tokens_per_s"] or 0.0)
 counts = sorted({count for each in rates.values() for count in each})
-print("| engine | start, s | compiled later |", *(f"{count} |" for count in counts))
-print("|---" * (3 + len(counts)) + "|")
+print("| engine | start, s | programs | compiled later |", *(f"{count} |" for count in counts))
+print("|---" * (4 + len(counts)) + "|")
 for name, document in found.items():
     later = sum(row["compiles"] for row in document["rows"])
     each = [f"{sum(rates[name][count]) / max(len(rates[name][count]), 1):.0f} |" for count in counts]
-    print(f"| {name} | {document['facts']['ready_s']:.1f} | {later} |", *each)
+    print(f"| {name} | {document['facts']['ready_s']:.1f} | {programs.get(name, 0)} | {later} |", *each)
 END
 }
 
@@ -54,8 +56,8 @@ for part in "${@:-demo}"; do
         demo) # 256 slots for each; greedy, 64 new tokens at most of each of four times as many questions as at once
             load=(serve --model "$SMOLLM2" --via offline --dataset spec-bench --data "$SPECBENCH" --output-len 64
                 --concurrency 1,1,4,4,16,64,256 --max-running-requests 256)
-            drafts=(--draft eagle3 --num-draft-tokens)
-            bench demo-auto 140 "${load[@]}" "${drafts[@]}" 3
+            drafts=(--draft eagle3:jaxspec/drafters/shipped/smollm2-135m-instruct-eagle3 --num-draft-tokens)
+            bench demo-auto 170 "${load[@]}" "${drafts[@]}" 3
             bench demo-fixed-3 100 "${load[@]}" "${drafts[@]}" 3 --draft-policy fixed
             bench demo-fixed-1 100 "${load[@]}" "${drafts[@]}" 1 --draft-policy fixed --disable-structured-output
             bench demo-plain 100 "${load[@]}" --draft none --disable-structured-output ;;
