@@ -197,11 +197,7 @@ class EngineConfig:
     """
 
     model: str = option(
-        "smollm2-135m-instruct",
-        "hub id, folder, .gguf file, or smollm2-135m-instruct, the demo",
-        "M",
-        group=MODEL,
-        common=True,
+        "smollm2-135m-instruct", "hub id, folder or .gguf file; the default is the demo", "M", group=MODEL, common=True
     )
     draft: str = option(
         "none",
@@ -309,11 +305,7 @@ class EngineConfig:
         least=1,
     )
     topk: int = option(
-        1,
-        "drafts that may follow one token; above 1 they form a tree (eagle and eagle3 only)",
-        "K",
-        group=SPECULATION,
-        least=1,
+        1, "drafts that may follow one token; above 1 a tree (eagle, eagle3 only)", "K", group=SPECULATION, least=1
     )
     num_draft_tokens: int | None = option(
         None,

@@ -24,7 +24,7 @@ from jaxspec.checkpoint import ModelFolder
 from jaxspec.decoder.spec import DeltaRule
 from jaxspec.models import MODELS
 from jaxspec.runner import Runner
-from tests import heads, hybrids, quantised
+from tests import heads, hybrids, quantised, widths
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -108,7 +108,7 @@ def expected(folder: Path, draft: str, structured: bool, **options) -> tuple[Mem
 def check(folder: Path, draft: str, size: int, structured=False, groups=1, **options) -> LLM:
     """Texts are one device's. Each array of the state is what its shards make together, heads that several devices
     have counted once."""
-    several = engine(folder, draft, size, ep_size=groups, **options)
+    several = widths.several(lambda: engine(folder, draft, size, ep_size=groups, **options))
     _, of_one = expected(folder, draft, structured, **options)
     for (name, (texts, logprobs), state), (_, own, shards) in zip(of_one, runs(several, structured), strict=True):
         assert own[0] == texts, name
@@ -168,10 +168,11 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     assert min(shards) == 0.5
     stats = several.engine.stats()
     assert stats["preemptions_total"] and stats["cached_tokens_total"]  # what the batches are there for
-    plan, _ = expected(folder, f"eagle3:{eagle3(folder)}", False)
+    plan, of_one = expected(folder, f"eagle3:{eagle3(folder)}", False)
     assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
     assert runner.plan.kv_bytes == plan.kv_bytes / 2
     assert "of each of 2 devices" in str(runner.plan)
+    takes_turns(several, of_one[0][1][0], monkeypatch)
 
 
 def eagle3(folder: Path) -> Path:
@@ -234,15 +235,40 @@ def test_each_drafter(draft, size):
         for variant in ("full", "sliding", "window"):
             check(GOLDEN / "dflash" / "target", f"dflash:{GOLDEN / 'dflash' / variant}", size)
         return
+    check(*with_drafter(draft), size)
+
+
+def with_drafter(draft: str) -> tuple[Path, str]:
+    """A target, and `--draft` for a drafter of this kind."""
     folder = checkpoint("llama")
     drafters = {
         "standalone": lambda: f"standalone:{tiny_checkpoint('llama', VOCAB, 7, **EIGHT)}",
         "eagle": lambda: f"eagle:{heads.mimic(one_layer())}",
         "eagle3": lambda: f"eagle3:{eagle3(folder)}",
         "eagle3-own": lambda: f"eagle3:{heads.random_eagle3(folder, tuple(range(VOCAB)), (0, 1))}",
+        "dflash": lambda: f"dflash:{GOLDEN / 'dflash' / 'full'}",
     }
-    folder = one_layer() if draft == "eagle" else folder
-    check(folder, drafters.get(draft, lambda: draft)(), size)
+    folder = {"eagle": one_layer(), "dflash": GOLDEN / "dflash" / "target"}.get(draft, folder)
+    return folder, drafters.get(draft, lambda: draft)()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "standalone", "eagle", "dflash"])
+def test_rounds_of_fewer_drafts_of_each_drafter(draft, monkeypatch):
+    folder, draft = with_drafter(draft)
+    takes_turns(check(folder, draft, 2), expected(folder, draft, False)[1][0][1][0], monkeypatch)
+
+
+def takes_turns(llm: LLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of all, fewer and no drafts in turn say what one device does, whose rounds all have as many. The likeliest
+    token alone, drawn or with its log-probability, is the greedy one."""
+    widths.switch(llm, monkeypatch)
+    likeliest = functools.partial(SamplingParams, temperature=1.0, top_k=1, ignore_eos=True)
+    for more in ({"temperature": 0.0}, {}, {"logprobs": 1}):
+        outs = llm.generate(PROMPTS, [likeliest(max_tokens=len(text), **more) for text in texts])
+        llm.engine.scheduler.audit()
+        assert [out.completions[0].token_ids for out in outs] == texts, more
+    assert widths.took_turns(llm)
 
 
 def one_layer() -> Path:
@@ -314,7 +340,10 @@ def test_mxfp4_experts(tmp_path):
 
 @pytest.mark.exhaustive
 def test_nothing_compiles_after_warm_up():
-    llm = engine(checkpoint("llama"), "ngram", 4, skip_warmup=False, num_continuous_decode_steps=2)
+    """Warm-up times rounds of all drafts and of none, too."""
+    options = {"skip_warmup": False, "few_programs": False, "num_continuous_decode_steps": 2}
+    llm = engine(checkpoint("llama"), "ngram", 4, **options)
+    assert {tuple(times) for times in llm.engine.runner.round_times.values()} == {(0, 3)}
     compiled = llm.engine.runner.compiles["compiles"]
     list(runs(llm, structured=True))
     assert llm.engine.runner.compiles["compiles"] == compiled
