@@ -27,12 +27,11 @@ from jaxtyping import Array, Float
 
 from jaxspec.fp8 import BLOCK
 from jaxspec.pallas import upcast
-from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
-from jaxspec.pallas.hopper import WGMMA_ROWS
+from jaxspec.pallas.expert_stream import SOURCE, TARGET, Items
+from jaxspec.pallas.expert_tile import TILE, Tile
 from jaxspec.pallas.once import lower_once
 from jaxspec.weights import Fp8, Weight
 
-TILE = WGMMA_ROWS  # rows of weights in a group
 GROUPS = 2  # of a block: gate's and up's, or neighbours of `down`
 MAX_ROWS = 64  # of an item: with more, sums of both groups lack registers
 HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
@@ -106,6 +105,8 @@ class Stage:
     unit: int
     stacks: tuple[int, ...]
     rows: int
+    piece = BLOCK
+    groups = GROUPS
 
     @classmethod
     def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int) -> Stage:
@@ -183,48 +184,18 @@ def _launch(stage, rows, weights, items, interpret):
 
 
 def _block(stage, rows_g, items_g, *refs, **scratch):
-    *weights, out_g = refs
-    unit = lax.axis_index("unit")
-    item = lax.div(unit, _i32(stage.tiles))
-    blocks = jnp.where(item < items_g[0, COUNT], items_g[item, ROW_BLOCKS], 0)
-    tile = _Tile(stage, unit - item * stage.tiles, items_g.at[item], blocks, rows_g, weights, scratch)
-    fewer = 0
-    for height in stage.heights:
-        pl.when((blocks * ALIGN > fewer) & (blocks * ALIGN <= height))(partial(tile.run, height, out_g))
-        fewer = height
+    *arrays, out_g = refs
+    count = len(stage.stacks)
+    weights = list(zip(arrays[:count], arrays[count:], strict=True))
+    _Tile(stage, rows_g, items_g, weights, out_g, scratch).run()
 
 
-class _Tile:
-    """What a block makes: its groups of columns of an item's rows."""
-
-    def __init__(self, stage, tile, item_g, blocks, rows_g, weights, scratch):
-        self.stage, self.tile, self.item_g, self.blocks, self.rows_g = stage, tile, item_g, blocks, rows_g
-        self.weights, self.scales = weights[: len(stage.stacks)], weights[len(stage.stacks) :]
-        self.scratch, self.turn = scratch, lax.axis_index("warpgroup")
-        self.groups = [stage.group(tile, g) for g in range(GROUPS)]
-
-    def run(self, height, out_g):
-        totals = self.sums(height)
-        if self.stage.warpgroups == 1:
-            return self.finish(height, totals, out_g)
-        sums_s, summed = self.scratch["sums_s"], self.scratch["summed"]
-
-        @pl.when(self.turn == 1)
-        def _():
-            for g, total in enumerate(totals):
-                sums_s[g] = total
-            plgpu.barrier_arrive(summed)
-
-        @pl.when(self.turn == 0)
-        def _():
-            plgpu.barrier_wait(summed)
-            others = [plgpu.load(sums_s.at[g], layout=plgpu.Layout.WGMMA, optimized=False) for g in range(GROUPS)]
-            self.finish(height, [total + other for total, other in zip(totals, others, strict=True)], out_g)
+class _Tile(Tile):
+    """Weights are (values, scales). A piece's products are summed by themselves, then multiplied by its scale."""
 
     def sums(self, height):
-        """Each group's sums over this warpgroup's pieces: every one, or every second."""
         stage, scratch, turn, apart = self.stage, self.scratch, self.turn, self.stage.warpgroups
-        expert = self.item_g[EXPERT]
+        expert = self.expert
         staged_s = scratch["staged_s"].at[turn] if "staged_s" in scratch else None
 
         def multiply(slot, *sums):
@@ -243,37 +214,21 @@ class _Tile:
             pl.when(i + stage.slots < stage.steps)(lambda: self.fetch(height, expert, i + stage.slots, slot))
             return [total + each for total, each in zip(totals, more, strict=True)], following
 
-        for i in (first + turn for first in range(0, stage.slots, apart)):
-            pl.when(i < stage.steps)(partial(self.fetch, height, expert, i, i))
+        self.fetch_first(height, expert)
         start = plgpu.layout_cast(jnp.zeros((TILE, height), _f32), plgpu.Layout.WGMMA)
         carried = [start] * GROUPS, self.scales_of(expert, turn)
-        steps = lax.div(stage.steps - turn + (apart - 1), _i32(apart))
-        return lax.fori_loop(_i32(0), steps, step, carried)[0]
+        return lax.fori_loop(_i32(0), self.turns, step, carried)[0]
 
-    def finish(self, height, totals, out_g):
-        if self.stage.name == "up":
-            gate, up = totals
-            totals = [gate / (1 + jnp.exp(-gate)) * up]
-        self.store(height, totals, out_g)
+    def finished(self, totals):
+        if self.stage.name == "down":
+            return totals
+        gate, up = totals
+        return [gate / (1 + jnp.exp(-gate)) * up]
 
-    def fetch(self, height, expert, i, slot):
-        """The i-th piece of the item's rows and of both groups of weights, from the stack that has the expert."""
-        inputs, full = pl.ds(i * BLOCK, BLOCK), self.scratch["ready"].at[slot]
-        rows = self.rows_g.at[pl.ds(self.item_g[self.stage.source] * ALIGN, height), inputs]
-        plgpu.copy_gmem_to_smem(rows, self.scratch["rows_s"].at[slot, pl.ds(0, height)], full)
-
-        def fetch_from(stack, expert):
-            for g, group in enumerate(self.groups):
-                piece = stack.at[expert, pl.ds(group * TILE, TILE), inputs]
-                plgpu.copy_gmem_to_smem(piece, self.scratch["weight_s"].at[slot, g], full)
-
-        if len(self.weights) == 1:
-            return fetch_from(self.weights[0], expert)
-        first = 0
-        for stack, size in zip(self.weights, self.stage.stacks, strict=True):
-            mine = (expert >= first) & (expert < first + size)
-            pl.when(mine)(partial(fetch_from, stack, expert - first))
-            first += size
+    def fetch_weights(self, i, slot, full, stack, expert):
+        for g, group in enumerate(self.groups):
+            piece = stack[0].at[expert, pl.ds(group * TILE, TILE), pl.ds(i * BLOCK, BLOCK)]
+            plgpu.copy_gmem_to_smem(piece, self.scratch["weight_s"].at[slot, g], full)
 
     def scales_of(self, expert, i):
         """The i-th piece's scale of each group; behind the last piece, the last's."""
@@ -282,30 +237,10 @@ class _Tile:
         def scale(group):
             unit = lax.div(group * TILE, _i32(self.stage.unit))
             found, first = None, 0
-            for scales, size in zip(self.scales, self.stage.stacks, strict=True):
+            for (_, scales), size in zip(self.weights, self.stage.stacks, strict=True):
                 own = scales[jnp.clip(expert - first, 0, size - 1), unit, i]
                 found = own if found is None else jnp.where(expert >= first, own, found)
                 first += size
             return found
 
         return [scale(group) for group in self.groups]
-
-    def store(self, height, parts, out_g):
-        """Columns of all rows into shared memory, and of the item's own rows from there to memory."""
-        out_s = self.scratch["out_s"]
-        for p, part in enumerate(parts):
-            place = out_s.at[p, pl.ds(0, height)].transpose((1, 0))
-            place[...] = plgpu.layout_cast(part.astype(out_s.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-
-        def copy(block, count):
-            rows = pl.ds((self.item_g[TARGET] + block) * ALIGN, count)
-            for p in range(len(parts)):
-                columns = pl.ds((self.tile * len(parts) + p) * TILE, TILE)
-                plgpu.copy_smem_to_gmem(out_s.at[p, pl.ds(block * ALIGN, count)], out_g.at[rows, columns])
-
-        whole = height // ALIGN
-        pl.when(self.blocks == whole)(partial(copy, 0, height))
-        for block in range(whole - 1):
-            pl.when((self.blocks < whole) & (block < self.blocks))(partial(copy, block, ALIGN))
-        plgpu.wait_smem_to_gmem(0)

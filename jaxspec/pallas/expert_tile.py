@@ -1,0 +1,124 @@
+"""What a thread block of a quantised experts' kernel does around its products: pieces, turns and results.
+
+A ring in shared memory holds pieces of the weights and the rows' inputs that belong to them. Where a block has two
+warpgroups, they take turns at its pieces, and the first adds up both sums. `expert_fp8` and `expert_mxfp4` say how
+weights are fetched and multiplied.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, TARGET
+from jaxspec.pallas.hopper import WGMMA_ROWS
+
+TILE = WGMMA_ROWS  # rows of weights in a group
+_i32 = jnp.int32
+
+
+class Tile:
+    """What a block makes: its groups of columns of an item's rows.
+
+    `stage` has the sizes: `source` (the items' column), `piece` (inputs), `steps`, `slots`, `tiles`, `heights`,
+    `warpgroups`, `stacks` (experts of each) and the `groups` of a block. `weights` are the references of each stack.
+    """
+
+    def __init__(self, stage: Any, rows_g: Any, items_g: Any, weights: list[Any], out_g: Any, scratch: dict[str, Any]):
+        unit = lax.axis_index("unit")
+        item = lax.div(unit, _i32(stage.tiles))
+        self.stage, self.tile, self.item_g = stage, unit - item * stage.tiles, items_g.at[item]
+        self.blocks = jnp.where(item < items_g[0, COUNT], self.item_g[ROW_BLOCKS], 0)
+        self.rows_g, self.weights, self.out_g = rows_g, weights, out_g
+        self.scratch, self.turn = scratch, lax.axis_index("warpgroup")
+        self.groups = [stage.group(self.tile, g) for g in range(stage.groups)]
+
+    def sums(self, height: int) -> list[Any]:
+        """Each group's sums over this warpgroup's pieces, float32[TILE, height]."""
+        raise NotImplementedError
+
+    def fetch_weights(self, i: Any, slot: Any, full: Any, stack: Any, expert: Any) -> None:
+        """The i-th piece of both groups of weights of a stack's expert. `full`: the slot's barrier."""
+        raise NotImplementedError
+
+    def finished(self, totals: list[Any]) -> list[Any]:
+        """Columns of the result, of each group's sums over all inputs."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        fewer = 0
+        for height in self.stage.heights:
+            rows = self.blocks * ALIGN
+            pl.when((rows > fewer) & (rows <= height))(partial(self._run, height))
+            fewer = height
+
+    def _run(self, height):
+        totals = self.sums(height)
+        if self.stage.warpgroups == 1:
+            return self._store(height, self.finished(totals))
+        sums_s, summed = self.scratch["sums_s"], self.scratch["summed"]
+
+        @pl.when(self.turn == 1)
+        def _():
+            for g, total in enumerate(totals):
+                sums_s[g] = total
+            plgpu.barrier_arrive(summed)
+
+        @pl.when(self.turn == 0)
+        def _():
+            plgpu.barrier_wait(summed)
+            others = [plgpu.load(sums_s.at[g], layout=plgpu.Layout.WGMMA, optimized=False) for g in range(len(totals))]
+            self._store(height, self.finished([a + b for a, b in zip(totals, others, strict=True)]))
+
+    def fetch_first(self, height: int, expert: Any) -> None:
+        """This warpgroup's pieces that fill its slots of the ring."""
+        for i in (first + self.turn for first in range(0, self.stage.slots, self.stage.warpgroups)):
+            pl.when(i < self.stage.steps)(partial(self.fetch, height, expert, i, i))
+
+    @property
+    def turns(self) -> Any:
+        """How many pieces this warpgroup has: all, or every second."""
+        apart = self.stage.warpgroups
+        return lax.div(self.stage.steps - self.turn + (apart - 1), _i32(apart))
+
+    def fetch(self, height: int, expert: Any, i: Any, slot: Any) -> None:
+        """The i-th piece of the item's rows and of the weights, from the stack that has the expert."""
+        inputs, full = pl.ds(i * self.stage.piece, self.stage.piece), self.scratch["ready"].at[slot]
+        rows = self.rows_g.at[pl.ds(self.item_g[self.stage.source] * ALIGN, height), inputs]
+        plgpu.copy_gmem_to_smem(rows, self.scratch["rows_s"].at[slot, pl.ds(0, height)], full)
+        if len(self.weights) == 1:
+            return self.fetch_weights(i, slot, full, self.weights[0], expert)
+        first = 0
+        for stack, size in zip(self.weights, self.stage.stacks, strict=True):
+            mine = (expert >= first) & (expert < first + size)
+            pl.when(mine)(partial(self.fetch_weights, i, slot, full, stack, expert - first))
+            first += size
+
+    @property
+    def expert(self) -> Any:
+        return self.item_g[EXPERT]
+
+    def _store(self, height, parts):
+        """Columns of all rows into shared memory, and of the item's own rows from there to memory."""
+        out_s = self.scratch["out_s"]
+        for p, part in enumerate(parts):
+            place = out_s.at[p, pl.ds(0, height)].transpose((1, 0))
+            place[...] = plgpu.layout_cast(part.astype(out_s.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+
+        def copy(block, count):
+            rows = pl.ds((self.item_g[TARGET] + block) * ALIGN, count)
+            for p in range(len(parts)):
+                columns = pl.ds((self.tile * len(parts) + p) * TILE, TILE)
+                plgpu.copy_smem_to_gmem(out_s.at[p, pl.ds(block * ALIGN, count)], self.out_g.at[rows, columns])
+
+        whole = height // ALIGN
+        pl.when(self.blocks == whole)(partial(copy, 0, height))
+        for block in range(whole - 1):
+            pl.when((self.blocks < whole) & (block < self.blocks))(partial(copy, block, ALIGN))
+        plgpu.wait_smem_to_gmem(0)
