@@ -58,6 +58,10 @@ def test_matches_the_plain_plan(case):
     check(*case, interpret=plgpu.InterpretGPUParams())
 
 
+def test_rows_may_be_of_odd_widths():
+    check(5, 8, 2, 0, False, d=1088, interpret=plgpu.InterpretGPUParams())
+
+
 @pytest.mark.parametrize("nobody", ["end", "all"])
 def test_padding_has_no_place(nobody):
     check(10, 40, 3, 0, False, nobody=nobody, wide=5, interpret=plgpu.InterpretGPUParams())

@@ -31,7 +31,7 @@ def check_taking(t: int, rows: int, d: int, **options):
     np.testing.assert_array_equal(take_rows(x, token, **options), x[token])
 
 
-@pytest.mark.parametrize("t,rows,d", [(3, 16, 128), (20, 8, 2048)])
+@pytest.mark.parametrize("t,rows,d", [(3, 16, 128), (20, 8, 2048), (3, 8, 2880)])
 def test_rows_are_taken(t, rows, d):
     check_taking(t, rows, d, interpret=plgpu.InterpretGPUParams())
 
@@ -41,7 +41,7 @@ def test_rows_are_taken_in_groups():
         take_rows(jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros(12, jnp.int32))
 
 
-@pytest.mark.parametrize("t,k,d", [(2, 8, 128), (1, 9, 2048), (2, 1, 384)])
+@pytest.mark.parametrize("t,k,d", [(2, 8, 128), (1, 9, 2048), (2, 1, 384), (2, 4, 2880)])
 def test_rows_are_added_up(t, k, d):
     check(t, k, d, interpret=plgpu.InterpretGPUParams())
 
@@ -62,4 +62,6 @@ def test_what_it_leaves_to_others_is_named():
     assert supported(8, 9, 2048, jnp.bfloat16) == "8 tokens"
     assert "float32" in supported(FEWEST, 9, 2048, jnp.float32)
     assert "17 rows a token" in supported(FEWEST, 17, 2048, jnp.bfloat16)
-    assert "width of 100" in supported(FEWEST, 9, 100, jnp.bfloat16)
+    assert supported(FEWEST, 4, 2880, jnp.bfloat16) is None
+    for width in (100, 192, 2892):
+        assert f"width of {width}" in supported(FEWEST, 9, width, jnp.bfloat16)

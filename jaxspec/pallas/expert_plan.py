@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import expert_rows
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET
 from jaxspec.pallas.once import lower_once
 
@@ -54,7 +55,7 @@ def supported(tokens: int, each: int, experts: int, width: int, dtype: Any) -> s
         return f"{each} of {experts} experts a token; supported: up to {MOST_EACH} of {MOST_EXPERTS}"
     if dtype != jnp.bfloat16:
         return f"rows are {jnp.dtype(dtype).name}, not bfloat16"
-    return f"a width of {width} is not a multiple of {WARPS * LANES}" if width % (WARPS * LANES) else None
+    return None if expert_rows.parts(width) else f"a width of {width} is not a multiple of {WARPS * LANES}"
 
 
 @lower_once("expert_plan", "each", "experts", "rows", "items", "capacity")
@@ -106,8 +107,7 @@ def _token(each, experts, rows, x_g, ids_g, *outs, ready, ids_s, bits_s, all_s, 
     token, (tokens, width), (out_g, table_g, place_g) = lax.axis_index("token"), x_g.shape, outs
     for i in range(ids_s.shape[0]):
         plgpu.copy_gmem_to_smem(ids_g.at[:, pl.ds(i * GROUP, GROUP)], ids_s.at[i, pl.ds(0, tokens)], ready)
-    vector = next(n for n in (8, 4, 2, 1) if width % (n * WARPS * LANES) == 0)
-    row = _load(x_g.at[token], layout=plgpu.Layout.WG_STRIDED((width,), vector))
+    row = expert_rows.load(x_g, token)
     plgpu.barrier_wait(ready)
     _find_bits(tokens, experts, ids_s, bits_s)
     plgpu.commit_smem()
@@ -127,7 +127,7 @@ def _token(each, experts, rows, x_g, ids_g, *outs, ready, ids_s, bits_s, all_s, 
 
         @pl.when(exists)
         def _(place=place):
-            out_g[place] = row
+            expert_rows.store(out_g, place, row, width)
 
         @pl.when(exists & (lax.rem(rank, _i32(rows)) == 0))
         def _(expert=expert, block=block, item=item, rank=rank, blocks=blocks):

@@ -6,11 +6,13 @@ uses the first.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
@@ -20,6 +22,7 @@ from jaxspec.pallas.once import lower_once
 FEWEST = 513  # tokens; with fewer XLA's gathers, which fuse with what comes after, take no longer
 MOST = 16  # rows of a token, held in registers at once
 TOGETHER = 8  # rows that a warpgroup gathers
+VECTOR = 8 * THREADS  # numbers that a warpgroup loads at once, 16 bytes a thread
 
 
 def supported(tokens: int, rows: int, width: int, dtype: Any) -> str | None:
@@ -30,7 +33,7 @@ def supported(tokens: int, rows: int, width: int, dtype: Any) -> str | None:
         return f"{rows} rows a token, more than {MOST}"
     if dtype != jnp.bfloat16:
         return f"rows are {jnp.dtype(dtype).name}, not bfloat16"
-    return f"a width of {width} is not a multiple of {THREADS}" if width % THREADS else None
+    return None if parts(width) else f"a width of {width} is not a multiple of {THREADS}, nor of 64 and over {VECTOR}"
 
 
 @lower_once("take_rows")
@@ -49,10 +52,10 @@ def take_rows(x: Float[Array, "t d"], token: Int[Array, " r"], *, interpret: Any
 
 
 def _take(x_g, token_g, out_g):
-    first = lax.axis_index("group") * TOGETHER
-    rows = [_bring(x_g, token_g[first + i]) for i in range(TOGETHER)]
+    first, width = lax.axis_index("group") * TOGETHER, x_g.shape[1]
+    rows = [load(x_g, token_g[first + i]) for i in range(TOGETHER)]
     for i, row in enumerate(rows):
-        out_g[first + i] = row
+        store(out_g, first + i, row, width)
 
 
 @lower_once("weighted_rows")
@@ -73,21 +76,49 @@ def weighted_rows(
 def _add(rows_g, place_g, weights_g, out_g):
     token, width = lax.axis_index("token"), rows_g.shape[1]
     places = [place_g[token, j] for j in range(place_g.shape[1])]
-    rows = [_bring(rows_g, jnp.maximum(place, 0)) for place in places]
-    column = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=_layout(width))
-    total = None
-    for j, (place, row) in enumerate(zip(places, rows, strict=True)):
-        # Chosen, not multiplied by zero: what nobody wrote may not be a number.
-        wanted = column < jnp.where(place >= 0, jnp.int32(width), jnp.int32(0))
-        part = jnp.where(wanted, row.astype(jnp.float32) * weights_g[token, j], 0.0)
-        total = part if total is None else total + part
-    out_g[token] = total.astype(out_g.dtype)
+    rows = [load(rows_g, jnp.maximum(place, 0)) for place in places]
+    totals = []
+    for p, (_, size) in enumerate(parts(width)):
+        column = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=_layout(size))
+        total = None
+        for j, (place, row) in enumerate(zip(places, rows, strict=True)):
+            # Chosen, not multiplied by zero: what nobody wrote may not be a number.
+            wanted = column < jnp.where(place >= 0, jnp.int32(size), jnp.int32(0))
+            part = jnp.where(wanted, row[p].astype(jnp.float32) * weights_g[token, j], 0.0)
+            total = part if total is None else total + part
+        totals.append(total.astype(out_g.dtype))
+    store(out_g, token, totals, width)
 
 
-def _bring(x_g, row):
-    return plgpu.load(x_g.at[row], layout=_layout(x_g.shape[1]), optimized=False)
+def parts(width: int) -> list[tuple[int, int]]:
+    """First column and width of each part of a row that a warpgroup loads; none if it can't.
+
+    A row of another width than a multiple of the threads has parts that overlap, whose columns are computed twice.
+    """
+    if width % THREADS == 0:
+        return [(0, width)]
+    if width % 64 or width < VECTOR:
+        return []
+    return [*((first, VECTOR) for first in range(0, width - VECTOR, VECTOR)), (width - VECTOR, VECTOR)]
+
+
+def load(x_g: Any, row: Any) -> list[Any]:
+    """A row of `x_g`, in `parts`."""
+    loaded = partial(plgpu.load, optimized=False)
+    if len(parts(x_g.shape[1])) == 1:
+        return [loaded(x_g.at[row], layout=_layout(x_g.shape[1]))]
+    return [loaded(x_g.at[row, pl.ds(first, size)], layout=_layout(size)) for first, size in parts(x_g.shape[1])]
+
+
+def store(out_g: Any, row: Any, values: list[Any], width: int) -> None:
+    """The same the other way round."""
+    if len(values) == 1:
+        out_g[row] = values[0]
+        return
+    for (first, size), part in zip(parts(width), values, strict=True):
+        out_g[row, pl.ds(first, size)] = part
 
 
 def _layout(width: int):
-    """Of a row in registers: each thread has up to 16 bytes that stand together."""
+    """Of a part in registers: each thread has up to 16 bytes that stand together."""
     return plgpu.Layout.WG_STRIDED((width,), next(n for n in (8, 4, 2, 1) if width % (n * THREADS) == 0))

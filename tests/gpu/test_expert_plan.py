@@ -27,6 +27,6 @@ def test_padding_has_no_place(nobody):
     check(100, 128, 8, 0, False, nobody=nobody, wide=120)
 
 
-@pytest.mark.parametrize("d", [128, 384, 4096, 5120])
+@pytest.mark.parametrize("d", [128, 384, 2880, 4096, 5120])
 def test_rows_may_be_of_any_width(d):
     check(32, 60, 4, 0, False, d=d)
