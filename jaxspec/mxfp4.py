@@ -4,6 +4,11 @@ A number is E2M1: a sign, two bits of exponent and one of mantissa. Two stand in
 Each `BLOCK` inputs of an output share a scale E8M0, a byte s that stands for 2**(s - 127); 255 is no number. A weight
 is numbers times scales. bfloat16 holds such a product exactly, unless it is too large or subnormal; 2**-127 counts as
 zero, since that is what devices make of it.
+
+On the device the bits stand in another order than in checkpoints, so that a shift and a mask put a number's bits where
+bfloat16 has them. A block of 32 inputs is four words of 32 bits. Half h of word c holds inputs 8i + 2c + h, i = 0..3:
+the sign of the i-th is bit `SIGNS[i]`, and its other bits start at `RESTS[i]`. So for each i a word has the pair of
+inputs that one thread gives to the tensor cores. Scales stand block by block, `[blocks, outputs]`.
 """
 
 from __future__ import annotations
@@ -12,20 +17,41 @@ import itertools
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, UInt, UInt8
 
 BLOCK = 32  # inputs that share a scale
 LARGEST = 6.0  # of E2M1
 NAN = 255  # the scale that isn't a number
+MOST = 190  # the largest scale that kernels compute with: 2^63
+SIGNS, RESTS = (15, 12, 14, 13), (6, 3, 9, 0)
 _BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits
 
 
-def dequantise(packed: UInt8[Array, "*e n k2"], scales: UInt8[Array, "*e n b"]) -> Float[Array, "*e n k"]:
+def arrange(
+    packed: UInt8[Array, "*e n k2"], scales: UInt8[Array, "*e n b"]
+) -> tuple[UInt8[Array, "*e n k2"], UInt8[Array, "*e b n"]]:
+    """What a checkpoint has, two numbers a byte, as devices have it."""
+    return _halves(jnp.stack([packed & 15, packed >> 4], axis=-1)), jnp.swapaxes(scales, -1, -2)
+
+
+def _halves(codes: UInt8[Array, "*e n _ _"]) -> UInt8[Array, "*e n k2"]:
+    """Numbers in the order of inputs, whatever the last two axes, as values."""
+    blocks = codes.reshape(*codes.shape[:-2], -1, 4, 4, 2).astype(jnp.uint16)
+    halves = sum(
+        (blocks[..., i, :, :] >> 3) << sign | (blocks[..., i, :, :] & 7) << rest
+        for i, (sign, rest) in enumerate(zip(SIGNS, RESTS, strict=True))
+    )
+    return lax.bitcast_convert_type(halves, jnp.uint8).reshape(*codes.shape[:-2], -1)
+
+
+def dequantise(values: UInt8[Array, "*e n k2"], scales: UInt8[Array, "*e b n"]) -> Float[Array, "*e n k"]:
     """The weight in float32, k = 2 k2 inputs of which each 32 have one of the b scales."""
-    pairs = jnp.stack([packed & 15, packed >> 4], axis=-1)
-    blocks = _number(pairs).reshape(*scales.shape, BLOCK)
-    return (blocks * _powers(scales)[..., None]).reshape(*packed.shape[:-1], -1)
+    halves = lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 4, 2, 2), jnp.uint16)
+    codes = [(halves >> sign & 1) << 3 | (halves >> rest & 7) for sign, rest in zip(SIGNS, RESTS, strict=True)]
+    blocks = _number(jnp.stack(codes, axis=-3)).reshape(*halves.shape[:-2], BLOCK)
+    powers = _powers(jnp.swapaxes(scales, -1, -2))
+    return (blocks * powers[..., None]).reshape(*values.shape[:-1], -1)
 
 
 def _powers(scales: UInt8[Array, "*s"]) -> Float[Array, "*s"]:
@@ -33,15 +59,15 @@ def _powers(scales: UInt8[Array, "*s"]) -> Float[Array, "*s"]:
     return lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
 
 
-def _number(code: UInt8[Array, "*s"]) -> Float[Array, "*s"]:
+def _number(code: UInt[Array, "*s"]) -> Float[Array, "*s"]:
     """E2M1 by arithmetic, which fuses with what follows where a table's look-ups wouldn't."""
     exponent, mantissa = ((code >> 1) & 3).astype(jnp.int32), (code & 1).astype(jnp.float32)
     magnitude = jnp.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * (1 << jnp.maximum(exponent - 1, 0)))
     return jnp.where(code >= 8, -magnitude, magnitude)
 
 
-def quantise(weight: Float[Array, "*e n k"]) -> tuple[UInt8[Array, "*e n k2"], UInt8[Array, "*e n b"]]:
-    """Packed numbers and scales of a weight whose inputs are a multiple of 32, as the standard says it.
+def quantise(weight: Float[Array, "*e n k"]) -> tuple[UInt8[Array, "*e n k2"], UInt8[Array, "*e b n"]]:
+    """Values and scales of a weight whose inputs are a multiple of 32, as the standard says it.
 
     A scale is the power of two of a block's largest magnitude, over 4. Numbers go to the nearest, halfway ones to the
     even mantissa, and those above 6 to 6.
@@ -56,5 +82,4 @@ def quantise(weight: Float[Array, "*e n k"]) -> tuple[UInt8[Array, "*e n k2"], U
     for i, (low, high) in enumerate(itertools.pairwise(_MAGNITUDES)):
         middle = (low + high) / 2
         code = code + ((parts >= middle) if i % 2 else (parts > middle)).astype(jnp.uint8)
-    code = jnp.where(blocks < 0, code + 8, code).reshape(*weight.shape[:-1], -1, 2)
-    return code[..., 0] | (code[..., 1] << 4), scales
+    return _halves(jnp.where(blocks < 0, code + 8, code)), jnp.swapaxes(scales, -1, -2)

@@ -42,7 +42,7 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Packed E2M1 numbers, two a byte, and the scales of each 32 inputs, as `jaxspec.mxfp4` defines them."""
+    """Packed E2M1 numbers, two a byte, and the scales of each 32 inputs, as `jaxspec.mxfp4` arranges them."""
 
 
 Format = Unquantised | Fp8 | Mxfp4
@@ -103,7 +103,8 @@ class Weight:
 
     `format` says how to read the values, `layout` whose outputs they are. Both are static under jit. Values are
     [inputs, outputs]. Experts' are [experts, outputs, inputs], and quantised ones [outputs, inputs], as checkpoints
-    have them; MXFP4's have a byte for two inputs. `scales`: of quantised values.
+    have them; MXFP4's have a byte for two inputs. `scales`: of quantised values, `[outputs, inputs]` as well, with one
+    for several of each; MXFP4's are `[inputs, outputs]`.
     """
 
     values: Float[Array, "*e a b"] | UInt8[Array, "*e a b"]

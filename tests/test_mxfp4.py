@@ -50,7 +50,25 @@ def test_every_byte_stands_for_two_numbers():
     for j in range(128):
         byte = packed[0, :, j // 2]
         expected[0, :, j] = E2M1[byte >> 4 if j % 2 else byte & 15] * 2.0 ** (scales[0, :, j // 32].astype(int) - 127)
-    np.testing.assert_array_equal(mxfp4.dequantise(jnp.asarray(packed), jnp.asarray(scales)), expected)
+    arranged = mxfp4.arrange(jnp.asarray(packed), jnp.asarray(scales))
+    np.testing.assert_array_equal(mxfp4.dequantise(*arranged), expected)
+
+
+def test_a_shift_and_a_mask_make_bfloat16_of_each_number():
+    """Each pair of inputs 8i + 2c and the next is in the word c of its block, where a kernel looks for it."""
+    rng = np.random.default_rng(2)
+    packed, scales = rng.integers(0, 256, (9, 48), np.uint8), rng.integers(66, 191, (9, 3), np.uint8)
+    values, by_block = mxfp4.arrange(jnp.asarray(packed), jnp.asarray(scales))
+    words = np.asarray(values).view(np.uint32).reshape(9, 3, 4)
+    move = lambda x, n: x << n if n >= 0 else x >> -n  # noqa: E731
+    each = [
+        move(words, 6 - rest) & 0x01C001C0 | move(words, 15 - sign) & 0x80008000
+        for sign, rest in zip(mxfp4.SIGNS, mxfp4.RESTS, strict=True)
+    ]
+    numbers = np.stack(each, axis=2).astype(np.uint32).view(BF16).reshape(9, 3, 32).astype(np.float64)
+    expected = E2M1[np.stack([packed & 15, packed >> 4], -1).reshape(9, 3, 32)]
+    np.testing.assert_array_equal(numbers * 2.0**126, expected)
+    np.testing.assert_array_equal(np.asarray(by_block).T, scales)
 
 
 def test_numbers_are_rounded_as_by_a_table():
@@ -59,9 +77,10 @@ def test_numbers_are_rounded_as_by_a_table():
     matrix[0, :32], matrix[1, :14] = 0, [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7, -0.25, -2.5, -5, 4, 6, -6]
     packed, scales, whole = packed_by_numpy(matrix)
     ours = mxfp4.quantise(jnp.asarray(matrix))
-    np.testing.assert_array_equal(ours[1][1:], scales[1:])
+    np.testing.assert_array_equal(ours[1].T[1:], scales[1:])
     np.testing.assert_array_equal(mxfp4.dequantise(*ours), whole)
-    np.testing.assert_array_equal(mxfp4.dequantise(jnp.asarray(packed.reshape(6, -1)), jnp.asarray(scales)), whole)
+    theirs = mxfp4.arrange(jnp.asarray(packed.reshape(6, -1)), jnp.asarray(scales))
+    np.testing.assert_array_equal(mxfp4.dequantise(*theirs), whole)
 
 
 def test_logits_are_those_of_the_dequantised_model(tmp_path):
@@ -122,6 +141,7 @@ def test_faster_paths_say_what_they_lack(folder):
     ("scales", lambda s: None, rf"missing {STEM}_scales \[4, 64, 2\]"),
     ("scales", lambda s: s[:, :60], rf"misshapen {STEM}_scales: found \[4, 60, 2\], expected \[4, 64, 2\]"),
     ("scales", lambda s: np.full_like(s, 255), f"{STEM}_scales has scales that aren't numbers"),
+    ("scales", lambda s: np.full_like(s, 200), rf"{STEM}_scales has scales up to 2\^73; supported: up to 2\^63"),
     ("blocks", lambda b: None, rf"missing {STEM}_blocks \[4, 64, 2, 16\]"),
     ("blocks", lambda b: b[:3], rf"misshapen {STEM}_blocks: found \[3, 64, 2, 16\]"),
     ("blocks", lambda b: b.astype(BF16), f"{STEM}_blocks is stored as BF16; blocks and scales of experts are U8"),

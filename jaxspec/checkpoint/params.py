@@ -93,7 +93,7 @@ def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray],
     if param.stacked and param.transpose:
         sources = [jnp.swapaxes(source, 1, 2) for source in sources]
     if isinstance(param.format, Mxfp4):
-        return param.made(_fused_rows(sources, param.layout), _fused_rows([_exponents(param, scales)], param.layout))
+        return param.made(*_arranged(sources[0], _exponents(param, scales), param.layout))
     if not isinstance(param.format, Fp8):
         if param.stacked:
             return param.made(_fused_rows(sources, param.layout, param.dtype or dtype))
@@ -117,12 +117,24 @@ def _fused_rows(sources: list[jax.Array], layout: Layout, dtype: Any = None) -> 
     return jnp.swapaxes(columns, -1, -2)
 
 
+@partial(jax.jit, static_argnames="layout")
+def _arranged(packed: jax.Array, scales: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """A stack in MXFP4 as devices have it, expert by expert: so the device needs little beside what comes and goes."""
+    rows = lambda expert: tuple(_fused_rows([part], layout) for part in expert)  # noqa: E731
+    return jax.lax.map(lambda expert: mxfp4.arrange(*rows(expert)), (packed, scales))
+
+
 def _exponents(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
     """The scales of MXFP4."""
     ((name, _),) = param.scales
     scales = found.pop(name)
     if (scales == mxfp4.NAN).any():
         raise CheckpointError(f"{name} has scales that aren't numbers; download the file again")
+    if (scales > mxfp4.MOST).any():
+        raise CheckpointError(
+            f"{name} has scales up to 2^{int(scales.max()) - 127}; supported: up to 2^{mxfp4.MOST - 127}. Models have "
+            "scales around 2^-7, so the file may be damaged"
+        )
     return jnp.array(scales)
 
 
