@@ -6,7 +6,7 @@ proportional to the pairs, never to tokens times experts, and only chosen expert
 
 Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`). Unquantised weights are multiplied by
 `expert_stream`, or up to eight tokens by `expert_few`, which needs no items. FP8 weights are multiplied by
-`expert_fp8`, however many tokens there are. XLA multiplies all others, item by item.
+`expert_fp8` and MXFP4 ones by `expert_mxfp4`, however many tokens there are. XLA multiplies all others, item by item.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import expert_few, expert_fp8, expert_plan, expert_rows, expert_stream
+from jaxspec.pallas import expert_few, expert_fp8, expert_mxfp4, expert_plan, expert_rows, expert_stream
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items
 from jaxspec.pallas.hopper import chosen, tell
-from jaxspec.weights import Unquantised, Weight, expert_matmul, formats
+from jaxspec.weights import Mxfp4, Unquantised, Weight, expert_matmul, formats
 
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
 Stack = tuple[Weight, Weight] | tuple[Weight, Weight, Float[Array, "e n"], Float[Array, "e d"]]
@@ -57,14 +57,17 @@ def experts_mlp(
     if chosen(few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, arrays, ids, weights, residual, each=each)
     fits = unread or expert_stream.supported(x.dtype, arrays)
-    quantised = _beyond_kernels(stacks, gating) or expert_fp8.supported(x.dtype, stacks)
-    fp8 = chosen(quantised)
+    if packed := Mxfp4() in formats(stacks):
+        quantised, highest = expert_mxfp4.supported(x.dtype, stacks), expert_mxfp4.MAX_ROWS
+    else:
+        quantised = _beyond_kernels(stacks, gating) or expert_fp8.supported(x.dtype, stacks)
+        highest = expert_fp8.MAX_ROWS
     if fits is not None and quantised is not None:
         tell("a mixture of experts", fits if unread is None else quantised)
     experts = sum(len(stack[1].values) for stack in stacks)
-    rows, items, place = plan(x, ids, experts, each, expert_fp8.MAX_ROWS if fp8 else ITEM_ROWS[-1])
-    if fp8:
-        out = expert_fp8.mix(rows, stacks, items)
+    rows, items, place = plan(x, ids, experts, each, highest if chosen(quantised) else ITEM_ROWS[-1])
+    if chosen(quantised):
+        out = expert_mxfp4.mix(rows, stacks, items, gating) if packed else expert_fp8.mix(rows, stacks, items)
     elif chosen(fits, expert_stream.BLOCKS):
         out = expert_stream.stream(rows, arrays, items)
     else:
@@ -81,7 +84,7 @@ def _unread(stacks: list[Stack], gating: Gating | None) -> str | None:
 
 
 def _beyond_kernels(stacks: list[Stack], gating: Gating | None) -> str | None:
-    """What of these experts no kernel can compute, whatever their weights' format."""
+    """What of these experts the kernels of FP8 and of unquantised weights can't compute."""
     if any(len(stack) > 2 for stack in stacks):
         return "experts with biases"
     return "an activation that isn't SiLU" if gating else None

@@ -1,0 +1,325 @@
+"""A mixture's MXFP4 experts on Hopper, from one token to a prompt: bfloat16 rows, float32 sums, biases.
+
+Two kernels, `up` (gate and up, and their activation) and `down`, each over work items (`Items`, made by
+`pallas.experts`), with the blocks of `expert_tile`. A thread block takes 64 columns of the result and all rows of an
+item. An expert's weights are read once for each of its items.
+
+A piece has 160 inputs: rows of 80 bytes lie in shared memory so that no two of a warp's words share a bank. Numbers
+become bfloat16 in registers, in the arrangement of a left operand: a shift, a mask and a product with the block's scale
+for two of them (`mxfp4` has the order of bits). The scale is in the number then, so the tensor cores add up all inputs.
+Sums are 2^-64 of what they should be: a scale in that range has an exponent of bfloat16.
+
+Prompts are served by the same kernels, 64 rows an item. Conversion takes about as long as the products of 64 rows, and
+the blocks that share a multiprocessor do both at once. Dequantised experts would be written and read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jaxtyping import Array, Float
+
+from jaxspec import mxfp4
+from jaxspec.mxfp4 import BLOCK, RESTS, SIGNS
+from jaxspec.pallas.expert_stream import SOURCE, TARGET, Items
+from jaxspec.pallas.expert_tile import TILE, Tile
+from jaxspec.pallas.once import lower_once
+from jaxspec.weights import Mxfp4, Weight
+
+BLOCKS = 5  # of 32 inputs, in a piece
+PIECE = BLOCKS * BLOCK  # inputs
+PADDED = 6  # rows of scales in shared memory, where each group's begin at a multiple of 128 bytes
+MAX_ROWS = 64  # of an item
+HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
+TURNS = 2  # sums of each group, over even pieces and over odd ones
+TURNS_ROWS = 8  # of items whose blocks have two warpgroups
+FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
+SHARED_BYTES = 228 * 1024  # of a multiprocessor
+RESERVED = 2 * 1024  # of a block, for its barriers and what the driver takes
+LESS = 64  # sums are divided by 2 to this
+# Twice: a scale s times the first, plus the second, is 2^(s - 127 - LESS) times 2^126, which E2M1's bits lack.
+SCALE, BIAS = 0x00800080, 0x1F001F00
+CONVERT = """{
+.reg .b32 rest, sign;
+%s
+%s
+and.b32 rest, rest, 0x01C001C0;
+lop3.b32 rest, sign, 0x80008000, rest, 0xEA;
+mul.bf16x2 $0, rest, $2;
+}"""
+_i32, _f32 = jnp.int32, jnp.float32
+Stack = tuple[Array, ...]  # gate and up's values and scales, down's, and both biases if they have some
+
+
+def supported(dtype: Any, stacks: list[tuple]) -> str | None:
+    """Why these experts, (gate_up, down) each, perhaps with biases, can't be served to rows of `dtype`; None if they
+    can."""
+    weights: list[Weight] = [weight for stack in stacks for weight in stack[:2]]
+    for weight in weights:
+        if not isinstance(weight.format, Mxfp4):
+            return f"weights in {weight.format}"
+    if dtype != jnp.bfloat16:
+        return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
+    if len({len(stack) for stack in stacks}) > 1:
+        return "experts with biases and without in one mixture"
+    (d, f), *others = [(down.outputs, down.inputs) for _, down, *_ in stacks]
+    if others and others != [(d, f)] * len(others):
+        return f"experts of widths {f} and {others[0][1]} in one mixture"
+    if bad := [width for width in (d, f) if width % (TURNS * PIECE) or width % TILE]:
+        return f"MXFP4 experts of width {bad[0]}; supported: multiples of {np.lcm(TURNS * PIECE, TILE)}"
+    return None
+
+
+def mix(
+    rows: Float[Array, "r d"],
+    stacks: list[tuple],
+    items: Items,
+    gating: Callable[[Array, Array], Array] | None = None,
+    *,
+    interpret: Any = False,
+) -> Float[Array, "c d"]:
+    """Each item's rows through its expert, `down @ gating(gate, up)`: hidden rows and results are rounded to bfloat16.
+    Biases are added to sums in float32. No `gating`: `silu(gate) * up`.
+
+    Items have up to `MAX_ROWS` rows. Rows that are no item's are arbitrary, NaN included.
+
+    **Raises:** `ValueError` if `supported` has a reason against it, or items have too many rows.
+    """
+    if reason := supported(rows.dtype, stacks):
+        raise ValueError(f"the MXFP4 experts' kernel can't run: {reason}")
+    if items.rows > MAX_ROWS:
+        raise ValueError(f"the MXFP4 experts' kernel can't run: items of {items.rows} rows; supported: to {MAX_ROWS}")
+    up = [(gate_up.values, gate_up.scales, *biases[:1]) for gate_up, _, *biases in stacks]
+    down = [(down.values, down.scales, *biases[1:]) for _, down, *biases in stacks]
+    return _mix(rows, up, down, items, gating=gating, interpret=interpret)
+
+
+@lower_once("expert_mxfp4", "gating")
+def _mix(rows, up, down, items, *, gating, interpret):
+    for name, source, stacks in (("up", SOURCE, up), ("down", TARGET, down)):
+        _, outputs, half = stacks[0][0].shape
+        width = outputs // 2 if name == "up" else outputs
+        stage = Stage(name, source, 2 * half, width, tuple(len(stack[0]) for stack in stacks), items.rows)
+        rows = _launch(stage, rows, stacks, items, gating, interpret)
+    return rows
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the two kernels. Column `source` of the items says where their rows are.
+
+    `width`: of its result. `stacks`: how many experts each has. `rows`: of an item at most.
+    """
+
+    name: str
+    source: int
+    inputs: int
+    width: int
+    stacks: tuple[int, ...]
+    rows: int
+    piece = PIECE
+
+    @property
+    def groups(self) -> int:
+        """Groups of `TILE` rows of weights that a block multiplies: gate's and up's, or one of `down`."""
+        return 2 if self.name == "up" else 1
+
+    @property
+    def tiles(self) -> int:
+        return self.width // TILE
+
+    @property
+    def steps(self) -> int:
+        return self.inputs // PIECE
+
+    @property
+    def warpgroups(self) -> int:
+        return TURNS if self.rows <= TURNS_ROWS else 1
+
+    @property
+    def blocks(self) -> int:
+        """That share a multiprocessor."""
+        return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
+
+    @property
+    def slots(self) -> int:
+        """Of the ring, as many for each warpgroup."""
+        results = 2 * self.rows * TILE + (self.warpgroups - 1) * 4 * self.groups * TILE * self.rows
+        room = SHARED_BYTES // self.blocks - RESERVED - results
+        each = room // (self.groups * TILE * (PIECE // 2 + PADDED) + 2 * PIECE * self.rows) // self.warpgroups
+        return self.warpgroups * min(-(-self.steps // self.warpgroups), max(2, each))
+
+    @property
+    def heights(self) -> list[int]:
+        """Of the rows that are multiplied. Each is a loop of its own, and few items have less than a fourth of most."""
+        return [height for height in HEIGHTS if self.rows // 4 <= height <= self.rows]
+
+    def group(self, tile: Array, group: int) -> Array:
+        """Which group of the expert's weight rows is a block's first or second."""
+        return tile + group * self.tiles
+
+
+def _launch(stage, rows, stacks, items, gating, interpret):
+    others, i8 = stage.warpgroups > 1, jnp.int8
+    return plgpu.kernel(
+        partial(_block, stage, gating),
+        kernel_name=f"expert_mxfp4_{stage.name}",
+        out_type=jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype),
+        grid=(len(items.table) * stage.tiles,),
+        grid_names=("unit",),
+        num_threads=stage.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            weight_s=plgpu.SMEM((stage.slots, stage.groups, TILE, PIECE // 2), i8),
+            scales_s=plgpu.SMEM((stage.slots, stage.groups, PADDED, TILE), i8),
+            rows_s=plgpu.SMEM((stage.slots, stage.rows, PIECE), rows.dtype),
+            out_s=plgpu.SMEM((1, stage.rows, TILE), rows.dtype),
+            ready=plgpu.Barrier(num_arrivals=2 * stage.groups + 1, num_barriers=stage.slots),
+            **(
+                {"sums_s": plgpu.SMEM((stage.groups, TILE, stage.rows), _f32), "summed": plgpu.Barrier()}
+                if others
+                else {}
+            ),
+            # Interpret mode takes a matmul's left operand from shared memory alone.
+            **({"staged_s": plgpu.SMEM((stage.warpgroups, TILE, PIECE), rows.dtype)} if interpret else {}),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(
+        rows,
+        items.table,
+        *[
+            array if i == 2 else lax.bitcast_convert_type(array, i8)
+            for stack in stacks
+            for i, array in enumerate(stack)
+        ],
+    )
+
+
+def _block(stage, gating, rows_g, items_g, *refs, **scratch):
+    *arrays, out_g = refs
+    each = len(arrays) // len(stage.stacks)
+    weights = [tuple(arrays[i : i + each]) for i in range(0, len(arrays), each)]
+    tile = _Tile(stage, rows_g, items_g, weights, out_g, scratch)
+    tile.gating = gating
+    tile.run()
+
+
+class _Tile(Tile):
+    """Weights are (values, scales) or (values, scales, bias)."""
+
+    gating: Callable[[Array, Array], Array] | None
+
+    def sums(self, height):
+        """Even pieces and odd ones are summed apart, whether two warpgroups take turns at them or one has both: so a
+        row's result doesn't depend on how many others an item may have."""
+        stage, scratch, expert = self.stage, self.scratch, self.expert
+        apart = TURNS // stage.warpgroups
+        self.fetch_first(height, expert)
+
+        def accumulate(*sums):
+            @pl.loop(_i32(0), _i32(stage.steps // TURNS))
+            def _(turn):
+                for n in range(apart):
+                    i = turn * TURNS + self.turn + n
+                    slot = lax.rem(i, _i32(stage.slots))
+                    plgpu.barrier_wait(scratch["ready"].at[slot])
+                    rows = scratch["rows_s"].at[slot, pl.ds(0, height)].transpose((1, 0))
+                    for g in range(stage.groups):
+                        plgpu.wgmma(sums[n * stage.groups + g], self.numbers(slot, g), rows)
+                    plgpu.wgmma_wait(0)
+                    pl.when(i + stage.slots < stage.steps)(partial(self.fetch, height, expert, i + stage.slots, slot))
+
+            each = [sum_of[...] for sum_of in sums]
+            return [sum(each[g + stage.groups :: stage.groups], each[g]) for g in range(stage.groups)]
+
+        return pl.run_scoped(accumulate, *[plgpu.ACC((TILE, height), _f32)] * (apart * stage.groups))
+
+    def numbers(self, slot, g):
+        """A group's piece in bfloat16, [TILE, PIECE], 2^-LESS of what it stands for."""
+        weight_s, scales_s = self.scratch["weight_s"].at[slot, g], self.scratch["scales_s"].at[slot, g]
+        if "staged_s" in self.scratch:
+            return _staged(weight_s, scales_s, self.scratch["staged_s"].at[self.turn])
+        layout, of_row = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA.reduce(1)
+        words = plgpu.load(weight_s, layout=layout, optimized=False)
+        scales = [plgpu.load(scales_s.at[b], layout=of_row, optimized=False) for b in range(BLOCKS)]
+        result = plgpu.ShapeDtypeStruct((TILE, PIECE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+        convert = plgpu.inline_mgpu(arg_types=(layout, *[of_row] * BLOCKS), return_type=result)(_convert)
+        return convert(words, *scales)
+
+    def fetch_weights(self, i, slot, full, stack, expert):
+        values, scales, *_ = stack
+        for g, group in enumerate(self.groups):
+            outputs = pl.ds(group * TILE, TILE)
+            piece = values.at[expert, outputs, pl.ds(i * (PIECE // 2), PIECE // 2)]
+            plgpu.copy_gmem_to_smem(piece, self.scratch["weight_s"].at[slot, g], full)
+            piece = scales.at[expert, pl.ds(i * BLOCKS, BLOCKS), outputs]
+            plgpu.copy_gmem_to_smem(piece, self.scratch["scales_s"].at[slot, g, pl.ds(0, BLOCKS)], full)
+
+    def finished(self, totals):
+        totals = [self.biased(total * 2.0**LESS, group) for total, group in zip(totals, self.groups, strict=True)]
+        if self.stage.name == "down":
+            return totals
+        gate, up = totals
+        return [self.gating(gate, up) if self.gating else gate / (1 + jnp.exp(-gate)) * up]
+
+    def biased(self, total, group):
+        """With the expert's bias of each output, if it has one."""
+        found, first = None, 0
+        for (_, _, *biases), size in zip(self.weights, self.stage.stacks, strict=True):
+            for bias in biases:
+                expert = jnp.clip(self.expert - first, 0, size - 1)
+                of_outputs = bias.at[expert, pl.ds(group * TILE, TILE)]
+                own = plgpu.load(of_outputs, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(_f32)
+                found = own if found is None else jnp.where(self.expert >= first, own, found)
+            first += size
+        return total if found is None else total + lax.broadcast_in_dim(found, total.shape, [0])
+
+
+def _staged(weight_s, scales_s, staged_s):
+    """The same by `mxfp4.dequantise`, through shared memory, in interpret mode."""
+    values, scales = (
+        lax.bitcast_convert_type(ref[...], jnp.uint8) for ref in (weight_s, scales_s.at[pl.ds(0, BLOCKS)])
+    )
+    staged_s[...] = (mxfp4.dequantise(values, scales) * 2.0**-LESS).astype(staged_s.dtype)
+    plgpu.commit_smem()
+    return staged_s
+
+
+def _shifted(name: str, by: int) -> str:
+    """A line of PTX: the word, `by` bits to the left."""
+    if by == 0:
+        return f"mov.b32 {name}, $1;"
+    return f"shl.b32 {name}, $1, {by};" if by > 0 else f"shr.u32 {name}, $1, {-by};"
+
+
+def _convert(_, words, *scales):
+    """A thread has the word of its columns of each block, and makes four of its pairs of it."""
+    i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+    i8 = ir.IntegerType.get_signless(8)
+    programs = [
+        CONVERT % (_shifted("rest", RESTS[0] - rest), _shifted("sign", SIGNS[0] - sign))
+        for rest, sign in zip(RESTS, SIGNS, strict=True)
+    ]
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, PIECE)), dtype=object)
+    for at, vector in np.ndenumerate(words.registers):
+        word = mgpu.utils.bitcast(vector, i32)
+        scale = scales[at[1]].registers[0, 0, at[4], 0, 0]
+        scale = arith.extui(i32, scale if scale.type == i8 else mgpu.utils.bitcast(scale, i8))
+        factor = arith.addi(arith.muli(scale, mgpu.c(SCALE, i32)), mgpu.c(BIAS, i32))
+        for i, program in enumerate(programs):
+            out = mgpu.utils.inline_ptx(program, word, factor, result_types=i32)
+            registers[(at[0], at[1] * 4 + i, *at[2:])] = mgpu.utils.bitcast(out, pair)
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)

@@ -1,0 +1,120 @@
+"""The MXFP4 experts' kernels on the device: from one token to a prompt, against plain jnp, and their speed."""
+
+from __future__ import annotations
+
+import functools
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import mxfp4
+from jaxspec.bench import profile
+from jaxspec.decoder.matmul import gating
+from jaxspec.pallas import experts
+from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, mix
+from jaxspec.pallas.hopper import KERNELS
+from jaxspec.weights import Mxfp4, Weight
+from tests.test_expert_mxfp4 import GPT_OSS, MODELS
+from tests.test_expert_stream import assert_close, bfloat16
+from tests.test_moe import random_case
+
+pytestmark = pytest.mark.gpu
+ACT = gating(GPT_OSS)
+
+
+def draw(model: str, tokens: int, skew: float, seed: int):
+    d, f, e, k = MODELS[model]
+    x, _, ids, weights = bfloat16(random_case(tokens, e, k, skew, d=d, f=1, seed=seed))
+    return x, [stack(e, d, f)], ids, weights
+
+
+@functools.cache
+def stack(count: int, d: int, f: int):
+    def own(key, n, k):  # blocks of different sizes: a scale that is taken from another block is far off
+        key, more = jax.random.split(key)
+        sizes = jnp.exp(jax.random.normal(more, (n, k // 32, 1)))
+        return mxfp4.quantise((jax.random.normal(key, (n, k // 32, 32)) * sizes * k**-0.5).reshape(n, k))
+
+    def weight(key, n, k):
+        values, scales = jax.lax.map(lambda key: own(key, n, k), jax.random.split(key, count))
+        return Weight(values, Mxfp4(), scales=scales)
+
+    keys = jax.random.split(jax.random.key(count), 4)
+    biases = [jax.random.normal(key, (count, n), jnp.bfloat16) for key, n in zip(keys[2:], (2 * f, d), strict=True)]
+    return jax.jit(lambda: (weight(keys[0], 2 * f, d), weight(keys[1], d, f), *biases))()
+
+
+def test_numbers_are_exact():
+    """One row with a single input: each output is one number of the weight times one hidden one."""
+    gate_up, down, *_ = stack(2, 320, 320)
+    one = jnp.eye(320, dtype=jnp.bfloat16)
+    ids, weights = jnp.zeros((320, 1), jnp.int32), jnp.ones((320, 1))
+    got = jax.jit(partial(experts.experts_mlp, gating=lambda gate, up: up + 0 * gate))(
+        one, [(gate_up, down)], ids, weights
+    )
+    hidden = gate_up.dequantised("float32")[0, 320:].T.astype(jnp.bfloat16)  # exact: two bits of mantissa
+    np.testing.assert_array_equal(hidden.astype(jnp.float32), gate_up.dequantised("float32")[0, 320:].T)
+    expected = hidden.astype(jnp.float32) @ down.dequantised("float32")[0].T
+    assert_close(got, expected, 4e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 17, 32, 100, 128, 512, 2048])
+@pytest.mark.parametrize("model", MODELS)
+def test_kernel_matches_the_reference(model, tokens):
+    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
+    for seed, skew in enumerate((0.0, 0.5)):
+        x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
+        before = KERNELS["expert_mxfp4"]
+        run = jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT))
+        got = run(*case)
+        assert KERNELS["expert_mxfp4"] == before + 1
+        np.testing.assert_array_equal(got, run(*case))
+        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, MODELS[model][2])
+        assert_close(got, experts.combine(experts.reference(rows, stacks, items, ACT), place, weights), 1e-2)
+
+
+@pytest.mark.parametrize("highest", [8, 16, 32, 64])
+def test_items_of_every_height_keep_to_their_rows(highest):
+    """A narrow model, where blocks of one expert's rows end next to another's, over and over."""
+    for seed in range(3):
+        x, _, ids, _ = bfloat16(random_case(200, 16, 4, 0.5, d=320, f=1, seed=seed))
+        stacks = [stack(16, 320, 320)]
+        rows, items, place = jax.jit(experts.plan, static_argnums=(2, 3, 4))(x, ids, 16, 4, highest)
+        assert items.rows == min(highest, MAX_ROWS)
+        got = jax.jit(lambda *a: mix(*a, gating=ACT))(rows, stacks, items)
+        assert_close(got[place], experts.reference(rows, stacks, items, ACT)[place], 1e-2)
+
+
+def test_a_token_gets_the_same_in_any_company():
+    """Bit for bit, whether one warpgroup or two have summed up. More than 512 tokens are added up by another kernel."""
+    x, stacks, ids, weights = draw("gpt-oss-20b", 500, 0.0, 0)
+    run = jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT))
+    alone = run(x[:1], stacks, ids[:1], weights[:1])
+    for tokens in (2, 8, 16, 32, 128, 500):
+        np.testing.assert_array_equal(run(x[:tokens], stacks, ids[:tokens], weights[:tokens])[:1], alone)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_speed(model, figures):
+    """Microseconds of each kernel, and the speed at which chosen experts' bytes are read."""
+    d, f, _, k = MODELS[model]
+    for tokens in (1, 8, 32, 128, 512, 2048, 8192):
+        x, stacks, ids, weights = draw(model, tokens, 0.0, tokens)
+        run = jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT))
+        jax.block_until_ready(run(x, stacks, ids, weights))
+        rows = profile.kernels(
+            lambda run=run, a=(x, stacks, ids, weights): jax.block_until_ready([run(*a) for _ in range(10)]), 10
+        )
+        chosen = len(np.unique(np.asarray(ids)))
+        size, flops = chosen * 3 * d * f * 17 / 32, 2 * tokens * k * 3 * d * f
+        us = {row["kernel"]: round(row["us"], 1) for row in rows}
+        own = sum(time for name, time in us.items() if re.search("expert_mxfp4", name))
+        figures[f"{model} {tokens}"] = {
+            "us": us, "TB/s": round(size / own / 1e6, 2), "TFLOP/s": round(flops / own / 1e6, 1)
+        }  # fmt: skip
+        print(f"{model}, {tokens} tokens, {chosen} experts: {figures[f'{model} {tokens}']}", flush=True)
+        assert own > 0
