@@ -268,7 +268,8 @@ def joined(param: Param, made: Sequence[Any], mesh: Mesh) -> Any:
     scales = None
     if quantised:
         by_output = isinstance(param.format, Fp8) and param.format.block is None and param.split.along == "inputs"
-        scales = _global(None if by_output else axis, [weight.scales for weight in made], mesh)
+        of_scales = 3 - axis if axis and isinstance(param.format, Mxfp4) else axis  # these are [inputs, outputs]
+        scales = _global(None if by_output else of_scales, [weight.scales for weight in made], mesh)
     return made[0].replace(values=_global(axis, [weight.values for weight in made], mesh), scales=scales)
 
 

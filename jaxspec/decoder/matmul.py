@@ -125,8 +125,7 @@ project.defvjp(_forward, _backward)
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
-@functools.cache  # so that what is traced for it is traced once
-@functools.cache  # a kernel that is lowered for one is found again by it
+@functools.cache  # so that what is traced and lowered for it is found again
 def gating(activation: str | ClampedSwiglu) -> Callable[[Array, Array], Array]:
     """The function of gate and up that an MLP's or an expert's activation is."""
     if isinstance(activation, ClampedSwiglu):
