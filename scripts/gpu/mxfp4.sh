@@ -24,7 +24,8 @@ decode() {
  "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
 JSON
     timeout "${LIMIT:-240}" python3 -m jaxspec.bench decode --model "$out/$1" --concurrency 1,8,32 --prompt-len 1024 \
-        --output-len 128 --max-running-requests 32 --skip-warmup --profile --json "$out/$1.json" 2>"$out/$1.log" ||
+        --output-len 128 --max-running-requests 32 --context-length 2048 --skip-warmup \
+        --profile --json "$out/$1.json" 2>"$out/$1.log" ||
         { status=1; tail -n 5 "$out/$1.log"; }
 }
 
