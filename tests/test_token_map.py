@@ -13,6 +13,7 @@ from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.drafters import check_drafter
 from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.train.__main__ import main
+from tests.test_bin_file import Named, save, storage, tensor
 from tests.test_dflash import GOLDEN
 from tests.test_drafter_weights import PROMPT, drafting
 from tests.tiny import tiny_checkpoint
@@ -62,6 +63,7 @@ def test_a_map_of_all_tokens_changes_no_draft(tmp_path):
     ("[]", "must hold a list of token ids, got float64 of shape"),
     ("[1, 100]", "token 100 is none of the target's 100"),
     ("[-1]", "token -1 is none of the target's 100"),
+    ("[7, 3, 7]", "token 7 is in it 2 times"),
     (f"[{2**70}]", "must hold a list of token ids|more than 64 bits"),
     ("[1", "It must be a JSON file with a list of token ids"),
     ("[" * 200_000, "It must be a JSON file with a list of token ids"),
@@ -72,10 +74,54 @@ def test_a_file_that_is_no_map_is_refused(text, said, tmp_path):
     with pytest.raises(ConfigError, match=f"--draft-token-map {path}.*({said})"):
         read_token_map(str(path), 100)
     (tmp_path / "map.npy").write_bytes(b"\x93NUMPY broken")
-    with pytest.raises(ConfigError, match=r"or a \.npy file"):
+    with pytest.raises(ConfigError, match=r"or a \.npy or \.pt file"):
         read_token_map(str(tmp_path / "map.npy"), 100)
     with pytest.raises(ConfigError, match="No such file"):
         read_token_map(str(tmp_path / "none.json"), 100)
+
+
+def longs(ids):
+    """As torch saves a tensor of int64: its description, and its storage's bytes."""
+    stored = storage("torch.LongStorage", elements=len(ids))
+    return tensor(0, (len(ids),), (1,), stored), np.asarray(ids, np.int64).tobytes()
+
+
+def test_maps_that_torch_saved_are_read(tmp_path):
+    """Lists and tensors, as FR-Spec publishes them."""
+    ids = [5, 70000, 3, 300]  # of each size that a pickle has an opcode for
+    for held in ([ids], longs(ids)):
+        path = save(tmp_path / "map.pt", *held)
+        assert read_token_map(str(path), 70001).tolist() == sorted(ids)
+    many = list(range(3000))  # a pickle appends a thousand at a time
+    assert read_token_map(str(save(tmp_path / "map.pt", many)), 70001).tolist() == many
+
+
+@pytest.mark.parametrize(("held", "said"), [
+    ([{"ids": [1]}], r"holds a dict, not one tensor or one list of token ids.*json\.dump"),
+    ([[1, "2"]], "holds a list with a str in it"),
+    ([[1, True]], "holds a list with a bool in it"),
+    ([[]], "must hold a list of token ids, got float64"),
+    ([[1, 100]], "token 100 is none of the target's 100"),
+    (longs([4, 9, 4]), "token 4 is in it 2 times"),
+    ([tensor()], r"must hold a list of token ids, got float32 of shape \[2, 2\]"),
+    ([longs([4, 5, 6])[0], b"short"], "storage '0' holds 5 bytes where its tensors need 24"),
+    ([Named("os.system", "exit 0")], r"asks for 'os\.system'.*Nothing was run.*json\.dump"),
+])  # fmt: skip
+def test_a_pt_file_that_is_no_map_is_refused(held, said, tmp_path):
+    with pytest.raises(ConfigError, match=f"--draft-token-map:? {tmp_path}/map.pt.*{said}"):
+        read_token_map(str(save(tmp_path / "map.pt", *held)), 100)
+
+
+def test_a_pt_file_that_torch_didnt_write_is_refused(tmp_path):
+    path = tmp_path / "map.pt"
+    path.write_text("[1, 2]")
+    with pytest.raises(
+        ConfigError, match=r"--draft-token-map: .*map\.pt .*is truncated or not what torch\.save writes"
+    ):
+        read_token_map(str(path), 100)
+    with pytest.raises(ConfigError, match=r"before version 1\.6.*json\.dump"):
+        path.write_bytes((GOLDEN / "bin" / "legacy.bin").read_bytes())
+        read_token_map(str(path), 100)
 
 
 def test_drafters_that_cant_take_a_map_say_so(tmp_path):

@@ -10,13 +10,13 @@ import mmap
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.checkpoint.tensor_pickle import SAVE_AGAIN, View, views
+from jaxspec.checkpoint.tensor_pickle import SAVE_AGAIN, WRITE_JSON, View, ids, views
 from jaxspec.config import shown
 
 _DTYPES = {
@@ -53,6 +53,8 @@ class Slice:
 class BinFile:
     """A mapped file and the tensors that its pickle describes. A context manager, as `safe_open` is."""
 
+    advice: ClassVar[str] = SAVE_AGAIN  # on a file that is refused
+
     def __init__(self, file: Path):
         """**Raises:** `CheckpointError` for a file that is damaged, of the format before torch 1.6, or that holds
         anything but tensors; `OSError` if it can't be opened."""
@@ -60,7 +62,7 @@ class BinFile:
         with file.open("rb") as opened:
             start = opened.read(len(_LEGACY))
             if not start.startswith(_ZIP):
-                raise CheckpointError(_not_a_zip(file, start))
+                raise CheckpointError(_not_a_zip(file, start, self.advice))
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             try:
                 self._read(zipfile.ZipFile(opened))
@@ -81,12 +83,15 @@ class BinFile:
             )
         folder = pickles[0].removesuffix("data.pkl")
         if (order := entries.get(folder + "byteorder")) and self._bytes(order, 16) != b"little":
-            raise CheckpointError(f"{self.file} was saved on a big-endian machine. {SAVE_AGAIN}")
-        self._views = views(self._bytes(entries[pickles[0]], _PICKLE_LIMIT), str(self.file))
+            raise CheckpointError(f"{self.file} was saved on a big-endian machine. {self.advice}")
+        self._views = self._described(self._bytes(entries[pickles[0]], _PICKLE_LIMIT))
         self._starts = {
             key: self._storage(entries.get(f"{folder}data/{key}"), key, size)
             for key, size in self._storage_sizes().items()
         }
+
+    def _described(self, pickled: bytes) -> dict[str, View]:
+        return views(pickled, str(self.file))
 
     def _bytes(self, entry: zipfile.ZipInfo, limit: int) -> bytes:
         if entry.file_size > limit:
@@ -118,7 +123,7 @@ class BinFile:
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise CheckpointError(
                 f"{self.file}: {entry.filename!r:.80} is compressed or encrypted, which torch.save never does. "
-                f"{SAVE_AGAIN}"
+                f"{self.advice}"
             )
         header = self._map[entry.header_offset : entry.header_offset + _LOCAL_HEADER]
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -158,11 +163,35 @@ class BinFile:
         return np.ndarray(view.shape, dtype, self._map, start, strides).copy()
 
 
-def _not_a_zip(file: Path, start: bytes) -> str:
+class _IdsFile(BinFile):
+    """A file of one tensor, under the name "", or of one list, `listed`."""
+
+    advice = WRITE_JSON
+    listed: list[int] | None = None
+
+    def _described(self, pickled):
+        found = ids(pickled, str(self.file))
+        if isinstance(found, View):
+            return {"": found}
+        self.listed = found
+        return {}
+
+
+def read_ids(file: Path) -> np.ndarray | list[int]:
+    """The only tensor, or list of whole numbers, that `torch.save` wrote to a file, such as a token map.
+
+    **Raises:** `CheckpointError` for a file that is damaged, of the format before torch 1.6, or that holds anything
+    else; `OSError` if it can't be opened.
+    """
+    with _IdsFile(file) as opened:
+        return opened.get_tensor("") if opened.listed is None else opened.listed
+
+
+def _not_a_zip(file: Path, start: bytes, advice: str) -> str:
     if start == _LEGACY:
         return (
             f"{file} is in the format that torch.save wrote before version 1.6, one pickle without a zip. Only the zip "
-            f"is read. {SAVE_AGAIN}"
+            f"is read. {advice}"
         )
     return _truncated(file, "it doesn't begin as a zip does")
 

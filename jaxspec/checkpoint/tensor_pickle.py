@@ -1,4 +1,4 @@
-"""The pickle inside a `pytorch_model.bin`, read by an interpreter that knows tensors and nothing else.
+"""The pickle inside a `pytorch_model.bin`, read by an interpreter that knows tensors, numbers and nothing else.
 
 No class is looked up and nothing is called: a global is a name, and the few names that a file of tensors needs have a
 meaning here. Any other global is refused by its name, any other opcode by its. What comes out are descriptions of
@@ -63,7 +63,7 @@ def views(pickled: bytes, where: str) -> dict[str, View]:
 
     **Raises:** `CheckpointError` for a pickle that is damaged, or that holds anything but tensors.
     """
-    found = _Interpreter(where).run(pickled)
+    found = _Interpreter(where, SAVE_AGAIN).run(pickled)
     if not isinstance(found, dict):
         raise CheckpointError(f"{where} holds {_kind(found)}, not tensors by name. {SAVE_AGAIN}")
     for name, value in found.items():
@@ -75,6 +75,22 @@ def views(pickled: bytes, where: str) -> dict[str, View]:
     return found
 
 
+def ids(pickled: bytes, where: str) -> View | list[int]:
+    """A pickle's only tensor, or its only list of whole numbers. `where` begins each error message.
+
+    **Raises:** `CheckpointError` for a pickle that is damaged, or that holds anything else.
+    """
+    found = _Interpreter(where, WRITE_JSON).run(pickled)
+    if isinstance(found, View) or (isinstance(found, list) and all(type(i) is int for i in found)):
+        return found
+    odd = next((f" with {_kind(i)} in it" for i in found if type(i) is not int), "") if isinstance(found, list) else ""
+    raise CheckpointError(f"{where} holds {_kind(found)}{odd}, not one tensor or one list of token ids. {WRITE_JSON}")
+
+
+WRITE_JSON = (
+    "Where you trust the file, write its ids as JSON: json.dump([int(i) for i in torch.load(FILE, weights_only=True)], "
+    "open('map.json', 'w'))"
+)
 SAVE_AGAIN = (
     "Where you trust the file, save its tensors again with torch: save_file(torch.load(FILE, weights_only=True), "
     "'model.safetensors'), with save_file of safetensors.torch"
@@ -84,8 +100,9 @@ SAVE_AGAIN = (
 class _Interpreter:
     """A stack machine for the opcodes that `torch.save` writes for tensors."""
 
-    def __init__(self, where: str):
-        self.where = where
+    def __init__(self, where: str, advice: str):
+        """`advice`: what to do with a file that is refused, the end of such messages."""
+        self.where, self.advice = where, advice
         self.stack: list[Any] = []  # what came since the last mark
         self.marked: list[list[Any]] = []  # what came before each mark that is open
         self.memo: dict[int, Any] = {}
@@ -97,7 +114,7 @@ class _Interpreter:
                     return self.stack.pop()
                 if (step := _STEPS.get(opcode.name)) is None:
                     raise CheckpointError(
-                        f"{self.where}: opcode {opcode.name} has no place in a file of tensors. {SAVE_AGAIN}"
+                        f"{self.where}: opcode {opcode.name} has no place in a file of tensors. {self.advice}"
                     )
                 step(self, argument)
         except CheckpointError:
@@ -166,7 +183,7 @@ class _Interpreter:
         if name not in _CALLS and name not in STORAGES:
             raise CheckpointError(
                 f"{self.where} asks for {shown(name)}, which a file of tensors has no use for, and which could run "
-                f"code. Nothing was run. {SAVE_AGAIN}"
+                f"code. Nothing was run. {self.advice}"
             )
         self.push(Global(name))
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoint import CheckpointError
+from jaxspec.checkpoint.bin_file import read_ids
 from jaxspec.config import ConfigError
 from jaxspec.weights import Unquantised, Weight
 
@@ -61,17 +62,21 @@ def as_targets(
 
 
 def read_token_map(path: str, vocab_size: int) -> Int[np.ndarray, " n"]:
-    """The ids of a token map, ascending: a JSON file with a list of them, or a NumPy file (`.npy`) with an array.
+    """The ids of a token map, ascending. A JSON file has a list of them, a NumPy file (`.npy`) an array, and a file of
+    `torch.save` (`.pt`), as FR-Spec publishes, a list or a tensor.
 
-    **Raises:** `ConfigError` for a file that can't be read or holds anything else, and for ids that the target lacks.
+    **Raises:** `ConfigError` for a file that can't be read or holds anything else, for ids that the target lacks, and
+    for one that comes twice.
     """
     name = f"--draft-token-map {path}"
     try:
-        ids = np.load(path, allow_pickle=False) if path.endswith(".npy") else json.loads(Path(path).read_text("utf-8"))
+        ids = _read(path)
+    except CheckpointError as error:
+        raise ConfigError(f"--draft-token-map: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{name}: {reason}. It must be a JSON file with a list of token ids, or a .npy file"
+            f"{name}: {reason}. It must be a JSON file with a list of token ids, or a .npy or .pt file"
         ) from error
     if not isinstance(ids, np.ndarray) and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
         raise ConfigError(f"{name}: it must hold a list of token ids and nothing else")
@@ -84,7 +89,19 @@ def read_token_map(path: str, vocab_size: int) -> Int[np.ndarray, " n"]:
     beyond = ids[(ids < 0) | (ids >= vocab_size)]
     if beyond.size:
         raise ConfigError(f"{name}: token {beyond[0]} is none of the target's {vocab_size}. Is it another model's map?")
-    return np.unique(ids).astype(np.int64)
+    once, count = np.unique(ids, return_counts=True)
+    if len(once) < len(ids):
+        raise ConfigError(f"{name}: token {once[count.argmax()]} is in it {count.max()} times. List each token once")
+    return once.astype(np.int64)
+
+
+def _read(path: str) -> Any:
+    match Path(path).suffix:
+        case ".npy":
+            return np.load(path, allow_pickle=False)
+        case ".pt":
+            return read_ids(Path(path))
+    return json.loads(Path(path).read_text("utf-8"))
 
 
 def rows_of(head: dict[str, Any], ids: Int[np.ndarray, " n"]) -> dict[str, Any]:
