@@ -21,13 +21,7 @@ from jaxspec.batch import fit
 from jaxspec.config import EngineConfig
 from jaxspec.drafters.watch import Watch
 from jaxspec.intake import Choice, Intake, Request
-from jaxspec.request import (
-    MAX_LOGPROBS,
-    Delta,
-    RequestError,
-    RequestMetrics,
-    TokenLogprobs,
-)
+from jaxspec.request import MAX_LOGPROBS, Delta, RequestError, RequestMetrics, TokenLogprobs
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler
@@ -62,8 +56,8 @@ class Engine:
     **Raises:** `ConfigError` or `CheckpointError` when made, for options or files that can't work.
     """
 
-    def __init__(self, options: EngineConfig, model=None, draft=None):
-        self.runner = Runner(options, model, draft)
+    def __init__(self, options: EngineConfig, model=None, draft=None, staged_start: bool = False):
+        self.runner = Runner(options, model, draft, staged_start)
         self.config = self.runner.config
         self.model_config = self.runner.model.config
         self.tokenizer, self.sampling = self.runner.model.tokenizer, self.runner.model.sampling
@@ -93,14 +87,24 @@ class Engine:
         self.accepted = [0] * (self.runner.yields - 1)
         self.step_tokens = Tally(STEP_TOKENS)
         self.rounds_by_drafts = Counter(dict.fromkeys(self.runner.drafts, 0))
-        longest = {drafts: self.runner.yields_of(drafts) - 1 for drafts in self.runner.drafts}
-        self.chooser = Chooser(longest, self.runner.round_times) if self.runner.round_times else None
+        self.chooser = self._chooser()
         self._read_at = 0.0  # when the last result was read
         self._flights: deque[Flight] = deque()
         draft = self.runner.draft
         self._watch = Watch(draft.name, self.runner.model.name, draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
         self.compiles_at_start = self.runner.compiles["compiles"]
+
+    def _chooser(self) -> Chooser | None:
+        runner = self.runner
+        longest = {drafts: runner.yields_of(drafts) - 1 for drafts in runner.drafts}
+        return Chooser(longest, runner.round_times) if runner.round_times else None
+
+    def complete_start(self) -> None:
+        """End a start in stages, if all programs are there. Without a request if rounds are still to be timed."""
+        if self.runner.starting and self.runner.complete_start(None if self.busy else self.scheduler.flush):
+            self.chooser = self._chooser()
+            self.compiles_at_start = self.runner.compiles["compiles"]
 
     @property
     def busy(self) -> bool:
@@ -170,6 +174,7 @@ class Engine:
     def _first(self, seqs: list[Sequence], table: np.ndarray) -> None:
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
         if not _constrained(seqs):
+            mode = self.runner.mode_of_first(mode, len(seqs))
             self._fly(self._read_first, self.runner.first(slots, table, mode), seqs, mode)
             return
         masks = first_masks([seq.owner.matcher for seq in seqs], self.runner.width, self.model_config.vocab_size)
@@ -185,12 +190,14 @@ class Engine:
         """
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
         if not _constrained(seqs):
+            mode = self.runner.mode_of_round(mode, len(seqs), rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
             result = self.runner.round(slots, table, mode, rounds, drafts)
             self._flights.append(
                 Flight(self._read_rounds, result, _rows(seqs), mode, None, drafts, chosen, alone, started)
             )
             return
+        mode = self.runner.mode_of_open_round(mode, len(seqs))
         opened = self.runner.open_round(slots, table, mode, [self._forced(seq) for seq in seqs])
         rows = _rows(seqs)
         self._read(deltas, keep=0)  # while the device runs the forward: matchers are to stand where it starts

@@ -29,6 +29,7 @@ log = logging.getLogger("jaxspec")
 
 LONG_PROMPT = 20_000  # characters; tokenising more than this would hold up the event loop
 MAX_UNREAD = 4096  # deltas that wait for one caller; a request whose caller reads slower than that is aborted
+QUIET_SECONDS = 0.2  # without a request, after which what is left of a start in stages is done
 CLOSE_SECONDS = 10.0  # that `close` waits for the step that runs
 EXIT_SECONDS = 120.0  # that it waits at the end of a program that didn't call it
 
@@ -169,6 +170,8 @@ class AsyncLLM:
 
     - `max_queued_requests`: completions that may wait for a slot; None bounds nothing. The next is refused.
     - `request_timeout`: seconds that a request may take in all; None bounds nothing.
+    - `staged_start`: be ready once the programs that serve any request are compiled, one size of each, and compile the
+      others meanwhile. Until they are there rounds are slower, and have `num_draft_tokens` drafts whatever the load.
     - `watchdog_timeout`: seconds after which a step counts as stuck, compiling excluded: see `stuck`.
 
     A step that fails ends its own requests and no others: the engine drops them, makes its state anew and continues. It
@@ -186,11 +189,13 @@ class AsyncLLM:
         max_queued_requests: int | None = None,
         request_timeout: float | None = None,
         watchdog_timeout: float = 300.0,
+        staged_start: bool = False,
         **engine_options: Any,
     ):
         if max_queued_requests is not None and max_queued_requests < 0:
             raise ConfigError(f"--max-queued-requests must be at least 0, got {max_queued_requests}")
-        self.engine = Engine(EngineConfig.from_options(model=model, draft=draft, **engine_options))
+        options = EngineConfig.from_options(model=model, draft=draft, **engine_options)
+        self.engine = Engine(options, staged_start=staged_start)
         self.config = self.engine.config
         self.model_config = self.engine.model_config
         self.tokenizer = self.engine.tokenizer
@@ -316,6 +321,7 @@ class AsyncLLM:
         if not self._closed:
             self._closed = True
             self._calls.put(None)
+            self.engine.runner.programs.stop()
         self._thread.join(timeout)
         if ended := not self._thread.is_alive():
             return ended
@@ -395,10 +401,15 @@ class AsyncLLM:
     def _take_calls(self) -> bool:
         """Run what callers asked for, waiting for something to do. False: close."""
         while True:
+            starting = self.engine.runner.starting
             try:
-                call = self._calls.get(block=not self.engine.busy)
+                call = self._calls.get(block=not self.engine.busy, timeout=QUIET_SECONDS if starting else None)
             except queue.Empty:
-                return True
+                if starting:
+                    self.engine.complete_start()
+                if self.engine.busy:
+                    return True
+                continue
             if call is None:
                 return False
             call()

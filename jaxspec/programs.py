@@ -9,11 +9,13 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -23,14 +25,18 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from jaxspec import batch as packing
-from jaxspec.batch import Shapes
+from jaxspec import ladder
+from jaxspec.batch import Shapes, fit
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.executables import Executables
+from jaxspec.ladder import drafting, kind_of
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, spread
 from jaxspec.structured import programs as structured
+
+log = logging.getLogger("jaxspec")
 
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
@@ -70,7 +76,7 @@ class Programs:
         """`config` and `drafter`: as each device runs them. `division`: among several, None: there is one."""
         self.shapes = shapes
         self.found: list[tuple[str, int]] = []  # of the store's, those that were used
-        self._store = store
+        self._store, self._division = store, division
         self.dispatches: Counter = Counter()
         self._params = params, draft_params
         self.vocab, self.width = config.vocab_size, drafter.num_draft_tokens + 1  # rows that a round verifies at most
@@ -96,17 +102,15 @@ class Programs:
             "masked_first": jit(structured.first, LOGPROBS),
         }
         for mode in MODES:
-            for drafts, _ in self.narrower(mode):
+            for drafts, _ in ladder.narrower(shapes, mode):
                 by = drafter.narrowed(drafts)
                 self._jits[f"round_{mode}_{drafts}"] = jit(decode_round, mode, by=by)
                 self._jits[f"rounds_{mode}_{drafts}"] = jit(decode_rounds, mode, shapes.rounds, by=by)
         self._compiled: dict[tuple[str, int], Any] = {}
+        self.behind: threading.Thread | None = None  # compiles what a start in stages left
+        self._stopped = False
         self.compiling = 0  # calls that wait for their program to be compiled
         self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
-
-    def narrower(self, mode: str) -> Sequence[tuple[int, tuple[int, ...]]]:
-        """Those of `Shapes.narrower` that this mode has: with log-probabilities, which few ask for, no drafts alone."""
-        return [(drafts, sizes) for drafts, sizes in self.shapes.narrower if mode != LOGPROBS or not drafts]
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
@@ -123,15 +127,15 @@ class Programs:
 
     def round(self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None) -> tuple[State, Array]:
         """`drafts`: one of `Shapes.narrower`; None: the drafter's."""
-        return self._call(_kind("round", mode, drafts), state, packed)
+        return self._call(kind_of("round", mode, drafts), state, packed)
 
     def rounds(self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None) -> tuple[State, Array]:
         """`Shapes.rounds` rounds in one program; results have a leading axis for them."""
-        return self._call(_kind("rounds", mode, drafts), state, packed)
+        return self._call(kind_of("rounds", mode, drafts), state, packed)
 
     def draft(self, state: State, packed: Array, mode: str) -> tuple[State, Proposal, Array]:
         """The drafts of a round that grammars constrain, and the same for the host: see `structured.programs`."""
-        return self._call(f"draft_{_drafting(mode)}", state, packed)
+        return self._call(f"draft_{drafting(mode)}", state, packed)
 
     def forward(self, state: State, packed: Array, proposal: Proposal) -> tuple[State, Array, tuple[Array, ...]]:
         return self._call("forward", state, packed, proposal.replace(probs=None))
@@ -146,26 +150,102 @@ class Programs:
 
     def warm_up(self, state: State) -> None:
         """Compile every program of the ladder, several at a time. An exception from one ends them all."""
-        wanted = [one for one in self._ladder() if one not in self._compiled]
+        with _no_garbage_collection():
+            self._compile_all(ladder.ladder_of(self.shapes), state, os.cpu_count())
+
+    def warm_up_in_stages(self, state: State) -> None:
+        """Compile one program of each kind, which together serve any request; the others in threads, after return.
+
+        Until a program is there, `stand_in` names another. An exception from one of the first ends them all. If a later
+        one raises, it and those behind it stay `pending`.
+        """
+        essential, programs = ladder.essential(self.shapes), ladder.ladder_of(self.shapes)
+        with _no_garbage_collection():
+            self._compile_all([one for one in programs if one in essential], state, os.cpu_count())
+        # Serving consumes the state's arrays; their shapes are all that later programs are made of.
+        several = self._division is not None
+        shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)  # noqa: E731
+        later = sorted((one for one in programs if one not in essential), key=ladder.use)
+        compile_later = partial(self._compile_later, later, jax.tree.map(shape_of, state))
+        self.behind = threading.Thread(target=compile_later, name="jaxspec-programs", daemon=True)
+        self.behind.start()
+
+    @property
+    def pending(self) -> list[tuple[str, int]]:
+        """Kinds and sizes that a start in stages has still to bring."""
+        if self.behind is None:
+            return []
+        return [one for one in ladder.ladder_of(self.shapes) if one not in self._compiled]
+
+    def stand_in(self, name: str, modes: Sequence[str], requests: int, sizes: tuple[int, ...]) -> tuple[str, int]:
+        """The mode and size to run `name` in: the first of `modes` and the smallest of `sizes` that holds `requests`.
+
+        While a start in stages goes on, those that there are. `name`: "prefill", "first", "round", "rounds",
+        "structured" or "masked_first", the last and the first in mode "" alone.
+        """
+        if self.behind is None:  # without warm-up too: what is best is compiled
+            return modes[0], fit(requests, sizes)
+        return ladder.stand_in(self._compiled, name, modes, requests, sizes)
+
+    def stop(self) -> None:
+        """Compile nothing further behind. What is being compiled is finished, and not waited for."""
+        self._stopped = True
+
+    def _compile_later(self, wanted: list[tuple[str, int]], state: State) -> None:
+        """The second stage, in a thread of its own, and on half of the cores."""
+        started = time.monotonic()
+        try:
+            self._compile_all(wanted, state, max(os.cpu_count() // 2, 1), shown=False)
+        except Exception as error:
+            if self._ending():
+                return
+            log.error(
+                "%d programs are missing and others serve in their place, more slowly: %s",
+                len(self.pending),
+                ", ".join(f"{kind} {size}" for kind, size in self.pending),
+                exc_info=error,
+            )
+            return
+        log.info("the other %d programs are ready, %.1f s after the first", len(wanted), time.monotonic() - started)
+        self.behind = None
+
+    def _ending(self) -> bool:
+        """Whether to compile nothing further: `stop` was called, or the process ends, which waits for threads."""
+        return self._stopped or not threading.main_thread().is_alive()
+
+    def _compile_all(self, wanted: list[tuple[str, int]], state: State, workers: int, shown: bool = True) -> None:
+        wanted = [one for one in wanted if one not in self._compiled]
         # Two kinds of work: XLA's, in threads, and Python's, of which one thread does as much as many. That one lowers
         # everything before it keeps anything on disk, since a program that isn't lowered yet can't be compiled either.
         with (
-            tqdm(total=len(wanted), desc="compiling", unit="program") as bar,
-            ThreadPoolExecutor(os.cpu_count()) as pool,
+            tqdm(total=len(wanted), desc="compiling", unit="program", disable=not shown) as bar,
+            ThreadPoolExecutor(workers) as pool,
             ThreadPoolExecutor(1) as python,
-            _no_garbage_collection(),
             contextlib.nullcontext() if self._store is None else _not_in_jax_cache(),
         ):
 
+            def go_on() -> None:
+                if self._ending():
+                    raise CancelledError
+
+            def kept(one: tuple[str, int]) -> Any:
+                go_on()
+                return self._kept(*one, state)
+
+            def lower(one: tuple[str, int]) -> tuple[jax.stages.Lowered, Counter]:
+                go_on()
+                return self._lower(*one, state)
+
             def finish(one: tuple[str, int], lowering: Future) -> None:
                 lowered, kernels = lowering.result()
+                go_on()
                 python.submit(self._keep, *one, state, self._compile(*one, lowered), kernels)
 
             try:
                 lowering = {}
-                for one, found in zip(wanted, pool.map(lambda one: self._kept(*one, state), wanted), strict=True):
+                for one, found in zip(wanted, pool.map(kept, wanted), strict=True):
                     if found is None:
-                        lowering[one] = python.submit(self._lower, *one, state)
+                        lowering[one] = python.submit(lower, one)
                     else:
                         bar.update()
                 for done in as_completed([pool.submit(finish, *each) for each in lowering.items()]):
@@ -175,25 +255,6 @@ class Programs:
                 for executor in (python, pool):
                     executor.shutdown(wait=False, cancel_futures=True)
                 raise
-
-    def _ladder(self) -> list[tuple[str, int]]:
-        """All programs. Those that take XLA longest come first, so that little is left to do once all are lowered. One
-        mode comes after the other, since later modes share its kernels and XLA's choices."""
-        shapes = self.shapes
-        kinds = ("round", "rounds") if shapes.rounds > 1 else ("round",)
-        of_mode = {}
-        for mode in MODES:
-            widths = [(None, shapes.batches), *reversed(self.narrower(mode))]
-            rounds = [(_kind(kind, mode, drafts), n) for kind in kinds for drafts, ns in widths for n in reversed(ns)]
-            of_mode[mode] = [*rounds, *((f"first_{mode}", n) for n in reversed(shapes.firsts))]
-        prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
-        admit = "admit", packing.admission_size(shapes.capacity)
-        masked = []
-        if shapes.structured:
-            kinds = "forward", *(f"conclude_{mode}" for mode in MODES), f"draft_{SAMPLED}", f"draft_{GREEDY}"
-            masked = [(kind, n) for kind in kinds for n in reversed(shapes.batches)]
-            masked += [("masked_first", n) for n in shapes.firsts]
-        return [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit, *masked]
 
     @property
     def workspace_bytes(self) -> int:
@@ -248,7 +309,7 @@ class Programs:
             return masks
         if kind not in ("forward", "conclude"):
             return ()
-        _, proposal, _ = shape_of(f"draft_{_drafting(mode or GREEDY)}")
+        _, proposal, _ = shape_of(f"draft_{drafting(mode or GREEDY)}")
         shown = proposal.replace(probs=None)
         return (shown,) if kind == "forward" else (proposal, *shape_of("forward", shown)[1:], *masks)
 
@@ -292,16 +353,6 @@ def _spread(f: Callable, run: Callable, division: Division) -> Callable:
     params = None if f in (structured.draft, structured.conclude) else division.params
     given = params, division.draft_params, state, all_same, *handed
     return spread(run, division.mesh, given, (state, *result))
-
-
-def _kind(kind: str, mode: str, drafts: int | None) -> str:
-    """The kind of rounds with so many drafts; None: as many as the drafter makes."""
-    return f"{kind}_{mode}" if drafts is None else f"{kind}_{mode}_{drafts}"
-
-
-def _drafting(mode: str) -> str:
-    """How drafts are made for a batch in this mode."""
-    return GREEDY if mode == GREEDY else SAMPLED
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ import dataclasses
 import logging
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,7 +41,7 @@ from jaxspec.executables import Executables, enable_compilation_cache
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.hopper import kernels_here
 from jaxspec.programs import Programs, compile_counter
-from jaxspec.round import State, empty_state
+from jaxspec.round import MODES, State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.sharding import Division
 from jaxspec.structured.grammar import Grammars
@@ -70,8 +72,16 @@ class Runner:
     """
 
     _memory: tuple[int, int] | None = None  # as of `plan_memory`
+    _recalled = False  # round times of an earlier start were asked for
 
-    def __init__(self, options: EngineConfig, model: Model | None = None, draft: LoadedDrafter | None = None):
+    def __init__(
+        self,
+        options: EngineConfig,
+        model: Model | None = None,
+        draft: LoadedDrafter | None = None,
+        staged_start: bool = False,
+    ):
+        """`staged_start`: return once the programs that serve anything are there, and compile the others behind."""
         claim_device()
         enable_compilation_cache()
         if reason := kernels_here():
@@ -124,11 +134,12 @@ class Runner:
         params, draft_params = self.model.params, self.draft.params
         self.programs = Programs(self._local, drafter, self.shapes, params, draft_params, self._store(), self._division)
         self.state = self._empty_state(self._layout, self.plan.states.snapshots)
-        if not self.config.skip_warmup:
+        self.starting = staged_start and not self.config.skip_warmup  # programs are missing, or their times
+        if self.starting:
+            self.programs.warm_up_in_stages(self.state)
+        elif not self.config.skip_warmup:
             self.programs.warm_up(self.state)
-            if self.narrower:
-                self._time_rounds()
-            self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
+            self._complete(lambda: None)
         self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
         log.info("%s", self.plan)
         if self.snapshots == () and not self.config.disable_prefix_cache:
@@ -144,12 +155,39 @@ class Runner:
                 drafter.longest,
             )
         log.info(
-            "ready in %.1f s: %s with --draft %s, %d programs compiled or read from the cache",
+            "ready in %.1f s: %s with --draft %s, %d programs compiled or read from the cache%s",
             time.monotonic() - started,
             self.model.name,
             self.draft.name,
             self.compiles["compiles"] - compiled + len(self.programs.found),
+            f". {len(self.programs.pending)} more follow; until then rounds are slower" * self.starting,
         )
+
+    def complete_start(self, flush: Callable[[], None] | None) -> bool:
+        """After a start in stages: whether it is over. It is once all programs are there and their rounds are timed.
+
+        Rounds are timed at the first start on a machine, which takes seconds and overwrites slots and pages. `flush`
+        drops what is cached there and is called before; None while requests run: then they aren't timed.
+        """
+        if not self.starting:
+            return True
+        if self.programs.behind is not None and self.programs.behind.is_alive():
+            return False
+        self.starting = not self._complete(flush)
+        return not self.starting
+
+    def _complete(self, flush: Callable[[], None] | None) -> bool:
+        if self.narrower and not self.programs.pending:
+            if not self._recalled:
+                self._recalled = True  # asked for once, since this may be called before each step
+                self._recall_times()
+            if not self.round_times:
+                if flush is None:
+                    return False
+                flush()
+                self._time_rounds()
+        self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
+        return True
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
@@ -200,19 +238,21 @@ class Runner:
     def _state_shapes(self, layout: PageLayout, config: ModelConfig, drafter: Drafter) -> State:
         return jax.eval_shape(lambda: self._state_of(layout, 0, config, drafter))
 
+    def _recall_times(self) -> None:
+        """Fill in `round_times` as an earlier start noted them beside the programs that were kept."""
+        if (store := self._store()) is not None:
+            self.round_times = store.recall(("round times", self.plan.num_pages)) or {}
+
     def _time_rounds(self) -> None:
-        """Fill in `round_times`: measured, or as noted beside programs that were kept on disk."""
-        store, key = self._store(), ("round times", self.plan.num_pages)
-        self.round_times = (store and store.recall(key)) or {}
-        if self.round_times:
-            return
-        started = time.monotonic()
+        """Measure `round_times`, and note them beside the programs that were kept."""
+        started, dispatched = time.monotonic(), Counter(self.programs.dispatches)
         pages, page_size = self.plan.num_pages, self.config.page_size
         self.state, self.round_times = time_rounds(self.programs, self.state, pages, page_size)
         self.reset()
         self.programs.dispatches.clear()
-        if store is not None:
-            store.note(key, self.round_times)
+        self.programs.dispatches.update(dispatched)
+        if (store := self._store()) is not None:
+            store.note(("round times", self.plan.num_pages), self.round_times)
         log.info("rounds of %s drafts timed in %.1f s", self.drafts, time.monotonic() - started)
 
     @property
@@ -282,7 +322,8 @@ class Runner:
             cut = chunk.blocks(block)
             blocks += [(chunk.seq.slot, *each) for each in cut]
             texts += [chunk.seq.tokens] * len(cut)
-        padding = (self.shapes.score if score else fit(len(blocks), self.shapes.prefills)) - len(blocks)
+        size = self.programs.stand_in("prefill", ("",), len(blocks), self.shapes.prefills)[1]
+        padding = (self.shapes.score if score else size) - len(blocks)
         blocks += [(self.shapes.num_slots, 0, 0, NO_STATE, NO_STATE)] * padding
         packed = pack_blocks(blocks, texts + [[]] * padding, table[[slot for slot, *_ in blocks]], block)
         if not score:
@@ -294,7 +335,8 @@ class Runner:
 
     def first(self, slots: list[int], table: np.ndarray, mode: str) -> jax.Array:
         """Dispatch the first tokens of these slots, whose prompts are prefilled; packed like those of a round."""
-        self.state, out = self.programs.first(self.state, self._pack(slots, table, self.shapes.firsts), mode)
+        _, size = self.programs.stand_in("first", (mode,), len(slots), self.shapes.firsts)
+        self.state, out = self.programs.first(self.state, self._pack(slots, table, size), mode)
         out.copy_to_host_async()
         return out
 
@@ -307,17 +349,34 @@ class Runner:
         """
         run = self.programs.round if rounds == 1 else self.programs.rounds
         narrow = drafts if drafts in self.narrower else None
-        sizes = self.narrower.get(drafts, self.shapes.batches)
-        self.state, out = run(self.state, self._pack(slots, table, sizes), mode, narrow)
+        if narrow is None:
+            _, size = self.programs.stand_in(_rounds(rounds), (mode,), len(slots), self.shapes.batches)
+        else:
+            size = fit(len(slots), self.narrower[drafts])
+        self.state, out = run(self.state, self._pack(slots, table, size), mode, narrow)
         out.copy_to_host_async()
         return out
+
+    def mode_of_round(self, mode: str, requests: int, rounds: int = 1) -> str:
+        """The mode of a round for requests that need `mode`: another only while that one's programs are missing."""
+        name = _rounds(rounds)
+        return self.programs.stand_in(name, MODES[MODES.index(mode) :], requests, self.shapes.batches)[0]
+
+    def mode_of_first(self, mode: str, requests: int) -> str:
+        """As `mode_of_round`, of `first`."""
+        return self.programs.stand_in("first", MODES[MODES.index(mode) :], requests, self.shapes.firsts)[0]
+
+    def mode_of_open_round(self, mode: str, requests: int) -> str:
+        """As `mode_of_round`, of `open_round`."""
+        return self.programs.stand_in("structured", MODES[MODES.index(mode) :], requests, self.shapes.batches)[0]
 
     def open_round(self, slots: list[int], table: np.ndarray, mode: str, forced: list[list[int] | None]) -> OpenRound:
         """Dispatch drafts and forward of a round that `close_round` ends, with the masks made meanwhile.
 
         `forced`: for each slot the drafts that a grammar forces; None where the slot's last round left them.
         """
-        packed = jax.device_put(self._pack_forced(slots, table, self.shapes.batches, forced))
+        _, size = self.programs.stand_in("structured", (mode,), len(slots), self.shapes.batches)
+        packed = jax.device_put(self._pack_forced(slots, table, size, forced))
         self.state, proposal, drafts = self.programs.draft(self.state, packed, mode)
         drafts.copy_to_host_async()
         self.state, logits, features = self.programs.forward(self.state, packed, proposal)
@@ -333,28 +392,33 @@ class Runner:
 
     def masked_first(self, slots: list[int], table: np.ndarray, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
         """As `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
-        packed = self._pack_forced(slots, table, self.shapes.firsts, [None] * len(slots))
+        _, size = self.programs.stand_in("masked_first", ("",), len(slots), self.shapes.firsts)
+        packed = self._pack_forced(slots, table, size, [None] * len(slots))
         padding = ((0, len(packed) - len(slots)), (0, 0), (0, 0))
         bits = np.pad(bits, padding, constant_values=ALL)
         self.state, out = self.programs.masked_first(self.state, packed, bits, np.pad(forced, padding))
         out.copy_to_host_async()
         return out
 
-    def _pack(self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...], columns: int = 1) -> np.ndarray:
-        packed = self.programs.padding(fit(len(slots), sizes), columns)
+    def _pack(self, slots: list[int], table: np.ndarray, size: int, columns: int = 1) -> np.ndarray:
+        packed = self.programs.padding(size, columns)
         packed[: len(slots), 0] = slots
         packed[: len(slots), columns:] = table[slots]
         return packed
 
     def _pack_forced(
-        self, slots: list[int], table: np.ndarray, sizes: tuple[int, ...], forced: list[list[int] | None]
+        self, slots: list[int], table: np.ndarray, size: int, forced: list[list[int] | None]
     ) -> np.ndarray:
         """As `structured.programs` takes them."""
-        packed = self._pack(slots, table, sizes, columns(self.width - 1))
+        packed = self._pack(slots, table, size, columns(self.width - 1))
         for row, tokens in zip(packed, forced, strict=False):
             row[1] = ON_DEVICE if tokens is None else len(tokens)
             row[2 : 2 + len(tokens or ())] = tokens or ()
         return packed
+
+
+def _rounds(rounds: int) -> str:
+    return "round" if rounds == 1 else "rounds"
 
 
 def _widest(config: ModelConfig) -> int:

@@ -106,6 +106,7 @@ def figures(engine: Engine) -> dict[str, Any]:
         "preemptions_total": scheduler.preemptions,
         "compiles_total": runner.compiles["compiles"],
         "compiles_since_start": runner.compiles["compiles"] - engine.compiles_at_start,
+        "programs_pending": [f"{kind} {size}" for kind, size in runner.programs.pending],
         "dispatches": dict(runner.programs.dispatches),
         "kernels": dict(KERNELS),
         "paths": runner.paths,

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxspec.adaptive import Group
 from jaxspec.batch import fit, pack_admission
+from jaxspec.ladder import narrower
 from jaxspec.programs import Programs
 from jaxspec.request import SamplingParams
 from jaxspec.round import GREEDY, LOGPROBS, SAMPLED, State
@@ -45,7 +46,7 @@ def time_rounds(programs: Programs, state: State, pages: int, page_size: int) ->
             admissions = [_admission(slot, known, params, programs) for slot in range(size)]
             for kind, run in runs.items():
                 times = costs[group(kind, mode, size)] = {}
-                for drafts, sizes in (*programs.narrower(mode), (None, shapes.batches)):
+                for drafts, sizes in (*narrower(shapes, mode), (None, shapes.batches)):
                     packed = programs.padding(fit(size, sizes))
                     packed[:size, 0] = range(size)
                     packed[:size, 1:] = table
@@ -56,7 +57,7 @@ def time_rounds(programs: Programs, state: State, pages: int, page_size: int) ->
                     times[programs.width - 1 if drafts is None else drafts] = seconds
     for (kind, size), times in list(costs.items()):
         if kind.endswith(SAMPLED):
-            numbers = *(drafts for drafts, _ in programs.narrower(LOGPROBS)), programs.width - 1
+            numbers = *(drafts for drafts, _ in narrower(shapes, LOGPROBS)), programs.width - 1
             costs[group(kind.partition("_")[0], LOGPROBS, size)] = {drafts: times[drafts] for drafts in numbers}
     return state, costs
 

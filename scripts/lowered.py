@@ -38,6 +38,7 @@ from jaxspec import defaults, runner
 from jaxspec.checkpoint import Model, load
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
+from jaxspec.ladder import ladder_of
 from jaxspec.pallas import hopper, once
 from jaxspec.round import GREEDY, MODES
 
@@ -298,7 +299,7 @@ def programs(name: str, layers: int, modes: list[str], everything: bool, only: s
                 max_total_tokens=65536, context_length=4096, **sizes,
             )  # fmt: skip
             made = Abstract(options, model, abstract_drafter(spelt, model, options))
-        ladder = made.programs._ladder()
+        ladder = ladder_of(made.shapes)
         for kind, size in ladder:
             mode = kind.partition("_")[2].partition("_")[0]  # of rounds with fewer drafts, a number follows
             largest = max(n for k, n in ladder if k == kind)

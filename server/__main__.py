@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         logs.set_up(args.log_level, args.log_format)
         with _bind(args.host, args.port) as listener, _prompt_log(args.log_prompts) as kept:
             own = ("max_queued_requests", "request_timeout", "watchdog_timeout")
-            llm = AsyncLLM(**engine_options(args), **{name: getattr(args, name) for name in own})
+            limits = {name: getattr(args, name) for name in own}
+            llm = AsyncLLM(**engine_options(args), **limits, staged_start=not args.wait_for_programs)
             try:
                 status = _serve(llm, args, listener, kept)
             finally:

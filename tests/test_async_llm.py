@@ -17,7 +17,7 @@ from tests.faults import out_of_memory
 def serve(monkeypatch):
     """Run a coroutine function on an `AsyncLLM` over the shared engine, and leave that idle whatever happened."""
     core = engine("ngram").engine
-    monkeypatch.setattr("jaxspec.llm.Engine", lambda options: core)
+    monkeypatch.setattr("jaxspec.llm.Engine", lambda options, **_: core)
 
     def run(scenario, **options):
         llm = AsyncLLM(**options)

@@ -26,7 +26,7 @@ LAYERS = (
     "checkpoint cache sampling flags",
     "batch draft mixers verify scheduler executables",
     "drafters round",
-    "structured programs functional",
+    "structured ladder programs functional",
     "timing",
     "defaults runner",
     "intake",

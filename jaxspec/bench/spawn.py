@@ -27,7 +27,8 @@ def running_server(options: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     Its log goes to stderr. **Raises:** `BenchError` if it ends before it can serve.
     """
     port = _free_port()
-    command = [sys.executable, "-m", "server", "--host", "127.0.0.1", "--port", str(port), *_flags(options)]
+    command = [sys.executable, "-m", "server", "--host", "127.0.0.1", "--port", str(port), "--wait-for-programs"]
+    command += _flags(options)
     command.append("--sampling-defaults=openai")  # a request is the same over HTTP and without
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=STDERR)  # stdout is for figures

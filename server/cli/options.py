@@ -100,6 +100,11 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--log-format", default="text", choices=logs.FORMATS, help="format of log lines (default: %(default)s)"
     )
+    server.add_argument(
+        "--wait-for-programs",
+        action="store_true",
+        help="be ready only once all programs are compiled: later, but then no request is slower for it (default: off)",
+    )
     server.add_argument("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
     server.add_argument(
         "--log-prompts",

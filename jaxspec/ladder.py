@@ -1,0 +1,93 @@
+"""Which programs an engine has, as kinds and sizes: all of them, the few that serve any request, and who stands in.
+
+A kind is what a program does, in which mode, and for rounds of fewer drafts than the drafter's how many: "prefill",
+"first_sampled", "round_greedy", "rounds_greedy_1". Its size is how many requests or blocks it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from jaxspec.batch import Shapes, admission_size, fit
+from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED
+
+One = tuple[str, int]  # a program
+
+
+def kind_of(name: str, mode: str, drafts: int | None = None) -> str:
+    """`drafts`: of a round that has fewer than the drafter's."""
+    return f"{name}_{mode}" if drafts is None else f"{name}_{mode}_{drafts}"
+
+
+def drafting(mode: str) -> str:
+    """How drafts are made for a batch in this mode."""
+    return GREEDY if mode == GREEDY else SAMPLED
+
+
+def narrower(shapes: Shapes, mode: str) -> Sequence[tuple[int, tuple[int, ...]]]:
+    """Those of `Shapes.narrower` that this mode has: with log-probabilities, which few ask for, no drafts alone."""
+    return [(drafts, sizes) for drafts, sizes in shapes.narrower if mode != LOGPROBS or not drafts]
+
+
+def ladder_of(shapes: Shapes) -> list[One]:
+    """All programs. Those that take XLA longest come first, so that little is left to do once all are lowered. One
+    mode comes after the other, since later modes share its kernels and XLA's choices."""
+    names = ("round", "rounds") if shapes.rounds > 1 else ("round",)
+    of_mode = {}
+    for mode in MODES:
+        widths = [(None, shapes.batches), *reversed(narrower(shapes, mode))]
+        rounds = [(kind_of(name, mode, drafts), n) for name in names for drafts, ns in widths for n in reversed(ns)]
+        of_mode[mode] = [*rounds, *((f"first_{mode}", n) for n in reversed(shapes.firsts))]
+    prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
+    admit = "admit", admission_size(shapes.capacity)
+    masked = []
+    if shapes.structured:
+        kinds = "forward", *(f"conclude_{mode}" for mode in MODES), f"draft_{SAMPLED}", f"draft_{GREEDY}"
+        masked = [(kind, n) for kind in kinds for n in reversed(shapes.batches)]
+        masked += [("masked_first", n) for n in shapes.firsts]
+    return [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit, *masked]
+
+
+def essential(shapes: Shapes) -> set[One]:
+    """Programs that serve any request, if slowly: each kind's largest size, in the mode that serves all."""
+    rounds = [f"round_{LOGPROBS}", *[f"rounds_{LOGPROBS}"] * (shapes.rounds > 1)]
+    firsts = [f"first_{LOGPROBS}"]
+    if shapes.structured:
+        rounds += _kinds_of("structured", LOGPROBS)
+        firsts.append("masked_first")
+    alone = {("admit", admission_size(shapes.capacity)), ("score", shapes.score), ("prefill", shapes.prefills[-1])}
+    return alone | {(kind, shapes.batches[-1]) for kind in rounds} | {(kind, shapes.firsts[-1]) for kind in firsts}
+
+
+def use(one: One) -> tuple[int, int]:
+    """A key that sorts programs by how soon they are missed: log-probabilities and grammars last, small sizes first."""
+    kind, size = one
+    name, _, rest = kind.partition("_")
+    if kind in ("prefill", f"first_{SAMPLED}", f"first_{GREEDY}"):
+        return 0, size
+    if name in ("round", "rounds") and LOGPROBS not in rest:
+        return 1 + (rest not in MODES), size  # those with fewer drafts run once all are there
+    return 3 + (LOGPROBS in rest), size
+
+
+def stand_in(
+    have: Container[One], name: str, modes: Sequence[str], requests: int, sizes: tuple[int, ...]
+) -> tuple[str, int]:
+    """The first of `modes` and the smallest of `sizes` that hold `requests` whose programs there are.
+
+    A later mode and a larger size serve the same requests, more slowly. Where there is none, what would be best.
+    """
+    able = (
+        (mode, size)
+        for mode in modes
+        for size in sizes
+        if size >= requests and all((kind, size) in have for kind in _kinds_of(name, mode))
+    )
+    return next(able, (modes[0], fit(requests, sizes)))
+
+
+def _kinds_of(name: str, mode: str) -> tuple[str, ...]:
+    """The programs that `name` consists of, which run at one size."""
+    if name == "structured":
+        return f"draft_{drafting(mode)}", "forward", f"conclude_{mode}"
+    return (f"{name}_{mode}" if mode else name,)
