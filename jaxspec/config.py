@@ -271,8 +271,8 @@ class EngineConfig:
     )
     draft_token_map: str | None = option(
         None,
-        "file (.json, .npy or .pt) of the token ids that are worth drafting: dflash, eagle, eagle3 and mtp then draft "
-        "no others, with a smaller head",
+        "file (.json, .npy or .pt) of the token ids that are worth drafting: dflash, dflash2, dspark, eagle, eagle3 "
+        "and mtp then draft no others, with a smaller head",
         "FILE",
         group=SPECULATION,
         shown="none: all tokens",

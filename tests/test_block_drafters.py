@@ -110,12 +110,16 @@ def test_greedy_output_equals_plain_and_drafts_are_a_cold_starts(method, watched
 
 @pytest.mark.parametrize("method", KINDS)
 def test_sampled_output_has_the_targets_distribution(method, monkeypatch, tmp_path):
-    """Of DSpark: drafts along the chain, from nine of the twelve tokens, and ended by confidence."""
+    """Of DSpark: drafts along the chain, from nine of the twelve tokens, and ended by confidence. Of DFlash 2: with a
+    token map."""
     kind, settings, options = KINDS[method]
     more = {"draft_vocab_size": 9} if method == "dspark" else {"selector_top_k": 4}
     source = write_drafter(kind, tmp_path, sampled.checkpoint(5), 3, **settings | more | SMALL)
     draft = f"{method}:{source}{options}"
-    loaded = load_drafter(draft, sampled.model(), EngineConfig(draft=draft, num_draft_tokens=2))
+    (tmp_path / "map.json").write_text("[0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11]")
+    token_map = str(tmp_path / "map.json") if method == "dflash2" else None
+    options = EngineConfig(draft=draft, num_draft_tokens=2, draft_token_map=token_map)
+    loaded = load_drafter(draft, sampled.model(), options)
     monkeypatch.setitem(sampled.DRAFTERS, method, lambda: (loaded.drafter, loaded.params))
     lanes, samples = sampled.Lanes(method), 5_000
     runs = [lanes.decode(run).reshape(len(sampled.SETTINGS), -1, 2) for run in range(-(-samples // sampled.LANES))]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ def write(path, ids):
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "dflash", "dspark", "mtp"])
 def test_drafts_are_the_likeliest_of_the_tokens_that_the_map_has(kind, tmp_path):
     """By the drafter with all tokens: the first draft's logits are the same at these ids."""
     target, draft = drafting(kind)
@@ -45,6 +47,32 @@ def _head(params):
     """What computes the logits."""
     head = params["head"] if isinstance(params.get("head"), dict) else params
     return head["head"] if "head" in head else head["embed"]
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+def test_drafts_follow_one_another_by_the_targets_ids(kind, tmp_path):
+    """With a map, drafts are those of the whole drafter whose other tokens' logits are minus infinity."""
+    target, draft = drafting(kind)
+    ids = np.arange(1, target.config.vocab_size, 3)
+    options = EngineConfig(draft=draft, draft_token_map=write(tmp_path / "map.json", ids.tolist()))
+    whole, less = load_drafter(draft, target), load_drafter(draft, target, options)
+    whole = replace(whole, drafter=masked(whole.drafter, ids))
+    for prompt in (PROMPT, PROMPT[:7], list(range(1, 20))):
+        expected, found = (jaxspec.propose(target, each, prompt, 4) for each in (whole, less))
+        assert found.tokens.tolist() == expected.tokens.tolist() and set(found.tokens.tolist()) <= set(ids.tolist())
+        logits = np.asarray(found.logits) if kind == "dspark" else np.asarray(found.logits)[:, ids]
+        np.testing.assert_allclose(logits, np.asarray(expected.logits)[:, ids], atol=1e-5)
+
+
+def masked(drafter, ids):
+    """The drafter, to which all other tokens are impossible."""
+
+    class Masked(type(drafter)):
+        def _logits(self, params, rows):
+            logits = super()._logits(params, rows)
+            return jnp.where(jnp.isin(jnp.arange(logits.shape[-1]), ids), logits, -jnp.inf)
+
+    return Masked(**{field.name: getattr(drafter, field.name) for field in fields(drafter)})
 
 
 def test_a_map_of_all_tokens_changes_no_draft(tmp_path):
@@ -129,7 +157,10 @@ def test_drafters_that_cant_take_a_map_say_so(tmp_path):
     with pytest.raises(ConfigError, match=f"--draft-token-map {path}: --draft ngram has no weights"):
         check_drafter(EngineConfig(draft="ngram", draft_token_map=path))
     with pytest.raises(ConfigError, match="needs the target's whole vocabulary"):
-        check_drafter(EngineConfig(draft=f"dspark:{GOLDEN / 'dspark' / 'deepspec'}", draft_token_map=path))
+        check_drafter(EngineConfig(draft=f"standalone:{tiny_checkpoint('llama')}", draft_token_map=path))
+    target, draft = drafting("dflash2")
+    with pytest.raises(ConfigError, match="--draft-token-map has 3 tokens; this drafter chooses among"):
+        load_drafter(draft, target, EngineConfig(draft=draft, draft_token_map=path))
     with pytest.raises(ConfigError, match="needs a drafter"):
         EngineConfig(draft_token_map=path)
     target, draft = drafting("eagle3")  # which has a vocabulary of its own

@@ -57,7 +57,7 @@ ARCHITECTURES = {
 BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoints are told apart by their configs
 
 WITHOUT_WEIGHTS = (Ngram, Suffix)
-TAKE_TOKEN_MAPS = (DFlash, Eagle, Eagle3, Mtp)
+TAKE_TOKEN_MAPS = (DFlash, DFlash2, DSpark, Eagle, Eagle3, Mtp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _check_weights(cls: type[Drafter], options: EngineConfig) -> None:
         if options.draft_token_map is not None and cls not in TAKE_TOKEN_MAPS:
             raise ConfigError(
                 f"--draft-token-map {options.draft_token_map}: --draft {options.draft} needs the target's whole "
-                "vocabulary; dflash, eagle, eagle3 and mtp don't. Drop the flag"
+                "vocabulary; dflash, dflash2, dspark, eagle, eagle3 and mtp don't. Drop the flag"
             )
         return
     for name in ("draft_dtype", "draft_quantization", "draft_token_map"):

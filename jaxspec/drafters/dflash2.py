@@ -5,7 +5,8 @@ whose kernels are partly the layer's, partly made of the row by groups of column
 
 The selector keeps each row's `top` likeliest tokens. It goes through the rows in order, adds to each candidate how well
 it follows the draft before, and draws one. A draft's probabilities are therefore those among its row's candidates, zero
-elsewhere, and rejection sampling takes them as they are.
+elsewhere, and rejection sampling takes them as they are. Where the drafter has a vocabulary of its own, candidates are
+of it; from there on they go by the target's ids, which the selector knows.
 
 Formats: z-lab's `dflash` 0.1.0, speculators; see `dflash_checkpoint`.
 """
@@ -28,6 +29,7 @@ from jaxspec.decoder.matmul import valid_count
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.vocabulary import as_targets
 from jaxspec.weights import Layout, Param, linear, matmul
 
 CHUNK = 128  # tokens whose largest logit stands for all of them
@@ -71,11 +73,19 @@ class DFlash2(DFlash):
         selector = linear(d, {"candidate_selector.hidden_projection.weight": self.rank}, exact=True)
         return {**declared, "selector": selector, "before": book("predecessor"), "after": book("successor")}
 
+    def with_token_map(self, params, ids):
+        if len(ids) < self.top:
+            raise ConfigError(
+                f"--draft-token-map has {len(ids)} tokens; this drafter chooses among {self.top} in each row"
+            )
+        return super().with_token_map(params, ids)
+
     def propose(self, params, state, batch):
         hidden, n = self._fill(params, state, batch), self.num_draft_tokens
         rows, token = self._drafting(hidden.last), batch.tokens(-1, 1)[:, 0]
         alone = self._logits(params, rows)
         best, ids = largest(alone, self.top)
+        ids = as_targets(params, ids, None)[0]
         by_row, after, each = matmul(rows, params["selector"]), params["after"][ids], jnp.arange(len(token))
         tokens, probs, scores = [], [], []
         for step in range(n):
@@ -86,7 +96,7 @@ class DFlash2(DFlash):
             token = ids[each, step, choice]
             tokens.append(token)
             probs.append(p)
-        spread = partial(_spread, ids=ids, size=alone.shape[-1])
+        spread = partial(_spread, ids=ids, size=self.config.vocab_size)
         q = None if batch.greedy else spread(jnp.stack(probs, axis=1), fill=0.0)
         logits = spread(jnp.stack(scores, axis=1), fill=-jnp.inf)
         return Proposal(jnp.stack(tokens, axis=1), jnp.where(batch.live, n, 0), q, logits), hidden.cache

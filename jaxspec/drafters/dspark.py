@@ -25,7 +25,7 @@ from jaxspec.config import ConfigError
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.drafters.vocabulary import as_targets
+from jaxspec.drafters.vocabulary import as_targets, columns_of
 from jaxspec.options import option
 from jaxspec.weights import Layout, Param, bias, linear, matmul
 
@@ -90,6 +90,13 @@ class DSpark(DFlash):
             declared["confidence"] = linear(inputs, {name + ".weight": 1}, exact=True)
             declared["confidence_bias"] = bias({name + ".bias": 1})
         return declared
+
+    def with_token_map(self, params, ids):
+        params = super().with_token_map(params, ids)
+        if not self.rank:
+            return params
+        after = columns_of(params["markov_after"], ids, params["embed"].dtype)  # drafts before are still any token
+        return {**params, "markov_after": after}
 
     def propose(self, params, state, batch):
         hidden = self._fill(params, state, batch)

@@ -108,9 +108,13 @@ def rows_of(head: dict[str, Any], ids: Int[np.ndarray, " n"]) -> dict[str, Any]:
     """What computes logits, a `head` or tied embeddings, copied for these tokens alone."""
     if "head" not in head:
         return {"embed": head["embed"][ids]}
-    weight = head["head"]
-    values = weight.unquantised if isinstance(weight.format, Unquantised) else weight.dequantised(head["embed"].dtype)
-    return {"head": Weight(values[:, ids])}
+    return {"head": columns_of(head["head"], ids, head["embed"].dtype)}
+
+
+def columns_of(weight: Weight, ids: Int[np.ndarray, " n"], dtype: Any) -> Weight:
+    """A copy of these outputs of a weight [k, v]; those of a quantised one in `dtype`."""
+    values = weight.unquantised if isinstance(weight.format, Unquantised) else weight.dequantised(dtype)
+    return Weight(values[:, ids])
 
 
 def maps_of(params: Any, ids: Int[np.ndarray, " n"], vocab_size: int) -> dict[str, Array]:
