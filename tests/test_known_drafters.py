@@ -97,11 +97,12 @@ def test_rounds_of_fewer_drafts_are_compared_with_as_many(drafts, caplog):
     assert len(caplog.records) == 1
 
 
-def test_an_engine_warns_of_a_drafter_for_another_model(monkeypatch, caplog):
-    """A drafter that knows nothing of its target, under the card of one that does."""
+@pytest.mark.parametrize("lookup", ["", "ngram+"])
+def test_an_engine_warns_of_a_drafter_for_another_model(lookup, monkeypatch, caplog):
+    """A drafter that knows nothing of its target, under the card of one that does; by itself, and behind a lookup."""
     target, drafter = str(tiny_checkpoint()), str(tiny_checkpoint("llama", seed=3))
     monkeypatch.setitem(KNOWN["standalone"], target.lower(), Known(drafter, 4, accept=(("GSM8K", 3.2),)))
     options = {"context_length": 256, "max_running_requests": 8, "skip_warmup": True}
-    llm = LLM(target, f"standalone:{drafter}", **options)
+    llm = LLM(target, f"{lookup}standalone:{drafter}", **options)
     llm.generate([[i + 1, 2, 3] for i in range(8)], SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
     assert sum("its card says 3.20 (GSM8K)" in record.getMessage() for record in caplog.records) == 1

@@ -121,7 +121,8 @@ def _load_both(draft: str, lookup: str, other: str, model: Model, options: Engin
     first, second = (load_drafter(each.draft, model, each) for each in _sides(lookup, other, options))
     if isinstance(second.drafter, NoDrafter):
         raise ConfigError(f"--draft {draft}: {other} drafts nothing. Use --draft {lookup}")
-    return LoadedDrafter(f"{first.name}+{second.name}", Combined(first.drafter, second.drafter), second.params)
+    both = Combined(first.drafter, second.drafter)
+    return LoadedDrafter(f"{first.name}+{second.name}", both, second.params, second.card)
 
 
 def _sides(lookup: str, other: str, options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:

@@ -20,7 +20,11 @@ SIGMAS = 3.0  # of the mean, by the normal approximation over rounds
 
 
 class Watch:
-    """Counts rounds until they show that acceptance is far below the card's, then warns and counts no more."""
+    """Counts rounds until they show that acceptance is far below the card's, then warns and counts no more.
+
+    Of two drafters in one (`suffix+eagle3`) the card is the second's, and rounds of both count: a lookup's drafts are
+    taken where more of them are expected to be accepted, so both together have no less than the second alone.
+    """
 
     def __init__(self, name: str, target: str, card: Known | None):
         """`name`: what --draft says. `card` None, or without figures, watches nothing."""
