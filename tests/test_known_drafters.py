@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec import SamplingParams
 from jaxspec.drafters import DRAFTERS, KNOWN, Known
-from jaxspec.drafters.known import MODULES, card, find, table
+from jaxspec.drafters.known import MODULES, OTHERS, card, entries, find, table
 from jaxspec.drafters.watch import FAR, ROUNDS, Watch, constant_rate
 from jaxspec.llm import LLM
 from tests.tiny import tiny_checkpoint
@@ -26,7 +26,10 @@ def test_entries_are_whole():
         for target, known in targets.items():
             assert target == target.lower() and known.source and known.layout
             assert re.fullmatch(r"[\w.-]+/[\w.-]+", known.source) or known.note == "shipped"
-    for known in [*(known for targets in KNOWN.values() for known in targets.values()), *MODULES.values()]:
+    for method, others in OTHERS.items():
+        for target, known in others:
+            assert known.source != KNOWN[method][target].source and "only where named" in known.note
+    for known in [*(known for _, _, known in entries()), *MODULES.values()]:
         assert not known.accept or known.drafts  # figures mean nothing without the number of drafts
         assert all(1 < tokens <= known.drafts + 1 for _, tokens in known.accept)
 
@@ -43,6 +46,8 @@ def test_a_card_is_of_the_very_drafter():
     assert card("dspark", "/my/own", "Qwen/Qwen3-8B") is None
     assert card("dspark", "deepseek-ai/dspark_qwen3_8b_block7", "acme/finetuned") is None
     assert card("mtp", None, "Qwen/Qwen3.8-27B-FP8").least == ("mixed", 2.81)
+    other = card("dflash", "deepseek-ai/dflash_qwen3_8b_block7", "Qwen/Qwen3-8B")
+    assert other.least == ("Arena-Hard", 2.81) and find("dflash", "Qwen/Qwen3-8B").source != other.source
     assert card("ngram", None, "Qwen/Qwen3-8B") is None
 
 

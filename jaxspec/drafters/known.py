@@ -120,6 +120,23 @@ KNOWN: dict[str, dict[str, Known]] = {
     },
 }
 
+# Further drafters, of a method that has another one in `KNOWN`. They are taken where they are named.
+OTHERS: dict[str, tuple[tuple[str, Known], ...]] = {
+    "dflash": (
+        ("qwen/qwen3-4b", Known("deepseek-ai/dflash_qwen3_4b_block7", 7, "DeepSpec", "only where named")),
+        (
+            "qwen/qwen3-8b",
+            Known(
+                "deepseek-ai/dflash_qwen3_8b_block7",
+                7,
+                "DeepSpec",
+                "thinking off; only where named",
+                _paper(5.33, 4.91, 4.07, 4.36, 4.64, 4.39, 3.11, 2.98, 2.81),
+            ),
+        ),
+    ),
+}
+
 # Modules of multi-token prediction in the targets' own checkpoints, of which somebody has published acceptance.
 MODULES: dict[str, Known] = {
     "qwen/qwen3.5-397b-a17b": Known("", 3, "own checkpoint", "by SGLang", (("not named", 3.37),)),
@@ -139,8 +156,14 @@ def card(method: str, source: str | None, target: str) -> Known | None:
     name = target.lower().removesuffix("-fp8")
     if method == "mtp":
         return MODULES.get(name)
-    entries = (table.get(name) for table in KNOWN.values())
-    return next((known for known in entries if known and source and known.source.lower() == source.lower()), None)
+    served = (known for _, each, known in entries() if each == name)
+    return next((known for known in served if source and known.source.lower() == source.lower()), None)
+
+
+def entries() -> list[tuple[str, str, Known]]:
+    """Method, target and drafter, of all that have weights of their own; those of `KNOWN` first."""
+    chosen = [(method, target, known) for method, table in KNOWN.items() for target, known in table.items()]
+    return chosen + [(method, target, known) for method, others in OTHERS.items() for target, known in others]
 
 
 def table() -> str:
@@ -149,10 +172,8 @@ def table() -> str:
         "| target | `--draft` | drafter | drafts | layout | tokens a round | note |",
         "|---|---|---|---|---|---|---|",
     ]
-    entries = [
-        (target, method, known) for method, each in (KNOWN | {"mtp": MODULES}).items() for target, known in each.items()
-    ]
-    for target, method, known in sorted(entries, key=lambda entry: entry[:2]):
+    listed = [*entries(), *(("mtp", target, known) for target, known in MODULES.items())]
+    for method, target, known in sorted(listed, key=lambda entry: (entry[1], entry[0])):
         name = known.source if known.note != "shipped" else Path(known.source).name
         accept = ", ".join(f"{tokens:.2f} {data}" for data, tokens in known.accept)
         cells = target, f"`{method}`", f"`{name}`" if name else "", known.drafts or "", known.layout, accept, known.note
