@@ -244,11 +244,10 @@ class EngineConfig:
         common=True,
     )
     ep_size: int = option(
-        1,
-        "groups of these GPUs that experts are divided among, each expert's columns among the GPUs of its group",
-        "N",
-        group=MODEL,
-        least=1,
+        1, "groups of these GPUs that experts are divided among; columns, within a group", "N", group=MODEL, least=1
+    )
+    dp_size: int = option(
+        1, "engines behind one port, each a process with --tp-size GPUs of its own", "N", group=MODEL, least=1
     )
     draft_dtype: str | None = option(
         None,

@@ -27,6 +27,7 @@ ELSEWHERE = {
     **dict.fromkeys(("speculative_draft_model_quantization", "speculative_model_quantization"), "draft_quantization"),
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
     **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
+    **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
     "speculative_eagle_topk": "topk",
     "speculative_num_steps": "num_steps",
     "speculative_token_map": "draft_token_map",
@@ -34,8 +35,7 @@ ELSEWHERE = {
 SEVERAL_GPUS = frozenset(
     {
         *("pp", "pp_size", "pipeline_parallel_size"),
-        *("dp", "dp_size", "data_parallel_size", "enable_expert_parallel"),
-        *("nnodes", "speculative_draft_tensor_parallel_size"),
+        *("enable_expert_parallel", "nnodes", "speculative_draft_tensor_parallel_size"),
     }
 )
 
@@ -58,6 +58,8 @@ NEEDLESS = {
     **dict.fromkeys(("ngram_min", "ngram_max", "speculative_ngram_min_match_window_size",
                      "speculative_ngram_max_match_window_size", "prompt_lookup_min", "prompt_lookup_max"),
                     "the drafter takes it: --draft 'ngram?min_match=2&max_match=5'"),
+    **dict.fromkeys(("load_balance_method", "data_parallel_backend", "data_parallel_size_local"),
+                    "--dp-size engines run on this host; a request goes to the one with its prefix, or the least busy"),
     "enable_auto_tool_choice": "it is always on where tools are supported",
     "speculative_adaptive": "it is on unless --draft-policy is fixed",
 }  # fmt: skip
@@ -75,6 +77,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "enable_multimodal"),
                     "only a model's text part is served"),
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "TLS is not supported; put a proxy before the server"),
+    "enable_dp_attention": "attention is divided by heads (--tp-size), and whole engines are repeated (--dp-size)",
     **dict.fromkeys(("task", "runner", "is_embedding"), "only text generation is supported"),
     **dict.fromkeys(("disaggregation_mode", "kv_transfer_config"), "prefill and decoding run in one process"),
     **dict.fromkeys(("hf_overrides", "rope_scaling", "json_model_override_args"),
@@ -87,7 +90,7 @@ SWITCHES = frozenset(
         *("enable_cache_report", "enable_mixed_chunk", "enforce_eager", "disable_cuda_graph", "disable_log_requests"),
         *("no_enable_log_requests", "disable_log_stats", "trust_remote_code", "no_trust_remote_code", "enable_lora"),
         *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
-        *("enable_hierarchical_cache", "speculative_adaptive"),
+        *("enable_hierarchical_cache", "speculative_adaptive", "enable_dp_attention"),
     }
 )
 
@@ -104,7 +107,7 @@ METHODS = {
 def meant(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
     """What an option that isn't among those `known` may have meant, to be added to an error; "" if nobody can tell."""
     if name in SEVERAL_GPUS:
-        return "; of several GPUs, --tp-size and --ep-size are supported"
+        return "; of several GPUs, --tp-size, --ep-size and --dp-size are supported"
     for table in (UNSUPPORTED, NEEDLESS):
         if name in table:
             return f"; {table[name]}"

@@ -12,18 +12,20 @@ import logging
 import math
 import queue
 import secrets
-import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+
+import jax
 
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.engine import Engine
 from jaxspec.gathered import Gathered, output
 from jaxspec.intake import Request
+from jaxspec.interrupts import Interrupts
 from jaxspec.request import Delta, RequestError, RequestOutput, SamplingParams
+from jaxspec.streams import Stream, wake
 
 log = logging.getLogger("jaxspec")
 
@@ -95,7 +97,7 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts but {len(settings)} sampling params", "params")
         requests = [self.engine.prepare(p, s) for p, s in zip(prompts, settings, strict=True)]
         gathered = {request.id: [Gathered(i) for i in range(request.params.n)] for request in requests}
-        with self._turn, _Interrupts() as interrupts:
+        with self._turn, Interrupts() as interrupts:
             try:
                 for request in requests:
                     self.engine.add(request)
@@ -121,50 +123,6 @@ class LLM:
             raise
 
 
-class _Interrupts:
-    """Delays the effect of a Ctrl-C (SIGINT's handler) until `deliver`: in the midst of a step it could lose the state
-    that a program has just been given. A second Ctrl-C isn't delayed.
-
-    Python interrupts the main thread alone, so in others there is nothing to delay.
-    """
-
-    def __enter__(self) -> _Interrupts:
-        self._held: tuple[Any, ...] | None = None
-        self._handler = signal.getsignal(signal.SIGINT)
-        self._holds = threading.current_thread() is threading.main_thread() and callable(self._handler)
-        if self._holds:
-            signal.signal(signal.SIGINT, self._hold)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._holds:
-            signal.signal(signal.SIGINT, self._handler)
-        self.deliver()
-
-    def _hold(self, *received: Any) -> None:
-        if self._held is not None:
-            self.deliver()
-        self._held = received
-
-    def deliver(self) -> None:
-        """Deliver the delayed interrupt, if there is one."""
-        received, self._held = self._held, None
-        if received is not None:
-            self._handler(*received)
-
-
-@dataclass(eq=False, slots=True)
-class _Stream:
-    """A caller that waits for the engine. `begun`: the engine has taken the request; earlier deltas were another
-    request's with the same id. `sent` is counted by the engine's thread, `taken` by the caller's."""
-
-    loop: asyncio.AbstractEventLoop
-    arrived: asyncio.Queue
-    begun: bool = False
-    sent: int = 0
-    taken: int = 0
-
-
 class AsyncLLM:
     """Generate for many callers on an event loop; the engine runs in a thread of its own. Arguments as `LLM`'s, and:
 
@@ -178,7 +136,10 @@ class AsyncLLM:
     ends for good if that fails, or if the next step fails before any request has finished.
 
     **Attributes:** `config`, the options with what was left to the machine filled in; `model_config`; `tokenizer`, or
-    None; `error`, what the engine loop ended with, or None.
+    None; `sampling`, the checkpoint's own settings; `devices`, in words; `error`, what the engine loop ended with, or
+    None.
+
+    `jaxspec.data_parallel.DataParallelLLM` has the same methods and runs several engines.
     """
 
     def __init__(
@@ -198,7 +159,7 @@ class AsyncLLM:
         self.engine = Engine(options, staged_start=staged_start)
         self.config = self.engine.config
         self.model_config = self.engine.model_config
-        self.tokenizer = self.engine.tokenizer
+        self.tokenizer, self.sampling = self.engine.tokenizer, self.engine.sampling
         self.error: BaseException | None = None
         self.request_timeout, self.watchdog_timeout = request_timeout, watchdog_timeout
         queued = math.inf if max_queued_requests is None else max_queued_requests
@@ -208,7 +169,7 @@ class AsyncLLM:
         self._shaken = False  # a step has failed, and no request has finished since
         self._step_began: float | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
         self._thread.start()
@@ -231,7 +192,7 @@ class AsyncLLM:
             else:
                 request = self.engine.prepare(prompt, params, request_id)
             loop = asyncio.get_running_loop()
-            mine = _Stream(loop, asyncio.Queue())
+            mine = Stream(loop, asyncio.Queue())
             if self._streams.setdefault(request.id, mine) is not mine:
                 raise RequestError(f"request id {request.id!r} is in use", "request_id")
             stream = mine
@@ -263,6 +224,17 @@ class AsyncLLM:
                 del self._streams[request.id]  # the id is free only behind the abort, which would end its next owner
             self._release(params.n)
 
+    async def check(self, requests: Sequence[tuple[str | list[int], SamplingParams]]) -> None:
+        """**Raises:** `RequestError` for the first of these prompts, each with its params, that can't be served."""
+        if any(params.structured is not None for _, params in requests):  # compiled once, beside the loop, then found
+            await asyncio.to_thread(self.engine.prepare, *requests[0])
+        for each in requests:
+            self.engine.prepare(*each)
+
+    @property
+    def devices(self) -> list[str]:
+        return described_devices()
+
     def abort(self, request_id: str | None = None) -> None:
         """End a request, or all: each of its completions gets a last delta with the finish reason "abort".
 
@@ -277,9 +249,9 @@ class AsyncLLM:
         **Raises:** `EngineDead`.
         """
         loop, answer, key = asyncio.get_running_loop(), asyncio.Queue(), f"flush {secrets.token_hex(8)}"
-        self._streams[key] = _Stream(loop, answer)  # as a request's, so that a failure of the engine reaches it
+        self._streams[key] = Stream(loop, answer)  # as a request's, so that a failure of the engine reaches it
         try:
-            self._call(lambda: _wake(loop, [(answer, self.engine.flush_cache())]))
+            self._call(lambda: wake(loop, [(answer, self.engine.flush_cache())]))
             done = await answer.get()
         finally:
             del self._streams[key]
@@ -350,13 +322,13 @@ class AsyncLLM:
             raise EngineDead("the engine has stopped") from self.error
         self._calls.put(function)
 
-    def _begin(self, request: Request, stream: _Stream) -> None:
+    def _begin(self, request: Request, stream: Stream) -> None:
         try:
             self.engine.add(request)
         except Exception as error:
             log.error("request %s can't be admitted; other requests continue", request.id, exc_info=error)
             failed = RequestFailed(f"the engine couldn't admit request {request.id}: {error}")
-            _wake(stream.loop, [(stream.arrived, failed)])
+            wake(stream.loop, [(stream.arrived, failed)])
         else:
             stream.begun = True
 
@@ -396,7 +368,7 @@ class AsyncLLM:
                 stream.begun = False
                 lost = RequestFailed(f"the engine failed on {type(error).__name__} during this request; send it again")
                 lost.__cause__ = error
-                _wake(stream.loop, [(stream.arrived, lost)])
+                wake(stream.loop, [(stream.arrived, lost)])
 
     def _take_calls(self) -> bool:
         """Run what callers asked for, waiting for something to do. False: close."""
@@ -427,19 +399,13 @@ class AsyncLLM:
                     delta = RequestFailed(f"{MAX_UNREAD} deltas are unread, so the request was aborted")
                 batches.setdefault(stream.loop, []).append((stream.arrived, delta))
         for loop, batch in batches.items():
-            _wake(loop, batch)
+            wake(loop, batch)
 
     def _fail(self, error: BaseException) -> None:
         for stream in list(self._streams.values()):
-            _wake(stream.loop, [(stream.arrived, error)])
+            wake(stream.loop, [(stream.arrived, error)])
 
 
-def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[asyncio.Queue, Any]]) -> None:
-    def put():
-        for deltas, item in batch:
-            deltas.put_nowait(item)
-
-    try:
-        loop.call_soon_threadsafe(put)
-    except RuntimeError:  # the loop was closed with its callers; nobody is listening
-        log.debug("dropped %d deltas of a closed event loop", len(batch))
+def described_devices() -> list[str]:
+    """The devices of this process, in words."""
+    return [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.local_devices()]

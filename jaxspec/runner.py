@@ -82,6 +82,11 @@ class Runner:
         staged_start: bool = False,
     ):
         """`staged_start`: return once the programs that serve anything are there, and compile the others behind."""
+        if options.dp_size != 1:
+            raise ConfigError(
+                f"--dp-size {options.dp_size}: this is one engine. python -m server runs several, and in Python "
+                "jaxspec.data_parallel.DataParallelLLM, which has AsyncLLM's methods"
+            )
         claim_device()
         enable_compilation_cache()
         if reason := kernels_here():

@@ -125,3 +125,30 @@ def _drafting(engine: Engine) -> dict[str, Any]:
         "expected_tokens_by_drafts": {} if chooser is None else chooser.expected(),
         "round_times": {f"{kind} {size}": each for (kind, size), each in runner.round_times.items()},
     }
+
+
+_LOAD = ("num_running", "num_waiting", "total_pages", "free_pages", "cached_pages", "state_snapshots")
+
+
+def together(engines: list[dict[str, Any]], lost: list[bool]) -> dict[str, Any]:
+    """`figures` of several engines as one's: counts in sum, lost engines' too, and the load of those that are there.
+
+    What can't be added up, such as the memory plan, is the first living engine's.
+    """
+    living = [each for each, gone in zip(engines, lost, strict=True) if not gone]
+    total = dict((living or engines)[0])
+    summed = lambda key, of: sum(each[key] for each in of)  # noqa: E731
+    total |= {key: summed(key, engines) for key in total if key.endswith("_total") and key != "requests_total"}
+    total |= {key: summed(key, living) for key in _LOAD}
+    for key in ("drafted_per_position", "accepted_per_position"):
+        total[key] = [sum(counts) for counts in zip(*(each[key] for each in engines), strict=True)]
+    for key in ("dispatches", "rounds_by_drafts", "requests_total", "kernels"):
+        total[key] = dict(sum((Counter(each[key]) for each in engines), Counter()))
+    steps = [each["step_tokens"] for each in engines]
+    counts = [sum(each) for each in zip(*(step["counts"] for step in steps), strict=True)]
+    total["step_tokens"] = steps[0] | {"counts": counts, "sum": summed("sum", steps)}
+    total["programs_pending"] = [one for each in living for one in each["programs_pending"]]
+    total["compiles_since_start"] = summed("compiles_since_start", engines)
+    total |= {key: max((each[key] for each in living), default=0) for key in ("drafts", "step_seconds")}
+    rounds = total["verify_rounds_total"]
+    return total | {"avg_spec_accept_length": total["verified_tokens_total"] / rounds if rounds else 0.0}

@@ -25,6 +25,7 @@ from typing import NoReturn
 import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError
+from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.flags import engine_options
 from jaxspec.llm import EngineDead
 from jaxspec.tokenizer import TokenizerError
@@ -55,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         with _bind(args.host, args.port) as listener, _prompt_log(args.log_prompts) as kept:
             own = ("max_queued_requests", "request_timeout", "watchdog_timeout")
             limits = {name: getattr(args, name) for name in own}
-            llm = AsyncLLM(**engine_options(args), **limits, staged_start=not args.wait_for_programs)
+            make = AsyncLLM if args.dp_size == 1 else DataParallelLLM
+            llm = make(**engine_options(args), **limits, staged_start=not args.wait_for_programs)
             try:
                 status = _serve(llm, args, listener, kept)
             finally:
@@ -95,7 +97,7 @@ def run() -> NoReturn:
 def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kept: PromptLog | None = None) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
-    sampling = llm.engine.sampling if args.sampling_defaults == "model" else {}
+    sampling = llm.sampling if args.sampling_defaults == "model" else {}
     if sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)

@@ -156,10 +156,7 @@ async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics, watch: Watch | N
     **Raises:** `RequestError` before any prompt has started, if one can't be served.
     """
     if len(jobs) > 1:
-        if jobs[0].params.structured is not None:  # the same of all, so that it is compiled once, beside the loop
-            await asyncio.to_thread(llm.engine.prepare, jobs[0].ids, jobs[0].params)
-        for job in jobs:
-            llm.engine.prepare(job.ids, job.params)
+        await llm.check([(job.ids, job.params) for job in jobs])
     watches = [metrics.watch(job.params) for job in jobs]
     streams = [llm.generate(job.ids, job.params, job.id) for job in jobs]
     metrics.load += 1

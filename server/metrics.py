@@ -138,6 +138,15 @@ PER_POSITION = (
     ("accepted_per_position", "jaxspec_spec_accepted", "Draft tokens accepted, by position in the draft"),
     ("accepted_per_position", "vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position"),
 )
+OF_EACH_ENGINE = (  # of several, with --dp-size
+    (GaugeMetricFamily, "ready", "jaxspec_engine_ready", "Whether an engine serves, 1 or 0"),
+    (GaugeMetricFamily, "held", "jaxspec_engine_requests", "Completions given to an engine and not ended"),
+    (GaugeMetricFamily, "num_waiting", "jaxspec_engine_requests_waiting", "Completions that wait in an engine"),
+    (GaugeMetricFamily, "free_pages", "jaxspec_engine_kv_pages_free", "KV pages of an engine that nobody holds"),
+    (CounterMetricFamily, "prompt_tokens_total", "jaxspec_engine_prompt_tokens", "Prompt tokens an engine took in"),
+    (CounterMetricFamily, "cached_tokens_total", "jaxspec_engine_cached_prompt_tokens", "Those whose KV it had"),
+    (CounterMetricFamily, "generation_tokens_total", "jaxspec_engine_generation_tokens", "Tokens an engine generated"),
+)
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -201,6 +210,9 @@ class EngineCollector(Collector):
         text = "Tokens of an engine step, prompts' and generated"
         yield family.histogram("vllm:iteration_tokens_total", text, steps["bounds"], steps["counts"], steps["sum"])
         yield self._cache_config(stats)
+        if engines := stats.get("engines"):
+            for kind, key, name, text in OF_EACH_ENGINE:
+                yield family.several(kind, name, text, "engine", {each["engine"]: each[key] for each in engines})
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # or registration would scrape the engine

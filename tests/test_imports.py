@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A line's modules may import those of their own line and of the lines above it here.
 LAYERS = (
-    "adaptive fp8 mxfp4 weights options values elsewhere measure pages sequence",
+    "adaptive affinity channel fp8 mxfp4 weights options values elsewhere measure pages sequence streams interrupts",
     "request pallas",
     "stats",
     "decoder sharding",
@@ -32,6 +32,7 @@ LAYERS = (
     "intake",
     "engine gathered",
     "llm",
+    "data_parallel engine_process engine_worker",
     "bench train cli __main__",
 )
 

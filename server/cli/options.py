@@ -163,7 +163,7 @@ def _spelt(name: str, argv: Sequence[str]) -> str:
 def _without_one_gpu(argv: Sequence[str]) -> list[str]:
     """A command line without the others' flags that ask for one GPU, which is what there is without --tp-size."""
     rest, kept = list(argv), []
-    names = SEVERAL_GPUS | {name for name, ours in ELSEWHERE.items() if ours in ("tp_size", "ep_size")}
+    names = SEVERAL_GPUS | {name for name, ours in ELSEWHERE.items() if ours in ("tp_size", "ep_size", "dp_size")}
     while rest:
         name, equals, value = rest.pop(0).partition("=")
         if name.lstrip("-").replace("-", "_") in names and name.startswith("-"):

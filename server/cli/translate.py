@@ -77,7 +77,7 @@ def translate(argv: Sequence[str], known: Mapping[str, tuple[bool, Any]]) -> tup
         elif name in SEVERAL_GPUS:
             if value != "1":
                 given = f"--{name.replace('_', '-')} {value or ''}".strip()
-                left.append(f"{given}: of several GPUs, --tp-size and --ep-size are supported")
+                left.append(f"{given}: of several GPUs, --tp-size, --ep-size and --dp-size are supported")
         elif name in ELSEWHERE:
             ours[ELSEWHERE[name]] = _value(name, value)
         else:
@@ -110,7 +110,7 @@ def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> 
         return True
     if name == "load_format" and value not in ("auto", "dummy"):
         return True
-    if name in ("tp_size", "ep_size") and value == "1":
+    if name in ("tp_size", "ep_size", "dp_size") and value == "1":
         return True
     if name == "chunked_prefill_size" and value == "-1":
         left.append("--chunked-prefill-size -1: long prompts are always prefilled in chunks")

@@ -7,7 +7,6 @@ import platform
 import time
 from importlib import metadata
 
-import jax
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 
@@ -102,7 +101,7 @@ def _server_info(llm: AsyncLLM, name: str, started: float) -> dict:
             "python": platform.python_version(),
             **{package: metadata.version(package) for package in ("jax", "jaxlib", "transformers", "fastapi")},
         },
-        "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()],
+        "devices": llm.devices,
         "engine": dataclasses.asdict(llm.config),
         "model_config": llm.model_config.summary(),
         "stats": stats,

@@ -50,6 +50,7 @@ class FakeLLM:
     text: str | None = None  # what it says; None: `TEXT`
     endless: bool = False  # the text is told again and again
     step_seconds: float = 0.0
+    engines: int = 0  # as of `DataParallelLLM`, which lists them
     watchdog_timeout: float = 300.0
     started: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     running: int = 0
@@ -62,9 +63,11 @@ class FakeLLM:
     def said(self) -> str:
         return TEXT if self.text is None else self.text
 
-    @property
-    def engine(self) -> FakeLLM:
-        return self
+    devices = ("cpu:0 cpu",)
+
+    async def check(self, requests: list[tuple[list[int], SamplingParams]]) -> None:
+        for each in requests:
+            self.prepare(*each)
 
     def prepare(self, prompt: list[int], params: SamplingParams) -> None:
         if bad := [token for token in prompt if not 0 <= token < BYTE_VOCAB]:
@@ -149,6 +152,11 @@ class FakeLLM:
         return delta
 
     def stats(self) -> dict:
+        figures = self._figures()
+        listed = [figures | {"engine": i, "held": i, "ready": i == 0} for i in range(self.engines)]
+        return figures | ({"engines": listed} if listed else {})
+
+    def _figures(self) -> dict:
         return {
             "num_running": self.running,
             "num_waiting": 0,

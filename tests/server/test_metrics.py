@@ -178,8 +178,17 @@ def test_every_metric_of_the_dashboard_exists(http):
     assert len(ids) == len(set(ids))
 
 
-def test_the_document_lists_every_metric(http):
+def test_each_of_several_engines_has_its_own_figures(http, fake):
+    fake.engines = 2
+    found = samples(http)
+    assert [found[("jaxspec_engine_requests", ("engine", i))] for i in "01"] == [0, 1]
+    assert [found[("jaxspec_engine_ready", ("engine", i))] for i in "01"] == [1, 0]
+    assert found[("jaxspec_engine_generation_tokens_total", ("engine", "1"))] == 9
+
+
+def test_the_document_lists_every_metric(http, fake):
     """docs/metrics.md has a row for each family, and no other."""
+    fake.engines = 2
     families = {family.name for family in text_string_to_metric_families(http.get("/metrics").text)}
     ours = {name for name in families if name.startswith(("vllm:", "jaxspec_"))}
     rows = re.findall(r"^\| `([\w:]+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)

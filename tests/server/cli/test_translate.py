@@ -76,6 +76,8 @@ HERE = "--model Qwen/Qwen3-8B"
         ("sglang serve --model-path a/b --chunked-prefill-size -1 --load-format safetensors", "--model a/b"),
         (f"{SGLANG} --tool-call-parser qwen25 --reasoning-parser deepseek-r1",
          f"{HERE} --tool-call-parser qwen25 --reasoning-parser deepseek_r1"),
+        (f"{SGLANG} --dp 4 --tp 2", f"{HERE} --dp-size 4 --tp-size 2"),
+        (f"{VLLM} --data-parallel-size 2 -tp 1", f"{HERE} --dp-size 2 --port 8000"),
         ("a/b --max-model-len 99", "--model a/b --context-length 99"),
     ],
 )  # fmt: skip
@@ -88,7 +90,12 @@ def test_translations(line, here):
     [
         ("--torchao-config int4wo", "--torchao-config: weights are quantised by --quantization fp8"),
         ("--enable-lora --lora-modules a=b", "--enable-lora: LoRA"),
-        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: of several GPUs, --tp-size and"),
+        (
+            "--pipeline-parallel-size 2",
+            "--pipeline-parallel-size 2: of several GPUs, --tp-size, --ep-size",
+        ),
+        ("--enable-dp-attention", "--enable-dp-attention: attention is divided by heads (--tp-size)"),
+        ("--load-balance-method shortest_queue", "--load-balance-method: --dp-size engines run on this host"),
         ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: supported are"),
         ("--speculative-config nonsense", "--speculative-config 'nonsense': it isn't a JSON object"),
         ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are dflash, "),
