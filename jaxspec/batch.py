@@ -6,6 +6,7 @@ when it admits a request; from then on it only names slots and pages. The last s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import flax.struct
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.request import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from jaxspec.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams, TokenLogprobs
 from jaxspec.sampling import Sampling
 
 
@@ -179,6 +180,18 @@ def unpack_blocks(
     the one after them; their page tables."""
     columns = block_columns(block)
     return packed[:, :_BLOCK].T, packed[:, _BLOCK:columns], packed[:, columns:]
+
+
+def unpack_logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:
+    """Unpack `round._pack_logprobs`: one row of int32 bits per token. `wanted`: how many of the top entries to
+    return."""
+    values = rows.view(np.float32)
+    entries = []
+    for row, value, token in zip(rows, values, tokens, strict=True):
+        ids, tops = row[1 : 1 + MAX_LOGPROBS], value[1 + MAX_LOGPROBS :]
+        top = tuple((int(i), float(v)) for i, v in zip(ids[:wanted], tops[:wanted], strict=True) if i >= 0)
+        entries.append(TokenLogprobs(token, float(value[0]), top))
+    return entries
 
 
 def ladder(limit: int) -> tuple[int, ...]:

@@ -277,11 +277,7 @@ class EngineConfig:
         shown="none: all tokens",
     )
     load_format: str = option(
-        "auto",
-        "auto, or dummy for random weights made from the config alone",
-        "FORMAT",
-        group=MODEL,
-        choices=("auto", "dummy"),
+        "auto", "auto, or dummy: random weights from the config alone", "FORMAT", group=MODEL, choices=("auto", "dummy")
     )
     context_length: int | None = option(
         None,
@@ -396,6 +392,9 @@ class EngineConfig:
         group=RUNNING,
         shown="8 on a GPU for weights under 1 GiB, else 1",
         least=1,
+    )
+    max_itl_ms: int | None = option(
+        None, "most ms between two rounds, prompts' programs included", "MS", group=RUNNING, shown="no limit", least=1
     )
     disable_overlap: bool = option(False, "read each round's result before the next is dispatched", group=RUNNING)
     disable_structured_output: bool = option(

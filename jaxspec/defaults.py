@@ -25,8 +25,9 @@ class Defaults:
     `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
     `mixture_prefill_size`: `chunked_prefill_size` of a mixture of experts, since a program of many tokens reads all
     experts. `least_rows`: the fewest rows of a round of several requests, padding included; on a GPU fewer cost as
-    much. `some_drafts`: whether there are rounds of some of a drafter's drafts, not just of none and all; on a CPU,
-    where whole models take longest to compile, they'd gain 5%.
+    much. `held_tokens`: prompt tokens computed between two rounds while a crowd waits for free slots. `some_drafts`:
+    whether there are rounds of some of a drafter's drafts, not just of none and all; on a CPU, where whole models take
+    longest to compile, they'd gain 5%.
     """
 
     block: int
@@ -35,6 +36,7 @@ class Defaults:
     chunked_prefill_size: int
     mixture_prefill_size: int
     least_rows: int
+    held_tokens: int
     some_drafts: bool
     small_model_rounds: int
 
@@ -46,6 +48,7 @@ CPU = Defaults(
     chunked_prefill_size=256,
     mixture_prefill_size=256,
     least_rows=1,
+    held_tokens=256,
     some_drafts=False,
     small_model_rounds=1,
 )
@@ -56,6 +59,7 @@ GPU = Defaults(
     chunked_prefill_size=2048,
     mixture_prefill_size=8192,
     least_rows=8,
+    held_tokens=8192,
     some_drafts=True,
     small_model_rounds=8,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,13 @@ import jax
 import numpy as np
 
 from jaxspec.adaptive import Chooser, Group
-from jaxspec.batch import fit
+from jaxspec.batch import fit, unpack_logprobs
 from jaxspec.config import EngineConfig
+from jaxspec.defaults import here
 from jaxspec.drafters.watch import Watch
 from jaxspec.intake import Choice, Intake, Request
-from jaxspec.request import MAX_LOGPROBS, Delta, RequestError, RequestMetrics, TokenLogprobs
+from jaxspec.pace import Behind, Pace
+from jaxspec.request import Delta, RequestError, RequestMetrics
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler
@@ -46,7 +48,7 @@ class Flight:
     chunk: Chunk | None = None  # the part of a prompt that was scored
     drafts: int = 0  # of a round
     group: Group | None = None  # of a round whose drafts were chosen, and may tell how to choose
-    alone: bool = False  # nothing else was dispatched since the program before it
+    behind: Behind | None = None  # of a round: what was dispatched since the one before it
     started: float = field(default_factory=time.monotonic)  # seconds
 
 
@@ -75,6 +77,7 @@ class Engine:
             prefix_cache=not self.config.disable_prefix_cache and snapshots != (),
             reach=self.runner.draft.drafter.reach,
             rounds=shapes.rounds,
+            held_tokens=here().held_tokens,
             snapshots=snapshots,
             snapshot_interval=self.config.state_snapshot_interval,
         )
@@ -88,6 +91,8 @@ class Engine:
         self.step_tokens = Tally(STEP_TOKENS)
         self.rounds_by_drafts = Counter(dict.fromkeys(self.runner.drafts, 0))
         self.chooser = self._chooser()
+        self.pace = Pace(self.config.max_itl_ms and self.config.max_itl_ms / 1e3)
+        self.timeline = None  # the `timeline.Timeline` that records, if one does
         self._read_at = 0.0  # when the last result was read
         self._flights: deque[Flight] = deque()
         draft = self.runner.draft
@@ -150,11 +155,14 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Plan and dispatch one step, read what is due, and return what the requests gained."""
-        deltas: list[Delta] = []
+        deltas, began = [], time.monotonic()
+        self.scheduler.between = self.pace.tokens()
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
         table = self.scheduler.table
+        prompts = sum(chunk.count for chunk in plan.prefill)
         if plan.prefill:  # first, so that the device is at work while slots are set up
+            self.pace.prompts(prompts, began)
             scored = self.runner.prefill(plan.prefill, table)
             if scored is not None:
                 (chunk,) = plan.prefill
@@ -164,11 +172,12 @@ class Engine:
         if plan.first:
             self._first(plan.first, table)
         if plan.rows:
-            self._round(plan.rows, plan.rounds, table, deltas, alone=not plan.prefill)
-        ahead = (plan.rows or plan.first) and not self.config.disable_overlap
-        self._read(deltas, keep=1 if ahead else 0)
-        if moved := sum(chunk.count for chunk in plan.prefill) + sum(len(delta.token_ids) for delta in deltas):
+            self._round(plan.rows, plan.rounds, table, deltas)
+        self._read(deltas, keep=int(bool(plan.rows or plan.first) and not self.config.disable_overlap))
+        if moved := prompts + sum(len(delta.token_ids) for delta in deltas):
             self.step_tokens.observe(moved)
+        if self.timeline is not None:
+            self.timeline.step(began, prompts, deltas)
         return deltas
 
     def _first(self, seqs: list[Sequence], table: np.ndarray) -> None:
@@ -183,19 +192,16 @@ class Engine:
                 seq.owner.matcher.epoch = seq.epoch
         self._fly(self._read_first, self.runner.masked_first(slots, table, *masks), seqs, LOGPROBS)
 
-    def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta], alone: bool) -> None:
-        """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second.
-
-        `alone`: it is all that this step dispatches.
-        """
+    def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
+        """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second."""
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
+        behind = self.pace.round(time.monotonic())
         if not _constrained(seqs):
             mode = self.runner.mode_of_round(mode, len(seqs), rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
             result = self.runner.round(slots, table, mode, rounds, drafts)
-            self._flights.append(
-                Flight(self._read_rounds, result, _rows(seqs), mode, None, drafts, chosen, alone, started)
-            )
+            flown = self._read_rounds, result, _rows(seqs), mode, None, drafts, chosen, behind, started
+            self._flights.append(Flight(*flown))
             return
         mode = self.runner.mode_of_open_round(mode, len(seqs))
         opened = self.runner.open_round(slots, table, mode, [self._forced(seq) for seq in seqs])
@@ -204,7 +210,7 @@ class Engine:
         matchers = [seq.owner.matcher if seq.epoch == epoch else None for seq, epoch in rows]
         masks = round_masks(matchers, np.asarray(opened.drafts), self.runner.width, self.model_config.vocab_size)
         result = self.runner.close_round(opened, *masks)
-        self._flights.append(Flight(self._read_rounds, result, rows, mode, drafts=self.runner.drafts[-1]))
+        self._flights.append(Flight(self._read_rounds, result, rows, mode, None, self.runner.drafts[-1], None, behind))
 
     def _choose(self, seqs: list[Sequence], mode: str, rounds: int) -> tuple[int, Group | None]:
         """How many drafts a round has, and the group of programs it was chosen from; None if there was no choice.
@@ -246,7 +252,9 @@ class Engine:
         while len(self._flights) > keep:
             flight = self._flights.popleft()
             result, now = np.asarray(flight.result), time.monotonic()
-            if flight.group is not None and flight.alone:
+            if flight.behind is not None:
+                self.pace.read(flight.behind, now)
+            if flight.group is not None and not flight.behind.prompts:
                 self.chooser.took(flight.group, flight.drafts, now - max(self._read_at, flight.started))
             self._read_at = now
             flight.read(flight, result, deltas)
@@ -297,7 +305,7 @@ class Engine:
         entries, wanted = None, choice.request.params.logprobs
         if wanted is not None:
             packed = np.concatenate([each[: row[EMITTED]] for each, row in zip(logprobs, rows, strict=False)])
-            entries = _logprobs(packed, tokens, wanted)
+            entries = unpack_logprobs(packed, tokens, wanted)
         try:
             if choice.matcher is not None:
                 self.totals["forced_tokens"] += choice.matcher.advance(tokens)
@@ -332,7 +340,9 @@ class Engine:
         request, after = seq.owner.request, flight.chunk.start + 1
         tokens = request.tokens[after : after + flight.chunk.count]  # the token after the prompt isn't the prompt's
         rows = result.reshape(-1, LOGPROB_WIDTH)[: len(tokens)]
-        request.prompt_logprobs[after : after + len(tokens)] = _logprobs(rows, tokens, request.params.prompt_logprobs)
+        request.prompt_logprobs[after : after + len(tokens)] = unpack_logprobs(
+            rows, tokens, request.params.prompt_logprobs
+        )
 
     def _advance(self, choice: Choice, tokens: list[int], entries: list | None, done: bool) -> Delta:
         """Turn new tokens into a delta: text, stop strings, and the end if it has come."""
@@ -433,15 +443,3 @@ def _sources(row: list[int]) -> list[str]:
     drafted, accepted = row[DRAFTED], row[ACCEPTED]
     own = "plain" if not drafted else "bonus" if accepted > drafted else "corrected"
     return [*["accepted"] * (accepted - 1), own][: row[EMITTED]]
-
-
-def _logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:
-    """Unpack `round._pack_logprobs`: one row of int32 bits per token. `wanted`: how many of the top entries to
-    return."""
-    values = rows.view(np.float32)
-    entries = []
-    for row, value, token in zip(rows, values, tokens, strict=True):
-        ids, tops = row[1 : 1 + MAX_LOGPROBS], value[1 + MAX_LOGPROBS :]
-        top = tuple((int(i), float(v)) for i, v in zip(ids[:wanted], tops[:wanted], strict=True) if i >= 0)
-        entries.append(TokenLogprobs(token, float(value[0]), top))
-    return entries

@@ -13,6 +13,9 @@ page freed here may be given away at once: a program that still writes to it run
 With linear attention, each slot also has a state, of the tokens so far. A prefill leaves snapshots of it at the ends of
 pages, from which a later prompt with the same beginning continues. Generated text has none.
 
+A round costs nearly as much for few requests as for many. So while a crowd waits for free slots, prompts go first, and
+rounds are *held* for a while.
+
 Order is strict, first come first served. Everything admitted is older than everything waiting (the youngest is
 preempted first), and at most one prompt is unfinished at a time, the youngest admitted.
 """
@@ -20,14 +23,17 @@ preempted first), and at most one prompt is unfinished at a time, the youngest a
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 
+from jaxspec.audit import audit
 from jaxspec.pages import Node, PagePool, PrefixTree, Snapshots
 from jaxspec.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.sequence import Chunk, Plan, Sequence, State
+
+CROWD, CROWD_SHARE = 8, 1 / 16  # requests that could come now and for whom rounds are held, and of those that run
 
 
 class Scheduler:
@@ -43,12 +49,14 @@ class Scheduler:
       prefix.
     - `reach`: tokens beyond a page on which its content depends, see `PrefixTree`.
     - `rounds`: rounds in one program when no request can be admitted.
+    - `held_tokens`: prompt tokens between two rounds while a crowd waits; otherwise one program's.
     - `snapshots`: of a model with linear attention, the state slots for snapshots; None of other models.
       `snapshot_interval`: prompt tokens between two of them, rounded up to whole blocks and pages.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
     the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling` and
-    `running` (in order of arrival) are for looking at.
+    `running` (in order of arrival) are for looking at. `between`, which may be set before each plan, is how many prompt
+    tokens there may be between two rounds, crowd or not, but for a block; None: as above.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class Scheduler:
         prefix_cache: bool = True,
         reach: int = 0,
         rounds: int = 1,
+        held_tokens: int = 0,
         snapshots: Iterable[int] | None = None,
         snapshot_interval: int = 256,
     ):
@@ -86,6 +95,8 @@ class Scheduler:
         self.context_length = context_length
         self.prefix_cache = prefix_cache
         self.rounds = rounds
+        self.held_tokens = held_tokens
+        self.between: int | None = None
         self.pool = PagePool(num_pages)
         self.snapshot_slots = None if snapshots is None else tuple(snapshots)
         self.snapshots = None if snapshots is None else Snapshots(self.snapshot_slots)
@@ -99,6 +110,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._since = 0  # prompt tokens planned since the last round, or since there is a request for one
         self._refused = False  # the head of `waiting` didn't fit, and no sequence has left since: don't match it again
 
     @property
@@ -177,6 +189,11 @@ class Scheduler:
         for seq in first:
             seq.in_flight += 1
         rows = [seq for seq in self.running if self._goes_on(seq)]
+        self._since += sum(chunk.count for chunk in prefill)
+        if prefill and self._held(len(rows)):
+            rows = []
+        else:
+            self._since = 0
         rounds = self._lookahead(rows)
         for seq in rows:
             seq.in_flight += rounds
@@ -217,43 +234,7 @@ class Scheduler:
 
     def audit(self) -> None:
         """Check that pages and slots balance. **Raises:** `RuntimeError` listing every one that doesn't."""
-        admitted, usable = self._admitted(), range(1, self.pool.num_pages)
-        holders = Counter(page for seq in admitted for page in seq.pages)
-        nodes = list(self.tree.nodes())
-        cached = Counter(node.page for node in nodes)
-        wrong = [
-            f"page {page} is counted {self.pool.refcount(page)} times, held by {holders[page]} sequences "
-            f"and {cached[page]} nodes of the prefix tree"
-            for page in usable
-            if self.pool.refcount(page) != holders[page] + cached[page] or cached[page] > 1
-        ]
-        figures = {
-            "free pages": (self.pool.free, sum(not (holders[p] or cached[p]) for p in usable)),
-            "cached pages": (self.tree.num_pages, len(cached)),
-            "evictable pages": (self.tree.evictable, sum(not holders[page] for page in cached)),
-            "uses of page 0": (holders[0] + cached[0] + self.pool.refcount(0), 0),
-            "slots": (sorted([*self._free_slots, *(s.slot for s in admitted)]), list(range(len(self.table) - 1))),
-        }
-        if self.snapshots is not None:
-            owners = [node for node in nodes if node.snapshot is not None]
-            figures["owners of snapshots"] = (set(self.snapshots.owners), set(owners))
-            owned = sorted([*self.snapshots.free, *(node.snapshot for node in owners)])
-            figures["snapshot slots"] = (owned, sorted(self.snapshot_slots))
-        wrong += [f"{name}: {found}, should be {due}" for name, (found, due) in figures.items() if found != due]
-        wrong += [
-            f"page {node.page} is held, but page {node.parent.page} before it in the prefix tree is not"
-            for node in nodes
-            if holders[node.page] and node.depth > 1 and not holders[node.parent.page]
-        ]
-        table = np.zeros_like(self.table)
-        for seq in admitted:
-            table[seq.slot, : len(seq.pages)] = seq.pages
-        wrong += [
-            f"row {row} of the table is not its slot's pages" for row in np.flatnonzero((table != self.table).any(1))
-        ]
-        wrong += [f"waiting, but owns something: {seq}" for seq in self.waiting if seq.pages or seq.slot >= 0]
-        if wrong:
-            raise RuntimeError("pages and slots don't balance:\n" + "\n".join(wrong))
+        audit(self)
 
     def _admitted(self) -> list[Sequence]:
         return self.running + ([self.prefilling] if self.prefilling else [])
@@ -321,11 +302,24 @@ class Scheduler:
             self._give(seq, pages)
         return rounds
 
+    def _held(self, rows: int) -> bool:
+        """Whether a round for `rows` requests waits for another program of prompts."""
+        coming = 0 if self._refused else min(len(self.waiting), len(self._free_slots))
+        most = self.held_tokens if self.between is None else self.between
+        crowd = coming >= max(CROWD, CROWD_SHARE * rows)
+        return crowd and rows > 0 and self._since + self.chunk_tokens <= most
+
+    def _room(self) -> int:
+        """Prompt tokens that the next program may have."""
+        if self.between is None or not self.running:
+            return self.chunk_tokens
+        return min(self.chunk_tokens, max(self.between - self._since, self.block))
+
     def _fill(self) -> tuple[list[Sequence], list[Chunk]]:
         """Admissions and chunks within one program's budget: the unfinished prompt first, then new ones in order."""
         admit: list[Sequence] = []
         chunks: list[Chunk] = []
-        blocks = self.chunk_tokens // self.block
+        blocks = self._room() // self.block
         while blocks:
             if not self.prefilling:
                 if not (seq := self._admit_next(alone=not chunks)):

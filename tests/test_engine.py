@@ -65,6 +65,21 @@ def test_overlap_changes_nothing_but_time(llm):
     assert all(out == outs[True, 1] for out in outs.values())
 
 
+def test_held_rounds_and_short_prompts_change_nothing_but_time(llm, monkeypatch):
+    core, outs, rounds = llm.engine, {}, {}
+    monkeypatch.setattr("jaxspec.scheduler.CROWD", 1)
+    for held, between in ((0, None), (256, None), (0, 16), (256, 100)):
+        monkeypatch.setattr(core.scheduler, "held_tokens", held)
+        monkeypatch.setattr(core.pace, "tokens", lambda between=between: between)
+        before = core.totals["rounds"]
+        outs[held, between] = [said(out) for out in llm.generate(*mixed_load())]
+        rounds[held, between] = core.totals["rounds"] - before
+        assert core.flush_cache()
+    assert all(out == outs[0, None] for out in outs.values())
+    assert rounds[256, None] < rounds[0, None] < rounds[0, 16]
+    assert core.stats()["compiles_since_start"] == 0 or core.config.skip_warmup
+
+
 @pytest.mark.parametrize("rounds", [1, 4])
 @pytest.mark.parametrize("overlap,waste", [(True, 1), (False, 0)])
 def test_a_request_wastes_at_most_one_program(monkeypatch, overlap, waste, rounds):

@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A line's modules may import those of their own line and of the lines above it here.
 LAYERS = (
-    "adaptive affinity channel fp8 mxfp4 weights options values elsewhere measure pages sequence streams interrupts",
+    "adaptive affinity audit channel fp8 mxfp4 weights options values elsewhere measure pace pages sequence",
+    "streams interrupts",
     "request pallas",
     "stats",
     "decoder sharding",
@@ -30,7 +31,7 @@ LAYERS = (
     "timing",
     "defaults runner",
     "intake",
-    "engine gathered",
+    "engine gathered timeline",
     "llm",
     "data_parallel engine_process engine_worker",
     "bench train cli __main__",

@@ -39,6 +39,8 @@ WORLDS = {
     "states, tight": dict(snapshots=range(5, 8), snapshot_interval=6, num_pages=19, page_size=3, context_length=48),
     "one snapshot": dict(snapshots=[9], snapshot_interval=12, num_pages=30, page_size=2, block=3, chunk_tokens=12),
     "no snapshots": dict(snapshots=(), num_pages=22),
+    "crowd": dict(num_slots=12, num_pages=70, chunk_tokens=8, held_tokens=24),
+    "crowd, tight": dict(num_slots=11, num_pages=30, page_size=3, context_length=48, held_tokens=99),
 }
 SEEN = Counter()
 
@@ -53,6 +55,8 @@ def test_any_mix_of_operations(sizes, lag):
                 if len(world.live()) < 12:
                     world.add()
             world.disturb()
+            if "held_tokens" in sizes:
+                world.scheduler.between = world.random.choice([None, None, 0, 6, 40])
             world.step()
         steps = 0
         while world.scheduler.unfinished:
@@ -72,7 +76,7 @@ def test_the_mix_had_everything_in_it():
         pytest.skip("runs after test_any_mix_of_operations")
     aborted = [f"abort {state}" for state in ("waiting", "prefill", "running")]
     events = ("done", "shared", "scored", "several rounds", "preempted", "drained", "stale result", "drafter caught up")
-    for event in (*events, "snapshots", "gone on from a snapshot", *aborted):
+    for event in (*events, "held", "snapshots", "gone on from a snapshot", *aborted):
         assert SEEN[event] > 10, (event, SEEN)
     assert not SEEN["drained at lag 0"]
 
@@ -323,3 +327,54 @@ def test_snapshots_stand_where_they_will_be_wanted():
     third = sequence(s, [*range(22), 7])
     assert (s.plan().prefill[0].start, third.cached) == (20, 20)
     s.audit()
+
+
+# -- rounds and prompts in turn ----------------------------------------------------------------------------------------
+
+
+def burst(count=12, **sizes):
+    """`count` prompts of a block each come at once, of which a program holds two."""
+    s = make(num_slots=12, num_pages=99, block=8, chunk_tokens=16, held_tokens=64, **sizes)
+    return s, [sequence(s, [i] * 8) for i in range(count)]
+
+
+def test_rounds_wait_while_a_crowd_comes():
+    s, _ = burst()
+    rows = [len(s.plan().rows) for _ in range(7)]
+    # two prompts a program; with 10 and 8 still to come the round waits, with 6 it doesn't
+    assert rows == [0, 0, 6, 8, 10, 12, 12]
+    s, _ = burst(8)  # 6 more is no crowd
+    assert [len(s.plan().rows) for _ in range(4)] == [2, 4, 6, 8]
+
+
+def test_a_held_round_comes_after_so_many_prompt_tokens():
+    s, _ = burst()
+    s.held_tokens = 32  # two programs
+    assert [len(s.plan().rows) for _ in range(6)] == [0, 4, 6, 8, 10, 12]
+
+
+def test_nothing_is_held_for_requests_that_have_no_slot():
+    s = make(num_slots=4, block=8, chunk_tokens=16, held_tokens=64)
+    for i in range(12):
+        sequence(s, [i] * 8)
+    assert [len(s.plan().rows) for _ in range(2)] == [2, 4]
+
+
+def test_between_limits_prompt_tokens_beside_requests_that_run():
+    s = make(num_slots=6, num_pages=99, block=4, chunk_tokens=32, held_tokens=64)
+    s.between = 8
+    first = sequence(s, [1] * 30)
+    plan = s.plan()  # nobody runs, so nobody waits
+    assert [chunk.count for chunk in plan.prefill] == [30]
+    read(s, plan)
+    sequence(s, [2] * 30)
+    counts = []
+    for _ in range(4):
+        plan = s.plan()
+        counts.append(sum(chunk.count for chunk in plan.prefill))
+        assert plan.rows[0] is first
+        read(s, plan)
+    assert counts == [8, 8, 8, 6]
+    s.between = 1  # less than a block: a block, or prompts would never be done
+    sequence(s, [3] * 30)
+    assert sum(chunk.count for chunk in s.plan().prefill) == 4
