@@ -109,6 +109,7 @@ class Programs:
         self._compiled: dict[tuple[str, int], Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
         self._stopped = False
+        self.watch: Callable[[str, np.ndarray | Array, float, tuple], None] | None = None  # told of each call
         self.compiling = 0  # calls that wait for their program to be compiled
         self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
 
@@ -269,7 +270,11 @@ class Programs:
 
     def _call(self, kind: str, state: State, packed: np.ndarray | Array, *handed: Any) -> tuple:
         self.dispatches[kind] += 1
-        return self._program(kind, len(packed), state)(*self._weights(kind), state, packed, *handed)
+        called = time.monotonic()
+        results = self._program(kind, len(packed), state)(*self._weights(kind), state, packed, *handed)
+        if self.watch is not None:
+            self.watch(kind, packed, called, results)
+        return results
 
     def _program(self, kind: str, size: int, state: State) -> Any:
         program = self._compiled.get((kind, size)) or self._kept(kind, size, state)

@@ -88,12 +88,13 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 
 def prefill(
     config: ModelConfig, drafter: Drafter, block: int, score: bool, params: Any, draft_params: Any, state: State, packed
-) -> tuple[State, Int[Array, "b t w"] | None]:
+) -> tuple[State, Int[Array, ""] | Int[Array, "b t w"]]:
     """Compute keys, values and states of blocks of known tokens, packed as by `batch.pack_blocks`. State slots to start
     from and to keep snapshots in are as in `mixers.PromptBlocks`. Request slots themselves aren't read.
 
     A block that ends with the newest known token leaves that row for `first`. The drafter doesn't see the row: the
-    token after it isn't known yet. With `score`, also returns the packed logprobs of the token after each row.
+    token after it isn't known yet. Returned are how many tokens there were, which shows when they are done; with
+    `score`, the packed logprobs of the token after each row.
     """
     (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
@@ -113,7 +114,7 @@ def prefill(
     replay = state.replay.at[slots].set(0)
     state = state.replace(cache=hidden.cache, replay=replay, draft=draft, hidden=final, features=features)
     if not score:
-        return state, None
+        return state, jnp.sum(count)
     scores = _score(config, params, hidden, LOGPROBS)
     return state, told(_pack_logprobs(scores, mine(next_tokens)), len(tokens))
 

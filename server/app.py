@@ -23,6 +23,7 @@ from server.routes.generation import add_generation
 from server.routes.health import add_health
 from server.routes.information import add_information
 from server.routes.playground import add_playground
+from server.routes.profile import add_profile
 from server.routes.responses import add_responses
 from server.routes.serving import Serving
 from server.routes.sglang import add_sglang
@@ -65,6 +66,7 @@ def create_app(
     add_tokens(app, serving)
     add_health(app, llm, metrics)
     add_information(app, llm, name, metrics)
+    add_profile(app, llm)
     add_playground(app, name)
     openapi.describe(app, llm.model_config.vocab_size)
     return app

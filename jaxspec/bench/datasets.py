@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,61 @@ import numpy as np
 from jaxspec.bench import agent, questions
 from jaxspec.bench.results import BenchError
 from jaxspec.flags import natural, positive
+from jaxspec.request import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
 SYNTHETIC = ("random", "shared-prefix")
 DATASETS = (*SYNTHETIC, "agent", *questions.FORMATS)
 
 
+class Lengths(str):
+    """Numbers of tokens: 1024, 256-2048 (each as likely), or several of these by weight, 64-512:9,8192:1.
+
+    **Raises:** `ValueError` for anything else.
+    """
+
+    def __init__(self, text: str):
+        parts = [part.partition(":") for part in text.split(",")]
+        weights = [float(weight) if colon else 1.0 for _, colon, weight in parts]
+        self._ranges = [tuple(map(int, (each.split("-") * 2)[:2])) for each, *_ in parts]
+        if not (min(weights) > 0 and all(1 <= low <= high for low, high in self._ranges)):
+            raise ValueError(text)
+        self._shares = [weight / sum(weights) for weight in weights]
+
+    @property
+    def most(self) -> int:
+        return max(high for _, high in self._ranges)
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """One of them; without drawing where there is one alone."""
+        at = rng.choice(len(self._shares), p=self._shares) if len(self._shares) > 1 else 0
+        low, high = self._ranges[at]
+        return low if low == high else int(rng.integers(low, high + 1))
+
+
+def lengths(text: str) -> Lengths:
+    """The argparse type."""
+    try:
+        return Lengths(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"takes tokens, a range, or several by weight, such as 1024, 256-2048 or 64-512:9,8192:1, got {text!r}"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, or a question for the chat template."""
+    """Token ids, or a question for the chat template. `output_len`: its new tokens at most, None: the load's."""
 
     tokens: tuple[int, ...] | None = None
     question: str | None = None
     template: tuple[tuple[str, Any], ...] = ()  # chat template arguments
     tools: int = 0  # functions that the model may call
+    output_len: int | None = None
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """Those of a load with this prompt's own number of new tokens."""
+        return params if self.output_len is None else replace(params, max_tokens=self.output_len)
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """Where to send it, and its part of the body."""
@@ -64,22 +105,32 @@ def _tools(count: int) -> list[dict[str, Any]]:
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, how_many: str = "for each load (four times the concurrency)"
+    parser: argparse.ArgumentParser,
+    how_many: str = "for each load (four times the concurrency)",
+    tokens: Callable[[str], Any] = lengths,
 ) -> None:
+    """`tokens`: the type of `--prompt-len` and `--output-len`, `positive` where they are one number."""
+    spread = "; 256-2048 or 64-512:9,8192:1 are drawn" if tokens is lengths else ""
     group = parser.add_argument_group("prompts")
     add = group.add_argument
     add("--dataset", choices=DATASETS, default="random", help="(%(default)s)")
     add("--data", type=Path, metavar="FILE", help="of a dataset with questions: the published file")
     add("--num-prompts", type=positive, metavar="N", help=how_many)
-    add("--prompt-len", type=positive, default=1024, metavar="TOKENS", help="random tokens in a prompt (%(default)s)")
+    add(
+        "--prompt-len",
+        type=tokens,
+        default="1024",
+        metavar="TOKENS",
+        help=f"random tokens in a prompt (%(default)s{spread})",
+    )
     add("--prefix-len", type=natural, default=512, metavar="TOKENS", help="shared tokens before them (%(default)s)")
     add("--prefixes", type=positive, default=4, metavar="N", help="different shared prefixes (%(default)s)")
     add(
         "--output-len",
-        type=positive,
-        default=256,
+        type=tokens,
+        default="256",
         metavar="TOKENS",
-        help="new tokens; at most, of questions (%(default)s)",
+        help=f"new tokens; at most, of questions (%(default)s{spread})",
     )
     add("--temperature", type=float, default=0.0, help="(%(default)s)")
     add_template_argument(group)
@@ -120,19 +171,24 @@ def source(args: argparse.Namespace, vocab: int) -> Callable[[int], list[Prompt]
     **Raises:** `BenchError` for a file that is missing or isn't what the dataset should be.
     """
     rng = np.random.default_rng(args.seed or 0)
-    draw = lambda length: tuple(rng.integers(0, vocab, length).tolist())  # noqa: E731
-    if args.dataset == "random":
-        return lambda count: [Prompt(draw(args.prompt_len)) for _ in range(count)]
-    if args.dataset == "shared-prefix":
-        prefixes = [draw(args.prefix_len) for _ in range(args.prefixes)]
-        return lambda count: [
-            Prompt(prefix + draw(args.prompt_len)) for prefix in itertools.islice(itertools.cycle(prefixes), count)
+    random = lambda length: tuple(rng.integers(0, vocab, length).tolist())  # noqa: E731
+    many = lambda tokens: tokens.draw(rng) if isinstance(tokens, Lengths) else tokens  # noqa: E731
+
+    def synthetic(prefixes: Iterable[tuple[int, ...]], count: int) -> list[Prompt]:
+        return [
+            Prompt(prefix + random(many(args.prompt_len)), output_len=many(args.output_len))
+            for prefix in itertools.islice(prefixes, count)
         ]
+
+    if args.dataset in SYNTHETIC:
+        shared = args.dataset == "shared-prefix"
+        prefixes = [random(args.prefix_len) for _ in range(args.prefixes)] if shared else [()]
+        return lambda count: synthetic(itertools.cycle(prefixes), count)
     template = tuple(args.chat_template_kwargs.items())
     asked = itertools.cycle(
         [Prompt(question=text, template=template, tools=args.tools) for text in _read(args.dataset, args.data)]
     )
-    return lambda count: list(itertools.islice(asked, count))
+    return lambda count: [replace(one, output_len=many(args.output_len)) for one in itertools.islice(asked, count)]
 
 
 def _read(dataset: str, path: Path | None) -> list[str]:

@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from jaxspec.bench import engines, floors, plots
 from jaxspec.bench.forced import expected_length
-from jaxspec.bench.load import Load
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
+from jaxspec.bench.steady import Load
 from jaxspec.engine import Engine
 from jaxspec.flags import positive
 

@@ -161,7 +161,7 @@ class EmptyPrograms(Programs):
         )
         # keep_unused: arguments that a program doesn't read would otherwise not be passed, which is cheaper
         jit = partial(jax.jit, donate_argnums=2, keep_unused=True)
-        prefill = jit(lambda params, draft_params, state, packed: (state, None))
+        prefill = jit(lambda params, draft_params, state, packed: (state, packed[0, 0]))
         self._jits = {
             "admit": jax.jit(_empty_admit, donate_argnums=0, keep_unused=True),
             "prefill": prefill,

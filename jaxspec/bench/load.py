@@ -1,159 +1,211 @@
-"""A closed load on an engine: N requests queued at once, served to the end, and the rounds in which all of them decode.
+"""An engine under load, and where its time goes: requests always at hand, or arriving at random, step by step.
 
-Invariant: the time is that of the engine's own loop. Between two steps the benchmark only reads counters.
+Offline: the engine's own loop, random weights unless --load-format says otherwise. For each N of --concurrency,
+--num-prompts requests are served, a new one as soon as one of N ends (a closed loop). For each R of --request-rate they
+arrive at random times, R a second on average (Poisson). R% is that share of what the last closed loop reached. Lengths
+are numbers, or drawn: --prompt-len 64-512:9,8192:1. With --accept-rates drafts are accepted at those rates.
+
+The timeline says what the device did: seconds for prompts, first tokens and rounds; `idle`, the share of time in which
+it had nothing to do; `few`, rounds of at most half as many requests as the fullest had; padding. `of parts` of a closed
+loop is the run's time over that of its parts: the same prompts by themselves, and as many full rounds as the tokens
+need. At 100% nothing is lost between them.
+TTFT, ITL and the others are as `serve` has them; `stall` is the longest gap between two outputs of any request.
+With --trace a file for ui.perfetto.dev is written for each load, with a track for programs and one for each request.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+import argparse
+import gc
+import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from jaxspec.bench.replay import Replay
-from jaxspec.bench.results import Row
+from jaxspec.bench import datasets, engines, latency, spent, traffic
+from jaxspec.bench.client import Reply
+from jaxspec.bench.forced import expected_length
+from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
+from jaxspec.bench.traffic import Load
 from jaxspec.engine import Engine
 from jaxspec.request import SamplingParams
+from jaxspec.timeline import Recording, Timeline
 
-SETTLING_STEPS = 2  # after the last first token: the program in flight then may still be a prefill's neighbour
-LEAST_ROUNDS = 4  # fewer say nothing
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The engine's counters after a step, and the time."""
-
-    time: float
-    totals: dict[str, int]
-
-    @classmethod
-    def take(cls, engine: Engine) -> Sample:
-        return cls(time.perf_counter(), dict(engine.totals))
-
-    def since(self, before: Sample, name: str) -> int:
-        return self.totals.get(name, 0) - before.totals.get(name, 0)
-
-
-class Steady:
-    """The rounds between the first and the last of `samples`, in which all of `count` requests decoded."""
-
-    def __init__(self, samples: list[Sample], start: Sample, count: int, prompt_len: int):
-        self._samples, self._count = samples, count
-        first, last = samples[0], samples[-1]
-        self.rounds = last.since(first, "rounds")
-        self.seconds = last.time - first.time
-        self.tokens = last.since(first, "generation_tokens")
-        self._verified = last.since(first, "verified_tokens")
-        self._verify_rounds = last.since(first, "verify_rounds")
-        halfway = (first.since(start, "generation_tokens") + last.since(start, "generation_tokens")) / 2
-        self.context = prompt_len + halfway / count  # mean tokens of a request
-
-    @property
-    def accept_length(self) -> float:
-        return self._verified / self._verify_rounds
-
-    def figures(self) -> Row:
-        steps = list(zip(self._samples, self._samples[1:], strict=False))
-        each = [(b.time - a.time) / b.since(a, "rounds") for a, b in steps if b.since(a, "rounds")]
-        return {
-            "rounds": self.rounds,
-            "ms_per_round": float(np.median(each)) * 1e3,
-            "mean_ms": self.seconds / self.rounds * 1e3,
-            "p99_ms": float(np.percentile(each, 99)) * 1e3,
-            "tokens_per_s": self.tokens / self.seconds,
-            "accept_length": self.accept_length,
-            "context": self.context,
-        }
+COLUMNS = (
+    Column("load", "load", "<26", 26),
+    Column("completed", "requests"),
+    Column("output_tokens_per_s", "tok/s out", ".0f"),
+    Column("accept_length", "accept len", ".2f"),
+    Column("of_parts", "of parts", ".1%"),
+    Column("ttft_p50_ms", "TTFT p50", ".0f"),
+    Column("ttft_p99_ms", "TTFT p99", ".0f"),
+    Column("itl_p50_ms", "ITL p50", ".1f"),
+    Column("itl_p99_ms", "ITL p99", ".1f"),
+    Column("stall_ms", "stall", ".0f"),
+    Column("compiles", "compiled"),
+)
+SPENT = (
+    Column("load", "load", "<26", 26),
+    Column("device_s", "seconds", ".2f"),
+    Column("prompt_s", "prompts", ".2f"),
+    Column("first_s", "first", ".2f"),
+    Column("round_s", "rounds", ".2f"),
+    Column("few_s", "of few", ".2f"),
+    Column("idle_share", "idle", ".1%"),
+    Column("prompts_alone_s", "prompts alone", ".2f"),
+    Column("rounds_alone_s", "rounds alone", ".2f"),
+    Column("prompt_programs", "prefills"),
+    Column("rounds", "rounds"),
+    Column("few_rounds", "of few"),
+    Column("rows", "rows", ".1f"),
+    Column("padded_rows_share", "padded", ".1%"),
+    Column("padded_tokens_share", "padded tokens", ".1%"),
+    Column("full_round_ms", "full round", ".2f"),
+    Column("tokens_per_step", "tok/step", ".1f"),
+    Column("host_step_ms", "host ms", ".2f"),
+)
+TABLES = (
+    Table("load: requests under load, ms", COLUMNS),
+    Table("where the device's time went, seconds and ms", SPENT),
+    latency.TABLE,
+)
+ALONE = 48  # prompts timed by themselves, at most
 
 
-class Load:
-    """`count` requests of `prompt_len` random tokens each, other ones in every run."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--concurrency", type=counts("1,8,32"), default="128", metavar="N,N,...", help="closed loops (%(default)s)")
+    add(
+        "--request-rate",
+        type=_rates,
+        default=[],
+        metavar="R,R,...",
+        help="also random arrivals: requests a second, or 70%% of what the last closed loop reached (none)",
+    )
+    add("--trace", type=Path, metavar="FOLDER", help="write each load's timeline here, for ui.perfetto.dev")
+    datasets.add_arguments(parser)
+    engines.add_accept_rates(parser)
+    engines.add_arguments(parser)
 
-    def __init__(self, engine: Engine, rng: np.random.Generator, count: int, prompt_len: int):
-        self._engine, self._rng, self._count, self._prompt_len = engine, rng, count, prompt_len
-        self._burst = 1  # rounds in a program, as far as seen
 
-    def run(self, output_len: int, back_to_back: bool = False, profiled: bool = False) -> Row:
-        """Serve them, `output_len` new tokens each; the figures. Those of too few steady rounds are None.
+def _rates(text: str) -> list[str]:
+    parts = text.split(",")
+    try:
+        good = all(float(part.removesuffix("%")) > 0 for part in parts)
+    except ValueError:
+        good = False
+    if not good:
+        raise argparse.ArgumentTypeError(f"takes requests a second or shares, such as 5,10 or 70%,90%, got {text!r}")
+    return parts
 
-        With `back_to_back` the round program is timed by itself as well, once the steady rounds are over, and if
-        `profiled` its kernels are.
 
-        **Raises:** `RequestError` for lengths that don't fit the engine.
-        """
-        engine, before = self._engine, self._engine.stats()
-        replay = Replay(engine.runner) if back_to_back else None
-        start, samples, program = Sample.take(engine), [], None
-        apart = Counter()  # what timing the program cost: it is no part of the run
-        try:
-            for phase in self._steps(output_len):
-                if phase == "steady":
-                    samples.append(Sample.take(engine))
-                elif phase == "closing" and replay is not None:
-                    steady = self._steady(samples, start)
-                    began, compiled = time.perf_counter(), engine.stats()["compiles_total"]
-                    if steady is not None:
-                        program = replay.figures(steady.context, steady.accept_length, profiled)
-                    apart["seconds"] = time.perf_counter() - began
-                    apart["compiles"] = engine.stats()["compiles_total"] - compiled
-        finally:
-            if replay is not None:
-                replay.close()
-        end, after = Sample.take(engine), engine.stats()
-        steady = self._steady(samples, start)
-        missing = ("rounds", "ms_per_round", "mean_ms", "p99_ms", "tokens_per_s", "accept_length", "context")
-        row = dict.fromkeys(missing) if steady is None else steady.figures()
-        row["run_tokens_per_s"] = end.since(start, "generation_tokens") / (end.time - start.time - apart["seconds"])
-        for name in ("preemptions", "compiles"):
-            row[name] = after[f"{name}_total"] - before[f"{name}_total"] - apart[name]
-        if back_to_back:
-            row |= program or {"program_ms": None}
-            row["engine_overhead"] = None if program is None else row["mean_ms"] / row["program_ms"] - 1
-        return row
+def run(args: argparse.Namespace, result: Result) -> None:
+    """Every closed loop, then all arrivals. Without warm-up a rehearsal meets the programs first."""
+    datasets.check(args)
+    most = max(args.concurrency)
+    engine = engines.start(args, result, most, args.accept_rates)
+    if args.accept_rates:
+        result.fact(expected_accept_length=expected_length(args.accept_rates))
+    take = datasets.source(args, engine.model_config.vocab_size)
+    params = SamplingParams(
+        temperature=args.temperature,
+        max_tokens=args.output_len.most,
+        ignore_eos=args.dataset in datasets.SYNTHETIC,
+    )
+    rng, reached = np.random.default_rng(args.seed or 0), None
+    loads = [(n, None) for n in args.concurrency] + [(most, rate) for rate in args.request_rate]
+    for concurrency, rate in tqdm(loads, desc="load", unit="load", disable=None):
+        count, starts = args.num_prompts or 4 * concurrency, None
+        name = f"closed loop of {concurrency}"
+        if rate is not None:
+            share = rate.endswith("%")
+            a_second = float(rate.removesuffix("%")) * (reached / 100 if share else 1)
+            name = f"{a_second:.1f}/s" + f", {rate} of the loop" * share
+            starts = np.cumsum(rng.exponential(1 / a_second, count)).tolist()
+        if engine.config.skip_warmup:  # of what it meets, nothing is compiled when it counts
+            rehearsal = min(count, 2 * concurrency)
+            _serve(engine, Load(take(rehearsal), [0.0] * rehearsal, concurrency, params))
+        at_once = concurrency if rate is None else count
+        row, recording = measure(engine, name, Load(take(count), starts or [0.0] * count, at_once, params))
+        if rate is None:
+            reached = row["completed"] / row["seconds"]
+        row |= {"concurrency": concurrency, "request_rate": rate}
+        alone = alone_seconds(engine, take(min(count, ALONE)), row["prefilled_tokens"], params)
+        parts = row["device_s"] / (alone + row["rounds_alone_s"]) if rate is None else None
+        row |= {"prompts_alone_s": alone, "of_parts": parts}
+        result.add(row)
+        tell(result, row, args)
+        if args.trace is not None:
+            args.trace.mkdir(parents=True, exist_ok=True)
+            file = args.trace / f"{name.replace('/', ' per ')}.json"
+            file.write_text(json.dumps(recording.trace()))
+    result.fact(memory=memory_facts())
 
-    def params(self, output_len: int) -> SamplingParams:
-        """Of every request."""
-        return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
 
-    def _steady(self, samples: list[Sample], start: Sample) -> Steady | None:
-        if len(samples) < 2:
-            return None
-        steady = Steady(samples, start, self._count, self._prompt_len)
-        return steady if steady.rounds >= LEAST_ROUNDS else None
+def _serve(engine: Engine, load: Load) -> list[Reply]:
+    gc.collect()
+    return traffic.serve(engine, load)
 
-    def _steps(self, output_len: int) -> Iterator[str]:
-        """Step until all requests have ended; yields where each step left them.
 
-        "filling" until all have a first token and the loop has settled, "steady" while all decode, "closing" once, when
-        the first to end is about to, then "ending".
-        """
-        engine = self._engine
-        gained = self._queue(output_len)
-        phase, settling = "filling", SETTLING_STEPS
-        while engine.busy:
-            rounds = engine.totals["rounds"]
-            deltas = engine.step()
-            self._burst = max(self._burst, engine.totals["rounds"] - rounds)
-            for delta in deltas:
-                gained[delta.request_id] += len(delta.token_ids)
-            # as much may be gained by the program in flight, and by the one that the next step dispatches
-            ahead = 2 * self._burst * engine.runner.width
-            if phase in ("closing", "ending"):
-                phase = "ending"
-            elif max(gained.values()) + ahead >= output_len:
-                phase = "closing"
-            elif all(gained.values()):
-                phase, settling = "filling" if settling else "steady", max(settling - 1, 0)
-            yield phase
+def measure(engine: Engine, name: str, load: Load) -> tuple[Row, Recording]:
+    """Serve a load under a timeline.
 
-    def _queue(self, output_len: int) -> dict[str, int]:
-        """Add the requests; their ids, with no tokens yet."""
-        engine = self._engine
-        params = self.params(output_len)
-        prompts = self._rng.integers(0, engine.model_config.vocab_size, (self._count, self._prompt_len))
-        requests = [engine.prepare(prompt, params) for prompt in prompts.tolist()]
-        for request in requests:
-            engine.add(request)
-        return {request.id: 0 for request in requests}
+    **Raises:** `BenchError` for a load in which no round ran.
+    """
+    before, timeline = engine.stats(), Timeline(engine)
+    gc.collect()
+    timeline.start()
+    try:
+        replies = traffic.serve(engine, load)
+    finally:
+        recording = timeline.stop()
+    after, shapes = engine.stats(), engine.runner.shapes
+    row = {"load": name} | latency.figures(replies) | spent.figures(recording, shapes.block, shapes.rounds)
+    if row["full_round_ms"] is None:
+        raise BenchError(f"{name}: no round ran, so there is nothing to say; raise --output-len")
+    gaps = [gap for reply in replies for gap in np.diff(reply.arrivals)]
+    rounds, tokens = (after[key] - before[key] for key in ("verify_rounds_total", "verified_tokens_total"))
+    row |= {
+        "stall_ms": float(max(gaps, default=0.0)) * 1e3,
+        "accept_length": tokens / rounds if rounds else None,
+        "compiles": after["compiles_total"] - before["compiles_total"],
+        "preemptions": after["preemptions_total"] - before["preemptions_total"],
+        "cached_tokens": after["cached_tokens_total"] - before["cached_tokens_total"],
+        "truncated": recording.full,
+        "bins": spent.bins(recording),
+    }
+    return row, recording
+
+
+def alone_seconds(engine: Engine, prompts: list[datasets.Prompt], tokens: int, params: SamplingParams) -> float:
+    """What so many prompt tokens take by themselves: by these prompts, all at once, one new token each."""
+    prompts = [datasets.replace(prompt, output_len=1) for prompt in prompts]
+    timeline = Timeline(engine)
+    gc.collect()
+    timeline.start()
+    try:
+        traffic.serve(engine, Load(prompts, [0.0] * len(prompts), len(prompts), params))
+    finally:
+        programs = timeline.stop().programs
+    return (programs[-1].ended - programs[0].called) / max(sum(p.tokens for p in programs), 1) * tokens
+
+
+def tell(result: Result, row: Row, args: argparse.Namespace) -> None:
+    """What makes a row mean less than it seems to."""
+    if row["preemptions"]:
+        result.note(f"{row['load']}: {row['preemptions']} preemptions, because there are too few KV pages for it")
+    if row["compiles"]:
+        result.note(f"{row['load']}: {row['compiles']} programs were compiled meanwhile; its times include that")
+    if row["truncated"]:
+        result.note(f"{row['load']}: the timeline was full before its end; lower --num-prompts {args.num_prompts}")
+
+
+def plot(document: Document, figure: Any) -> None:
+    """For each load what the device did over time, above its requests and tokens a second."""
+    rows = [row for row in document["rows"] if row["bins"]]
+    figure.set_size_inches(5.5 * max(len(rows), 2), 6)
+    axes = figure.subplots(2, len(rows), squeeze=False)
+    for i, row in enumerate(rows):
+        spent.draw(row, (axes[0][i], axes[1][i]))

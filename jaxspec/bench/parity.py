@@ -41,7 +41,7 @@ LENGTH_STEP = 256  # margins are computed at multiples of this length, so that f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    datasets.add_arguments(parser, "in all (200)")
+    datasets.add_arguments(parser, "in all (200)", positive)
     parser.add_argument("--concurrency", type=positive, default=32, metavar="N", help="most at once (%(default)s)")
     engines.add_arguments(parser, load_format="auto")
     parser.set_defaults(dataset="spec-bench", num_prompts=200)

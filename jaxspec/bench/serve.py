@@ -129,7 +129,7 @@ def make_loads(args: argparse.Namespace, vocab: int) -> list[Load]:
     take = datasets.source(args, vocab)
     params = SamplingParams(
         temperature=args.temperature,
-        max_tokens=args.output_len,
+        max_tokens=args.output_len.most,
         ignore_eos=args.dataset in datasets.SYNTHETIC,
     )
     loads = [Load(take(WARM_UP), [0.0] * WARM_UP, WARM_UP, params)]

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from jaxspec import engine as engines_module
 from jaxspec.bench import engines, plots
-from jaxspec.bench.load import Load
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
+from jaxspec.bench.steady import Load
 from jaxspec.checkpoint import Model
 from jaxspec.engine import Engine
 from jaxspec.flags import positive

@@ -28,14 +28,14 @@ class Load:
 async def send(client: Client, load: Load) -> list[Reply]:
     """Stream every prompt's completion over HTTP; the replies, failed ones too, in the prompts' order."""
     gate = asyncio.Semaphore(load.concurrency)
-    params = load.params
-    settings = {"max_tokens": params.max_tokens, "temperature": params.temperature, "ignore_eos": params.ignore_eos}
     began = time.perf_counter()
 
     async def one(prompt: Prompt, start: float) -> Reply:
         await asyncio.sleep(began + start - time.perf_counter())
         async with gate:
             path, body = prompt.request()
+            params = prompt.params(load.params)
+            settings = {name: getattr(params, name) for name in ("max_tokens", "temperature", "ignore_eos")}
             reply = await client.stream(path, body | settings)
         bar.update()
         return reply
@@ -56,7 +56,7 @@ def serve(engine: Engine, load: Load) -> list[Reply]:
             now = time.perf_counter()
             while waiting and len(engine.requests) < load.concurrency and waiting[0][1] <= now - began:
                 prompt, _ = waiting.popleft()
-                request = engine.prepare(prompt.ids(engine.tokenizer), load.params)
+                request = engine.prepare(prompt.ids(engine.tokenizer), prompt.params(load.params))
                 engine.add(request)
                 replies[request.id] = Reply(now, prompt_tokens=len(request.tokens))
             if not engine.busy:

@@ -201,5 +201,9 @@ class Health(Object):
     status: Literal["ok"]
 
 
+class Started(Object):
+    started: bool
+
+
 class Flushed(Object):
     flushed: Literal[True]

@@ -3,10 +3,12 @@
 import argparse
 import json
 
+import numpy as np
 import pytest
 
 from jaxspec.bench import datasets
 from jaxspec.bench.results import BenchError
+from jaxspec.request import SamplingParams
 from tests.server.fake import byte_tokenizer
 
 
@@ -102,3 +104,22 @@ def test_an_agents_questions_ask_about_a_file_twice_and_repeat_a_tools_output():
     assert "Rename `" in first and first.splitlines()[-1] != again.splitlines()[-1]
     assert tool.count(": def ") > 2
     datasets.check(arguments("--dataset", "agent"))  # it needs no file
+
+
+def test_lengths_are_a_number_or_drawn():
+    rng = np.random.default_rng(0)
+    assert [datasets.Lengths("7").draw(rng) for _ in range(3)] == [7] * 3
+    assert {datasets.Lengths("3-5").draw(rng) for _ in range(60)} == {3, 4, 5}
+    mixed = datasets.Lengths("10-12:9,8192:1")
+    drawn = [mixed.draw(rng) for _ in range(500)]
+    assert set(drawn) == {10, 11, 12, 8192} and 20 < drawn.count(8192) < 90 and mixed.most == 8192
+    for text in ("0", "x", "5-3", "4:0", "4:", ""):
+        with pytest.raises(ValueError):
+            datasets.Lengths(text)
+
+
+def test_prompts_and_outputs_have_drawn_lengths():
+    prompts = datasets.source(arguments("--prompt-len", "5-9", "--output-len", "2,30"), 1000)(60)
+    assert {len(prompt.tokens) for prompt in prompts} == {5, 6, 7, 8, 9}
+    assert {prompt.output_len for prompt in prompts} == {2, 30}
+    assert prompts[0].params(SamplingParams(max_tokens=99)).max_tokens == prompts[0].output_len

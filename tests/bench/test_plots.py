@@ -6,11 +6,13 @@ import json
 import pytest
 
 from jaxspec.bench import __main__ as bench
-from jaxspec.bench import latency, plots, report
+from jaxspec.bench import latency, plots, report, spent
 
 FACTS = {"commit": None, "devices": ["cpu:0 cpu"], "width": 4}
 LATENCIES = {f"{kind}_{figure}_ms": 3.0 for kind in latency.KINDS for figure in latency.FIGURES}
 PART = {"rounds": 9, "tokens_per_round": 2.5, "low": 2.0, "high": None, "positions": [0.9, 0.6]}
+BINS = {"seconds": [0, 1], "shares": {lane: [0.2, 0.2] for lane in spent.LANES}, "tokens_per_s": [5.0, 7.0]}
+BINS |= {"running": [1, 2], "waiting": [3, 0]}
 ROWS = {
     "decode": [
         {"concurrency": 1, "overlap": "off", "ms_per_round": None, "tokens_per_s": None, "floor_ms": None},
@@ -42,6 +44,11 @@ ROWS = {
         {"case": "two", "ratio": 1.2, "floor_us": 2.0, "plain_us": 8.0},
     ],
     "parity": [{"run": "ngram", "differ": 2, "margins": [0.1, 0.2]}],
+    "load": [
+        {"load": "closed loop of 8", "bins": BINS},
+        {"load": "9.0/s", "bins": BINS},
+        {"load": "nothing ran", "bins": {}},
+    ],
     "host": [{"requests": n} | {name: {"mean_ms": 1.0, "p99_ms": 2.0} for name in bench.host.FIGURES} for n in (1, 8)],
     "schemas": [{"draft": "ngram", "temperature": t, "completed": 7} for t in (0.0, 1.0)],
     "structured": [

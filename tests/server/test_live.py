@@ -200,3 +200,16 @@ def test_information(client, llm, url):
     wait_for(lambda: idle(llm))
     assert httpx.post(f"{url}/flush_cache").json() == {"flushed": True}
     assert llm.stats()["cached_pages"] == 0
+
+
+def test_profile_is_a_trace_of_what_ran(client, url):
+    assert httpx.post(f"{url}/stop_profile").status_code == 409
+    assert httpx.post(f"{url}/start_profile", json={"activities": ["CPU"]}).json() == {"started": True}
+    assert httpx.post(f"{url}/start_profile").status_code == 409
+    complete(client)
+    reply = httpx.post(f"{url}/stop_profile")
+    assert "jaxspec-trace.json" in reply.headers["content-disposition"]
+    events = reply.json()["traceEvents"]
+    assert {"prompt", "length", "step"} <= {event["name"] for event in events}
+    assert any(event["name"].startswith("round_") for event in events)
+    assert httpx.post(f"{url}/stop_profile").status_code == 409

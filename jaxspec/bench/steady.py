@@ -1,0 +1,159 @@
+"""A closed load on an engine: N requests queued at once, served to the end, and the rounds in which all of them decode.
+
+Invariant: the time is that of the engine's own loop. Between two steps the benchmark only reads counters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxspec.bench.replay import Replay
+from jaxspec.bench.results import Row
+from jaxspec.engine import Engine
+from jaxspec.request import SamplingParams
+
+SETTLING_STEPS = 2  # after the last first token: the program in flight then may still be a prefill's neighbour
+LEAST_ROUNDS = 4  # fewer say nothing
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The engine's counters after a step, and the time."""
+
+    time: float
+    totals: dict[str, int]
+
+    @classmethod
+    def take(cls, engine: Engine) -> Sample:
+        return cls(time.perf_counter(), dict(engine.totals))
+
+    def since(self, before: Sample, name: str) -> int:
+        return self.totals.get(name, 0) - before.totals.get(name, 0)
+
+
+class Steady:
+    """The rounds between the first and the last of `samples`, in which all of `count` requests decoded."""
+
+    def __init__(self, samples: list[Sample], start: Sample, count: int, prompt_len: int):
+        self._samples, self._count = samples, count
+        first, last = samples[0], samples[-1]
+        self.rounds = last.since(first, "rounds")
+        self.seconds = last.time - first.time
+        self.tokens = last.since(first, "generation_tokens")
+        self._verified = last.since(first, "verified_tokens")
+        self._verify_rounds = last.since(first, "verify_rounds")
+        halfway = (first.since(start, "generation_tokens") + last.since(start, "generation_tokens")) / 2
+        self.context = prompt_len + halfway / count  # mean tokens of a request
+
+    @property
+    def accept_length(self) -> float:
+        return self._verified / self._verify_rounds
+
+    def figures(self) -> Row:
+        steps = list(zip(self._samples, self._samples[1:], strict=False))
+        each = [(b.time - a.time) / b.since(a, "rounds") for a, b in steps if b.since(a, "rounds")]
+        return {
+            "rounds": self.rounds,
+            "ms_per_round": float(np.median(each)) * 1e3,
+            "mean_ms": self.seconds / self.rounds * 1e3,
+            "p99_ms": float(np.percentile(each, 99)) * 1e3,
+            "tokens_per_s": self.tokens / self.seconds,
+            "accept_length": self.accept_length,
+            "context": self.context,
+        }
+
+
+class Load:
+    """`count` requests of `prompt_len` random tokens each, other ones in every run."""
+
+    def __init__(self, engine: Engine, rng: np.random.Generator, count: int, prompt_len: int):
+        self._engine, self._rng, self._count, self._prompt_len = engine, rng, count, prompt_len
+        self._burst = 1  # rounds in a program, as far as seen
+
+    def run(self, output_len: int, back_to_back: bool = False, profiled: bool = False) -> Row:
+        """Serve them, `output_len` new tokens each; the figures. Those of too few steady rounds are None.
+
+        With `back_to_back` the round program is timed by itself as well, once the steady rounds are over, and if
+        `profiled` its kernels are.
+
+        **Raises:** `RequestError` for lengths that don't fit the engine.
+        """
+        engine, before = self._engine, self._engine.stats()
+        replay = Replay(engine.runner) if back_to_back else None
+        start, samples, program = Sample.take(engine), [], None
+        apart = Counter()  # what timing the program cost: it is no part of the run
+        try:
+            for phase in self._steps(output_len):
+                if phase == "steady":
+                    samples.append(Sample.take(engine))
+                elif phase == "closing" and replay is not None:
+                    steady = self._steady(samples, start)
+                    began, compiled = time.perf_counter(), engine.stats()["compiles_total"]
+                    if steady is not None:
+                        program = replay.figures(steady.context, steady.accept_length, profiled)
+                    apart["seconds"] = time.perf_counter() - began
+                    apart["compiles"] = engine.stats()["compiles_total"] - compiled
+        finally:
+            if replay is not None:
+                replay.close()
+        end, after = Sample.take(engine), engine.stats()
+        steady = self._steady(samples, start)
+        missing = ("rounds", "ms_per_round", "mean_ms", "p99_ms", "tokens_per_s", "accept_length", "context")
+        row = dict.fromkeys(missing) if steady is None else steady.figures()
+        row["run_tokens_per_s"] = end.since(start, "generation_tokens") / (end.time - start.time - apart["seconds"])
+        for name in ("preemptions", "compiles"):
+            row[name] = after[f"{name}_total"] - before[f"{name}_total"] - apart[name]
+        if back_to_back:
+            row |= program or {"program_ms": None}
+            row["engine_overhead"] = None if program is None else row["mean_ms"] / row["program_ms"] - 1
+        return row
+
+    def params(self, output_len: int) -> SamplingParams:
+        """Of every request."""
+        return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+
+    def _steady(self, samples: list[Sample], start: Sample) -> Steady | None:
+        if len(samples) < 2:
+            return None
+        steady = Steady(samples, start, self._count, self._prompt_len)
+        return steady if steady.rounds >= LEAST_ROUNDS else None
+
+    def _steps(self, output_len: int) -> Iterator[str]:
+        """Step until all requests have ended; yields where each step left them.
+
+        "filling" until all have a first token and the loop has settled, "steady" while all decode, "closing" once, when
+        the first to end is about to, then "ending".
+        """
+        engine = self._engine
+        gained = self._queue(output_len)
+        phase, settling = "filling", SETTLING_STEPS
+        while engine.busy:
+            rounds = engine.totals["rounds"]
+            deltas = engine.step()
+            self._burst = max(self._burst, engine.totals["rounds"] - rounds)
+            for delta in deltas:
+                gained[delta.request_id] += len(delta.token_ids)
+            # as much may be gained by the program in flight, and by the one that the next step dispatches
+            ahead = 2 * self._burst * engine.runner.width
+            if phase in ("closing", "ending"):
+                phase = "ending"
+            elif max(gained.values()) + ahead >= output_len:
+                phase = "closing"
+            elif all(gained.values()):
+                phase, settling = "filling" if settling else "steady", max(settling - 1, 0)
+            yield phase
+
+    def _queue(self, output_len: int) -> dict[str, int]:
+        """Add the requests; their ids, with no tokens yet."""
+        engine = self._engine
+        params = self.params(output_len)
+        prompts = self._rng.integers(0, engine.model_config.vocab_size, (self._count, self._prompt_len))
+        requests = [engine.prepare(prompt, params) for prompt in prompts.tolist()]
+        for request in requests:
+            engine.add(request)
+        return {request.id: 0 for request in requests}
