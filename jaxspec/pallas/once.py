@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax import export
 
-from jaxspec.pallas import hopper
+from jaxspec.pallas import hopper, layouts
 
 # Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this process.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
@@ -73,6 +73,7 @@ class _Lowered:
 
         with self._lock:
             if self._function is None:
+                layouts.install()
                 exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[MOSAIC])(*shapes)
                 self._function = jax.jit(exported.call)  # jit: a function in a program, however often it is called
                 if jax.default_backend() == "gpu":

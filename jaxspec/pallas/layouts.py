@@ -1,0 +1,106 @@
+"""A faster search for the layouts of a kernel's arrays, which is most of the time that jax takes to lower it.
+
+jax goes through all constraints of a kernel again whenever one array's layout becomes known, and rebuilds each. Here a
+constraint is left alone until one of the arrays that it is about has a layout. The result is the same: the kernel's
+text is equal to the byte (tests/test_once.py). The functions replaced are private ones of the jax that the lock names;
+another version keeps its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+
+log = logging.getLogger(__name__)
+KNOWN_JAX = "0.11.2"
+
+
+@functools.cache
+def install() -> Callable | None:
+    """Replace jax's functions, once. Gives the most important one as it was, None with another version of jax."""
+    if jax.__version__ != KNOWN_JAX:
+        log.info("jax %s lowers kernels with its own search for layouts; ours is for %s", jax.__version__, KNOWN_JAX)
+        return None
+    from jax.experimental.mosaic.gpu import constraints, layout_inference
+
+    original = constraints._reduce_system_once
+    constraints.Variable.__hash__ = _hash
+    constraints._reduce_system_once = functools.partial(_reduce_once, constraints)
+    layout_inference.ValueSite.__str__ = _name
+    return original
+
+
+def _hash(variable) -> int:
+    """A variable's, computed once: its key is an operation, which jax asks MLIR for."""
+    try:
+        return variable._hash
+    except AttributeError:
+        object.__setattr__(variable, "_hash", hash(variable.key))
+        return variable._hash
+
+
+def _name(site) -> str:
+    """A value's name for debugging. jax prints the operation for it, with all that is inside of a loop."""
+    return f"{site.operation.name}:{site.type.name.lower()}-{site.index}"
+
+
+def _reduce_once(cs, system):
+    """One pass over a system's constraints: jax's, but for those none of whose variables has a layout yet.
+
+    Gives a new system, None if nothing changed, or Unsatisfiable.
+    """
+    known, left, changed = system.assignments, [], False
+    for constraint in system.constraints:
+        free = constraint.__dict__.get("_free")
+        if free is not None and not any(variable in known for variable in free):
+            left.append(constraint)
+            continue
+        reduced = cs.reduce_constraint(constraint, known)
+        if isinstance(reduced, cs.Unsatisfiable):
+            return reduced
+        if (assigned := _assignment(cs, reduced)) is not None:
+            variable, layout = assigned
+            if known.get(variable, layout) != layout or not cs.is_valid_assignment(variable, layout):
+                return cs.Unsatisfiable()
+            known[variable] = layout
+            changed = True
+            continue
+        holds = reduced.holds()
+        if holds is None:
+            if reduced == constraint:
+                reduced = constraint
+            else:
+                changed = True
+            if free is None or reduced is not constraint:
+                object.__setattr__(reduced, "_free", _variables(cs, reduced))
+            left.append(reduced)
+        elif holds:
+            changed = True
+        else:
+            return cs.Unsatisfiable()
+    merged = cs._merge_all_divides_constraints(left)
+    if cs._has_relayout_of_non_splat_to_splat(merged):
+        return cs.Unsatisfiable()
+    return cs.ConstraintSystem(dict(known), merged) if changed or len(merged) != len(left) else None
+
+
+def _assignment(cs, constraint):
+    """The variable that a constraint equates with a layout, and that; or None."""
+    if isinstance(constraint, cs.Equals):
+        for variable, layout in ((constraint.lhs, constraint.rhs), (constraint.rhs, constraint.lhs)):
+            if isinstance(variable, cs.Variable) and isinstance(layout, cs.Constant):
+                return variable, layout
+    return None
+
+
+def _variables(cs, x) -> tuple:
+    """All variables in a constraint or an expression."""
+    if isinstance(x, cs.Variable):
+        return (x,)
+    if isinstance(x, (type, cs.Constant)) or not dataclasses.is_dataclass(x):
+        return ()
+    return tuple(found for field in dataclasses.fields(x) for found in _variables(cs, getattr(x, field.name)))
