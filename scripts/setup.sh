@@ -66,10 +66,12 @@ progress() {
     if [ -t 2 ]; then printf '\r%-72s\r' '' >&2; fi
 }
 
+# pip would compile every package to bytecode on one core, most of it of models that transformers knows and we don't.
 log=.venv/pip.log
-{ $pip install --require-hashes -r "$lock" 2>&1 || echo 'setup.sh: pip failed'; } | tee "$log" | progress
+{ $pip install --no-compile --require-hashes -r "$lock" 2>&1 || echo 'setup.sh: pip failed'; } | tee "$log" | progress
 if grep -q '^setup.sh: pip failed$' "$log"; then
     grep -v '^Collecting \|^  Downloading \|^  Using cached \|^setup.sh: ' "$log" >&2
     exit 1
 fi
 $pip --quiet install --no-deps --no-build-isolation --no-index -e .
+.venv/bin/python -m compileall -q -j 0 -x '/(tests?|transformers/models)/' .venv/lib >/dev/null || true
