@@ -28,10 +28,10 @@ from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.tiny import tiny_checkpoint
 
 VOCAB, STOP_ID = 12, 7
-SAMPLES = 40_000  # of each drafter and setting; `make exhaustive` takes EXHAUSTIVE
+SAMPLES = 20_000  # of each drafter and setting; `make exhaustive` takes EXHAUSTIVE
 EXHAUSTIVE = 100_000
 LANES = 512  # slots of each setting that decode together
-COMPLETIONS = 100  # of each request in the run through `LLM`
+COMPLETIONS = 60  # of each request in the run through `LLM`
 PAGE = 16
 
 # The text repeats itself, so that n-grams are found; some of it was generated, so that penalties have what to count.
@@ -191,7 +191,7 @@ def often(names, all_names):
     return [pytest.param(name, marks=() if name in names else pytest.mark.exhaustive) for name in all_names]
 
 
-@pytest.mark.parametrize("name", often(("none", "ngram", "noise"), DRAFTERS))
+@pytest.mark.parametrize("name", often(("none", "ngram"), DRAFTERS))  # noise: below
 def test_round_samples_the_target(name):
     lanes = Lanes(name)
     runs = [lanes.decode(run).reshape(len(SETTINGS), LANES, 2) for run in range(-(-SAMPLES // LANES))]
@@ -205,7 +205,6 @@ def test_round_samples_the_target(name):
 
 @pytest.mark.parametrize("name", often(("noise",), ("noise", "ngram", "standalone")))
 def test_rounds_sample_the_target_however_many_drafts_they_have(name, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.SAMPLES", 20_000)
     monkeypatch.setattr(f"{__name__}.Lanes", partial(Lanes, fewer=(0, 1)))
     test_round_samples_the_target(name)
 

@@ -32,10 +32,10 @@ def load(folder, model, topk, steps, drafts):
 
 @pytest.mark.parametrize("name,topk,steps,drafts,length", [
     ("safeailab-eagle", 2, 3, 6, 1),
-    ("safeailab-eagle", 4, 5, 8, 150),
+    pytest.param("safeailab-eagle", 4, 5, 8, 150, marks=pytest.mark.exhaustive),
     ("safeailab-eagle", 8, 6, 59, 17),
     ("safeailab-eagle3", 4, 1, 3, 2),
-    ("safeailab-eagle3", 4, 2, 20, 64),
+    pytest.param("safeailab-eagle3", 4, 2, 20, 64, marks=pytest.mark.exhaustive),
     ("safeailab-eagle3", 8, 6, 59, 150),
 ])  # fmt: skip
 def test_trees_are_those_of_the_original(name, topk, steps, drafts, length):

@@ -17,6 +17,7 @@ from jaxspec.pallas import few_rows as op
 from jaxspec.pallas.few_rows import top
 from jaxspec.pallas.few_rows.share import share_out
 from jaxspec.weights import HALF
+from tests.sample import one_in
 from tests.test_weight_stream import assert_close
 
 EPS, LAYERS, PAGE = 1e-5, 2, 16
@@ -265,11 +266,10 @@ def test_lowers_for_cuda(rows, kernel):
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["normed heads", "normed", "gated", "add", "scaled heads", "scaled normed", "scaled gated", "scaled add"],
-)
-@pytest.mark.parametrize("sizes", [QWEN3, MIXTURE], ids=["qwen3-8b", "qwen3-30b-a3b"])
+WIDE = ("normed heads", "normed", "gated", "add", "scaled heads", "scaled normed", "scaled gated", "scaled add")
+
+
+@pytest.mark.parametrize("kernel,sizes", one_in(2, WIDE, [QWEN3, MIXTURE]))
 def test_wide_layers_lower_for_cuda(sizes, kernel):
     given = jax.eval_shape(lambda: operands(8, **sizes))
     text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()

@@ -161,29 +161,38 @@ def test_plain_text_is_the_argmax_of_what_the_grammar_allows():
         assert narrow, "the grammar never changed anything"
 
 
-OFTEN = ("ngram", "standalone:noisy", "tree")
-DRAFTS = [
-    pytest.param(draft, marks=() if draft in OFTEN else pytest.mark.exhaustive)
-    for draft in (*OFTEN, "standalone:self", "eagle", "eagle3", "dflash", "tests.test_lossless:Guess")
-]
+DRAFTS = (
+    "ngram",
+    "standalone:noisy",
+    "tree",
+    "standalone:self",
+    "eagle",
+    "eagle3",
+    "dflash",
+    f"{lossless.__name__}:Guess",
+)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+def drafts(often):
+    """All drafters, of which `make test` takes `often`."""
+    return [pytest.param(draft, marks=() if draft in often else pytest.mark.exhaustive) for draft in DRAFTS]
+
+
+@pytest.mark.parametrize("draft", drafts(DRAFTS[:3]))
 def test_greedy_text_is_plain_decodings(draft):
     llm = engine(draft)
     before = llm.engine.stats()
     for overlap in (True, False):
         assert llm.engine.flush_cache()
-        outs = run(llm, load(), overlap)
-        expected = [each for each in said(plain())[:-2]]  # the last request samples
-        assert said(outs)[:-2] == expected
+        outs = run(llm, load()[:-1], overlap)  # without the last, which samples: programs of its own
+        assert said(outs) == said(plain())[:-2]
     after = llm.engine.stats()
     assert after["preemptions_total"] > before["preemptions_total"]
     assert after["accepted_per_position"][0] > before["accepted_per_position"][0]
     assert after["forced_tokens_total"] > before["forced_tokens_total"]
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", drafts(("ngram", "tree")))
 def test_sampled_text_is_the_same_with_and_without_overlap_preempted_or_not(draft):
     llm, outs = engine(draft), {}
     for overlap in (True, False):
@@ -191,8 +200,8 @@ def test_sampled_text_is_the_same_with_and_without_overlap_preempted_or_not(draf
         outs[overlap] = run(llm, load(temperature=1.0), overlap)
     assert said(outs[True]) == said(outs[False])
     assert sum(out.metrics.preemptions for out in outs[True])
-    alone = [said(run(llm, [one])) for one in load(temperature=1.0)]
-    assert [text for texts in alone for text in texts] == said(outs[True])
+    for i, one in list(enumerate(load(temperature=1.0)))[::3]:
+        assert said(run(llm, [one])) == said(outs[True][i : i + 1])
 
 
 def test_drafts_that_are_drawn_as_plain_decoding_draws_give_its_text():
@@ -211,8 +220,8 @@ def test_a_hybrid_with_its_module():
     for draft in ("none", "mtp"):
         llm = LLM(str(folder), draft, **options | ({} if draft == "none" else {"num_draft_tokens": 2}))
         llm.engine.scheduler.rounds = 1
-        outs = run(llm, load())
-        texts.append(said(outs)[:-2])
+        outs = run(llm, load()[:-1])
+        texts.append(said(outs))
         ended = [(name, out) for name, out in zip(GRAMMARS, outs, strict=False) if out.finish_reason == "stop"]
         assert len(ended) > 4 and all(follows(name, out.text) for name, out in ended)
     assert texts[0] == texts[1]

@@ -133,9 +133,10 @@ def test_without_a_vocabulary_the_head_is_the_targets(model, tmp_path):
         export.fresh_eagle3(tmp_path, target, export.Shape(2), None, 0)
 
 
-@pytest.mark.parametrize(
-    "method, more", [("eagle3", {"unroll": 2, "draft_vocab_size": 32}), ("dflash", {"block_size": 4})]
-)
+@pytest.mark.parametrize("method, more", [
+    ("eagle3", {"unroll": 2, "draft_vocab_size": 32}),
+    pytest.param("dflash", {"block_size": 4}, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_four_devices_make_the_steps_of_one(method, more, model, texts, tmp_path):
     """Rows differ in how many drafts they have, so a mean of the devices' means would be another."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
