@@ -32,7 +32,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self, index: int, env: dict[str, str], deliver: Callable[[list], None], lost: Callable[[Member], None]
+        self, index: int, env: dict[str, str], deliver: Callable[[list], None], lost: Callable[[EngineProcess], None]
     ):
         ours, theirs = socket.socketpair()
         level = logging.getLogger("jaxspec").getEffectiveLevel()
