@@ -1,4 +1,4 @@
-"""The command `jaxspec`: `serve`, `bench` and `train`, each as `python -m` would run it.
+"""The command `jaxspec`: `serve`, `bench`, `train` and `compile`, each as `python -m` would run it.
 
 Modules are imported when they are run, so that this package needs neither the server nor the trainer's libraries.
 """
@@ -12,6 +12,7 @@ COMMANDS = {
     "serve": ("server.__main__", "run", "serve a model: jaxspec serve MODEL --draft D"),
     "bench": ("jaxspec.bench.__main__", "main", "measure decoding, prefill, serving, kernels"),
     "train": ("jaxspec.train.__main__", "main", "train a drafter"),
+    "compile": ("jaxspec.ahead", "main", "make a server's programs ahead of time"),
 }
 OTHERS = ("vllm", "sglang")  # whose command lines `serve` answers with their translation
 
@@ -27,7 +28,7 @@ def main() -> int:
         sys.argv[:2] = [f"{sys.argv[0]} {name}"]
         return getattr(import_module(module), function)()
     wanted_help = name in ("--help", "-h")
-    lines = [f"  jaxspec {command:<6} {text}" for command, (*_, text) in COMMANDS.items()]
+    lines = [f"  jaxspec {command:<7} {text}" for command, (*_, text) in COMMANDS.items()]
     print("\n".join(["usage:", *lines, "Each has --help."]), file=sys.stdout if wanted_help else sys.stderr)
     if not wanted_help:
         print(f"jaxspec: no command {name!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)

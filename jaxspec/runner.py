@@ -221,11 +221,16 @@ class Runner:
         )
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
+    @property
+    def keeps_programs(self) -> bool:
+        """Not on a CPU, where jax can't, nor for drafters whose source isn't here."""
+        ours = type(self.draft.drafter).__module__.startswith("jaxspec.drafters")
+        return jax.default_backend() == "gpu" and ours
+
     def _store(self) -> Executables | None:
-        """The store of compiled programs. There is none on a CPU, where jax can't keep them, nor for drafters whose
-        source isn't here."""
+        """The store of compiled programs, if they are kept."""
         drafter = self.draft.drafter
-        if jax.default_backend() != "gpu" or not type(drafter).__module__.startswith("jaxspec.drafters"):
+        if not self.keeps_programs:
             return None
         made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes, self.config.tp_size
         devices = None if self._mesh is None else list(self._mesh.devices)

@@ -34,7 +34,7 @@ LAYERS = (
     "engine gathered timeline",
     "llm",
     "data_parallel engine_process engine_worker",
-    "bench train cli __main__",
+    "ahead bench train cli __main__",
 )
 
 

@@ -19,6 +19,7 @@ FULL = 0.97  # share of the most requests in a round from which on it counts as 
 BINS = 240  # of the chart
 FEW, MANY, IDLE = "rounds of up to half", "rounds", "idle"  # beside kinds of programs
 LANES = PROMPTS, FIRST, MANY, FEW, IDLE
+COLOURS = "tab:blue", "tab:orange", "tab:green", "tab:red", "whitesmoke"
 
 
 def figures(recording: Recording, block: int, burst: int) -> Row:
@@ -102,7 +103,7 @@ def draw(row: Row, axes: Sequence[Any]) -> None:
     """Two plots of a row with `bins`: what the device did, and requests and tokens."""
     told, (device, requests) = row["bins"], axes
     x = told["seconds"]
-    device.stackplot(x, [told["shares"][name] for name in LANES], labels=LANES)
+    device.stackplot(x, [told["shares"][name] for name in LANES], labels=LANES, colors=COLOURS)
     device.set(ylim=(0, 1), xlim=(0, x[-1]), ylabel="share of the device's time", title=row["load"])
     device.legend(loc="lower right", fontsize="small")
     requests.plot(x, told["running"], label="running")

@@ -49,6 +49,7 @@ ROWS = {
         {"load": "9.0/s", "bins": BINS},
         {"load": "nothing ran", "bins": {}},
     ],
+    "plan": [{"tp": tp, "concurrency": [1, 8], "ms": [5.0, 6.0]} for tp in (1, 2)],
     "host": [{"requests": n} | {name: {"mean_ms": 1.0, "p99_ms": 2.0} for name in bench.host.FIGURES} for n in (1, 8)],
     "schemas": [{"draft": "ngram", "temperature": t, "completed": 7} for t in (0.0, 1.0)],
     "structured": [
