@@ -80,11 +80,11 @@ FIELDS = {
         "rope": (Rope(1e6), ALL),
         "qk_norm": (NORM, ALL),
         "gated": (True, {EVERY, FUSED, FP8}),
-        "bias": (True, {EVERY, HEADS}),
-        "out_bias": (True, {EVERY, HEADS}),
+        "bias": (True, {EVERY, FEW, STREAM, HEADS}),
+        "out_bias": (True, {EVERY, FEW, HEADS}),
         "window": (128, ALL),
         "scale": (0.1, {EVERY, FUSED, STREAM, FP8}),
-        "sinks": (True, {EVERY, HEADS}),
+        "sinks": (True, {EVERY, FEW, HEADS}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
     Yarn: {
@@ -110,16 +110,16 @@ FIELDS = {
     Unquantised: {},
     Fp8: {"block": (None, {EVERY, FP8}), "activations": (True, {EVERY})},
     Mxfp4: {},
-    ClampedSwiglu: {"alpha": (1.0, {EVERY}), "limit": (3.0, {EVERY})},
+    ClampedSwiglu: {"alpha": (1.0, {EVERY, FEW}), "limit": (3.0, {EVERY, FEW})},
     Mixture: {
         "experts": (16, {EVERY, FEW, FUSED, FP8}),
         "per_token": (4, {EVERY, FEW, FUSED, FP8}),
         "width": (256, {EVERY, FEW, FUSED, FP8}),
         "renormalised": (False, {EVERY, FEW, FUSED, FP8}),
         "shared": (128, {EVERY, FEW, FUSED, FP8}),
-        "bias": (True, {EVERY}),
-        "router_bias": (True, {EVERY}),
-        "activation": (ClampedSwiglu(1.702, 7.0), {EVERY}),
+        "bias": (True, {EVERY, FEW}),
+        "router_bias": (True, {EVERY, FEW}),
+        "activation": (ClampedSwiglu(1.702, 7.0), {EVERY, FEW}),
         "groups": (2, {EVERY}),
     },
     Layer: {
@@ -224,15 +224,28 @@ def test_rounds_of_a_dense_model_take_the_fastest_path_that_fits(requests, rows,
 
 def test_each_faster_path_says_why_not():
     decoder, layers = described("qwen3", attention_bias=True)
-    path, refused = choose(decoder, layers, Call(8, 1, "bfloat16", processors=132))
+    assert choose(decoder, layers, Call(8, 1, "bfloat16", processors=132))[0] is FEW_ROWS
+    path, refused = choose(decoder, layers, Call(16, 1, "bfloat16", processors=132))
     assert path is PLAIN
-    assert {reason for reason in refused.values()} == {"Attention.bias=True"}
+    assert "16 rows" in refused[FEW_ROWS.name] and refused[WEIGHT_STREAM.name] == "Attention.out_bias=True"
+    assert refused[FUSED_NORMS.name] == "Attention.bias=True"
     _, refused = choose(*described("qwen3"), Call(8, 1, "bfloat16", processors=0))
     assert refused[WEIGHT_STREAM.name] == "0 Hopper multiprocessors; 132 are needed"
     _, refused = choose(*described("qwen3"), Call(64, 4, "bfloat16", processors=132))
     assert "256 rows" in refused[FEW_ROWS.name] and "zero-centred" in refused[FUSED_NORMS.name]
     _, refused = choose(*described("qwen3_moe"), Call(16, 1, "bfloat16", processors=132))
     assert refused[WEIGHT_STREAM.name] == "Mixture"
+
+
+@pytest.mark.parametrize("experts", [32, 128])
+def test_gpt_oss_takes_few_rows(experts):
+    """With biases, sinks, windows, and MXFP4 experts, whose kernels are their own; of an odd width."""
+    sizes = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=64, num_local_experts=experts)
+    decoder, layers = described("gpt_oss", hidden_size=2880, intermediate_size=2880, **sizes)
+    packed = [layer | {"experts_down": layer["experts_down"].replace(format=Mxfp4())} for layer in layers]
+    for rows in (1, 8):
+        assert choose(decoder, packed, Call(rows, 1, "bfloat16", processors=132))[0] is FEW_ROWS
+    assert choose(decoder, packed, Call(16, 1, "bfloat16", processors=132))[0] is PLAIN
 
 
 def test_layers_with_ropes_of_their_own_share_no_table():

@@ -25,6 +25,7 @@ INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
 SMOLLM2 = dict(d=576, heads=9, kv_heads=3, f=1536)
 QWEN3 = dict(d=4096, heads=32, kv_heads=8, f=12288, width=128)
 MIXTURE = dict(d=2048, heads=32, kv_heads=4, f=768, width=128)
+GPT_OSS = dict(d=2880, heads=64, kv_heads=8, f=64 * 64)  # what is added has as many inputs as there are heads' columns
 
 
 def normal(key, *shape):
@@ -56,6 +57,8 @@ def operands(
         kv=normal(next(keys), LAYERS, 2 + rows // PAGE, 2, kv_heads, PAGE, width),
         place=(PAGE + jax.random.permutation(next(keys), rows)).at[2].set(-1).astype(jnp.int32),
         norms=1 + 0.1 * normal(next(keys), LAYERS, width),
+        bias=normal(jax.random.key(rows + 1), (heads + 2 * kv_heads) * width),
+        out_bias=normal(jax.random.key(rows + 2), d),
     )
 
 
@@ -69,13 +72,14 @@ def head_operands(given: dict[str, jax.Array], inputs: int, normed: bool) -> tup
     return rows, scales, weight, given["cos"], given["sin"], given["kv"], jnp.int32(1), given["place"], norms
 
 
-def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = False, **options):
-    operands = head_operands(given, inputs, normed)
-    q, kv = op.heads(*operands, [given["gate_up"]], eps=EPS, **options)
+def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = False, biased: bool = False, **options):
+    operands, bias = head_operands(given, inputs, normed), given["bias"] if biased else None
+    q, kv = op.heads(*operands, [given["gate_up"]], bias, eps=EPS, **options)
     rows, (kv_heads, _, width) = len(given["x"]), given["kv"].shape[3:]
     pairs = zip(*operands[:2], strict=True) if inputs else [(given["x"], given["scale"])]
     x = jnp.concatenate([rms_norm(*each, EPS) for each in pairs], axis=1)
-    qkv = (x @ operands[2]).reshape(rows, 1, -1, width)
+    qkv = x @ operands[2]
+    qkv = (qkv + bias if biased else qkv).reshape(rows, 1, -1, width)
     turned = qkv[:, :, :-kv_heads]
     if normed:
         turned = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
@@ -86,12 +90,14 @@ def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = Fal
     assert_written(given, kv, [1], new[:, None])
 
 
-def check_keys_values(given: dict[str, jax.Array], **options):
+def check_keys_values(given: dict[str, jax.Array], biased: bool = False, **options):
     kv_heads, norm = given["kv"].shape[3], given["norms"][::-1]
     weight = jnp.concatenate([given["qkv"][:, -2 * kv_heads * 64 :], given["qkv"][::-1, -2 * kv_heads * 64 :]], axis=1)
     of = [given[name] for name in ("x", "scale")], [given[name] for name in ("cos", "sin", "kv", "place")]
-    kv = op.keys_values(*of[0], weight, *of[1], norm, eps=EPS, **options)
-    both = (rms_norm(given["x"], given["scale"], EPS) @ weight).reshape(-1, LAYERS, 2, kv_heads, 64)
+    bias = jnp.tile(given["bias"][-2 * kv_heads * 64 :], LAYERS).at[:64].multiply(-1) if biased else None
+    kv = op.keys_values(*of[0], weight, *of[1], norm, bias, eps=EPS, **options)
+    both = rms_norm(given["x"], given["scale"], EPS) @ weight
+    both = (both + bias if biased else both).reshape(-1, LAYERS, 2, kv_heads, 64)
     k = rms_norm(both[:, :, 0], norm[:, None], EPS)
     k = rope(k, given["position"][:, None], rotating(64))
     assert_written(given, kv, range(LAYERS), jnp.stack([k, both[:, :, 1]], axis=2))
@@ -115,6 +121,16 @@ def check_gated(given: dict[str, jax.Array], scaled: bool = False, **options):
     assert_close(got, gate(rms_norm(given["x"], given["scale"], EPS) @ given["gate_up"], HALF))
 
 
+def check_router(given: dict[str, jax.Array], **options):
+    """Logits of a mixture with a bias, of `Scaled` rows."""
+    weight, bias = given["gate_up"][:, :128], given["bias"][:128]
+    of = op.scale_rows(given["x"], given["scale"])
+    got, rows = op.normed(*of, [weight], bias, eps=EPS, dtypes=("float32",), keep=True, **options)
+    norm = rms_norm(given["x"], given["scale"], EPS)
+    assert_close(rows, norm)
+    assert_close(got, jnp.matmul(norm, weight, preferred_element_type="float32") + bias)
+
+
 def check_normed(given: dict[str, jax.Array], centred: bool = False, scaled: bool = False, **options):
     """Products with weights of several widths, one of them in float32, and the rows themselves."""
     weights = [given["gate_up"], given["qkv"], given["gate_up"][:, :64]]
@@ -128,16 +144,18 @@ def check_normed(given: dict[str, jax.Array], centred: bool = False, scaled: boo
         assert_close(one, jnp.matmul(norm, weight, preferred_element_type=dtype))
 
 
-def check_add(given: dict[str, jax.Array], **options):
-    got = op.add_product(given["x"], given["hidden"], given["down"], **options)
-    assert_close(got, given["x"] + given["hidden"] @ given["down"])
+def check_add(given: dict[str, jax.Array], biased: bool = False, **options):
+    bias = given["out_bias"] if biased else None
+    got = op.add_product(given["x"], given["hidden"], given["down"], None, bias, **options)
+    product = given["hidden"] @ given["down"]
+    assert_close(got, given["x"] + (product + bias if biased else product))
 
 
-def check_scaled(given: dict[str, jax.Array], centred: bool = False, **options):
+def check_scaled(given: dict[str, jax.Array], centred: bool = False, biased: bool = False, **options):
     """The sum is what it is alone, and the rest what `scale_rows` makes of it."""
-    of = given["x"], given["hidden"], given["down"], given["scale"]
-    got, scaled = op.add_product(*of, centred=centred, **options)
-    alone = op.add_product(given["x"], given["hidden"], given["down"], **options)
+    of, bias = (given["x"], given["hidden"], given["down"]), given["out_bias"] if biased else None
+    got, scaled = op.add_product(*of, given["scale"], bias, centred=centred, **options)
+    alone = op.add_product(*of, None, bias, **options)
     np.testing.assert_array_equal(got, alone)
     expected = op.scale_rows(got, given["scale"], centred)
     np.testing.assert_array_equal(scaled.rows, expected.rows)
@@ -171,6 +189,12 @@ def test_heads(rows, inputs, normed):
 
 
 @pytest.mark.parametrize("inputs", [0, 1])
+def test_heads_with_biases(inputs):
+    """Before the norms of queries and keys, as plain layers add them."""
+    check_heads(operands(8, d=1088), inputs, normed=inputs == 1, biased=True, splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("inputs", [0, 1])
 def test_wide_heads_of_twice_the_width(inputs):
     check_heads(operands(8, d=2048, width=128), inputs, normed=True, splits=1, **INTERPRET)
 
@@ -191,8 +215,16 @@ def test_products_of_one_norm(centred, scaled):
     check_normed(operands(8), centred, scaled, splits=1, **INTERPRET)
 
 
-def test_keys_and_values_of_all_layers():
-    check_keys_values(operands(8, kv_heads=2), **INTERPRET)
+@pytest.mark.parametrize("biased", [False, True])
+def test_keys_and_values_of_all_layers(biased):
+    check_keys_values(operands(8, kv_heads=2), biased, **INTERPRET)
+
+
+def test_a_routers_bias():
+    check_router(operands(8, f=128), splits=1, **INTERPRET)
+    with pytest.raises(ValueError, match="a bias and a product in bfloat16"):
+        of = operands(8)
+        op.normed(of["x"], of["scale"], [of["gate_up"]], of["bias"], eps=EPS, dtypes=("bfloat16",))
 
 
 @pytest.mark.parametrize("rows", [8, 40])  # 40: more than are asked for at once
@@ -207,14 +239,14 @@ def test_gated_with_more_weights_than_shared_memory_holds(scaled):
     check_gated(operands(8, d=2048), scaled, splits=1, **INTERPRET)
 
 
-@pytest.mark.parametrize("rows", [8, 24])
-def test_product_added(rows):
-    check_add(operands(rows), splits=1, **INTERPRET)
+@pytest.mark.parametrize("rows,biased", [(8, False), (24, False), (8, True)])
+def test_product_added(rows, biased):
+    check_add(operands(rows), biased, splits=1, **INTERPRET)
 
 
 @pytest.mark.parametrize("d", [192, 1024, 1088])  # of tiles far fewer than sums of squares, as many, and some fewer
 def test_product_added_for_a_norm(d):
-    check_scaled(operands(8, d=d), centred=d == 192, splits=1, **INTERPRET)
+    check_scaled(operands(8, d=d), centred=d == 192, biased=d == 1088, splits=1, **INTERPRET)
     check_gated(operands(8, d=d), scaled=True, splits=1, **INTERPRET)
 
 
@@ -244,6 +276,16 @@ KERNELS_OF = {
         *op.scale_rows(of["x"], of["scale"]), [of["gate_up"][:, :128]], eps=EPS, keep=True, dtypes=("float32",)
     ),
     "scaled add": lambda of: op.add_product(of["x"], of["hidden"], of["down"], of["scale"]),
+    "biased heads": lambda of: op.heads(*head_operands(of, 0, False), bias=of["bias"], eps=EPS),
+    "biased normed": lambda of: op.normed(
+        *op.scale_rows(of["x"], of["scale"]),
+        [of["gate_up"][:, :128]],
+        of["bias"][:128],
+        eps=EPS,
+        keep=True,
+        dtypes=("float32",),
+    ),
+    "biased add": lambda of: op.add_product(of["x"], of["hidden"], of["down"], of["scale"], of["out_bias"]),
     "product": lambda of: op.product([of["x"]] * 3, jnp.concatenate([of["gate_up"]] * 3)),
     "top tokens": lambda of: op.top_tokens(of["x"], of["scale"], jnp.zeros((49152, 576), jnp.bfloat16), eps=EPS),
     "add": lambda of: op.add_product(of["x"], of["hidden"], of["down"]),
@@ -253,6 +295,8 @@ KERNELS_OF = {
 def lowered_kernels():
     """Each with the fewest and the most rows; of the most, heads take jax seconds to lay out, which two of them do."""
     for kernel in KERNELS_OF:
+        if "biased" in kernel:  # of gpt-oss' sizes, below
+            continue
         yield kernel, 8
         slow = kernel in ("heads", "scaled heads", "heads of two")  # like "normed heads" and "keys and values"
         yield pytest.param(kernel, 32 if "two" in kernel else 64, marks=pytest.mark.exhaustive if slow else ())
@@ -262,6 +306,13 @@ def lowered_kernels():
 def test_lowers_for_cuda(rows, kernel):
     """Of SmolLM2's sizes."""
     given = jax.eval_shape(lambda: operands(rows, **SMOLLM2))
+    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("kernel", ["biased heads", "biased normed", "biased add"])
+def test_layers_with_biases_lower_for_cuda(kernel):
+    given = jax.eval_shape(lambda: operands(8, **GPT_OSS))
     text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
 

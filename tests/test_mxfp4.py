@@ -131,7 +131,7 @@ def test_faster_paths_say_what_they_lack(folder):
     for size in (1, 16, 200):
         path, refused = choose(model.config.decoder, model.params["layers"], Call(size, 1, "bfloat16", 132))
         assert path.name == "plain" and all(refused[each.name] for each in PATHS[:-1])
-    assert "Attention.bias" in refused["few_rows"]
+    assert "heads of width 16" in refused["few_rows"] and "Attention.bias" in refused["fused_norms"]
     experts = [layer["experts_down"] for layer in model.params["layers"]]
     with pytest.raises(TypeError, match=r"Mxfp4.* was given to a kernel that takes unquantised ones"):
         experts[0].unquantised  # noqa: B018

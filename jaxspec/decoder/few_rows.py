@@ -15,28 +15,33 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import cos_sin
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixture_rows import Given, add, mixture
 from jaxspec.decoder.padding import flat, padded, unflat, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights
-from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows
 from jaxspec.pallas.prompt_attention import UNIT
-from jaxspec.weights import HALF, Unquantised
+from jaxspec.weights import HALF, Mxfp4, Unquantised
 
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "window"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias", "window", "sinks"}),
     Mlp: frozenset({"width"}),
-    Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
+    Mixture: frozenset(
+        {"experts", "per_token", "width", "renormalised", "shared", "bias", "router_bias", "activation"}
+    ),
+    ClampedSwiglu: frozenset({"alpha", "limit"}),
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling"}),
     **ROPE_SCALINGS,
     Unquantised: frozenset(),
+    Mxfp4: frozenset(),  # of a mixture's experts, which have kernels of their own
 }
 
 
@@ -143,15 +148,15 @@ def run_flat(
 
     def write(kv, place):
         operands = *zip(*inputs, strict=True), weights["qkv"].unquantised, *table, kv, i, place.reshape(-1)
-        q, kv = few_rows.heads(*operands, norms, ahead, eps=eps)
+        q, kv = few_rows.heads(*operands, norms, ahead, weights.get("qkv_bias"), eps=eps)
         return q.reshape(b, -1, a.heads, a.head_dim), kv
 
-    mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, a.window)
+    mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, a.window, **equations.sinks(a, weights))
     mixed = mixed.reshape(len(x), -1)
     if isinstance(layer.feed, Mixture):
         x = mixture(layer, weights, x, mixed, *valid)
         return x, (x, after), cache
-    x, given = add(x, mixed, weights["out"], weights["mlp_norm"])
+    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], bias=weights.get("out_bias"))
     ahead = [following["qkv"].unquantised] if small and following else []
     hidden = few_rows.gated(*given, weights["gate_up"].unquantised, ahead, eps=eps)
     x, given = add(x, hidden, weights["down"], after)

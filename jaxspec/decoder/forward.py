@@ -153,7 +153,7 @@ def write_keys_values(
         table = rope_table(a, rows.marked_positions(t))
         place = rows.written(cache, padded(b, t)).reshape(-1)
         of = flat(context), params["hidden_norm"], params["context"].unquantised, *table
-        return few_rows.keys_values(*of, cache, place, params["context_norm"], eps=norm.eps)
+        return few_rows.keys_values(*of, cache, place, params["context_norm"], params.get("context_bias"), eps=norm.eps)
     kv = matmul(normed(context, params["hidden_norm"], norm), params["context"])
     if a.bias:
         kv = kv + params["context_bias"]

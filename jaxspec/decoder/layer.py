@@ -112,7 +112,7 @@ def attention(
     a, (b, t), dtype = layer.mixing, positions.shape, dtype or qkv.dtype
     n, m, h = a.heads, a.kv_heads, a.head_dim
     if a.bias:
-        qkv = qkv + weights["qkv_bias"]
+        qkv = qkv + weights["qkv_bias"] if qkv.ndim == 3 else qkv.at[0].add(weights["qkv_bias"])
     if chosen(_not_written(layer, weights, mixer, cache, dtype)):
         return _written_attention(layer, weights, i, qkv, positions, mixer, cache)
     if qkv.ndim > 3:
@@ -126,13 +126,13 @@ def attention(
     q, k = rope(q, positions, a), rope(k, positions, a)
     if a.scale is not None:  # a mixer multiplies by h**-0.5
         q = (q.astype(jnp.float32) * (a.scale * h**0.5)).astype(q.dtype)
-    out, cache = mixer.attend(cache, i, q, k, v, a.window, **_sinks(a, weights))
+    out, cache = mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights))
     if a.gated:
         out = out * jax.nn.sigmoid(gates)
     return out.reshape(b, t, n * h), cache
 
 
-def _sinks(a: Attention, weights: Weights) -> dict[str, Array]:
+def sinks(a: Attention, weights: Weights) -> dict[str, Array]:
     """What a mixer is told beside of layers with sinks: so one that doesn't know of sinks fails."""
     return {"sinks": weights["sinks"].astype(jnp.float32)} if a.sinks else {}
 
@@ -169,7 +169,7 @@ def _written_attention(
         q, kv = write_heads.write_heads(rows, cos, sin, kv, i, place.reshape(-1), norms, eps=layer.norm.eps)
         return q.reshape(b, t, a.heads, a.head_dim), kv
 
-    out, cache = mixer.attend_written(cache, i, t, write, a.window, **_sinks(a, weights))
+    out, cache = mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))
     return out.reshape(b, t, a.heads * a.head_dim), cache
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder import layer as equations
@@ -20,14 +21,15 @@ def add(
     weight: Weight,
     scale: Float[Array, " d"] | None,
     centred: bool = False,
+    bias: Float[Array, " d"] | None = None,
 ) -> tuple[Float[Array, "r d"], Given]:
     """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`.
 
     Narrow rows aren't scaled for it: they are normed before weights arrive. No scale: nothing follows.
     """
     if x.shape[1] > few_rows.NARROW and scale is not None:
-        return few_rows.add_product(x, rows, weight.unquantised, scale, centred=centred)
-    x = few_rows.add_product(x, rows, weight.unquantised)
+        return few_rows.add_product(x, rows, weight.unquantised, scale, bias, centred=centred)
+    x = few_rows.add_product(x, rows, weight.unquantised, None, bias)
     return x, (x, scale)
 
 
@@ -45,10 +47,15 @@ def mixture(
     ones that aren't padding, whose positions are negative: one token alone has an experts' kernel that looks for no
     other.
     """
-    norm, router = layer.norm, weights["router"].unquantised
-    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], norm.centred)
+    norm, router, bias = layer.norm, weights["router"].unquantised, weights.get("router_bias")
+    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], norm.centred, weights.get("out_bias"))
+    experts = router.shape[1]
+    if lacking := -experts % few_rows.TILE:  # to a whole tile of columns: gpt-oss-20b has 32 experts
+        router = jnp.pad(router, ((0, 0), (0, lacking)))
+        bias = None if bias is None else jnp.pad(bias, (0, lacking))
     if few_rows.normed_supported(*x.shape, [router.shape[1]], router.dtype) is not None:
         rows = normed(x[None], weights["mlp_norm"], norm)
         return equations.mixture(layer.feed, weights, x[None], rows, positions)[0]
-    logits, rows = few_rows.normed(*given, [router], eps=norm.eps, dtypes=("float32",), centred=norm.centred, keep=True)
-    return equations.mix_experts(layer.feed, weights, rows, logits, positions, x, valid)
+    options = dict(eps=norm.eps, dtypes=("float32",), centred=norm.centred, keep=True)
+    logits, rows = few_rows.normed(*given, [router], bias, **options)
+    return equations.mix_experts(layer.feed, weights, rows, logits[:, :experts], positions, x, valid)

@@ -22,7 +22,7 @@ from jaxspec.weights import Unquantised, matmul
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "window", "scale"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "window", "scale"}),
     Mlp: frozenset({"width"}),
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling", "columns"}),

@@ -99,6 +99,22 @@ def test_wide_layers(sizes, kernel):
         check(given)
 
 
+@pytest.mark.parametrize("kernel", ["heads", "normed heads", "keys and values", "router", "add", "scaled add"])
+def test_layers_with_biases(kernel):
+    """Of gpt-oss' sizes: a width of 2,880 is divided by 3 alone. Several times, as above."""
+    given = cpu.operands(8, **cpu.GPT_OSS)
+    check = {
+        "heads": partial(cpu.check_heads, inputs=0, biased=True),
+        "normed heads": partial(cpu.check_heads, normed=True, biased=True),
+        "keys and values": partial(cpu.check_keys_values, biased=True),
+        "router": cpu.check_router,
+        "add": partial(cpu.check_add, biased=True),
+        "scaled add": partial(cpu.check_scaled, biased=True),
+    }[kernel]
+    for _ in range(5):
+        check(given)
+
+
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_layers_are_those_of_the_model(monkeypatch, tree):
     config, params = cpu.small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=3)

@@ -132,6 +132,7 @@ def heads(
     place: Int[Array, " r"],
     norms: Sequence[Float[Array, " h"]] = (),
     ahead: Sequence[Float[Array, "_ _"]] = (),
+    bias: Float[Array, " n"] | None = None,
     *,
     eps: float,
     splits: int | None = None,
@@ -143,11 +144,12 @@ def heads(
     and for a scale their squares. `weight` has columns of the query heads, then of as many keys and values as the pages
     have. `norms`: the scales of the norms that each head's queries and keys go through, if they do. `cos` and `sin` are
     those of each row's position, float32. Row i's keys and values go to slot `place[i] % s` of page `place[i] // s`;
-    those of a row at a negative place go nowhere. `ahead` and `splits` as in `gated`.
+    those of a row at a negative place go nowhere. `bias` is added to the rounded products. `ahead` and `splits` as in
+    `gated`.
     """
     queries = weight.shape[1] // kv.shape[5] - 2 * kv.shape[3]
-    norms = [norm[None] for norm in norms]
-    return _heads(queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, eps, splits, interpret)
+    norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, place)
+    return _heads(queries, *of, norms, ahead, bias, eps, splits, interpret)
 
 
 @lower_once("few_rows_keys_values", "eps")
@@ -160,6 +162,7 @@ def keys_values(
     kv: Float[Array, "l p 2 m s h"],
     place: Int[Array, " r"],
     norm: Float[Array, "l h"],
+    bias: Float[Array, " n"] | None = None,
     *,
     eps: float,
     interpret: Any = False,
@@ -167,33 +170,34 @@ def keys_values(
     """The pages with keys and values of the normed rows in all layers, as `heads` puts them there.
 
     `weight` has columns of the first layer's keys, then of its values, then of the next layer's. `norm`: the scales of
-    the norms of each layer's keys.
+    the norms of each layer's keys. `bias`: of the products, as in `heads`.
     """
-    layer = jnp.zeros((), jnp.int32)
-    return _heads(0, [rows], [scale], weight, cos, sin, kv, layer, place, [norm], (), eps, None, interpret)[0]
+    of = [rows], [scale], weight, cos, sin, kv, jnp.zeros((), jnp.int32), place
+    return _heads(0, *of, [norm], (), bias, eps, None, interpret)[0]
 
 
-def _heads(queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, eps, splits, interpret):
+def _heads(queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, bias, eps, splits, interpret):
     """The queries, if there are any, and the pages."""
     count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
     share = with_splits(share_out(count, widths, weight.shape[1], width // TILE, normed=unscaled), splits)
+    biases = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     q = plgpu.kernel(
-        partial(_head, share, eps, queries, len(rows), len(norms)),
+        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(biases))),
         kernel_name="few_rows_heads",
         out_type=[jax.ShapeDtypeStruct((count, queries * width), weight.dtype)] if queries else [],
         **grid_of(share),
         scratch_types=scratch_of(share) | out_of(share) | {"head_s": plgpu.SMEM((count, width), weight.dtype)},
         compiler_params=params(),
         interpret=interpret,
-    )(weight, cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *ahead)
+    )(weight, cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *ahead)
     return *q, jax.freeze(ref)
 
 
-def _head(share, eps, queries, inputs, norms, weight_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs, out_s, head_s,
+def _head(share, eps, queries, counts, weight_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs, out_s, head_s,
           **scratch):  # fmt: skip
     column, refs = lax.axis_index("tile"), list(refs)
-    rows_g, scales_g, norms_g = ([refs.pop(0) for _ in range(n)] for n in (inputs, inputs, norms))
+    rows_g, scales_g, norms_g, biases_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     q_g = refs.pop() if queries else None
     kv_heads, page_size, width = kv_g.shape[3:]
     half = width // 2
@@ -206,6 +210,7 @@ def _head(share, eps, queries, inputs, norms, weight_g, cos_g, sin_g, layer_g, p
     cos, sin = cos * turns + (1 - turns), sin * turns
     layer, places = layer_g[0] + further, [place_g[i] for i in range(place_g.shape[0])]
     norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
+    biases = [[_half_row(bias_g.at[column], at, half) for at in (0, half)] for bias_g in biases_g]
     if len(norms) == 2:
         norms = [[q * asks + k * (1 - asks) for q, k in zip(*norms, strict=True)]]
     factor = prepare(share, rows_g, scales_g, eps, scratch["rows_s"])
@@ -213,6 +218,8 @@ def _head(share, eps, queries, inputs, norms, weight_g, cos_g, sin_g, layer_g, p
     def finish(totals):
         to_rows(totals, out_s)
         first, second = (from_rows(out_s, at, half) for at in (0, half))
+        for each in biases:
+            first, second = (_biased(x, bias, 1) for x, bias in zip((first, second), each, strict=True))
         for first_scale, second_scale in norms:
             factor = lax.rsqrt((jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)) / width + eps)
             first = scaled(first, factor, first_scale).astype(_f32) * turns + first * (1 - turns)
@@ -250,23 +257,30 @@ def _half_row(row_g, at, half):
     return plgpu.load(part, layout=by_row(half // 16).reduce(0), optimized=False).astype(_f32)
 
 
+def _biased(product, bias, axis):
+    """A rounded product with the bias of its columns, which lie along `axis`, rounded again; in float32."""
+    return (product + lax.broadcast_in_dim(bias, product.shape, [axis])).astype(jnp.bfloat16).astype(_f32)
+
+
 @lower_once("few_rows_add", "centred", "splits")
 def add_product(
     x: Float[Array, "r d"],
     rows: Float[Array, "r k"],
     weight: Float[Array, "k d"],
     scale: Float[Array, " d"] | None = None,
+    bias: Float[Array, " d"] | None = None,
     *,
     centred: bool = False,
     splits: int | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
-    """x + rows @ weight, in bfloat16, rounded where plain layers round. `splits` as in `gated`.
+    """x + (rows @ weight + bias), in bfloat16, rounded where plain layers round. `splits` as in `gated`.
 
     With the `scale` of the norm that these sums go through next they come as `Scaled` rows as well; `centred`, if that
     is as in `decoder.functions.centred_rms_norm`.
     """
-    out, *scaled = _products([x], [rows], weight, [] if scale is None else [scale], splits, interpret, centred)
+    scales, biases = ([] if each is None else [each] for each in (scale, bias))
+    out, *scaled = _products([x], [rows], weight, scales, splits, interpret, centred, biases)
     return (out, Scaled(*scaled)) if scaled else out
 
 
@@ -282,35 +296,38 @@ def product(
     return _products([], rows, weight, [], splits, interpret)[0]
 
 
-def _products(x, rows, weight, scale, splits, interpret, centred=False):
+def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=()):
     """The products, or sums, and what else `Scaled` has if there is a scale."""
     count, columns = len(rows[0]), weight.shape[1]
     share = with_splits(share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False), splits)
     out = jax.ShapeDtypeStruct((count, columns), weight.dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
     return plgpu.kernel(
-        partial(_product_tile, share, centred, len(x), len(scale)),
+        partial(_product_tile, share, centred, (len(x), 1, len(rows), len(scale), len(bias))),
         kernel_name="few_rows_add" if x else "few_rows_product",
         out_type=[out, out, squares] if scale else [out],
         **grid_of(share),
         scratch_types=scratch_of(share),
         compiler_params=params(across_warps=bool(scale)),
         interpret=interpret,
-    )(*x, weight, *rows, *scale)
+    )(*x, weight, *rows, *scale, *bias)
 
 
-def _product_tile(share, centred, added, scaled, *refs, **scratch):
+def _product_tile(share, centred, counts, *refs, **scratch):
     refs = list(refs)
-    x_g, (weight_g,), rows_g, scale_g = ([refs.pop(0) for _ in range(n)] for n in (added, 1, len(share.widths), scaled))
+    x_g, (weight_g,), rows_g, scale_g, bias_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     out_g, *scaled_g = refs
     columns = pl.ds(lax.axis_index("tile") * TILE, TILE)
     layout = plgpu.Layout.WGMMA_TRANSPOSED
     fetch = begin(share, [weight_g], rows_g, **scratch)
     x = [plgpu.load(ref.at[:, columns].transpose((1, 0)), layout=layout, optimized=False) for ref in x_g]
-    scale = [plgpu.load(ref.at[columns], layout=layout.reduce(1), optimized=False).astype(_f32) for ref in scale_g]
+    of_columns = partial(plgpu.load, layout=layout.reduce(1), optimized=False)
+    scale, bias = ([of_columns(ref.at[columns]).astype(_f32) for ref in refs] for refs in (scale_g, bias_g))
 
     def finish(totals):
         total = plgpu.layout_cast(totals[0], layout).astype(jnp.bfloat16)
+        for each in bias:
+            total = _biased(total.astype(_f32), each, 0).astype(jnp.bfloat16)
         for each in x:
             total = (each.astype(_f32) + total.astype(_f32)).astype(jnp.bfloat16)
         out_g.at[:, columns].transpose((1, 0))[...] = total
@@ -339,6 +356,7 @@ def normed(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
     weights: Sequence[Float[Array, "d _"]],
+    bias: Float[Array, " n"] | None = None,
     *,
     eps: float,
     dtypes: tuple[str, ...],
@@ -350,36 +368,44 @@ def normed(
     """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
 
     `x`, `scale` and `splits` as in `gated`. `centred`: as in `functions.centred_rms_norm`, which `Scaled` rows are
-    already. With `keep` the normed rows come after the products.
+    already. `bias`: of the first weight's columns, in float32, if that is the dtype of its product. With `keep` the
+    normed rows come after the products.
     """
+    biases = [] if bias is None else [bias.astype(_f32)]
+    if biases and dtypes[0] != "float32":
+        raise ValueError(f"a bias and a product in {dtypes[0]}; supported: float32")
     groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
     columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
     share = with_splits(share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1), splits)
     outs = [jax.ShapeDtypeStruct((len(x), w.shape[1]), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
     scratch = scratch_of(share)
     return plgpu.kernel(
-        partial(_normed_tile, share, eps, centred, len(weights)),
+        partial(_normed_tile, share, eps, centred, len(weights), len(biases)),
         kernel_name="few_rows_normed",
         out_type=outs + [jax.ShapeDtypeStruct(x.shape, x.dtype)] * keep,
         **grid_of(share),
         scratch_types=scratch,
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, *weights)
+    )(x, scale, *weights, *biases)
 
 
-def _normed_tile(share, eps, centred, weights, x_g, scale_g, *refs, **scratch):
-    weights_g, outs_g = refs[:weights], refs[weights:]
+def _normed_tile(share, eps, centred, weights, biases, x_g, scale_g, *refs, **scratch):
+    weights_g, biases_g, outs_g = refs[:weights], refs[weights : weights + biases], refs[weights + biases :]
     tile = lax.axis_index("tile")
     fetch = begin(share, weights_g, [x_g], **scratch)
     factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
 
     def finish(totals):
-        for (_, first, end), out_g in zip(ranges(share, weights_g), outs_g[:weights], strict=True):
+        for i, ((_, first, end), out_g) in enumerate(zip(ranges(share, weights_g), outs_g[:weights], strict=True)):
 
             @pl.when((tile >= first) & (tile < end))
-            def _(first=first, out_g=out_g):
+            def _(i=i, first=first, out_g=out_g):
                 for g, total in enumerate(totals):
+                    if i == 0 and biases:
+                        bias = biases_g[0].at[pl.ds(group_of(share, out_g, tile, g) * TILE, TILE)]
+                        bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                        total = total + lax.broadcast_in_dim(bias, total.shape, [0])
                     total = plgpu.layout_cast(total.astype(out_g.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
                     columns = pl.ds(group_of(share, out_g, tile - first, g) * TILE, TILE)
                     out_g.at[:, columns].transpose((1, 0))[...] = total
