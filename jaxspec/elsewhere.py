@@ -35,7 +35,7 @@ ELSEWHERE = {
 SEVERAL_GPUS = frozenset(
     {
         *("pp", "pp_size", "pipeline_parallel_size"),
-        *("enable_expert_parallel", "nnodes", "speculative_draft_tensor_parallel_size"),
+        *("enable_expert_parallel", "speculative_draft_tensor_parallel_size"),
     }
 )
 
@@ -51,8 +51,7 @@ NEEDLESS = {
                      "uvicorn_log_level"),
                     "requests are logged with --access-log alone"),
     **dict.fromkeys(("trust_remote_code", "no_trust_remote_code"), "a checkpoint's code is never run"),
-    **dict.fromkeys(("distributed_executor_backend", "node_rank", "dist_init_addr"),
-                    "one process serves on the GPUs of one host"),
+    "distributed_executor_backend": "one process serves on the GPUs of each host",
     **dict.fromkeys(("max_prefill_tokens", "schedule_policy", "schedule_conservativeness", "scheduling_policy"),
                     "requests are served first come, first served"),
     **dict.fromkeys(("ngram_min", "ngram_max", "speculative_ngram_min_match_window_size",
@@ -77,6 +76,8 @@ UNSUPPORTED = {
     **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "enable_multimodal"),
                     "only a model's text part is served"),
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "TLS is not supported; put a proxy before the server"),
+    **dict.fromkeys(("master_addr", "master_port", "nccl_init_addr", "data_parallel_address", "data_parallel_rpc_port"),
+                    "with --nnodes, --dist-init-addr HOST:PORT says where node 0 is"),
     "enable_dp_attention": "attention is divided by heads (--tp-size), and whole engines are repeated (--dp-size)",
     **dict.fromkeys(("task", "runner", "is_embedding"), "only text generation is supported"),
     **dict.fromkeys(("disaggregation_mode", "kv_transfer_config"), "prefill and decoding run in one process"),

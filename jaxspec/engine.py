@@ -58,8 +58,8 @@ class Engine:
     **Raises:** `ConfigError` or `CheckpointError` when made, for options or files that can't work.
     """
 
-    def __init__(self, options: EngineConfig, model=None, draft=None, staged_start: bool = False):
-        self.runner = Runner(options, model, draft, staged_start)
+    def __init__(self, options: EngineConfig, model=None, draft=None, staged_start: bool = False, hosts=None):
+        self.runner = Runner(options, model, draft, staged_start, hosts)
         self.config = self.runner.config
         self.model_config = self.runner.model.config
         self.tokenizer, self.sampling = self.runner.model.tokenizer, self.runner.model.sampling

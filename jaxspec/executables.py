@@ -55,7 +55,7 @@ class Executables:
         device = jax.devices()[0]
         told = made_by, jax.__version__, jaxlib.__version__, device.device_kind, device.client.platform_version
         flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))}
-        self._told = *told, sorted(flags.items()), jax.config.jax_default_matmul_precision, _source()
+        self._told = *told, sorted(flags.items()), jax.config.jax_default_matmul_precision, source_digest()
         self._folder, self._devices = folder, devices
         self._warned = False
 
@@ -112,7 +112,7 @@ class Executables:
 
 
 @functools.cache
-def _source(root: Path = Path(__file__).parent) -> str:
+def source_digest(root: Path = Path(__file__).parent) -> str:
     """A digest of every Python file below a folder, this package's by default."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

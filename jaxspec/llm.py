@@ -22,6 +22,7 @@ import jax
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.engine import Engine
 from jaxspec.gathered import Gathered, output
+from jaxspec.hosts import Leader
 from jaxspec.intake import Request
 from jaxspec.interrupts import Interrupts
 from jaxspec.request import Delta, RequestError, RequestOutput, SamplingParams
@@ -130,6 +131,7 @@ class AsyncLLM:
     - `request_timeout`: seconds that a request may take in all; None bounds nothing.
     - `staged_start`: be ready once the programs that serve any request are compiled, one size of each, and compile the
       others meanwhile. Until they are there rounds are slower, and have `num_draft_tokens` drafts whatever the load.
+    - `hosts`: the other nodes that run the model, `jaxspec.hosts.join`'s. Once one is lost, so is the engine.
     - `watchdog_timeout`: seconds after which a step counts as stuck, compiling excluded: see `stuck`.
 
     A step that fails ends its own requests and no others: the engine drops them, makes its state anew and continues. It
@@ -151,12 +153,13 @@ class AsyncLLM:
         request_timeout: float | None = None,
         watchdog_timeout: float = 300.0,
         staged_start: bool = False,
+        hosts: Leader | None = None,
         **engine_options: Any,
     ):
         if max_queued_requests is not None and max_queued_requests < 0:
             raise ConfigError(f"--max-queued-requests must be at least 0, got {max_queued_requests}")
         options = EngineConfig.from_options(model=model, draft=draft, **engine_options)
-        self.engine = Engine(options, staged_start=staged_start)
+        self.engine = Engine(options, staged_start=staged_start and hosts is None, hosts=hosts)
         self.config = self.engine.config
         self.model_config = self.engine.model_config
         self.tokenizer, self.sampling = self.engine.tokenizer, self.engine.sampling
@@ -173,6 +176,9 @@ class AsyncLLM:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
         self._thread.start()
+        self._hosts = hosts
+        if hosts is not None:
+            hosts.when_lost = self.give_up
         # Before jax ends, which aborts a process where a program still runs.
         atexit.register(self.close, EXIT_SECONDS)
 
@@ -296,6 +302,8 @@ class AsyncLLM:
             self.engine.runner.programs.stop()
         self._thread.join(timeout)
         if ended := not self._thread.is_alive():
+            if self._hosts is not None:
+                self._hosts.close()
             return ended
         log.critical("the engine hasn't ended its step within %g seconds; its thread is left behind", timeout)
         self._fail(EngineDead("the engine was closed"))
@@ -354,7 +362,7 @@ class AsyncLLM:
     def _recover(self, error: Exception) -> None:
         """End the requests of a step that raised `error`, and restart the engine. **Raises:** `error` if it can't."""
         self._failures += 1
-        if self._shaken:
+        if self._shaken or self.engine.runner.hosts is not None:  # nobody knows how far other hosts are
             raise error
         self._shaken = True
         log.error("a step failed: its requests end with an error, and the engine restarts", exc_info=error)

@@ -78,6 +78,7 @@ class Programs:
         self.found: list[tuple[str, int]] = []  # of the store's, those that were used
         self._store, self._division = store, division
         self.dispatches: Counter = Counter()
+        self.tell: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
         self._params = params, draft_params
         self.vocab, self.width = config.vocab_size, drafter.num_draft_tokens + 1  # rows that a round verifies at most
 
@@ -115,39 +116,42 @@ class Programs:
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
-        return self._program("admit", len(packed), state)(state, packed)
+        program = self._program("admit", len(packed), state)
+        if self.tell is not None:
+            self.tell("admit", packed)
+        return program(state, packed)
 
     def prefill(self, state: State, packed: np.ndarray) -> State:
-        return self._call("prefill", state, packed)[0]
+        return self.dispatch("prefill", state, packed)[0]
 
     def score(self, state: State, packed: np.ndarray) -> tuple[State, Array]:
-        return self._call("score", state, packed)
+        return self.dispatch("score", state, packed)
 
     def first(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
-        return self._call(f"first_{mode}", state, packed)
+        return self.dispatch(f"first_{mode}", state, packed)
 
     def round(self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None) -> tuple[State, Array]:
         """`drafts`: one of `Shapes.narrower`; None: the drafter's."""
-        return self._call(kind_of("round", mode, drafts), state, packed)
+        return self.dispatch(kind_of("round", mode, drafts), state, packed)
 
     def rounds(self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None) -> tuple[State, Array]:
         """`Shapes.rounds` rounds in one program; results have a leading axis for them."""
-        return self._call(kind_of("rounds", mode, drafts), state, packed)
+        return self.dispatch(kind_of("rounds", mode, drafts), state, packed)
 
     def draft(self, state: State, packed: Array, mode: str) -> tuple[State, Proposal, Array]:
         """The drafts of a round that grammars constrain, and the same for the host: see `structured.programs`."""
-        return self._call(f"draft_{drafting(mode)}", state, packed)
+        return self.dispatch(f"draft_{drafting(mode)}", state, packed)
 
     def forward(self, state: State, packed: Array, proposal: Proposal) -> tuple[State, Array, tuple[Array, ...]]:
-        return self._call("forward", state, packed, proposal.replace(probs=None))
+        return self.dispatch("forward", state, packed, proposal.replace(probs=None))
 
     def conclude(self, state: State, packed: Array, mode: str, *handed: Any) -> tuple[State, Array]:
         """`handed`: the proposal, what `forward` returned, masks and forced drafts."""
-        return self._call(f"conclude_{mode}", state, packed, *handed)
+        return self.dispatch(f"conclude_{mode}", state, packed, *handed)
 
     def masked_first(self, state: State, packed: np.ndarray, bits: np.ndarray, forced: np.ndarray):
         """As `first` in mode logprobs, among the tokens that `bits` allow."""
-        return self._call("masked_first", state, packed, bits, forced)
+        return self.dispatch("masked_first", state, packed, bits, forced)
 
     def warm_up(self, state: State) -> None:
         """Compile every program of the ladder, several at a time. An exception from one ends them all."""
@@ -268,10 +272,14 @@ class Programs:
         packed[:, 0] = self.shapes.num_slots
         return packed
 
-    def _call(self, kind: str, state: State, packed: np.ndarray | Array, *handed: Any) -> tuple:
+    def dispatch(self, kind: str, state: State, packed: np.ndarray | Array, *handed: Any) -> tuple:
+        """Call a program by its kind; `handed` comes behind the packed array. Returns the state, and its results."""
         self.dispatches[kind] += 1
         called = time.monotonic()
-        results = self._program(kind, len(packed), state)(*self._weights(kind), state, packed, *handed)
+        program = self._program(kind, len(packed), state)
+        if self.tell is not None:
+            self.tell(kind, packed, *(each for each in handed if isinstance(each, np.ndarray)))
+        results = program(*self._weights(kind), state, packed, *handed)
         if self.watch is not None:
             self.watch(kind, packed, called, results)
         return results

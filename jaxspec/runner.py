@@ -38,6 +38,7 @@ from jaxspec.defaults import resolve, shapes_of, small_model
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables, enable_compilation_cache
+from jaxspec.hosts import Follower, Leader, same_plan, shapes_of_all
 from jaxspec.mixers import state_bytes
 from jaxspec.pallas.hopper import kernels_here
 from jaxspec.programs import Programs, compile_counter
@@ -80,8 +81,11 @@ class Runner:
         model: Model | None = None,
         draft: LoadedDrafter | None = None,
         staged_start: bool = False,
+        hosts: Leader | Follower | None = None,
     ):
-        """`staged_start`: return once the programs that serve anything are there, and compile the others behind."""
+        """`staged_start`: return once the programs that serve anything are there, and compile the others behind.
+        `hosts`: the nodes that this one runs the model with."""
+        self.hosts = hosts
         if options.dp_size != 1:
             raise ConfigError(
                 f"--dp-size {options.dp_size}: this is one engine. python -m server runs several, and in Python "
@@ -144,6 +148,9 @@ class Runner:
             self.programs.warm_up_in_stages(self.state)
         elif not self.config.skip_warmup:
             self.programs.warm_up(self.state)
+        if hosts is not None:
+            self.programs.tell = hosts.meet(shapes_of_all(self))
+        if not (self.starting or self.config.skip_warmup or (hosts is not None and hosts.follows)):
             self._complete(lambda: None)
         self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
         log.info("%s", self.plan)
@@ -219,13 +226,15 @@ class Runner:
             memory=self._memory,
             devices=config.tp_size,
         )
+        if self.hosts is not None:
+            plan = same_plan(plan, self.hosts)
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
     @property
     def keeps_programs(self) -> bool:
-        """Not on a CPU, where jax can't, nor for drafters whose source isn't here."""
+        """Not on a CPU, where jax can't, nor for drafters whose source isn't here, nor on several hosts."""
         ours = type(self.draft.drafter).__module__.startswith("jaxspec.drafters")
-        return jax.default_backend() == "gpu" and ours
+        return jax.default_backend() == "gpu" and ours and self.hosts is None
 
     def _store(self) -> Executables | None:
         """The store of compiled programs, if they are kept."""
@@ -295,6 +304,8 @@ class Runner:
 
     def reset(self) -> None:
         """Replace the state by an empty one. The old one is freed first: there is no room for two."""
+        if self.programs.tell is not None:
+            self.programs.tell("reset")
         for array in jax.tree.leaves(self.state):
             if not array.is_deleted():
                 array.delete()
@@ -386,7 +397,8 @@ class Runner:
         `forced`: for each slot the drafts that a grammar forces; None where the slot's last round left them.
         """
         _, size = self.programs.stand_in("structured", (mode,), len(slots), self.shapes.batches)
-        packed = jax.device_put(self._pack_forced(slots, table, size, forced))
+        packed = self._pack_forced(slots, table, size, forced)
+        packed = packed if self.hosts else jax.device_put(packed)
         self.state, proposal, drafts = self.programs.draft(self.state, packed, mode)
         drafts.copy_to_host_async()
         self.state, logits, features = self.programs.forward(self.state, packed, proposal)

@@ -36,13 +36,20 @@ EVERYWHERE, OWNED, LOGITS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(
 
 
 def mesh_of(size: int) -> Mesh | None:
-    """The first `size` devices of this host; None for one, which needs no mesh.
+    """The first `size` devices of this host, or of several the first of each; None for one, which needs no mesh.
 
     **Raises:** `ConfigError` if there are fewer.
     """
     if size == 1:
         return None
-    here = jax.local_devices()
+    here, hosts = jax.local_devices(), jax.process_count()
+    if hosts > 1:  # as many of each host's, in order
+        of = lambda host: [device for device in jax.devices() if device.process_index == host]  # noqa: E731
+        each = [of(host)[: size // hosts] for host in range(hosts)]
+        if any(len(devices) < size // hosts for devices in each):
+            found = ", ".join(str(len(devices)) for devices in each)
+            raise ConfigError(f"--tp-size {size} on {hosts} hosts takes {size // hosts} of each; they have {found}")
+        return Mesh(np.concatenate(each), (AXIS,))
     if len(here) < size:
         more = "; JAX_NUM_CPU_DEVICES in the environment makes virtual ones" if here[0].platform == "cpu" else ""
         raise ConfigError(f"--tp-size {size}: this host has {len(here)} devices ({here[0].device_kind}){more}")
@@ -256,7 +263,7 @@ def _grain(param: Param, scale: bool) -> tuple[int, int]:
 
 
 def joined(param: Param, made: Sequence[Any], mesh: Mesh) -> Any:
-    """One array or `Weight` of what each device has, `made[rank]` on that device."""
+    """One array or `Weight` of what each device has, `made` in order of rank. On several hosts: of those here."""
     axis = {"whole": None, "once": 0}.get(param.split.along, _axis(param))
     quantised = param.of_matmul and not isinstance(param.format, Unquantised)
     if quantised and not param.stacked and axis is not None:
@@ -277,7 +284,7 @@ def _global(axis: int | None, parts: Sequence[Array], mesh: Mesh) -> Array:
     shape = list(parts[0].shape)
     spec = [None] * len(shape)
     if axis is not None:
-        shape[axis] *= len(parts)
+        shape[axis] *= mesh.size
         spec[axis] = AXIS
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))
@@ -286,7 +293,14 @@ def _global(axis: int | None, parts: Sequence[Array], mesh: Mesh) -> Array:
 def everywhere(tree: Any, mesh: Mesh) -> Any:
     """The pytree with each array that isn't on the mesh copied to all of its devices."""
     there = NamedSharding(mesh, EVERYWHERE)
-    place = lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, there)  # noqa: E731
+
+    def place(x: Array) -> Array:
+        if isinstance(x.sharding, NamedSharding):
+            return x
+        if jax.process_count() == 1:
+            return jax.device_put(x, there)
+        return jax.make_array_from_callback(x.shape, there, np.asarray(x).__getitem__)  # each host has it
+
     return jax.tree.map(place, tree)
 
 

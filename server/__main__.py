@@ -22,11 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import jax
 import uvicorn
 
-from jaxspec import AsyncLLM, CheckpointError, ConfigError
+from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
 from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.flags import engine_options
+from jaxspec.follower import follow
+from jaxspec.hosts import join
 from jaxspec.llm import EngineDead
 from jaxspec.tokenizer import TokenizerError
 from server import logs
@@ -53,11 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         logs.set_up(args.log_level, args.log_format)
+        if args.node_rank:
+            return _follow(args)
         with _bind(args.host, args.port) as listener, _prompt_log(args.log_prompts) as kept:
-            own = ("max_queued_requests", "request_timeout", "watchdog_timeout")
-            limits = {name: getattr(args, name) for name in own}
-            make = AsyncLLM if args.dp_size == 1 else DataParallelLLM
-            llm = make(**engine_options(args), **limits, staged_start=not args.wait_for_programs)
+            llm = _start(args)
             try:
                 status = _serve(llm, args, listener, kept)
             finally:
@@ -68,6 +70,30 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, ConfigError, CheckpointError, TokenizerError) as error:
         print(f"python -m server: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _start(args: argparse.Namespace) -> AsyncLLM | DataParallelLLM:
+    """The engine, or several, or one over several hosts."""
+    options = engine_options(args)
+    limits = {name: getattr(args, name) for name in ("max_queued_requests", "request_timeout", "watchdog_timeout")}
+    limits["staged_start"] = not args.wait_for_programs
+    if args.dp_size > 1:
+        return DataParallelLLM(**options, **limits)
+    if args.nnodes > 1:
+        limits["hosts"] = join(args.nnodes, 0, args.dist_init_addr, EngineConfig(**options))
+    return AsyncLLM(**options, **limits)
+
+
+def _follow(args: argparse.Namespace) -> int:
+    """Be a node other than node 0, until that one ends. Returns the exit status.
+
+    Whoever stops all nodes at once sends each SIGTERM; node 0 then drains, for which it needs the others.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: log.info("told to stop; this node ends once node 0 does"))
+    options = EngineConfig(**engine_options(args))
+    follow(options, join(args.nnodes, args.node_rank, args.dist_init_addr, options))
+    log.info("node 0 has ended, and so does this one")
     return 0
 
 
@@ -87,7 +113,8 @@ def run() -> NoReturn:
     status = main()
     logging.shutdown()
     threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-    if any(not thread.daemon or thread.name == "jaxspec-engine" for thread in threads):
+    left = any(not thread.daemon or thread.name == "jaxspec-engine" for thread in threads)
+    if left or jax.distributed.is_initialized():  # whose end waits for all hosts, and one may be gone
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

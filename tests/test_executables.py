@@ -52,7 +52,7 @@ def test_it_is_found_for_nothing_else(tmp_path, made_by, key, arguments):
 def test_another_source_or_flag_makes_another_program(tmp_path, monkeypatch, changed):
     Executables(tmp_path, "model").save("round", ARGUMENTS, "program", {})
     if changed == "source":
-        monkeypatch.setattr(executables, "_source", lambda: "edited")
+        monkeypatch.setattr(executables, "source_digest", lambda: "edited")
     else:
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     assert Executables(tmp_path, "model").load("round", ARGUMENTS) is None
@@ -63,7 +63,7 @@ def test_the_source_is_every_file_below(tmp_path):
     digests = set()
     for name, text in (("a.py", ""), ("a.py", "x"), ("models/b.py", ""), ("models/b.py", "x"), ("models/c.py", "x")):
         (tmp_path / name).write_text(text)
-        digests.add(executables._source.__wrapped__(tmp_path))
+        digests.add(executables.source_digest.__wrapped__(tmp_path))
     assert len(digests) == 5
 
 

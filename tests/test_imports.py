@@ -26,14 +26,14 @@ LAYERS = (
     "models tokenizer",
     "checkpoint cache sampling flags",
     "batch draft mixers verify scheduler executables",
-    "drafters round",
+    "drafters round hosts",
     "structured ladder programs functional",
     "timing",
     "defaults runner",
     "intake",
     "engine gathered timeline",
     "llm",
-    "data_parallel engine_process engine_worker",
+    "data_parallel engine_process engine_worker follower",
     "ahead bench train cli __main__",
 )
 

@@ -72,6 +72,8 @@ def _divided(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray]
     size, made = mesh.size, []
     names = [name for name, _ in param.scales]
     for rank, device in enumerate(mesh.devices):
+        if device.process_index != jax.process_index():  # another host makes it
+            continue
         one, held = sharding.local_param(param, size, rank), sharding.own_sources(param, rank, size)
         own = [sharding.cut(param, i, host[i], rank, size) for i in held]
         own_scales = {names[i]: sharding.cut(param, i, scales[names[i]], rank, size, scale=True) for i in held if names}

@@ -113,6 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="append each finished text to this file as token ids, for jaxspec.train --data (default: off)",
     )
     add_cors_flags(server)
+    _add_host_flags(parser)
     limits = parser.add_argument_group("limits")
     for name, kind, default, metavar, text in LIMITS:
         shown = "none" if default is None else default
@@ -120,19 +121,60 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_host_flags(parser: argparse.ArgumentParser) -> None:
+    hosts = parser.add_argument_group(
+        "several hosts", "One model over --tp-size GPUs of several hosts, as many on each."
+    )
+    hosts.add_argument("--nnodes", type=positive, default=1, metavar="N", help="hosts (default: %(default)s)")
+    hosts.add_argument(
+        "--node-rank",
+        type=natural,
+        default=0,
+        metavar="R",
+        help="which of them this one is; 0 has the HTTP server (default: %(default)s)",
+    )
+    hosts.add_argument(
+        "--dist-init-addr",
+        metavar="HOST:PORT",
+        help="address of node 0, the same on all; the port after it is used too (default: none)",
+    )
+
+
+def check_hosts(args: argparse.Namespace) -> None:
+    """**Raises:** `UsageError` for flags of several hosts that don't fit together."""
+    nodes, rank, address = args.nnodes, args.node_rank, args.dist_init_addr
+    if rank >= nodes:
+        raise UsageError(f"--node-rank {rank}: of --nnodes {nodes} it is from 0 to {nodes - 1}")
+    if nodes == 1:
+        return
+    port = (address or "").rpartition(":")[2]
+    if not port.isdecimal() or not 0 < int(port) < 65535 or address.startswith(":"):
+        given = f", got {address}" if address else ""
+        raise UsageError(f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, where node 0 is{given}")
+    if args.tp_size % nodes:
+        raise UsageError(
+            f"--tp-size {args.tp_size} is the number of GPUs on all hosts; --nnodes {nodes} must divide it"
+        )
+    if args.dp_size != 1:
+        raise UsageError(
+            f"--dp-size {args.dp_size} runs on one host; with --nnodes {nodes}, put a router before several servers"
+        )
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line, and the config file it names.
 
     **Raises:** `UsageError` for unknown flags or keys (all of them, each with the nearest known one), a value of the
-    wrong type, or a command line of vLLM's or SGLang's, with its translation.
+    wrong type, hosts that don't fit together, or a command line of vLLM's or SGLang's, with its translation.
     """
     parser = make_parser()
     if without_launcher(argv)[1] is not None:
         raise UsageError("this is another server's command line" + _translation(parser, argv))
     config = _parse_known(parser, argv).config
-    if config is None:
-        return _parse_known(parser, argv)
-    return _parse_known(parser, [*_from_file(parser, config), *argv])  # the last of two equal flags wins
+    before = [] if config is None else _from_file(parser, config)
+    args = _parse_known(parser, [*before, *argv])  # the last of two equal flags wins
+    check_hosts(args)
+    return args
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -1,6 +1,8 @@
 """The official client against the real engine: a tiny random model, a byte-level tokenizer, the ngram drafter."""
 
 import asyncio
+import json
+import os
 import threading
 
 import httpx
@@ -9,6 +11,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from jaxspec import AsyncLLM
+from jaxspec.data_parallel import DataParallelLLM
 from server.app import create_app
 from tests.server.live import serving, wait_for
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint
@@ -19,7 +22,10 @@ LONG = {"prompt": "abcabcabcabc", "max_tokens": 4000, "extra_body": {"ignore_eos
 
 @pytest.fixture(scope="module")
 def llm():
-    llm = AsyncLLM(
+    """One engine, or those of $JAXSPEC_LIVE, which has options more: `{"tp_size": 4}` or `{"dp_size": 2}`."""
+    more = json.loads(os.environ.get("JAXSPEC_LIVE", "{}"))
+    make = DataParallelLLM if "dp_size" in more else AsyncLLM
+    llm = make(
         str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, max_position_embeddings=4096)),
         "ngram",
         context_length=4096,
@@ -29,6 +35,7 @@ def llm():
         page_size=8,
         skip_warmup=True,
         few_programs=True,
+        **more,
     )
     yield llm
     llm.close()

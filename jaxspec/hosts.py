@@ -1,0 +1,345 @@
+"""Several hosts that run one model together: node 0 decides, and tells the others each program before it runs it.
+
+Every node has the same mesh over all hosts' devices, the same programs, and its own devices' part of weights and
+state. Node 0 alone has requests, scheduler and engine. The other nodes repeat what it dispatches (`jaxspec.follower`),
+in order: the program's name and its arrays from the host, a few kilobytes. So no node waits for a device to learn what
+comes next.
+
+Invariant: all nodes start from the same options, source and shapes, or none serves. When one is gone, all end within
+`SILENT_SECONDS`. Messages are JSON and bytes of arrays, and are never unpickled; still, the network must be one where
+nobody else connects, since jax's own service has no keys either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jaxlib
+import numpy as np
+
+from jaxspec.cache import MemoryPlan
+from jaxspec.channel import Channel
+from jaxspec.executables import source_digest
+from jaxspec.options import ConfigError, flag
+
+log = logging.getLogger("jaxspec")
+
+START_SECONDS = 300.0  # in which all nodes must have come
+BEAT_SECONDS = 1.0  # between two signs of life
+SILENT_SECONDS = 10.0  # without one, after which a node counts as gone
+NEXT_TRY = 0.2  # seconds
+END_SECONDS = 5.0  # in which a node that was told to ends
+OWN = ("model", "revision")  # options that may differ: each node has its own folder
+
+
+class HostLost(RuntimeError):
+    """A node is gone, so the model can't be run any more."""
+
+
+def encode(kind: str, value: Any = None, arrays: tuple[np.ndarray, ...] = ()) -> bytes:
+    """A message: a line of JSON, and the arrays' bytes behind it."""
+    head = json.dumps([kind, value, [(str(array.dtype), array.shape) for array in arrays]])
+    return b"\n".join([head.encode(), b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)])
+
+
+def decode(message: bytes) -> tuple[str, Any, list[np.ndarray]]:
+    """What `encode` made a message of. **Raises:** `ValueError` for anything else."""
+    head, _, rest = message.partition(b"\n")
+    kind, value, told = json.loads(head)
+    arrays, start = [], 0
+    for dtype, shape in told:
+        array = np.frombuffer(rest, np.dtype(dtype), int(np.prod(shape)), start).reshape(shape)
+        start += array.nbytes
+        arrays.append(array)
+    return kind, value, arrays
+
+
+class Node:
+    """Another node, as this one sees it. A thread reads what it sends; another sends it signs of life."""
+
+    def __init__(self, rank: int, channel: Channel, lost: Callable[[Node], None]):
+        self.rank, self.error = rank, None
+        self.farewell = False  # it said that it ends, so its end is no loss
+        self.messages: queue.SimpleQueue[tuple[str, Any, list[np.ndarray]] | None] = queue.SimpleQueue()
+        self.ended = threading.Event()
+        self._channel, self._lost = channel, lost
+        for run in (self._read, self._beat):
+            threading.Thread(target=run, name=f"jaxspec-node-{rank}", daemon=True).start()
+
+    def send(self, kind: str, value: Any = None, arrays: tuple[np.ndarray, ...] = ()) -> None:
+        """**Raises:** `HostLost`."""
+        try:
+            self._channel.send(encode(kind, value, arrays))
+        except OSError as error:
+            self.error = self.error or str(error)
+            raise HostLost(f"node {self.rank} is gone: {self.error}") from error
+
+    def receive(self, kind: str) -> Any:
+        """What its next message says, which must be of this kind. **Raises:** `HostLost`; `ConfigError` if it refuses
+        to go on."""
+        message = self.messages.get()
+        if message is None:
+            raise HostLost(f"node {self.rank} is gone: {self.error}")
+        said, value, _ = message
+        if said == "refused":
+            raise ConfigError(value)
+        if said != kind:
+            raise HostLost(f"node {self.rank} said {said!r} where {kind!r} was due")
+        return value
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = decode(self._channel.receive())
+                self.farewell |= message[0] in ("stop", "refused")
+                if message[0] != "alive":
+                    self.messages.put(message)
+        except TimeoutError:
+            self.error = self.error or f"it hasn't been heard for {SILENT_SECONDS:g} seconds"
+        except (EOFError, OSError, ValueError) as error:
+            self.error = self.error or str(error)
+        self._channel.close()
+        self.ended.set()
+        self.messages.put(None)
+        self._lost(self)
+
+    def _beat(self) -> None:
+        with contextlib.suppress(HostLost):
+            while not self.ended.wait(BEAT_SECONDS):
+                self.send("alive")
+
+
+class Leader:
+    """Node 0's side. `when_lost` is called, from another thread, with the error once a node is gone."""
+
+    follows = False
+
+    def __init__(self):
+        self.when_lost: Callable[[HostLost], None] = end_process
+        self.told = 0  # programs
+        self._closing = False
+        self._nodes: list[Node] = []
+
+    def add(self, rank: int, channel: Channel) -> None:
+        """Take a node in, in the order of ranks."""
+        self._nodes = sorted([*self._nodes, Node(rank, channel, self._lose)], key=lambda node: node.rank)
+
+    def welcome(self, ours: dict[str, str], theirs: dict[int, dict[str, str]]) -> None:
+        """Let all nodes go on. **Raises:** `ConfigError` if one was started otherwise than this one."""
+        for node in self._nodes:
+            refuse_unless_alike(node, ours, theirs[node.rank], "was started with", "; start all nodes alike")
+        for node in self._nodes:
+            node.send("welcome")
+
+    def agree(self, *sizes: int) -> list[int]:
+        """The least of each size over all nodes, which all then have. **Raises:** `HostLost`."""
+        each = [sizes, *(node.receive("sizes") for node in self._nodes)]
+        least = [min(column) for column in zip(*each, strict=True)]
+        for node in self._nodes:
+            node.send("sizes", least)
+        return least
+
+    def meet(self, shapes: dict[str, str]) -> Callable[..., None]:
+        """Wait until all nodes have their programs; what tells them of each dispatch.
+
+        `shapes`: digests of what the programs were made of. **Raises:** `ConfigError` if a node has others.
+        """
+        for node in self._nodes:
+            refuse_unless_alike(node, shapes, node.receive("shapes"), "has", "; its checkpoint or its devices differ")
+        for node in self._nodes:
+            node.send("go")
+        return self.tell
+
+    def tell(self, kind: str, *arrays: np.ndarray) -> None:
+        """Have all nodes run a program with these arrays. **Raises:** `HostLost`."""
+        self.told += 1
+        for node in self._nodes:
+            node.send("run", kind, arrays)
+
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """Let the other nodes end, and wait for that."""
+        self._closing = True
+        for node in self._nodes:
+            with contextlib.suppress(HostLost):
+                node.send("stop")
+        for node in self._nodes:
+            node.ended.wait(seconds)
+            node.close()
+
+    def _lose(self, node: Node) -> None:
+        if self._closing:
+            return
+        self._closing = True  # the others are ended, and needn't be reported
+        error = HostLost(f"node {node.rank} is gone: {node.error}")
+        log.critical("%s. The model can't be run without it, so all nodes end", error)
+        for other in self._nodes:
+            other.close()
+        self.when_lost(error)
+
+
+class Follower:
+    """The side of any other node."""
+
+    follows = True
+
+    def __init__(self, rank: int, channel: Channel):
+        self.rank = rank
+        self._leader = Node(0, channel, self._lose)
+
+    def agree(self, *sizes: int) -> list[int]:
+        """As `Leader.agree`."""
+        self._leader.send("sizes", sizes)
+        return self._leader.receive("sizes")
+
+    def meet(self, shapes: dict[str, str]) -> None:
+        """As `Leader.meet`, and nothing to tell."""
+        self._leader.send("shapes", shapes)
+        self._leader.receive("go")
+
+    def order(self) -> tuple[str, list[np.ndarray]] | None:
+        """The next program that node 0 dispatches; None: it has ended, and so does this one."""
+        message = self._leader.messages.get()
+        return None if message is None or message[0] == "stop" else message[1:]
+
+    def welcomed(self) -> None:
+        """Wait until node 0 has all nodes and finds them alike. **Raises:** `ConfigError`."""
+        self._leader.receive("welcome")
+
+    def _lose(self, node: Node) -> None:
+        if node.farewell:
+            time.sleep(END_SECONDS)  # in which this process ends by itself, unless it was still loading
+        else:
+            log.critical("node 0 is gone (%s), so this node ends", node.error)
+        end_process()
+
+
+def join(nodes: int, rank: int, address: str, options: Any) -> Leader | Follower:
+    """Meet the other nodes, check that all are alike, and start `jax.distributed`. Before jax sees a device.
+
+    **Arguments:** `address` is HOST:PORT of node 0, where jax's service listens; ours does at the next port. `options`
+    is an `EngineConfig`.
+
+    **Raises:** `ConfigError` if not all come in time, or one was started otherwise.
+    """
+    host, _, port = address.rpartition(":")
+    host, own = host.strip("[]"), int(port) + 1
+    told = facts(options, nodes)
+    met = _gather(host, own, nodes, told) if rank == 0 else _come(host, own, rank, told)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which starts the drain
+    jax.distributed.initialize(address, nodes, rank, initialization_timeout=int(START_SECONDS))
+    log.info("node %d of %d has met the others at %s", rank, nodes, address)
+    return met
+
+
+def facts(options: Any, nodes: int) -> dict[str, str]:
+    """All that must be the same on every node, as text by its name."""
+    given = {flag(name): value for name, value in dataclasses.asdict(options).items() if name not in OWN}
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxspec's source": source_digest()[:12]}
+    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    return {name: str(value) for name, value in ({"--nnodes": nodes} | given | versions | flags).items()}
+
+
+def same_plan(plan: MemoryPlan, hosts: Leader | Follower) -> MemoryPlan:
+    """A memory plan with as many pages and snapshots as every node has room for. **Raises:** `HostLost`."""
+    tokens, snapshots = hosts.agree(plan.tokens, plan.states.snapshots)
+    states = dataclasses.replace(plan.states, snapshots=snapshots)
+    return dataclasses.replace(plan, tokens=tokens, kv_bytes=plan.kv_bytes * tokens // plan.tokens, states=states)
+
+
+def shapes_of_all(runner: Any) -> dict[str, str]:
+    """Digests of the shapes that a `Runner`'s programs were made of."""
+    trees = {"weights": runner.model.params, "drafter weights": runner.draft.params, "caches": runner.state}
+    shapes = {name: [(x.shape, str(x.dtype)) for x in jax.tree.leaves(tree)] for name, tree in trees.items()}
+    return {f"{name} of shapes": _digest(of) for name, of in (shapes | {"programs": runner.shapes}).items()}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def refuse_unless_alike(node: Node, ours: dict[str, str], theirs: dict[str, str], verb: str, why: str) -> None:
+    """**Raises:** `ConfigError`, which the other node gets too, naming the first thing that differs."""
+    for name in ours:
+        if theirs.get(name) != ours[name]:
+            text = f"node {node.rank} {verb} {name} {theirs.get(name)}, and node 0 {ours[name]}{why}"
+            with contextlib.suppress(HostLost):
+                node.send("refused", text)
+            raise ConfigError(text)
+
+
+def _gather(host: str, port: int, nodes: int, told: dict[str, str]) -> Leader:
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(f"--dist-init-addr: node 0 can't listen on {host} port {port}: {error.strerror}") from error
+    leader, said = Leader(), {}
+    end = time.monotonic() + START_SECONDS
+    with listener:
+        while len(said) < nodes - 1:
+            listener.settimeout(max(end - time.monotonic(), 0.01))
+            try:
+                came, where = listener.accept()
+            except TimeoutError as error:
+                missing = ", ".join(str(rank) for rank in range(1, nodes) if rank not in said)
+                raise ConfigError(
+                    f"--nnodes {nodes}: node {missing} didn't come in {START_SECONDS:g} seconds"
+                ) from error
+            channel = Channel(_prepared(came))
+            try:
+                kind, value, _ = decode(channel.receive())
+                rank = int(value["rank"])
+                if kind != "hello" or not 0 < rank < nodes or rank in said:
+                    raise ValueError(f"no node {rank} is due")
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+                log.warning("a connection from %s isn't one of the nodes: %s", where[0], error)
+                channel.close()
+                continue
+            said[rank] = value["facts"]
+            leader.add(rank, channel)
+    leader.welcome(told, said)
+    return leader
+
+
+def _come(host: str, port: int, rank: int, told: dict[str, str]) -> Follower:
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            end_here = _prepared(socket.create_connection((host, port), SILENT_SECONDS))
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConfigError(f"--dist-init-addr: node 0 isn't at {host} port {port}: {error}") from error
+            time.sleep(NEXT_TRY)
+    channel = Channel(end_here)
+    channel.send(encode("hello", {"rank": rank, "facts": told}))
+    follower = Follower(rank, channel)
+    follower.welcomed()
+    return follower
+
+
+def _prepared(end: socket.socket) -> socket.socket:
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.settimeout(SILENT_SECONDS)
+    return end
+
+
+def end_process(*_: object) -> NoReturn:
+    """End this process, whatever its threads wait for: a program whose partner is gone may never return."""
+    logging.shutdown()
+    os._exit(1)
