@@ -13,6 +13,7 @@ from types import ModuleType
 
 from jaxspec.bench import (
     accept,
+    accuracy,
     decode,
     host,
     kernels,
@@ -41,6 +42,7 @@ SUBCOMMANDS = {
     "accept": accept,
     "kernels": kernels,
     "parity": parity,
+    "accuracy": accuracy,
     "host": host,
     "schemas": schemas,
     "structured": structured,

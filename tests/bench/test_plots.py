@@ -43,6 +43,7 @@ ROWS = {
         {"case": "one", "ratio": 1.5, "floor_us": 2.0},
         {"case": "two", "ratio": 1.2, "floor_us": 2.0, "plain_us": 8.0},
     ],
+    "accuracy": [{"format": name, "draft": "ngram", "agree": 0.9} for name in ("unquantised", "weights")],
     "parity": [{"run": "ngram", "differ": 2, "margins": [0.1, 0.2]}],
     "load": [
         {"load": "closed loop of 8", "bins": BINS},
