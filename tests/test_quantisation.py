@@ -318,25 +318,6 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def test_greedy_texts_are_the_same_with_drafters_and_from_the_cache(tmp_path):
-    """Lossless, with and without a cached prefix, in both ways to multiply."""
-    folder, _ = write(tiny_checkpoint("llama", 272, hidden_size=160, num_hidden_layers=1, tokenizer=True), tmp_path)
-    prompts, params = [[5, 6, 7, 8] * 9, [9, 3] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    for switch in ("off", "on"):
-        texts = {}
-        for draft in ("none", "ngram", f"standalone:{folder}"):
-            llm = LLM(str(folder), draft=draft, fp8_activations=switch, **OPTIONS)
-            cold = [out.token_ids for out in llm.generate(prompts, params)]
-            cached = [out.token_ids for out in llm.generate(prompts, params)]
-            assert cached == cold
-            texts[draft] = cold
-        assert texts["ngram"] == texts[f"standalone:{folder}"] == texts["none"]
-        model = load(folder, dtype="float32", fp8_activations=switch == "on")
-        for prompt, text in zip(prompts, texts["none"], strict=True):
-            logits = np.asarray(jaxspec.logits(model, [prompt + list(text)]))[0]
-            assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == list(text)
-
-
 def test_an_mtp_module_is_quantised_with_its_target(tmp_path):
     folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
     options = OPTIONS | {"max_running_requests": 1}
