@@ -33,7 +33,7 @@ from jaxspec.pages import Node, PagePool, PrefixTree, Snapshots
 from jaxspec.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.sequence import Chunk, Plan, Sequence, State
 
-CROWD, CROWD_SHARE = 8, 1 / 16  # requests that could come now and for whom rounds are held, and of those that run
+CROWD, CROWD_SHARE = 12, 1 / 8  # requests that could come now and for whom rounds are held, and of those that run
 
 
 class Scheduler:
@@ -190,7 +190,7 @@ class Scheduler:
             seq.in_flight += 1
         rows = [seq for seq in self.running if self._goes_on(seq)]
         self._since += sum(chunk.count for chunk in prefill)
-        if prefill and self._held(len(rows)):
+        if first and self._held(len(rows)):
             rows = []
         else:
             self._since = 0
@@ -303,7 +303,7 @@ class Scheduler:
         return rounds
 
     def _held(self, rows: int) -> bool:
-        """Whether a round for `rows` requests waits for another program of prompts."""
+        """Whether a round for `rows` requests waits for another program of prompts, after one that ended some."""
         coming = 0 if self._refused else min(len(self.waiting), len(self._free_slots))
         most = self.held_tokens if self.between is None else self.between
         crowd = coming >= max(CROWD, CROWD_SHARE * rows)

@@ -47,7 +47,8 @@ SEEN = Counter()
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("sizes", WORLDS.values(), ids=WORLDS.keys())
-def test_any_mix_of_operations(sizes, lag):
+def test_any_mix_of_operations(sizes, lag, monkeypatch):
+    monkeypatch.setattr("jaxspec.scheduler.CROWD", 3)
     for seed in range(6):
         world = World(seed, lag, **sizes)
         for _ in range(60):
@@ -332,18 +333,18 @@ def test_snapshots_stand_where_they_will_be_wanted():
 # -- rounds and prompts in turn ----------------------------------------------------------------------------------------
 
 
-def burst(count=12, **sizes):
+def burst(count=16, **sizes):
     """`count` prompts of a block each come at once, of which a program holds two."""
-    s = make(num_slots=12, num_pages=99, block=8, chunk_tokens=16, held_tokens=64, **sizes)
+    s = make(num_slots=16, num_pages=130, block=8, chunk_tokens=16, held_tokens=64, **sizes)
     return s, [sequence(s, [i] * 8) for i in range(count)]
 
 
 def test_rounds_wait_while_a_crowd_comes():
     s, _ = burst()
-    rows = [len(s.plan().rows) for _ in range(7)]
-    # two prompts a program; with 10 and 8 still to come the round waits, with 6 it doesn't
-    assert rows == [0, 0, 6, 8, 10, 12, 12]
-    s, _ = burst(8)  # 6 more is no crowd
+    rows = [len(s.plan().rows) for _ in range(9)]
+    # two prompts a program; with 14 and 12 still to come the round waits, with 10 it doesn't
+    assert rows == [0, 0, 6, 8, 10, 12, 14, 16, 16]
+    s, _ = burst(12)  # 10 more is no crowd
     assert [len(s.plan().rows) for _ in range(4)] == [2, 4, 6, 8]
 
 
@@ -353,9 +354,20 @@ def test_a_held_round_comes_after_so_many_prompt_tokens():
     assert [len(s.plan().rows) for _ in range(6)] == [0, 4, 6, 8, 10, 12]
 
 
+def test_no_round_waits_for_a_prompt_that_ends_none():
+    s, _ = burst(0)
+    sequence(s, [1] * 8)
+    read(s, s.plan())
+    sequence(s, [2] * 40)  # three programs
+    for i in range(14):
+        sequence(s, [i] * 8)
+    assert [len(s.plan().rows) for _ in range(2)] == [1, 1]
+    assert len(s.plan().rows) == 0  # its last one, with the first of the others behind
+
+
 def test_nothing_is_held_for_requests_that_have_no_slot():
     s = make(num_slots=4, block=8, chunk_tokens=16, held_tokens=64)
-    for i in range(12):
+    for i in range(20):
         sequence(s, [i] * 8)
     assert [len(s.plan().rows) for _ in range(2)] == [2, 4]
 
