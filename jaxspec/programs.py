@@ -76,7 +76,7 @@ class Programs:
         """`config` and `drafter`: as each device runs them. `division`: among several, None: there is one."""
         self.shapes = shapes
         self.found: list[tuple[str, int]] = []  # of the store's, those that were used
-        self._store, self._division = store, division
+        self._store, self.division = store, division
         self.dispatches: Counter = Counter()
         self.tell: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
         self._params = params, draft_params
@@ -168,7 +168,7 @@ class Programs:
         with _no_garbage_collection():
             self._compile_all([one for one in programs if one in essential], state, os.cpu_count())
         # Serving consumes the state's arrays; their shapes are all that later programs are made of.
-        several = self._division is not None
+        several = self.division is not None
         shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)  # noqa: E731
         later = sorted((one for one in programs if one not in essential), key=ladder.use)
         compile_later = partial(self._compile_later, later, jax.tree.map(shape_of, state))

@@ -6,6 +6,7 @@ own. One device is what is expected: texts in every mode, log-probabilities, and
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 import jaxspec
 from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput, sharding
+from jaxspec.bench import host
 from jaxspec.cache import MemoryPlan
 from jaxspec.checkpoint import ModelFolder
 from jaxspec.decoder.spec import DeltaRule
@@ -358,3 +360,17 @@ def test_dummy_weights_are_one_devices():
 @pytest.mark.parametrize("options", [{"num_continuous_decode_steps": 4}, {"disable_overlap": True}], ids=str)
 def test_several_rounds_in_a_program_and_no_overlap(options):
     check(checkpoint("qwen3"), "ngram", 4, **options)
+
+
+@pytest.mark.exhaustive
+def test_host_time_is_that_of_rounds_over_all_devices():
+    """`bench host --tp-size`: its empty programs are divided as the engine's own, and take as many arguments."""
+    parser = argparse.ArgumentParser()
+    host.add_arguments(parser)
+    sizes = ["--prompt-tokens", "20", "--new-tokens", "12", "--context-length", "128"]
+    made = host.make_engine(parser.parse_args([*sizes, "--requests", "3", "--tp-size", "4"]))
+    assert host.Load(made, 20, 12, False).measure(3, rounds=20)["total"]["median_ms"] > 0
+    empty = next(each for (kind, _), each in made.runner.programs._compiled.items() if kind == "round_greedy")
+    given = jax.tree.leaves(empty.input_shardings[0])
+    assert len(given) >= len(jax.tree.leaves((made.runner.model.params, made.runner.state)))
+    assert {len(sharding.device_set) for sharding in given} == {4}

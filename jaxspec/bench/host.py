@@ -18,6 +18,7 @@ import argparse
 import gc
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from tqdm import tqdm
 
-from jaxspec import batch
+from jaxspec import batch, sharding
 from jaxspec.bench import plots
 from jaxspec.bench.results import Column, Document, Result, Table, counts, device_facts
 from jaxspec.checkpoint import Model, load_model
@@ -40,6 +41,7 @@ from jaxspec.models import MODELS
 from jaxspec.programs import Programs
 from jaxspec.request import SamplingParams
 from jaxspec.round import MODES, State
+from jaxspec.sharding import EVERYWHERE, spread
 from jaxspec.tokenizer import Tokenizer, byte_alphabet
 
 PHASES = ("intake", "plan", "dispatch", "read")
@@ -87,6 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--prompt-tokens", type=positive, default=128, help="of every request (%(default)s)")
     add("--new-tokens", type=positive, default=256, help="of a request, half as many to half again (%(default)s)")
+    add(
+        "--tp-size", type=positive, default=1, metavar="N", help="devices that a program is dispatched to (%(default)s)"
+    )
     add("--sampled", action="store_true", help="sample at temperature 1")
 
 
@@ -124,16 +129,21 @@ def make_engine(args: argparse.Namespace) -> Engine:
         seed=0,
         disable_structured_output=True,  # their programs have no empty ones
         skip_warmup=True,  # the real programs are never compiled
+        tp_size=args.tp_size,
     )
-    model = tiny_model(args.layers, args.context_length) if args.model == "tiny" else load_model(args.model)
+    if args.model == "tiny":
+        model = tiny_model(args.layers, args.context_length, args.tp_size)
+    else:
+        model = load_model(args.model, tp_size=args.tp_size)
     engine = Engine(options, model)
     engine.runner.programs = EmptyPrograms(engine)
     engine.runner.programs.warm_up(engine.runner.state)
     return engine
 
 
-def tiny_model(layers: int, context: int) -> Model:
-    """A random model of width 32 whose tokens are bytes, made in memory."""
+def tiny_model(layers: int, context: int, devices: int) -> Model:
+    """A random model of width 32 whose tokens are bytes, made in memory, with a head for each device."""
+    mesh = sharding.mesh_of(devices)
     config = ModelConfig.from_hf(
         {
             "model_type": "llama",
@@ -141,14 +151,14 @@ def tiny_model(layers: int, context: int) -> Model:
             "hidden_size": 32,
             "intermediate_size": 32,
             "num_hidden_layers": layers,
-            "num_attention_heads": 1,
+            "num_attention_heads": devices,
             "max_position_embeddings": context,
         }
     )
     backend = Backend(models.BPE(vocab={chr(char): byte for char, byte in byte_alphabet().items()}, merges=[]))
     backend.decoder = decoders.ByteLevel()
-    params = dummy(MODELS[config.model_type].tensors(config.decoder), "float32", seed=0)
-    return Model(config, params, "float32", "tiny", None, Tokenizer.from_backend(backend))
+    params = dummy(MODELS[config.model_type].tensors(config.decoder), "float32", 0, mesh)
+    return Model(config, params, "float32", "tiny", None, Tokenizer.from_backend(backend), tp_size=devices)
 
 
 class EmptyPrograms(Programs):
@@ -156,14 +166,22 @@ class EmptyPrograms(Programs):
 
     def __init__(self, engine: Engine):
         runner = engine.runner
-        super().__init__(
-            runner.model.config, runner.draft.drafter, runner.shapes, runner.model.params, runner.draft.params
-        )
+        params, division = (runner.model.params, runner.draft.params), runner.programs.division
+        super().__init__(runner.model.config, runner.draft.drafter, runner.shapes, *params, division=division)
+
         # keep_unused: arguments that a program doesn't read would otherwise not be passed, which is cheaper
-        jit = partial(jax.jit, donate_argnums=2, keep_unused=True)
+        def jit(f: Callable) -> Callable:
+            if division is not None:
+                given = division.params, division.draft_params, division.state, EVERYWHERE
+                f = spread(f, division.mesh, given, (division.state, EVERYWHERE))
+            return jax.jit(f, donate_argnums=2, keep_unused=True)
+
+        admitting = _empty_admit
+        if division is not None:
+            admitting = spread(admitting, division.mesh, (division.state, EVERYWHERE), division.state)
         prefill = jit(lambda params, draft_params, state, packed: (state, packed[0, 0]))
         self._jits = {
-            "admit": jax.jit(_empty_admit, donate_argnums=0, keep_unused=True),
+            "admit": jax.jit(admitting, donate_argnums=0, keep_unused=True),
             "prefill": prefill,
             "score": prefill,  # of the ladder, so compiled; no request here wants its prompt scored
             **{f"first_{mode}": jit(partial(_empty_round, 1)) for mode in MODES},
