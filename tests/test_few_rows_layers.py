@@ -93,7 +93,9 @@ def take_few_rows(monkeypatch):
         monkeypatch.setattr(op, name, partial(getattr(op, name), **given, **INTERPRET))
 
 
-@pytest.mark.parametrize("family,tree", [("llama", False), ("llama", True), ("qwen2", False)])
+@pytest.mark.parametrize("family,tree", [
+    pytest.param("llama", False, marks=pytest.mark.exhaustive), ("llama", True), ("qwen2", False)
+])  # fmt: skip
 def test_layers_are_those_of_the_model(monkeypatch, family, tree):
     config, params = small_model(family)
     expected = forward(config, params, rounds(tree))

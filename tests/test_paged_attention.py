@@ -65,8 +65,9 @@ def test_equals_dense_softmax(heads, kv_heads, t, lengths, block_tokens):
             np.testing.assert_allclose(out[b, i], dense(q[b, i], k[:end], v[:end]), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window,block_tokens", one_in(2, [1, 5, 8, 30, 100], [8, 32]))
-@pytest.mark.parametrize("t,lengths", [(1, (1, 9, 70)), (4, (4, 17, 68)), (32, (33, 70))])
+@pytest.mark.parametrize("t,lengths,window,block_tokens", one_in(
+    3, [(1, (1, 9, 70)), (4, (4, 17, 68)), (32, (33, 70))], [1, 5, 8, 30, 100], [8, 32]
+))  # fmt: skip
 def test_a_row_sees_no_further_back_than_its_window(t, lengths, window, block_tokens):
     rng = np.random.default_rng(window)
     kv, table, sequences = paged(rng, lengths, 2, page_size=8, entries=9)

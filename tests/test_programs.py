@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -42,12 +43,17 @@ def kernels_of(made: runner.Runner, kind: str, size: int) -> set[str]:
     return set(chosen)
 
 
+rarely = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize("family,drafts,expected", [
-    ("qwen3", FEW, {"weight_stream", "write_heads", "decode_attention"}),
+    rarely("qwen3", FEW, {"weight_stream", "write_heads", "decode_attention"}),
     ("qwen3", DRAFTED, {"tile_matmul", "write_heads", "decode_attention"}),
     ("qwen3_moe", FEW, {"top_experts", "expert_plan", "expert_stream", "write_heads", "decode_attention"}),
-    ("qwen3_moe", DRAFTED, {"top_experts", "expert_stream", "tile_matmul", "write_heads", "decode_attention"}),
-    ("qwen3_next", FEW, {"delta_step", "conv_step", "top_experts", "expert_plan", "expert_stream", "decode_attention"}),
+    rarely("qwen3_moe", DRAFTED, {"top_experts", "expert_stream", "tile_matmul", "write_heads", "decode_attention"}),
+    rarely("qwen3_next", FEW, {
+        "delta_step", "conv_step", "top_experts", "expert_plan", "expert_stream", "decode_attention",
+    }),
     ("qwen3_next", DRAFTED, {"delta_step", "conv_step", "top_experts", "expert_stream", "decode_attention"}),
     ("mistral", FEW, {"weight_stream", "write_heads", "decode_attention"}),  # each layer sees a window
     ("gemma3", DRAFTED, {"tile_matmul", "decode_attention"}),
