@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.output is not None:
         os.environ["JAXSPEC_CACHE"] = str(args.output.absolute())
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("jaxspec").setLevel(logging.INFO)
     try:
         missing = compile_all(engine_options(args))
     except (CheckpointError, ConfigError, TokenizerError) as error:

@@ -4,15 +4,15 @@
 #
 #     scripts/gpu/bench.sh OUT [PART...]
 #
-# PART is of: decode prefill ngram eagle3 dflash crossover kernels moe hybrid serve start smollm2 parity; all by default,
-# in that order. OUT receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH where they
-# aren't installed: gguf, and for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder with Qwen3-8B's
-# config.json (weights are made up) and a tokenizer, EAGLE3 and DFLASH folders with its drafters' config.json, QWEN_MOE
-# and QWEN_HYBRID the same of Qwen3-30B-A3B and Qwen3.5-35B-A3B; SMOLLM2 the demo model's GGUF file; SPECBENCH
-# Spec-Bench's question.jsonl.
+# PART is of: decode prefill ngram eagle3 dflash crossover kernels moe hybrid load serve start smollm2 parity; all by
+# default, in that order. OUT receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH
+# where they aren't installed: gguf, and for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder
+# with Qwen3-8B's config.json (weights are made up) and a tokenizer, EAGLE3 and DFLASH folders with its drafters'
+# config.json, QWEN_MOE and QWEN_HYBRID the same of Qwen3-30B-A3B and Qwen3.5-35B-A3B; SMOLLM2 the demo model's GGUF
+# file; SPECBENCH Spec-Bench's question.jsonl.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
@@ -28,7 +28,7 @@ bench() {
         { status=1; tail -n 5 "$out/$name.log"; }
 }
 
-for part in "${@:-decode prefill ngram eagle3 dflash crossover kernels moe hybrid serve start smollm2 parity}"; do
+for part in "${@:-decode prefill ngram eagle3 dflash crossover kernels moe hybrid load serve start smollm2 parity}"; do
     for part in $part; do
         case $part in
             decode) bench decode 240 decode --model "$QWEN" --overlap both --back-to-back ;;
@@ -53,6 +53,12 @@ for part in "${@:-decode prefill ngram eagle3 dflash crossover kernels moe hybri
                 bench hybrid 400 decode --model "$QWEN_HYBRID" --skip-warmup
                 bench hybrid-mtp 400 decode --model "$QWEN_HYBRID" --draft mtp --accept-rates 0.75,0.5,0.25 --skip-warmup
                 bench hybrid-prefill 300 prefill --model "$QWEN_HYBRID" --skip-warmup ;;
+            load)
+                many=(load --model "$QWEN" --num-prompts 512 --request-rate 70%,90%)
+                bench load 300 "${many[@]}"
+                bench load-eagle3 400 "${many[@]}" --draft "eagle3:$EAGLE3" --accept-rates 0.75,0.667,0.5
+                bench load-mixed 300 load --model "$QWEN" --prompt-len 64-512:9,8192:1 --output-len 32-256 \
+                    --concurrency 64 --request-rate 70% --max-itl-ms 50 ;;
             serve) bench serve 240 serve --model "$QWEN" --load-format dummy --concurrency 128 --via both ;;
             start) # the second of two starts finds what the first compiled
                 for name in cold warm; do
