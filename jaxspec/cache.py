@@ -26,6 +26,7 @@ from jaxspec.pallas.paged_attention import paged_attention
 log = logging.getLogger("jaxspec")
 
 KV = Float[Array, "l p 2 m s h"]
+Scales = Float[Array, "l 2 m"]  # float32, of a layer's keys (0) and values (1) by head: pages hold x / scale
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,13 @@ class Rows:
         v: Array,
         window: int | None = None,
         sinks: Float[Array, " n"] | None = None,
+        scales: Scales | None = None,
     ) -> tuple[Array, KV]:
         """Write these rows' keys and values, then attend to everything that each row sees.
 
         As in `decoder.mixer.Mixer`, with the pages as its cache.
         """
-        return self._look(self.write(kv, layer, k, v), layer, q, window, sinks)
+        return self._look(self.write(kv, layer, k, v, scales), layer, q, window, sinks, scales)
 
     def only(self, asked: Bool[Array, " b"]) -> Rows:
         """As in `decoder.mixer.Mixer`."""
@@ -104,13 +106,14 @@ class Rows:
         kv: KV,
         layer: Int[Array, ""],
         t: int,
-        write: Callable[[KV, Array], tuple[Array, KV]],
+        write: Callable[[KV, Array, Array | None], tuple[Array, KV]],
         window: int | None = None,
         sinks: Float[Array, " n"] | None = None,
+        scales: Scales | None = None,
     ) -> tuple[Array, KV]:
         """As in `decoder.mixer.PagedMixer`. The dummy page is padding's, and nothing is written there."""
-        q, kv = write(kv, self.written(kv, t))
-        return self._look(kv, layer, q, window, sinks)
+        q, kv = write(kv, self.written(kv, t), _inverse(scales))
+        return self._look(kv, layer, q, window, sinks, scales)
 
     def written(self, kv: KV, t: int) -> Int[Array, "b t"]:
         """The KV slots of t rows' keys and values, counted over all pages; -1 for padding."""
@@ -118,18 +121,24 @@ class Rows:
         return jnp.where(page > 0, page * kv.shape[4] + slot, -1)
 
     def _look(
-        self, kv: KV, layer: Int[Array, ""], q: Array, window: int | None, sinks: Float[Array, " n"] | None = None
+        self,
+        kv: KV,
+        layer: Int[Array, ""],
+        q: Array,
+        window: int | None,
+        sinks: Float[Array, " n"] | None = None,
+        scales: Scales | None = None,
     ) -> tuple[Array, KV]:
         mask, depth, start = self.mask, self.depth, self._masked_from
         if self.asked is not None:
             start = jnp.where(self.asked, start, -q.shape[1])  # before place 0: others see as little as can be
         if mask is None:
-            return paged_attention(q, kv, layer, self.table, start, window=window, sinks=sinks), kv
+            return paged_attention(q, kv, layer, self.table, start, window=window, sinks=sinks, scales=scales), kv
         padding = (0, q.shape[1] - mask.shape[1])  # rows that follow those of the mask, and see nothing of them
         if window is not None:
             mask, depth = self._within(window), jnp.pad(depth, ((0, 0), padding))
         mask = jnp.pad(mask, ((0, 0), padding, (0, 0)))
-        return paged_attention(q, kv, layer, self.table, start, mask, window, depth, sinks), kv
+        return paged_attention(q, kv, layer, self.table, start, mask, window, depth, sinks, scales), kv
 
     def _within(self, window: int) -> Bool[Array, "b t w"]:
         """The mask without ancestors that are before a row's window, as a tree's may be that is deeper."""
@@ -148,17 +157,23 @@ class Rows:
         """Attention to all before these rows, from each row's window on, and to those of them that its `mask` names."""
         return paged_attention(q, kv, layer, self.table, self.start, mask, window)
 
-    def write(self, kv: KV, layer: Array, k: Float[Array, "*l b t m h"], v: Float[Array, "*l b t m h"]) -> KV:
+    def write(
+        self,
+        kv: KV,
+        layer: Array,
+        k: Float[Array, "*l b t m h"],
+        v: Float[Array, "*l b t m h"],
+        scales: Scales | None = None,
+    ) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
         page, slot = self._slots(kv, k.shape[-3])
         fits = kv_write.supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
+        inverse = _inverse(scales)
         if layer.ndim == 0 and chosen(fits):
-            return kv_write.kv_write(kv, layer, page, slot, k, v)
+            return kv_write.kv_write(kv, layer, page, slot, k, v, inverse)
         new = jnp.stack([k, v], axis=-3)
-        largest = min(float(jnp.finfo(dtype).max) for dtype in (kv.dtype, new.dtype))
-        if largest < 1e6:  # an overflow would be NaN, at weight zero too, to all later owners of the page
-            new = jnp.clip(jnp.nan_to_num(new), -largest, largest)
-        return kv.at[layer, page, :, :, slot].set(new.astype(kv.dtype))
+        inverse = None if inverse is None else inverse[layer, ..., None]  # [*l 1 1, 2, m, 1]
+        return kv.at[layer, page, :, :, slot].set(kv_write.stored(new, kv.dtype, inverse))
 
     def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
         """Compact a tree's accepted path into a chain: move the keys and values of row `path[r, i]` to KV slot
@@ -190,6 +205,10 @@ class Rows:
         real = real & (places >= 0) & (entry < self.table.shape[1])
         page = jnp.take_along_axis(self.table, jnp.clip(entry, 0, self.table.shape[1] - 1), axis=1)
         return jnp.where(real, page, 0)
+
+
+def _inverse(scales: Scales | None) -> Scales | None:
+    return None if scales is None else 1 / scales
 
 
 # Of snapshots of linear attention's states, unless the user says how many: so many for each request, within this share

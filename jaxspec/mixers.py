@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.cache import KV, PageLayout, Rows
+from jaxspec.cache import KV, PageLayout, Rows, Scales
 from jaxspec.config import ModelConfig
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.pallas import causal_conv, gated_delta
@@ -37,10 +37,14 @@ class States:
 
 @flax.struct.dataclass
 class Cache:
-    """The target's cache of all tokens so far. `states` is None for a model without linear attention."""
+    """The target's cache of all tokens so far. `states` is None for a model without linear attention.
+
+    `scales`: what the pages' keys and values are to be multiplied by; None: nothing.
+    """
 
     kv: KV
     states: States | None = None
+    scales: Scales | None = None
 
 
 def empty_cache(
@@ -125,14 +129,14 @@ class _OverPages:
         return self.replace(rows=self.rows.only(asked))
 
     def attend(self, cache, layer, q, k, v, window, sinks=None):
-        out, kv = self.rows.attend(cache.kv, layer, q, k, v, window, sinks)
+        out, kv = self.rows.attend(cache.kv, layer, q, k, v, window, sinks, cache.scales)
         return out, cache.replace(kv=kv)
 
     def pages(self, cache):
         return cache.kv
 
     def attend_written(self, cache, layer, t, write, window, sinks=None):
-        out, kv = self.rows.attend_written(cache.kv, layer, t, write, window, sinks)
+        out, kv = self.rows.attend_written(cache.kv, layer, t, write, window, sinks, cache.scales)
         return out, cache.replace(kv=kv)
 
 

@@ -147,7 +147,7 @@ def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any, dtype
     if (pages := mixer.pages(cache)) is None:
         return "no pages to write to"
     norms = [weights[name].dtype for name in ("q_norm", "k_norm") if a.qk_norm]
-    return write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, dtype, pages.dtype, *norms)
+    return write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, pages.dtype, dtype, *norms)
 
 
 def _written_attention(
@@ -164,9 +164,9 @@ def _written_attention(
     cos, sin = (x.reshape(b * t, -1) for x in cos_sin(positions, a))
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
-    def write(kv: Array, place: Int[Array, "b t"]) -> tuple[Float[Array, "b t n h"], Array]:
-        rows = qkv.reshape(-1, b * t, qkv.shape[-1])
-        q, kv = write_heads.write_heads(rows, cos, sin, kv, i, place.reshape(-1), norms, eps=layer.norm.eps)
+    def write(kv: Array, place: Int[Array, "b t"], inverse: Array | None) -> tuple[Float[Array, "b t n h"], Array]:
+        rows, place = qkv.reshape(-1, b * t, qkv.shape[-1]), place.reshape(-1)
+        q, kv = write_heads.write_heads(rows, cos, sin, kv, i, place, norms, inverse, eps=layer.norm.eps)
         return q.reshape(b, t, a.heads, a.head_dim), kv
 
     out, cache = mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))

@@ -90,13 +90,15 @@ class PagedMixer(Mixer, Protocol):
         cache: Any,
         layer: Int[Array, ""],
         t: int,
-        write: Callable[[Array, Int[Array, "b t"]], tuple[Float[Array, "b t n h"], Array]],
+        write: Callable[[Array, Int[Array, "b t"], Array | None], tuple[Float[Array, "b t n h"], Array]],
         window: int | None,
         sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Float[Array, "b t n h"], Any]:
-        """As `attend`, of t rows a request whose keys and values `write(pages, place)` puts where they belong.
+        """As `attend`, of t rows a request whose keys and values `write(pages, place, inverse)` puts where they belong.
 
         It gives their queries and the pages. A row's place is a slot counted over all pages, and -1 for padding.
+        `inverse` f32[l, 2, m]: of the scales of pages in FP8, by layer, for keys and values, by head; None if they have
+        none.
         """
         ...
 

@@ -34,6 +34,7 @@ def paged_attention(
     window: int | None = None,
     depth: Int[Array, "b _"] | None = None,
     sinks: Float[Array, " n"] | None = None,
+    scales: Float[Array, "l 2 m"] | None = None,
 ) -> Float[Array, "b t n h"]:
     """Causal attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
 
@@ -42,11 +43,13 @@ def paged_attention(
     its own: that is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
     on the mask alone says what is seen. `table[b]` lists a request's pages in order; scores are scaled by h**-0.5 and
     summed in float32. `sinks`: of each head, one more logit of its softmax, which no value belongs to.
+    `scales`: float32, by which the keys (0) and values (1) of each layer and head are multiplied.
 
     Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
     """
     named = {} if window is None else {"window": window}
     named |= {} if sinks is None else {"sinks": sinks}
+    named |= {} if scales is None else {"scales": scales}
     if mask is not None or q.shape[1] <= DECODE_ROWS:
         places = 0 if mask is None else mask.shape[2]
         kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, places)
@@ -58,20 +61,34 @@ def paged_attention(
     if fits is not None:
         tell(kernel.__name__, fits)
     if not chosen(fits):
-        return reference(q, kv, layer, table, start, mask, window, depth, sinks)
+        return reference(q, kv, layer, table, start, mask, window, depth, sinks, scales)
     return kernel(q, kv, layer, table, start, **named)
 
 
 def reference(
-    q, kv, layer, table, start, mask=None, window=None, depth=None, sinks=None, *, block_tokens: int = BLOCK_TOKENS
+    q,
+    kv,
+    layer,
+    table,
+    start,
+    mask=None,
+    window=None,
+    depth=None,
+    sinks=None,
+    scales=None,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> Array:
-    """`paged_attention` in plain jnp, for any shapes and dtypes."""
+    """`paged_attention` in plain jnp, for any shapes and dtypes.
+
+    A head's scales are the same for all its tokens, so they multiply scores and mixes, in float32.
+    """
     place = start[:, None] + jnp.arange(q.shape[1])
     position = place if mask is None or depth is None else start[:, None] + depth
     first = jnp.zeros_like(place) if window is None else position - window + 1
     if mask is not None:
-        return _masked_attention(q, kv, layer, table, start, first, mask, sinks, block_tokens)
-    return span_attention(q, kv, layer, table, first, place, block_tokens, sinks)
+        return _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens)
+    return span_attention(q, kv, layer, table, first, place, block_tokens, sinks, scales)
 
 
 @partial(jax.jit, static_argnames="block_tokens")
@@ -84,6 +101,7 @@ def span_attention(
     last: Int[Array, "b t"],
     block_tokens: int = BLOCK_TOKENS,
     sinks: Float[Array, " n"] | None = None,
+    scales: Float[Array, "l 2 m"] | None = None,
 ) -> Float[Array, "b t n h"]:
     """Attention of rows that each see places `first` to `last`, in plain jnp; otherwise as `paged_attention`.
 
@@ -93,11 +111,11 @@ def span_attention(
     def seen(place):
         return (place >= first[..., None]) & (place <= last[..., None])
 
-    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(last), block_tokens, sinks)
+    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(last), block_tokens, sinks, scales)
 
 
 @partial(jax.jit, static_argnames="block_tokens")
-def _masked_attention(q, kv, layer, table, start, first, mask, sinks, block_tokens):
+def _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens):
     """Attention of rows that see places from `first` up to `start`, and behind it those that the mask names."""
     w = mask.shape[2]
 
@@ -107,7 +125,7 @@ def _masked_attention(q, kv, layer, table, start, first, mask, sinks, block_toke
         old = (new < 0)[:, None] & (place >= first[..., None])
         return old | (listed & (new < w)[:, None] & (new >= 0)[:, None])
 
-    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(start) + w - 1, block_tokens, sinks)
+    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(start) + w - 1, block_tokens, sinks, scales)
 
 
 def _stream(
@@ -120,6 +138,7 @@ def _stream(
     last: Int[Array, ""],
     block_tokens: int,
     sinks: Array | None,
+    scales: Array | None,
 ) -> Array:
     """Attention of rows to the places that `seen` says, of those from `first` to `last`.
 
@@ -130,12 +149,14 @@ def _stream(
     pages = max(1, min(block_tokens // s, table.shape[1]))
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)))
     grouped = (q.astype(jnp.float32) * h**-0.5).astype(q.dtype).reshape(b, t, m, n // m, h)
+    key_scale, value_scale = (None, None) if scales is None else scales[layer][:, :, None, None, None]
 
     def step(i, carry):
         acc, top, total = carry
         ids = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
         k, v = jnp.moveaxis(kv[layer, ids], 2, 0)  # each [b, pages, m, s, h]
         scores = jnp.einsum("btmgh,bpmsh->bmgtps", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
+        scores = scores if key_scale is None else scores * key_scale[..., None]
         scores = scores.reshape(b, m, n // m, t, pages * s)
         scores = jnp.where(seen(i * pages * s + jnp.arange(pages * s))[:, None, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
@@ -158,4 +179,5 @@ def _stream(
     end = jnp.clip(last // (pages * s), -1, table.shape[1] // pages - 1) + 1
     acc, _, total = jax.lax.fori_loop(begin, end, step, empty)
     out = acc / jnp.maximum(total, 1e-30)[..., None]
+    out = out if value_scale is None else out * value_scale
     return jnp.moveaxis(out, 3, 1).reshape(b, t, n, h).astype(q.dtype)

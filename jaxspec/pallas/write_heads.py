@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.kv_write import PAGES, stored
 from jaxspec.pallas.once import lower_once
 
 WARPS, LANES = 4, 32  # of a warpgroup
@@ -28,10 +29,12 @@ WIDTH = 128  # of a head
 _f32 = jnp.float32
 
 
-def supported(heads: int, kv_heads: int, width: int, rotated: int, *dtypes: Any) -> str | None:
-    """Why the kernel can't take rows of so many heads, or None if it can. `dtypes`: all operands'."""
+def supported(heads: int, kv_heads: int, width: int, rotated: int, pages: Any, *dtypes: Any) -> str | None:
+    """Why the kernel can't take rows of so many heads, or None if it can. `pages`, `dtypes`: theirs, all others'."""
+    if pages not in PAGES:
+        return f"pages in {jnp.dtype(pages).name}; supported: bfloat16 and float8_e4m3fn"
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"rows, norms or pages in {wrong[0]}; supported: bfloat16"
+        return f"rows or norms in {wrong[0]}; supported: bfloat16"
     if width != WIDTH:
         return f"heads of width {width}; supported: {WIDTH}"
     if rotated != width:
@@ -50,6 +53,7 @@ def write_heads(
     layer: Int[Array, ""],
     place: Int[Array, " r"],
     norms: Sequence[Float[Array, " h"]] = (),
+    inverse: Float[Array, "l 2 m"] | None = None,
     *,
     eps: float,
     interpret: Any = False,
@@ -60,24 +64,27 @@ def write_heads(
     of the query heads, then of as many keys and values as the pages have. `cos` and `sin` are those of each row's
     angles, float32. `norms`: the scales of the norms that each head's queries and keys go through, if they do. Row i's
     keys and values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative place go nowhere.
+    They are `kv_write.stored` there. `inverse`: of the scales of each layer's keys (0) and values (1) by head, float32;
+    None: they have none.
     """
     (parts, rows, columns), (kv_heads, _, width), ref = qkv.shape, kv.shape[3:], jax.new_ref(kv)
-    heads = columns // width
+    heads, scales = columns // width, [] if inverse is None else [inverse]
     q = plgpu.kernel(
-        partial(_row, eps),
+        partial(_row, eps, bool(scales)),
         kernel_name="write_heads",
-        out_type=jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, width), kv.dtype),
+        out_type=jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, width), jnp.bfloat16),
         grid=(rows,),
         grid_names=("row",),
         # Safe here: there is no shared memory, not even for sums, as a head lies within a warp.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(qkv.reshape(parts, rows, heads, width), cos, sin, layer.reshape(1), place, ref, *norms)
+    )(qkv.reshape(parts, rows, heads, width), cos, sin, layer.reshape(1), place, ref, *scales, *norms)
     return q, jax.freeze(ref)
 
 
-def _row(eps, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
+def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
     *norms_g, q_g = refs
+    inverse_g = norms_g.pop(0) if scaled else None
     row, (heads, width), (kv_heads, page_size) = lax.axis_index("row"), q_g.shape[1:], kv_g.shape[3:5]
     halves = [pl.ds(at, width // 2) for at in (0, width // 2)]
     parts_g = [qkv_g.at[part] for part in range(qkv_g.shape[0])]
@@ -110,10 +117,14 @@ def _row(eps, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
                 first, second = ((x * scale).astype(_f32) for x, scale in zip(normed, scales, strict=True))
             yield of, [x.astype(jnp.bfloat16) for x in (first * cos - second * sin, second * cos + first * sin)]
 
-    def put(tiles, out_g):
+    def put(tiles, out_g, scales_g=None):
         for of, pair in tiles:
+            shape, scale = pair[0].shape, None
+            if scales_g is not None:
+                scale = load(scales_g.at[of], layout=_layout(*shape).reduce(1))
+                scale = lax.broadcast_in_dim(scale, shape, [0])
             for half, x in zip(halves, pair, strict=True):
-                out_g[of, half] = x
+                out_g[of, half] = stored(x, out_g.dtype, scale)
 
     place, layer = place_g[row], layer_g[0]
     q, k, v = bring(0, heads), bring(heads, kv_heads), bring(heads + kv_heads, kv_heads)
@@ -123,7 +134,8 @@ def _row(eps, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
     def _():
         page, slot = lax.div(place, jnp.int32(page_size)), lax.rem(place, jnp.int32(page_size))
         for kind, tiles in enumerate((turned(k, norms_g[1:]), v)):
-            put(tiles, kv_g.at[layer, page, kind, :, slot])
+            scales_g = None if inverse_g is None else inverse_g.at[layer, kind]
+            put(tiles, kv_g.at[layer, page, kind, :, slot], scales_g)
 
 
 def _layout(heads: int, columns: int) -> Any:

@@ -25,6 +25,19 @@ SERVED = [
     Case("width 64", t=4, group=3, kv_heads=3, h=64, page=16, entries=80, lengths=(1000, 7), division=None),
     Case("width 256", t=4, group=8, kv_heads=2, h=256, entries=20, lengths=(1000, 7), division=None),
     Case("fp8", t=4, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7), division=None),
+    Case("fp8, alone, long", kv_heads=8, fp8=True, entries=300, lengths=(18001,), division=None),
+    Case("fp8, many of many lengths", t=4, kv_heads=8, fp8=True, scaled=True, entries=20,
+         lengths=tuple(range(5, 1280, 35)), division=None),
+    Case("fp8, 32 rows a head", t=8, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7, 64),
+         division=None),
+    Case("fp8, block that sees ahead", t=16, places=16, whole=True, kv_heads=8, fp8=True, scaled=True, entries=20,
+         lengths=(1000, 16, 71), division=None),
+    Case("fp8, tree of two tiles", t=32, places=32, group=8, kv_heads=4, fp8=True, entries=20, lengths=(1000, 40),
+         division=None),
+    Case("fp8, width 64, sinks", t=4, group=8, kv_heads=8, h=64, page=16, fp8=True, scaled=True, entries=80,
+         lengths=(1000, 7), sinks=True, division=None),
+    Case("fp8, width 256", t=4, group=8, kv_heads=2, h=256, fp8=True, scaled=True, entries=20, lengths=(1000, 7),
+         division=None),
     Case("window, alone, long", t=4, kv_heads=8, entries=300, lengths=(18001,), window=1024, division=None),
     Case("window, short", t=1, kv_heads=8, entries=300, lengths=(18001, 70), window=128, division=None),
     Case("window, many of many lengths", t=4, kv_heads=8, entries=20, lengths=tuple(range(5, 1280, 35)), window=200,
@@ -52,13 +65,13 @@ def test_groups_and_page_sizes(group, page, h):
 LAYERS, KV_HEADS, WIDTH, PAGE, NEW = 4, 8, 128, 64, 4  # four of Qwen3-8B's
 
 
-def seconds(b, tokens, window=None):
+def seconds(b, tokens, window=None, dtype=jnp.bfloat16):
     """Of one layer's attention. The best of three: kernels are compiled in threads of their own (`pallas.once`), and
     the first may meet one."""
     entries = tokens // PAGE
     table = 1 + np.random.default_rng(0).permutation(b * entries).reshape(b, entries)
     args = dict(table=jnp.asarray(table, jnp.int32), start=jnp.full(b, tokens - NEW, jnp.int32), window=window)
-    kv = jnp.full((LAYERS, 1 + b * entries, 2, KV_HEADS, PAGE, WIDTH), 0.5, jnp.bfloat16)
+    kv = jnp.full((LAYERS, 1 + b * entries, 2, KV_HEADS, PAGE, WIDTH), 0.5, dtype)
 
     @jax.jit
     def run(q, kv):
@@ -77,12 +90,15 @@ def seconds(b, tokens, window=None):
     return min(taken)
 
 
-@pytest.mark.parametrize("b,tokens,least", [(128, 1152, 3.6), (32, 4096, 3.7), (1, 16384, 2.5)])
-def test_memory_bandwidth(b, tokens, least, figures):
+@pytest.mark.parametrize("b,tokens,least,dtype", [
+    (128, 1152, 3.6, jnp.bfloat16), (32, 4096, 3.7, jnp.bfloat16), (1, 16384, 2.5, jnp.bfloat16),
+    (128, 1152, 3.0, op.FP8), (32, 4096, 3.0, op.FP8), (1, 16384, 1.2, op.FP8),
+])  # fmt: skip
+def test_memory_bandwidth(b, tokens, least, dtype, figures):
     """TB/s of keys and values read; `least` leaves room for a busy device."""
-    taken = seconds(b, tokens)
-    rate = b * tokens * 2 * KV_HEADS * WIDTH * 2 / taken / 1e12
-    figures[f"decode attention, {b} x {tokens}"] = {"us": taken * 1e6, "TB/s": rate}
+    taken, item = seconds(b, tokens, dtype=dtype), jnp.dtype(dtype).itemsize
+    rate = b * tokens * 2 * KV_HEADS * WIDTH * item / taken / 1e12
+    figures[f"decode attention, {b} x {tokens}, {jnp.dtype(dtype).name}"] = {"us": taken * 1e6, "TB/s": rate}
     assert rate >= least
 
 

@@ -12,12 +12,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rows,heads,kv_heads", [(2048, 32, 8), (1000, 32, 4), (640, 40, 40), (8192, 64, 8)])
 def test_matches_the_plain_form(rows, heads, kv_heads, normed):
-    cpu.check(rows, heads, kv_heads, normed, page_size=64)
+    cpu.check(rows, heads, kv_heads, normed, page_size=64, fp8=kv_heads == 8)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("rows,parts", [(10, 4), (32, 1), (128, 4), (512, 1)])
-def test_rows_of_rounds(rows, parts):
-    cpu.check(rows, 32, 8, True, page_size=64, parts=parts)
+def test_rows_of_rounds(rows, parts, fp8):
+    cpu.check(rows, 32, 8, True, page_size=64, parts=parts, fp8=fp8)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -165,7 +165,7 @@ def _scratch(plan: Plan) -> dict:
         ready=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=(w, plan.stages, 2)),
         q_ready=plgpu.Barrier(num_arrivals=plan.tile_tokens, num_barriers=w),
     )
-    if plan.fp8:
+    if plan.fp8 and not plan.in_registers:
         scratch["wide_s"] = plgpu.SMEM((w, plan.step, plan.h), plan.dtype)
     if plan.warpgroups > 1:
         scratch["staged"] = plgpu.Barrier(num_arrivals=w)

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.pallas.decode_attention import e4m3
 from jaxspec.pallas.decode_attention.plan import MAX_PLACES, Plan
 from jaxspec.pallas.decode_attention.results import combine, write_part, write_rows
 from jaxspec.pallas.decode_attention.tiles import (
@@ -85,7 +86,7 @@ def warpgroup(
             stream.fetch(i, ids, 1, i)
 
     plgpu.barrier_wait(q_ready.at[w])
-    q_s[...] = plgpu.load(rows_s, layout=row_a_warp(plan.h), optimized=False).astype(plan.dtype)
+    q_s[...] = _queries(plan, plgpu.load(rows_s, layout=row_a_warp(plan.h), optimized=False))
     plgpu.commit_smem()
     if plan.warpgroups > 1:
         # All put the same rows into the same places. Nobody may write weights there before all have read them.
@@ -99,6 +100,8 @@ def warpgroup(
     bits, depths = (None if ref is None else by_rows(ref.at[b, tile]) for ref in (refs.bits, refs.depths))
     rows = _Rows(plan, stream, start, first, bits, depths, factor, count, q_s, *(ref.at[w] for ref in staging[1]))
     acc, top, total = rows.attend(next_ids)
+    if plan.in_registers:
+        acc = e4m3.restored(acc)
     if scaled:
         acc = acc * value_scale
 
@@ -123,6 +126,14 @@ def _fetch_queries(plan: Plan, q_g, b, tile, head, rows_s, ready) -> None:
         token = jnp.minimum(tile * plan.tile_tokens + i, plan.t - 1)
         source = q_g.at[b, token, pl.ds(head * plan.group, plan.group)]
         plgpu.copy_gmem_to_smem(source, rows_s.at[pl.ds(i * plan.group, plan.group)], ready)
+
+
+def _queries(plan: Plan, rows):
+    """Rows as the tensor cores take them."""
+    if not plan.fp8:
+        return rows
+    rows = jnp.clip(rows.astype(jnp.float32), -e4m3.LARGEST, e4m3.LARGEST).astype(plan.dtype)
+    return e4m3.permuted(rows, row_a_warp(plan.h)) if plan.in_registers else rows
 
 
 def _sight(plan: Plan, start, tile):
@@ -191,6 +202,14 @@ class _Stream:
         plgpu.commit_smem()
         return self.wide_s
 
+    def left(self, stage, kind):
+        """The same where rows are narrow: keys, or transposed values, as the left operand of a product."""
+        if not self.plan.in_registers:
+            operand = self.operand(stage, kind)
+            return turned(operand) if kind else operand
+        plgpu.barrier_wait(self.ready.at[self.w, stage, kind])
+        return (e4m3.keys, e4m3.values)[kind](self.ring.at[stage, kind])
+
 
 @dataclass(frozen=True)
 class _Rows:
@@ -245,8 +264,10 @@ class _Rows:
         stage = lax.rem(i, jnp.int32(plan.stages))
         ahead = i + plan.stages
         next_ids = stream.pages(ahead + 1)  # a step before they are needed, since they come from memory
-        keys = stream.operand(stage, 0)
-        scores = product(keys, turned(self.q_s)) if narrow else product(self.q_s, turned(keys))
+        if narrow:
+            scores = product(stream.left(stage, 0), turned(self.q_s))
+        else:
+            scores = product(self.q_s, turned(stream.operand(stage, 0)))
         if masked:
             scores = jnp.where(self._seen(stream.step(i) * plan.step), scores, -jnp.inf)
         new_top = jnp.maximum(top, over_tokens(plan, "max", scores, self.exchange_s) * self.factor)
@@ -260,8 +281,10 @@ class _Rows:
         plgpu.commit_smem()  # all warps are done with the keys, too
         pl.when(ahead < self.count)(lambda: stream.fetch(ahead, ids, 0, stage))
         acc = acc * spread(plan, shrink, acc)
-        values = stream.operand(stage, 1)
-        acc = add_product(plan, acc, *((turned(values), turned(self.p_s)) if narrow else (self.p_s, values)))
+        if narrow:
+            acc = add_product(plan, acc, stream.left(stage, 1), turned(self.p_s))
+        else:
+            acc = add_product(plan, acc, self.p_s, stream.operand(stage, 1))
         plgpu.commit_smem()  # all warps are done with the values and the weights
         pl.when(ahead < self.count)(lambda: stream.fetch(ahead, ids, 1, stage))
         return acc, new_top, total, next_ids

@@ -12,6 +12,8 @@ from jaxspec.pallas.hopper import MULTIPROCESSORS, THREADS
 ROWS = 64  # of a tile, at most: the M of a Hopper warpgroup's matmul, whose N may be as small as `FEW_ROWS`
 FEW_ROWS = 8
 NARROW_ROWS = 32  # up to which rows are the narrow side: more wouldn't leave a thread registers enough
+FP8_NARROW_ROWS = 64  # the same of an fp8 cache, whose keys and values would have to pass through shared memory again
+FP8_STAGES = 3
 MAX_ROWS = 32  # new rows a request
 MAX_PLACES = 32  # that a mask is about: bits of a word
 MAX_GROUP = 16
@@ -82,7 +84,7 @@ class Plan:
 
         More room was measured to be slower: blocks with much shared memory start later.
         """
-        return 4 if self.fp8 else 2
+        return FP8_STAGES if self.fp8 else 2
 
     @property
     def stage_bytes(self) -> int:
@@ -97,7 +99,12 @@ class Plan:
     @property
     def narrow(self) -> bool:
         """Whether scores are [step, rows] and sums of values [h, rows], and not the other way around."""
-        return self.rows <= NARROW_ROWS
+        return self.rows <= (FP8_NARROW_ROWS if self.fp8 and self.h <= 128 else NARROW_ROWS)
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether an fp8 cache's keys and values become `dtype` in registers (`e4m3`), not through shared memory."""
+        return self.fp8 and self.narrow and not self.interpret
 
     @property
     def exchanged(self) -> int:

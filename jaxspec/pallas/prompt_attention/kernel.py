@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.prompt_attention.plan import STAGES, UNIT, Plan, Refs, Scratch, Tile, div, rem, walk
 
+LARGEST = 65504.0  # of float16
 MASKED = -(2.0**100)  # finite, or rows without a visible score turn NaN; a power of two, so that scaling it is exact
 
 
@@ -57,19 +58,27 @@ def _produce(plan: Plan, refs: Refs, scratch: Scratch) -> None:
         plgpu.barrier_wait(scratch.q.released.at[slot])
         for consumer in range(plan.consumers):
             for rows, at in tile.slices(consumer):
-                to = scratch.q.slots.at[slot * plan.consumers + consumer, rows]
+                to = (scratch.q.slots[0] if plan.fp8 else scratch.q.slots).at[slot * plan.consumers + consumer, rows]
                 plgpu.copy_gmem_to_smem(refs.q.at[at], to, scratch.q.filled.at[slot])
         last_entry = jnp.minimum(div(tile.last, plan.page_size), plan.entries - 1)
 
-        def fetch(i, step):
+        def sources(i):
+            """Where step i's keys (0) and values (1) are, in pieces."""
             token = tile.key(i)
             part = rem(div(token, plan.keys), plan.page_size // plan.copy_rows)  # of a page larger than a step
             rows = pl.ds(part * plan.copy_rows, plan.copy_rows)
             entries = (div(token + c * plan.copy_rows, plan.page_size) for c in range(plan.copies))
             pages = [refs.table[tile.block, jnp.minimum(entry, last_entry)] for entry in entries]
-            for which in (0, 1):
-                sources = [refs.kv.at[layer, page, which, tile.kv_head, rows] for page in pages]
-                _fill(plan, scratch, which, rem(step, STAGES), sources)
+            return [[refs.kv.at[layer, page, which, tile.kv_head, rows] for page in pages] for which in (0, 1)]
+
+        if plan.fp8:
+            return _convert_steps(plan, scratch, sources, tile.steps, step)
+
+        def fetch(i, step):
+            for which, pieces in enumerate(sources(i)):
+                ring, slot = (scratch.k, scratch.v)[which], rem(step, STAGES)
+                plgpu.barrier_wait(ring.released.at[slot])
+                _copy(plan, pieces, ring.slots.at[slot], ring.filled.at[slot])
             return step + 1
 
         return lax.fori_loop(0, tile.steps, fetch, step)
@@ -80,23 +89,36 @@ def _produce(plan: Plan, refs: Refs, scratch: Scratch) -> None:
             plgpu.barrier_wait(ring.released.at[slot])
 
 
-def _fill(plan: Plan, scratch: Scratch, which: int, slot, sources: list) -> None:
-    """Copy pieces of pages into a slot of the key (0) or value (1) ring; those of an fp8 cache by way of registers."""
-    ring = (scratch.k, scratch.v)[which]
-    plgpu.barrier_wait(ring.released.at[slot])
-    to, filled = ring.slots.at[slot], ring.filled.at[slot]
-    if plan.fp8:
-        to, filled = (x.at[which] for x in scratch.raw)
-    for c, source in enumerate(sources):
-        plgpu.copy_gmem_to_smem(source, to.at[pl.ds(c * plan.copy_rows, plan.copy_rows)], filled)
-    if plan.fp8:
-        plgpu.barrier_wait(filled)
-        for c in range(plan.keys // UNIT):
-            rows = pl.ds(c * UNIT, UNIT)
-            raw = plgpu.load(to.at[rows], layout=plgpu.Layout.WGMMA)
-            ring.slots[slot, rows] = raw.astype(jnp.float32).astype(jnp.bfloat16)  # hardware knows no direct way
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(ring.filled.at[slot])
+def _copy(plan: Plan, pieces: list, to, filled) -> None:
+    for c, piece in enumerate(pieces):
+        plgpu.copy_gmem_to_smem(piece, to.at[pl.ds(c * plan.copy_rows, plan.copy_rows)], filled)
+
+
+def _convert_steps(plan: Plan, scratch: Scratch, sources: Callable, steps, step):
+    """Fill the rings from an fp8 cache, by way of registers. While a copy is converted, the next one is on its way."""
+    raw, arrived = scratch.raw
+    at_once, layout = plan.converted()
+
+    def start(i):
+        for which, pieces in enumerate(sources(i)):
+            _copy(plan, pieces, raw.at[which], arrived.at[which])
+
+    def convert(i, step):
+        following = sources(jnp.minimum(i + 1, steps - 1))  # read early, since the table is in memory
+        for which, ring in enumerate((scratch.k, scratch.v)):
+            slot = rem(step, STAGES)
+            plgpu.barrier_wait(arrived.at[which])
+            plgpu.barrier_wait(ring.released.at[slot])
+            for c in range(plan.keys // at_once):
+                rows = pl.ds(c * at_once, at_once)
+                ring.slots[slot, rows] = plgpu.load(raw.at[which, rows], layout=layout).astype(plan.dtype)
+            plgpu.commit_smem()  # and nobody reads the copy anymore
+            plgpu.barrier_arrive(ring.filled.at[slot])
+            pl.when(i + 1 < steps)(partial(_copy, plan, following[which], raw.at[which], arrived.at[which]))
+        return step + 1
+
+    start(0)
+    return lax.fori_loop(0, steps, convert, step)
 
 
 def _consume(plan: Plan, refs: Refs, scratch: Scratch, me) -> None:
@@ -108,19 +130,24 @@ def _consume(plan: Plan, refs: Refs, scratch: Scratch, me) -> None:
 
     def visit(tile: Tile, round_, step):
         slot = rem(round_, plan.q_slots)
-        q_s = scratch.q.slots.at[slot * plan.consumers + me]
+        place = slot * plan.consumers + me
+        out_s, q_s = (slots.at[place] for slots in (scratch.q.slots if plan.fp8 else 2 * [scratch.q.slots]))
         k_scale, v_scale = (refs.scales[layer, which, tile.kv_head] for which in (0, 1))
         unit = _Unit(plan, scratch, tile, me, q_s, step, k_scale * (plan.h**-0.5 * math.log2(math.e)))
         plgpu.barrier_wait(scratch.q.filled.at[slot])
+        if plan.fp8:  # where they stand
+            rows = plgpu.load(out_s, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            q_s[...] = jnp.clip(rows, -LARGEST, LARGEST).astype(plan.dtype)
+            plgpu.commit_smem()
         # With two slots, the other one's output has all of the first product's time to leave.
         mix, top, total = unit.attend(partial(release_queries, round_ + 1) if plan.q_slots == 2 else lambda: None)
         if plan.sinks:
             sinks = refs.sinks.at[tile.kv_head, rem(tile.unit(me), plan.head_units)]
             total = total + jnp.exp2(plgpu.load(sinks, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) - top)
-        q_s[...] = (mix * lax.broadcast_in_dim(v_scale / total, mix.shape, [0])).astype(jnp.bfloat16)
+        out_s[...] = (mix * lax.broadcast_in_dim(v_scale / total, mix.shape, [0])).astype(jnp.bfloat16)
         plgpu.commit_smem()
         for rows, at in tile.slices(me):
-            plgpu.copy_smem_to_gmem(q_s.at[rows], refs.out.at[at])
+            plgpu.copy_smem_to_gmem(out_s.at[rows], refs.out.at[at])
         if plan.q_slots == 1:
             release_queries(round_)
         return step + tile.steps
@@ -173,7 +200,7 @@ class _Unit:
         total = plgpu.layout_cast(jnp.zeros((UNIT,), jnp.float32), layout.reduce(1))
         acc = plgpu.layout_cast(jnp.zeros((UNIT, plan.h), jnp.float32), layout)
         weights, top, total, _ = self._weigh(0, True, pl.run_scoped(first, scores), top, total)
-        carry = (acc, weights.astype(jnp.bfloat16), top, total)
+        carry = (acc, weights.astype(plan.dtype), top, total)
         carry = lax.fori_loop(1, tile.masked_steps, partial(middle, masked=True), carry)
         if plan.window is None:
             carry = lax.fori_loop(tile.masked_steps, tile.steps, partial(middle, masked=False), carry)
@@ -193,7 +220,7 @@ class _Unit:
         weights, top, total, shrink = self._weigh(i, masked, value, top, total)
         acc = self._mixed(mix, v_slot, acc)
         # Rounded any earlier, while the old weights are still an operand, a step takes half as long again.
-        return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), weights.astype(jnp.bfloat16), top, total
+        return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), weights.astype(self.plan.dtype), top, total
 
     def _weigh(self, i, masked: bool, scores, top, total):
         """Weights of step i, the new maximum and sum, and what older sums shrink by."""

@@ -12,10 +12,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.hopper import WGMMA_ROWS
+from jaxspec.pallas.hopper import WARPS, WGMMA_ROWS
 
 UNIT = WGMMA_ROWS  # query rows of a consumer
 STAGES = 2  # slots of the key and value rings
+LANES = 32  # of a warp
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 
@@ -45,6 +46,8 @@ class Plan:
         self.keys = 64 if self.h == 256 else 128  # of a step: as many as registers and shared memory hold
         self.copy_rows = min(self.keys, self.page_size)
         self.copies = self.keys // self.copy_rows  # that fill a slot of the key or value ring
+        # What the tensor cores multiply. Float16 holds every e4m3 number, and one instruction makes two of them.
+        self.dtype = jnp.dtype(jnp.float16 if fp8 else jnp.bfloat16)
         self.q_slots = 1 if self.h == 256 else 2  # two let the next queries come early, if shared memory holds them
 
     def by_unit(self, sinks: Array) -> Array:
@@ -54,21 +57,38 @@ class Plan:
         return jnp.take(sinks, jnp.minimum(head, self.group - 1), axis=1)
 
     def scratch(self) -> Scratch:
-        def ring(slots: int, shape: tuple[int, ...], arrivals: int) -> Ring:
+        def ring(slots: int, memory: Any, arrivals: int) -> Ring:
             filled = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
             released = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=slots)
-            return Ring(plgpu.SMEM(shape, jnp.bfloat16), filled, released)
+            return Ring(memory, filled, released)
 
         queries = (self.q_slots * self.consumers, UNIT, self.h)
-        cached = (STAGES, self.keys, self.h)
+        cached = plgpu.SMEM((STAGES, self.keys, self.h), self.dtype)
         raw = plgpu.SMEM((2, self.keys, self.h), jnp.float8_e4m3fn)
+        as_they_come = plgpu.SMEM(queries, jnp.bfloat16)
         return Scratch(
-            ring(self.q_slots, queries, self.consumers * self.heads),
+            ring(
+                self.q_slots,
+                plgpu.RefUnion(as_they_come, plgpu.SMEM(queries, self.dtype)) if self.fp8 else as_they_come,
+                self.consumers * self.heads,
+            ),
             ring(STAGES, cached, 1 if self.fp8 else self.copies),
             ring(STAGES, cached, 1 if self.fp8 else self.copies),
             (raw, plgpu.Barrier(num_arrivals=self.copies, num_barriers=2)) if self.fp8 else None,
-            plgpu.SMEM((self.consumers, UNIT, self.keys), jnp.bfloat16) if self.interpret else None,
+            plgpu.SMEM((self.consumers, UNIT, self.keys), self.dtype) if self.interpret else None,
         )
+
+    def converted(self) -> tuple[int, Any]:
+        """Tokens of an fp8 cache that are made `dtype` at a time, and in which arrangement.
+
+        A thread has eight neighbours, of which one instruction reads all and another writes all.
+        """
+        warp = LANES * 8 // self.h  # its tokens
+        if warp == 1:
+            tiling, dims = plgpu.Tiling(((WARPS, self.h), (8,))), ((-3,), (-2,))
+        else:
+            tiling, dims = plgpu.Tiling(((WARPS * warp, self.h), (warp, self.h), (8,))), ((-5,), (-3, -2))
+        return UNIT, plgpu.Layout.TILED(tiling, warp_dims=dims[0], lane_dims=dims[1], vector_dim=-1)
 
 
 class Ring(NamedTuple):

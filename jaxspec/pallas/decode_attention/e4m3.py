@@ -1,0 +1,186 @@
+"""e4m3 keys and values as float16 in registers, where tensor cores take them as the left operand of a product.
+
+Float16 holds every e4m3 number, and one instruction converts two. By way of shared memory a step would move six times
+its bytes there, which is more than it can; this way it is twice.
+
+A register of a left operand has two neighbours of a row. Words of four bytes are what shared memory gives:
+
+- four neighbours of a key. So columns have an order of their own, in which `permuted` puts those of the queries;
+- two neighbours of a value, of two tokens, as `ldmatrix` transposes pairs of bytes. So the rows of a product with
+  values are in an order of their own, which `restored` undoes.
+
+Both orders are within 16 columns of a head. Interpret mode knows neither: there all goes through shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm, nvvm
+
+LARGEST = 65504.0  # of float16
+SWIZZLE = 128  # bytes, the widest; narrower rows have their own width
+MATRIX = 8  # rows of 16 bytes, of which `ldmatrix` takes four at a time
+CONVERT = """{
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}"""
+SPLIT = "prmt.b32 $0, $1, 0, 0x3120;"  # the even bytes, then the odd ones
+
+
+def transforms(width: int) -> tuple[Any, ...]:
+    """How tokens of so many bytes lie in shared memory."""
+    swizzle = min(width, SWIZZLE)
+    return plgpu.TilingTransform((MATRIX, swizzle)), plgpu.SwizzleTransform(swizzle)
+
+
+def keys(ref: Any) -> Any:
+    """A tile of keys [64 n, h] as a left operand, their columns permuted."""
+    layout = plgpu.Layout.WGMMA_8BIT
+    result = plgpu.ShapeDtypeStruct(ref.shape, jnp.float16, layout=plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_neighbours)(plgpu.load(ref, layout=layout))
+
+
+def values(ref: Any) -> Any:
+    """A tile of values [tokens, h], transposed, as a left operand [h, tokens], its rows permuted."""
+    tokens, h = ref.shape
+    result = plgpu.ShapeDtypeStruct((h, tokens), jnp.float16, layout=plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(h)),), return_type=result)(_transposed)(ref)
+
+
+def permuted(rows: Any, layout: Any) -> Any:
+    """Rows [r, h] of float16 with the columns of each 16 in the order 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15.
+
+    `layout`: that of `rows`. A lane has two or four neighbours, the lanes of a warp those of one row in order.
+    """
+    result = plgpu.ShapeDtypeStruct(rows.shape, jnp.float16, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_permuted)(rows)
+
+
+def restored(sums: Any) -> Any:
+    """Sums [h, r] in float32 in order, of those whose rows are, in each 16, the even and then the odd ones."""
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_restored)(sums)
+
+
+def _neighbours(_, x):
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(x.shape), dtype=object)
+    for at, vector in np.ndenumerate(x.registers):
+        for i, pair in enumerate(_converted(mgpu.utils.bitcast(vector, _i32()))):
+            registers[(at[0], 2 * at[1] + i, *at[2:])] = pair
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _transposed(_, ref):
+    *_, eights, _, _, swizzle = ir.MemRefType(ref.type).shape
+    h = ir.MemRefType(ref.type).shape[-3] * swizzle
+    tokens, at_once = eights * MATRIX, 4 * MATRIX
+    i8, lane = ir.IntegerType.get_signless(8), _rem(mgpu.utils.thread_idx(), 32)
+    warp, row = _rem(_div(mgpu.utils.thread_idx(), 32), 4), _rem(lane, MATRIX)
+    # Each lane names 16 bytes of a token, those of the 16 columns that its warp has of 64.
+    within = arith.addi(arith.muli(row, _int(swizzle)), arith.muli(warp, _int(16)))
+    mixed = arith.muli(_rem(_div(within, 128), swizzle // 16), _int(16))
+    first = arith.addi(arith.muli(_div(lane, MATRIX), _int(MATRIX * h)), arith.xori(within, mixed))
+    base = mgpu.utils.memref_ptr(ref)
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((h, tokens)), dtype=object)
+    for block in range(h // 64):
+        tile, beside = divmod(block * 64, swizzle)
+        ours = mgpu.utils.getelementptr(base, [arith.xori(first, _int(beside))], i8)
+        for i in range(tokens // at_once):
+            pointer = mgpu.utils.getelementptr(ours, [i * at_once * h + tile * MATRIX * swizzle], i8)
+            shape = ir.Attribute.parse(f"#nvvm.ld_st_matrix_shape<m={MATRIX}, n={MATRIX}>")
+            words = nvvm.ldmatrix(
+                pointer, layout=nvvm.MMALayout.col, num=4, shape=shape, elt_type=nvvm.LdStMatrixEltType.B16
+            )
+            for j in range(4):
+                word = mgpu.utils.inline_ptx(SPLIT, _field(words, j), result_types=_i32())
+                for half, pair in enumerate(_converted(word)):
+                    registers[block, 4 * i + j, 0, 0, half, 0, 0, 0, 0] = pair
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _permuted(_, x):
+    lane, registers = _rem(mgpu.utils.thread_idx(), 32), np.empty_like(x.registers)
+    for at, vector in np.ndenumerate(x.registers):
+        words = _words(vector)
+        if len(words) == 1:  # eight lanes have 16 columns
+            inside = _rem(lane, 8)
+            source = arith.addi(arith.muli(_rem(inside, 4), _int(2)), _div(inside, 4))
+            moved = [_from(words[0], arith.addi(arith.subi(lane, inside), source))]
+        else:  # four have
+            inside = _rem(lane, 4)
+            source = arith.addi(arith.subi(lane, inside), arith.muli(_rem(inside, 2), _int(2)))
+            early = arith.cmpi(arith.CmpIPredicate.ult, inside, _int(2))
+            pairs = [[_from(word, arith.addi(source, _int(i))) for word in words] for i in range(2)]
+            moved = [arith.select(early, *pair) for pair in pairs]
+        registers[at] = mgpu.utils.bitcast(mgpu.utils.vector_concat([_single(word) for word in moved]), vector.type)
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+
+def _restored(_, x):
+    lane, registers = _rem(mgpu.utils.thread_idx(), 32), np.empty_like(x.registers)
+    group, column = _div(lane, 4), _rem(lane, 4)
+    even = arith.cmpi(arith.CmpIPredicate.eq, _rem(group, 2), _int(0))
+    source = arith.addi(arith.muli(_div(group, 2), _int(4)), column)
+    for at, _ in np.ndenumerate(x.registers[:, :, :, :, :1]):
+        halves = [_words(x.registers[(*at[:4], half, *at[5:])]) for half in range(2)]
+        for half in range(2):
+            lane_of = arith.addi(source, _int(16 * half))
+            moved = [arith.select(even, *(_from(word, lane_of) for word in pair)) for pair in zip(*halves, strict=True)]
+            whole = mgpu.utils.vector_concat([_single(word) for word in moved])
+            place = (*at[:4], half, *at[5:])
+            registers[place] = mgpu.utils.bitcast(whole, x.registers[place].type)
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+
+def _converted(word):
+    """The two pairs of float16 that four bytes are."""
+    pair = ir.VectorType.get((2,), ir.F16Type.get())
+    return [mgpu.utils.bitcast(half, pair) for half in mgpu.utils.inline_ptx(CONVERT, word, result_types=[_i32()] * 2)]
+
+
+def _words(vector):
+    """A register's words of 32 bits."""
+    count = mgpu.utils.bitwidth(vector.type) // 32
+    if count == 1:
+        return [mgpu.utils.bitcast(vector, _i32())]
+    words = mgpu.utils.bitcast(vector, ir.VectorType.get((count,), _i32()))
+    return [mgpu.utils.bitcast(mgpu.utils.vector_slice(words, slice(i, i + 1)), _i32()) for i in range(count)]
+
+
+def _single(word):
+    return mgpu.utils.bitcast(word, ir.VectorType.get((1,), _i32()))
+
+
+def _from(word, lane):
+    """Another lane's word."""
+    return nvvm.shfl_sync(mgpu.c(0xFFFFFFFF, _i32()), word, lane, _int(31), nvvm.ShflKind.idx)
+
+
+def _field(struct, i):
+    return llvm.extractvalue(_i32(), struct, [i])
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _int(x: int):
+    return mgpu.c(x, _i32())
+
+
+def _div(x, y: int):
+    return arith.divui(x, _int(y))
+
+
+def _rem(x, y: int):
+    return arith.remui(x, _int(y))
