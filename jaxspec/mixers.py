@@ -48,10 +48,17 @@ class Cache:
 
 
 def empty_cache(
-    config: ModelConfig, layout: PageLayout, slots: int, rows: int, dtype: str, state_dtype: str = "float32"
+    config: ModelConfig,
+    layout: PageLayout,
+    slots: int,
+    rows: int,
+    dtype: str,
+    state_dtype: str = "float32",
+    scales: Scales | None = None,
 ) -> Cache:
     """A cache with `slots` state slots, for rounds of at most `rows` rows, activations in `dtype`."""
-    return Cache(layout.kv(config), empty_states(config, slots, rows, dtype, state_dtype) if config.linear else None)
+    states = empty_states(config, slots, rows, dtype, state_dtype) if config.linear else None
+    return Cache(layout.kv(config), states, scales)
 
 
 def empty_states(config: ModelConfig, slots: int, rows: int, dtype: str, state_dtype: str) -> States:

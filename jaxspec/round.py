@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec import batch as packing
 from jaxspec import sampling, sharding, verify
 from jaxspec.batch import Slots
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache import PageLayout, Rows, Scales
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
@@ -68,17 +68,19 @@ def empty_state(
     dtype: str,
     snapshots: int = 0,
     state_dtype: str = "float32",
+    kv_scales: Scales | None = None,
 ) -> State:
     """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`.
 
     Of a model with linear attention, there are `snapshots` state slots beside those of the requests, in `state_dtype`.
     """
+    rows = drafter.num_draft_tokens + 1
     slots = packing.empty_slots(num_slots, capacity)
-    cache = empty_cache(config, layout, num_slots + 1 + snapshots, drafter.num_draft_tokens + 1, dtype, state_dtype)
+    cache = empty_cache(config, layout, num_slots + 1 + snapshots, rows, dtype, state_dtype, kv_scales)
     last = lambda: jnp.zeros((num_slots + 1, config.hidden_size), dtype)  # noqa: E731
     draft = drafter.init_state(layout, num_slots + 1)
     replay = jnp.zeros((num_slots + 1,), jnp.int32)
-    forced = jnp.zeros((num_slots + 1, drafter.num_draft_tokens + 1), jnp.int32)
+    forced = jnp.zeros((num_slots + 1, rows), jnp.int32)
     return State(slots, cache, replay, draft, last(), tuple(last() for _ in drafter.feature_layers), forced)
 
 

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxspec import sharding
 from jaxspec.adaptive import Group
@@ -300,7 +302,17 @@ class Runner:
             options.dtype,
             snapshots,
             options.state_dtype,
+            self._kv_scales(layout, config.num_kv_heads),
         )
+
+    def _kv_scales(self, layout: PageLayout, heads: int) -> Array | None:
+        """The checkpoint's scales of an FP8 cache, of those KV heads, so many, that this device has."""
+        scales = self.model.kv_scales
+        if scales is None or not layout.dtype.startswith("float8"):
+            return None
+        size = sharding.devices()
+        first = jax.lax.axis_index(sharding.AXIS) * scales.shape[2] // size if size > 1 else 0
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(scales), first, heads, axis=2)
 
     def reset(self) -> None:
         """Replace the state by an empty one. The old one is freed first: there is no room for two."""

@@ -17,11 +17,15 @@ import jaxspec
 from jaxspec import SamplingParams, load_model, programs
 from jaxspec.batch import Shapes, pack_blocks
 from jaxspec.cache import PageLayout
+from jaxspec.decoder.forward import forward, unembed
+from jaxspec.decoder.functions import causal_attention
+from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import NoDrafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.mixers import NOTHING
+from jaxspec.pallas.kv_write import stored
 from jaxspec.programs import Programs
 from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, empty_state
 from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
@@ -99,9 +103,9 @@ DRAFTERS = {
 }
 
 
-def exact(params, prompt=PROMPT, output=OUTPUT):
+def exact(params, prompt=PROMPT, output=OUTPUT, logits=lambda tokens: jaxspec.logits(model(), tokens)):
     """The joint distribution f64[v, v] of the next two tokens, from forwards without cache, batch or engine."""
-    logits = np.asarray(jaxspec.logits(model(), [[*prompt, *output, x] for x in range(VOCAB)]))
+    logits = np.asarray(logits([[*prompt, *output, x] for x in range(VOCAB)]))
 
     def after(row, more):
         return distribution(adjusted(row, prompt, [*output, *more], params, params.stop_token_ids), params)
@@ -118,15 +122,15 @@ def p_values(pairs, expected):
 class Lanes:
     """The round program over `LANES` slots for each setting, started again and again from the same text."""
 
-    def __init__(self, name, fewer=()):
-        """`fewer`: numbers of drafts, less than the drafter's, that rounds have now and then."""
+    def __init__(self, name, fewer=(), kv="float32", kv_scales=None):
+        """`fewer`: numbers of drafts, less than the drafter's, that some rounds have. `kv`: the pages' dtype."""
         self.drafts = (None, *fewer)
         self.number = list(DRAFTERS).index(name)  # each drafter draws with seeds of its own
         drafter, draft_params = DRAFTERS[name]()
         config, n = model().config, LANES * len(SETTINGS)
         width, capacity = drafter.num_draft_tokens + 1, PAGE
         self.table = np.arange(1, n + 1)[:, None]  # a page each
-        layout = PageLayout(n + 1, PAGE, "float32")
+        layout = PageLayout(n + 1, PAGE, kv)
         shapes = Shapes(
             n,
             capacity,
@@ -153,7 +157,8 @@ class Lanes:
         # Of the 300 biases and 32 stop ids that a request may have, those that are used, which all are gone through.
         lists = {key: getattr(slots.sampling, key)[:, :2].copy() for key in ("bias_ids", "bias", "stop_ids")}
         self.slots = slots.replace(sampling=slots.sampling.replace(**lists))
-        state = empty_state(config, drafter, layout, n, capacity, "float32").replace(slots=jax.device_put(self.slots))
+        state = empty_state(config, drafter, layout, n, capacity, "float32", kv_scales=kv_scales)
+        state = state.replace(slots=jax.device_put(self.slots))
         blocks = [(i, 0, KNOWN - 1, NOTHING, NOTHING) for i in range(n)]
         known = pack_blocks(blocks, [[*PROMPT, *OUTPUT]] * n, self.table, PAGE)
         # Of so many samples, running takes longer than compiling, which is what other tests save (conftest.py).
@@ -207,6 +212,34 @@ def test_round_samples_the_target(name):
 def test_rounds_sample_the_target_however_many_drafts_they_have(name, monkeypatch):
     monkeypatch.setattr(f"{__name__}.Lanes", partial(Lanes, fewer=(0, 1)))
     test_round_samples_the_target(name)
+
+
+def test_an_fp8_cache_samples_the_target_with_rounded_keys_and_values():
+    """So coarse, and with scales so small, that unrounded ones have another distribution."""
+    scales = np.array([[[2.0**-8], [2.0**-9]]], np.float32)  # of the only layer's keys and values
+
+    def attend(cache, layer, q, k, v, *more):
+        k, v = (
+            np.float32(scale) * stored(x, jnp.float8_e4m3fn, 1 / scale).astype(jnp.float32)
+            for x, scale in zip((k, v), scales.ravel(), strict=True)
+        )
+        return causal_attention(cache, layer, q, k, v, *more)
+
+    @jax.jit
+    def logits(tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return unembed(
+            model().params,
+            forward(model().config.decoder, model().params, tokens, positions, OnlyAttention(attend)).last,
+        )
+
+    rounded = partial(exact, logits=lambda tokens: logits(jnp.asarray(tokens)))
+    lanes = Lanes("noise", kv="float8_e4m3fn", kv_scales=jnp.asarray(scales))
+    runs = [lanes.decode(run).reshape(len(SETTINGS), LANES, 2) for run in range(20)]
+    pairs = dict(zip(SETTINGS, np.concatenate(runs, axis=1), strict=True))
+    found = {setting: p_values(pairs[setting], rounded(params)) for setting, params in SETTINGS.items()}
+    assert min(min(p) for p in found.values()) > ALPHA, found
+    assert min(p_values(pairs["temperature"], exact(SETTINGS["temperature"]))) < ALPHA
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -96,6 +97,31 @@ def test_a_sink_takes_its_share_of_each_head(t, window):
             end = start[b] + i + 1
             seen = slice(max(end - window, 0) if window else 0, end)
             np.testing.assert_allclose(out[b, i], dense(q[b, i], k[seen], v[seen], sinks), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_pages_in_fp8_hold_what_their_scales_divide(tree):
+    """And attention multiplies by them again, by layer and head. Some of it saturates."""
+    rng = np.random.default_rng(7)
+    known, new = 20, 5
+    kv, table, _ = paged(rng, (known + new,), 2, page_size=8, entries=4)
+    kv, scales = jnp.zeros_like(kv, jnp.float8_e4m3fn), rng.uniform(0.001, 0.006, (LAYERS, 2, 2)).astype(np.float32)
+    k, v = rng.standard_normal((2, 1, known + new, 2, H), np.float32)
+    rows = [Rows(np.array([start], np.int32), np.array([count], np.int32), table)
+            for start, count in ((0, known), (known, new))]  # fmt: skip
+    if tree:
+        mask = np.tril(np.ones((1, new, new), bool))
+        rows[1] = rows[1].replace(mask=jnp.asarray(mask), depth=jnp.arange(new)[None])
+    q = rng.standard_normal((1, new, 4, H), np.float32)
+    kv = rows[0].write(kv, jnp.int32(LAYER), k[:, :known], v[:, :known], scales)
+    out, kv = rows[1].attend(kv, jnp.int32(LAYER), q, k[:, known:], v[:, known:], scales=scales)
+    each = scales[LAYER][:, None, None, :, None]
+    held = np.clip(np.stack([k, v]) / each, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert (np.abs(held) == 448).sum() > 10
+    k, v = (held * each)[:, 0]
+    for i in range(new):
+        seen = slice(known + i + 1)
+        np.testing.assert_allclose(out[0, i], dense(q[0, i], k[seen], v[seen]), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 30])

@@ -261,16 +261,40 @@ def test_truncated_scales_and_mixed_projections_are_named(tmp_path):
 
 
 def test_scales_that_are_not_needed_are_left(tmp_path, caplog):
-    """Of activations, which are quantised by their own magnitude, and of keys and values, which aren't."""
-    static = compressed("tensor") | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
-    folder, whole = write(source("llama"), tmp_path, "tensor", static, "_scale")
-    names = [f"model.layers.0.{name}" for name in ("mlp.up_proj.input_scale", "self_attn.k_scale")]
+    """Those of activations, which are quantised by their own magnitude."""
+    folder, whole = write(source("llama"), tmp_path, "tensor", compressed("tensor"), "_scale")
+    names = [f"model.layers.0.{name}" for name in ("mlp.up_proj.input_scale", "self_attn.q_scale")]
     tensors = read(folder / "model.safetensors") | {name: np.ones(1, np.float32) for name in names}
     save(tensors, folder / "model.safetensors")
     with caplog.at_level("INFO", "jaxspec"):
         model = load(folder)
     assert f"2 scales like {names[0]} are not used" in caplog.text
     np.testing.assert_allclose(jaxspec.logits(model, TOKENS), jaxspec.logits(load(whole), TOKENS), atol=1e-3)
+
+
+def with_kv_scales(folder: Path, scales: dict[str, np.ndarray]) -> None:
+    more = {f"model.layers.{name}": np.asarray(value, np.float32) for name, value in scales.items()}
+    save(read(folder / "model.safetensors") | more, folder / "model.safetensors")
+
+
+def test_scales_of_keys_and_values_are_read_under_each_tools_names(tmp_path, caplog):
+    made = write(source("llama", num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2), tmp_path)
+    with_kv_scales(made[0], {
+        "0.self_attn.k_scale": [0.5], "0.self_attn.v_scale": [0.25, 0.75],
+        "1.self_attn.k_proj.k_scale": 2.0, "1.self_attn.v_proj.v_scale": [[[3.0]], [[4.0]]],
+        "2.self_attn.k_proj.output_scale": [5.0], "2.self_attn.attn.v_scale": 6.0,
+        "3.self_attn.kv_scale": 7.0,
+    })  # fmt: skip
+    with caplog.at_level("INFO", "jaxspec"):
+        scales = load(made[0]).kv_scales
+    assert "are not used" not in caplog.text
+    assert scales.tolist() == [[[0.5, 0.5], [0.25, 0.75]], [[2, 2], [3, 4]], [[5, 5], [6, 6]], [[7, 7], [7, 7]],
+                               [[1, 1], [1, 1]]]  # fmt: skip
+    assert load(made[1]).kv_scales is None
+    for bad, message in ((np.ones(3), r"shape \[3\]; .* or one for each of 2 KV heads"), (0.0, "must be positive")):
+        with_kv_scales(made[0], {"4.self_attn.k_scale": bad})
+        with pytest.raises(CheckpointError, match=rf"4\.self_attn\.k_scale .*{message}"):
+            load(made[0])
 
 
 @pytest.mark.parametrize("config,named", [
@@ -316,6 +340,20 @@ OPTIONS = {
     "page_size": 8, "chunked_prefill_size": 64, "context_length": 128, "max_running_requests": 3,
     "max_total_tokens": 512, "skip_warmup": True, "few_programs": True, "disable_structured_output": True,
 }  # fmt: skip
+
+
+def test_an_fp8_cache_with_scales_serves_drafts_losslessly_and_from_the_cache(tmp_path):
+    """The scales are so small that keys and values saturate."""
+    folder, _ = write(tiny_checkpoint("llama", 272, hidden_size=160, num_hidden_layers=1, tokenizer=True), tmp_path)
+    with_kv_scales(folder, {"0.self_attn.k_scale": 1e-4, "0.self_attn.v_scale": 1e-4})
+    prompts, params = [[5, 6, 7, 8] * 9, [9, 3] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    texts = []
+    for draft in ("none", f"standalone:{folder}"):
+        llm = LLM(str(folder), draft=draft, kv_cache_dtype="fp8", **OPTIONS)
+        texts += [[out.token_ids for out in llm.generate(prompts, params)] for _ in range(2)]
+        cache = llm.engine.runner.state.cache
+        assert jnp.allclose(cache.scales, 1e-4) and jnp.abs(cache.kv[:, 1:].astype(jnp.float32)).max() == 448
+    assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
 def test_an_mtp_module_is_quantised_with_its_target(tmp_path):

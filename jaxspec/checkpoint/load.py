@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxspec import sharding
+from jaxspec.checkpoint import kv_scales
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
@@ -47,6 +48,8 @@ class Model:
     - `sampling`: the sampling settings of its generation_config.json, under `SamplingParams`' names.
     - `quantization`: how its config says that the checkpoint is quantised; None if it isn't, whatever was asked for.
     - `tp_size`: how many devices its params are divided among.
+    - `kv_scales`: f32[l, 2, m], what keys (0) and values (1) of each KV head are divided by in an FP8 cache, by its
+      checkpoint; None if that doesn't say.
     """
 
     config: ModelConfig
@@ -58,6 +61,7 @@ class Model:
     sampling: Mapping[str, float] = field(default_factory=dict)
     quantization: Quantization | None = None
     tp_size: int = 1
+    kv_scales: np.ndarray | None = None
 
     @property
     def family(self) -> ModuleType:
@@ -133,7 +137,10 @@ def load_model(
             "device has free; use a smaller model, --quantization fp8, or a smaller --dtype"
         ) from error
     sampling = _sampling(source.files.generation, source.name)
-    return Model(config, params, dtype, source.name, source.path, source.files.tokenizer(), sampling, how, tp_size)
+    tokenizer, scales = source.files.tokenizer(), None
+    if how is not None and load_format != "dummy":
+        scales = kv_scales.read_kv_scales(source.files, config.decoder, text_name)
+    return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)
 
 
 def in_format(
@@ -191,7 +198,7 @@ def read_params(
     declared = jax.tree.map(lambda param: param.as_found(found), declared)
     if (how := files.quantization) is not None:
         found, left = {k: v for k, v in found.items() if not unused(k)}, [k for k in found if unused(k)]
-        if left:
+        if left := [k for k in left if not kv_scales.named(k)]:
             log.info("%s: %d scales like %s are not used: see docs/quantisation.md", name, len(left), left[0])
         stored = partial(as_stored, found=found, how=how, activations=fp8_activations, where=str(files.path))
         declared = jax.tree.map(stored, declared)

@@ -150,9 +150,10 @@ def _names(pattern: str, module: str) -> bool:
 
 
 def unused(name: str) -> bool:
-    """Whether a tensor belongs to the format, but isn't needed: scales of activations, or of keys and values.
+    """Whether a tensor belongs to the format, but is no weight's: scales of activations, or of keys and values.
 
-    Activations are quantised by their own largest magnitude, which is never less exact.
+    Activations are quantised by their own largest magnitude, which is never less exact. `kv_scales` reads those of keys
+    and values.
     """
     return _UNUSED.fullmatch(name) is not None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,14 @@ class ModelFolder:
                 if name in shard.keys():  # noqa: SIM118
                     return shard.get_tensor(name)
         raise KeyError(name)
+
+    def some(self, names: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Those of `names`, as `read` gives all, without reading the others."""
+        for file in self.files:
+            with _open(file) as shard:
+                for name in shard.keys():  # noqa: SIM118
+                    if name in names:
+                        yield name, shard.get_tensor(name)
 
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer, or None if it has no vocabulary. **Raises:** `TokenizerError` if it can't be read."""

@@ -1,0 +1,61 @@
+"""Scales of keys and values that a quantised checkpoint has for a KV cache in FP8: `read_kv_scales`.
+
+A cache holds x / scale, and attention multiplies by the scale again. A layer's keys have one, and its values have one,
+for all heads or for each. Names depend on the tool that made the checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxspec.checkpoint.check import CheckpointError
+from jaxspec.checkpoint.shards import ModelFolder
+from jaxspec.decoder.spec import Attention, Decoder
+
+# Behind `model.layers.N.self_attn.`, the first that is there: by compressed-tensors and vLLM, by ModelOpt, and as the
+# former two were before. The last is of keys and values alike.
+NAMES = tuple(
+    (f"{x}_scale", f"attn.{x}_scale", f"{x}_proj.{x}_scale", f"{x}_proj.output_scale", "kv_scale") for x in "kv"
+)
+_NAMED = re.compile(r".*\.([kv]_scale|kv_scale|[kv]_proj\.output_scale)")
+
+
+def named(name: str) -> bool:
+    """Whether a tensor is a scale of keys or values."""
+    return _NAMED.fullmatch(name) is not None
+
+
+def read_kv_scales(files: ModelFolder, decoder: Decoder, rename: Callable[[str], str | None]) -> np.ndarray | None:
+    """f32[l, 2, m]: of each layer with attention and each of its KV heads; 1 where there is none. None: there are none.
+
+    Tensors of `files` are called `rename(their name)`.
+
+    **Raises:** `CheckpointError` for a scale of another shape, or one that isn't a positive number.
+    """
+    found = {rename(name): name for name in files.tensors() if named(name)}
+    places = [i for i, layer in enumerate(decoder.layers) if isinstance(layer.mixing, Attention)]
+    sources: dict[str, list[tuple[int, int]]] = {}
+    for at, i in enumerate(places):
+        for kind, names in enumerate(NAMES):
+            each = (f"model.layers.{i}.self_attn.{name}" for name in names)
+            if (name := next((found[name] for name in each if name in found), None)) is not None:
+                sources.setdefault(name, []).append((at, kind))
+    if not sources:
+        return None
+    heads = decoder.layers[places[0]].mixing.kv_heads
+    scales = np.ones((len(places), 2, heads), np.float32)
+    for name, value in files.some(sources):
+        value = np.asarray(value, np.float32)
+        if value.size not in (1, heads):
+            raise CheckpointError(
+                f"{files.path}: {name} has shape {list(value.shape)}; a scale of keys or values is one number, or one "
+                f"for each of {heads} KV heads"
+            )
+        if not (np.isfinite(value).all() and (value > 0).all()):
+            raise CheckpointError(f"{files.path}: {name} must be positive; it has {value.min()}")
+        for place in sources[name]:
+            scales[place] = value.reshape(-1)
+    return scales
