@@ -16,6 +16,7 @@ from jaxspec.decoder.spec import Attention, Rope
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas.few_rows import top
 from jaxspec.pallas.few_rows.share import share_out
+from jaxspec.pallas.kv_write import stored
 from jaxspec.weights import HALF
 from tests.sample import one_in
 from tests.test_weight_stream import assert_close
@@ -72,9 +73,20 @@ def head_operands(given: dict[str, jax.Array], inputs: int, normed: bool) -> tup
     return rows, scales, weight, given["cos"], given["sin"], given["kv"], jnp.int32(1), given["place"], norms
 
 
-def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = False, biased: bool = False, **options):
+def check_heads(
+    given: dict[str, jax.Array],
+    inputs: int = 1,
+    normed: bool = False,
+    biased: bool = False,
+    fp8: bool = False,
+    **options,
+):
+    inverse = None
+    if fp8:  # some numbers saturate
+        given = given | {"kv": given["kv"].astype(jnp.float8_e4m3fn)}
+        inverse = jnp.exp(jnp.linspace(0, 6, given["kv"].shape[3] * LAYERS * 2)).reshape(LAYERS, 2, -1)
     operands, bias = head_operands(given, inputs, normed), given["bias"] if biased else None
-    q, kv = op.heads(*operands, [given["gate_up"]], bias, eps=EPS, **options)
+    q, kv = op.heads(*operands, [given["gate_up"]], bias, inverse, eps=EPS, **options)
     rows, (kv_heads, _, width) = len(given["x"]), given["kv"].shape[3:]
     pairs = zip(*operands[:2], strict=True) if inputs else [(given["x"], given["scale"])]
     x = jnp.concatenate([rms_norm(*each, EPS) for each in pairs], axis=1)
@@ -87,7 +99,8 @@ def check_heads(given: dict[str, jax.Array], inputs: int = 1, normed: bool = Fal
     turned = rope(turned, given["position"][:, None], rotating(width))[:, 0]
     assert_close(q, turned[:, :-kv_heads].reshape(rows, -1))
     new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
-    assert_written(given, kv, [1], new[:, None])
+    new = stored(new, kv.dtype, None if inverse is None else inverse[1, ..., None])
+    assert_written(given, kv, [1], new[:, None], 0.1 if fp8 else 1e-2)
 
 
 def check_keys_values(given: dict[str, jax.Array], biased: bool = False, **options):
@@ -103,16 +116,17 @@ def check_keys_values(given: dict[str, jax.Array], biased: bool = False, **optio
     assert_written(given, kv, range(LAYERS), jnp.stack([k, both[:, :, 1]], axis=2))
 
 
-def assert_written(given, kv, layers, new):
+def assert_written(given, kv, layers, new, tolerance=1e-2):
     """That the pages have these keys and values, [rows, layers, 2, heads, 64], and what they had before."""
     real = given["place"] >= 0
     page = jnp.where(real, given["place"] // PAGE, len(given["kv"][0]))
     expected = given["kv"]
     for i, layer in enumerate(layers):
         expected = expected.at[layer, page, :, :, given["place"] % PAGE].set(new[:, i], mode="drop")
-    changed = np.asarray(expected != given["kv"]).any(axis=-1)
-    np.testing.assert_array_equal(np.asarray(kv)[~changed], np.asarray(expected)[~changed])
-    assert_close(np.asarray(kv)[changed], np.asarray(expected)[changed])
+    kv, expected, before = (np.asarray(x.astype(jnp.float32)) for x in (kv, expected, given["kv"]))
+    changed = (expected != before).any(axis=-1)
+    np.testing.assert_array_equal(kv[~changed], expected[~changed])
+    assert_close(kv[changed], expected[changed], tolerance)
 
 
 def check_gated(given: dict[str, jax.Array], scaled: bool = False, **options):
@@ -183,9 +197,11 @@ def check_top_tokens(given: dict[str, jax.Array], vocab: int, **options):
     assert (got < vocab - 128).all() and (got < 128).any() and len(set(got.tolist())) > 2
 
 
-@pytest.mark.parametrize("rows,inputs,normed", [(8, 1, False), (24, 1, True), (8, 2, False), (40, 2, True)])
-def test_heads(rows, inputs, normed):
-    check_heads(operands(rows), inputs, normed, **INTERPRET)
+@pytest.mark.parametrize("rows,inputs,normed,fp8", [
+    (8, 1, False, False), (24, 1, True, True), (8, 2, False, False), (40, 2, True, False),
+])  # fmt: skip
+def test_heads(rows, inputs, normed, fp8):
+    check_heads(operands(rows), inputs, normed, fp8=fp8, **INTERPRET)
 
 
 @pytest.mark.parametrize("inputs", [0, 1])

@@ -264,7 +264,8 @@ def test_what_cannot_run_is_named():
     bf16 = jnp.bfloat16
     assert op.supported(64, 64, (576, 576, 1536), bf16, bf16) is None
     assert op.supported(8, 64, (1024, 1024, 3072), bf16) is None
-    assert "float8" in op.supported(8, 64, (576, 576, 1536), bf16, jnp.float8_e4m3fn)
+    assert op.supported(8, 64, (576, 576, 1536), bf16, "float8_e4m3fn") is None
+    assert "pages in float32" in op.supported(8, 64, (576, 576, 1536), bf16, "float32")
     assert op.supported(8, 128, (4096, 4096, 12288), bf16) is None
     assert op.supported(8, 128, (2048, 4096), bf16) is None
     assert "for shared memory" in op.supported(8, 128, (5120, 5120, 17408), bf16)  # groups of eight, no ring of them

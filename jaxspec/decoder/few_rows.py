@@ -146,9 +146,9 @@ def run_flat(
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
     ahead = [weights[name].unquantised for name in ("out", "gate_up", "down") if small and name in weights]
 
-    def write(kv, place, _):
+    def write(kv, place, inverse):
         operands = *zip(*inputs, strict=True), weights["qkv"].unquantised, *table, kv, i, place.reshape(-1)
-        q, kv = few_rows.heads(*operands, norms, ahead, weights.get("qkv_bias"), eps=eps)
+        q, kv = few_rows.heads(*operands, norms, ahead, weights.get("qkv_bias"), inverse, eps=eps)
         return q.reshape(b, -1, a.heads, a.head_dim), kv
 
     mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, a.window, **equations.sinks(a, weights))

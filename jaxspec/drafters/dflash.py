@@ -230,7 +230,7 @@ class _Block:
         return cache
 
     def attend_written(self, cache, layer, t, write, window):
-        q, kv = write(cache, self.rows.written(cache, t))
+        q, kv = write(cache, self.rows.written(cache, t), None)
         return self._look(kv, layer, q, window)
 
     def _look(self, kv: KV, layer: Int[Array, ""], q: Array, window: int | None) -> tuple[Array, KV]:

@@ -31,7 +31,7 @@ _f32 = jnp.float32
 
 def supported(heads: int, kv_heads: int, width: int, rotated: int, pages: Any, *dtypes: Any) -> str | None:
     """Why the kernel can't take rows of so many heads, or None if it can. `pages`, `dtypes`: theirs, all others'."""
-    if pages not in PAGES:
+    if jnp.dtype(pages) not in PAGES:
         return f"pages in {jnp.dtype(pages).name}; supported: bfloat16 and float8_e4m3fn"
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
         return f"rows or norms in {wrong[0]}; supported: bfloat16"

@@ -39,9 +39,9 @@ def _sums_as_the_kernels_have_them():
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("inputs,normed", [(1, False), (1, True), (2, False)])
-def test_heads(rows, inputs, normed):
-    cpu.check_heads(cpu.operands(min(rows, 32 if inputs > 1 else rows), **cpu.SMOLLM2), inputs, normed)
+@pytest.mark.parametrize("inputs,normed,fp8", [(1, False, False), (1, True, True), (2, False, False)])
+def test_heads(rows, inputs, normed, fp8):
+    cpu.check_heads(cpu.operands(min(rows, 32 if inputs > 1 else rows), **cpu.SMOLLM2), inputs, normed, fp8=fp8)
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -54,6 +54,7 @@ from jaxspec.pallas.few_rows.block import (
     to_rows,
 )
 from jaxspec.pallas.few_rows.share import BLOCKS, MAX_GROUPS, TILE, share_out, tiles_of, tiles_of_squares, with_splits
+from jaxspec.pallas.kv_write import stored
 from jaxspec.pallas.once import lower_once
 from jaxspec.weights import HALF
 
@@ -133,6 +134,7 @@ def heads(
     norms: Sequence[Float[Array, " h"]] = (),
     ahead: Sequence[Float[Array, "_ _"]] = (),
     bias: Float[Array, " n"] | None = None,
+    inverse: Float[Array, "l 2 m"] | None = None,
     *,
     eps: float,
     splits: int | None = None,
@@ -144,12 +146,12 @@ def heads(
     and for a scale their squares. `weight` has columns of the query heads, then of as many keys and values as the pages
     have. `norms`: the scales of the norms that each head's queries and keys go through, if they do. `cos` and `sin` are
     those of each row's position, float32. Row i's keys and values go to slot `place[i] % s` of page `place[i] // s`;
-    those of a row at a negative place go nowhere. `bias` is added to the rounded products. `ahead` and `splits` as in
-    `gated`.
+    those of a row at a negative place go nowhere. They are `kv_write.stored` there, with the `inverse` of their scales.
+    `bias` is added to the rounded products. `ahead` and `splits` as in `gated`.
     """
     queries = weight.shape[1] // kv.shape[5] - 2 * kv.shape[3]
     norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, place)
-    return _heads(queries, *of, norms, ahead, bias, eps, splits, interpret)
+    return _heads(queries, *of, norms, ahead, bias, inverse, eps, splits, interpret)
 
 
 @lower_once("few_rows_keys_values", "eps")
@@ -173,31 +175,34 @@ def keys_values(
     the norms of each layer's keys. `bias`: of the products, as in `heads`.
     """
     of = [rows], [scale], weight, cos, sin, kv, jnp.zeros((), jnp.int32), place
-    return _heads(0, *of, [norm], (), bias, eps, None, interpret)[0]
+    return _heads(0, *of, [norm], (), bias, None, eps, None, interpret)[0]
 
 
-def _heads(queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, bias, eps, splits, interpret):
+def _heads(
+    queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, bias, inverse, eps, splits, interpret
+):
     """The queries, if there are any, and the pages."""
     count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
     share = with_splits(share_out(count, widths, weight.shape[1], width // TILE, normed=unscaled), splits)
     biases = [] if bias is None else [bias.reshape(-1, width)]  # a head each
+    inverse = [] if inverse is None else [inverse]
     q = plgpu.kernel(
-        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(biases))),
+        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(biases), len(inverse))),
         kernel_name="few_rows_heads",
         out_type=[jax.ShapeDtypeStruct((count, queries * width), weight.dtype)] if queries else [],
         **grid_of(share),
         scratch_types=scratch_of(share) | out_of(share) | {"head_s": plgpu.SMEM((count, width), weight.dtype)},
         compiler_params=params(),
         interpret=interpret,
-    )(weight, cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *ahead)
+    )(weight, cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *ahead)
     return *q, jax.freeze(ref)
 
 
 def _head(share, eps, queries, counts, weight_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs, out_s, head_s,
           **scratch):  # fmt: skip
     column, refs = lax.axis_index("tile"), list(refs)
-    rows_g, scales_g, norms_g, biases_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    rows_g, scales_g, norms_g, biases_g, inverse_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     q_g = refs.pop() if queries else None
     kv_heads, page_size, width = kv_g.shape[3:]
     half = width // 2
@@ -209,6 +214,8 @@ def _head(share, eps, queries, counts, weight_g, cos_g, sin_g, layer_g, place_g,
     cos, sin = (plgpu.load(ref, layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
     cos, sin = cos * turns + (1 - turns), sin * turns
     layer, places = layer_g[0] + further, [place_g[i] for i in range(place_g.shape[0])]
+    kind, kv_head = (f(jnp.maximum(head - queries, 0), _i32(kv_heads)) for f in (lax.div, lax.rem))
+    inverse = inverse_g[0][layer, kind, kv_head] if inverse_g else None
     norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
     biases = [[_half_row(bias_g.at[column], at, half) for at in (0, half)] for bias_g in biases_g]
     if len(norms) == 2:
@@ -238,15 +245,13 @@ def _head(share, eps, queries, counts, weight_g, cos_g, sin_g, layer_g, place_g,
             head_s[:, pl.ds(0, half)] = first.astype(jnp.bfloat16)
             head_s[:, pl.ds(half, half)] = second.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            kind = lax.div(head - queries, _i32(kv_heads))
-            kv_head = lax.rem(head - queries, _i32(kv_heads))
             for i, place in enumerate(places):
 
                 @pl.when(place >= 0)
                 def _(i=i, place=place):
                     page, slot = lax.div(place, _i32(page_size)), lax.rem(place, _i32(page_size))
                     row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
-                    kv_g[layer, page, kind, kv_head, slot] = row
+                    kv_g[layer, page, kind, kv_head, slot] = stored(row, kv_g.dtype, inverse)
 
     multiply(share, fetch, refs, finish, factor, **scratch)
 

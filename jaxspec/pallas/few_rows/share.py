@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, WGMMA_ROWS
+from jaxspec.pallas.kv_write import PAGES
 
 TILE = WGMMA_ROWS  # columns of a group
 GROUP = 8  # rows that are normed together, and what the number of rows must be a multiple of
@@ -110,16 +111,20 @@ def tiles_of_squares(width: int) -> int:
     return -(-width // TILE // SQUARES) * SQUARES
 
 
-def supported(rows: int, head: int, inputs: tuple[int, ...], *dtypes: Any, beside: int = 0) -> str | None:
+def supported(
+    rows: int, head: int, inputs: tuple[int, ...], weights: Any, pages: Any = jnp.bfloat16, *, beside: int = 0
+) -> str | None:
     """Why so many rows can't go through layers with heads of width `head`, or None if they can.
 
     `inputs` are those of the layer's products: the model's width, that of all query heads, and of a dense layer the
-    MLP's; `dtypes` those of weights and pages. `beside`: the width of what q, k and v are made of beside rows of the
+    MLP's; `weights` and `pages` are dtypes. `beside`: the width of what q, k and v are made of beside rows of the
     model's width.
     """
     width, queries, *mlp = inputs
-    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"weights or pages in {wrong[0]}; supported: bfloat16"
+    if jnp.dtype(weights) != jnp.bfloat16:
+        return f"weights in {jnp.dtype(weights).name}; supported: bfloat16"
+    if jnp.dtype(pages) not in PAGES:
+        return f"pages in {jnp.dtype(pages).name}; supported: bfloat16 and float8_e4m3fn"
     if head not in (TILE, 2 * TILE):
         return f"heads of width {head}; supported: {TILE} and {2 * TILE}"
     if beside and max(width, beside) > NARROW:
