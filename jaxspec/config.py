@@ -346,7 +346,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "dtype of keys and values; auto: as --dtype; fp8 (float8_e4m3fn) holds twice as many tokens",
+        "dtype of keys and values; auto: as --dtype; fp8 (float8_e4m3fn) holds twice as many tokens, with the "
+        "checkpoint's scales if it has some",
         "TYPE",
         group=MEMORY,
         choices=("auto", *KV_DTYPES),

@@ -136,6 +136,9 @@ class Runner:
             if not self.config.skip_warmup:  # beside the programs, which XLA compiles meanwhile
                 threading.Thread(target=self.grammars.warm_up, name="jaxspec-vocabulary", daemon=True).start()
         self.plan, self._layout = self._plan()
+        if self.model.kv_scales is not None:
+            used = "are" if self._kv_scales(self._layout, self._local.num_kv_heads) is not None else "aren't"
+            log.info("the checkpoint's scales of keys and values %s used: %s pages", used, self._layout.dtype)
         decoder, layers = self._local.decoder, sharding.on_one(self.model.params["layers"])
         self.paths = path_table(
             decoder, layers, self.shapes.batches, self.width, self._layout.dtype, self.config.tp_size
