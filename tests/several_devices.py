@@ -302,6 +302,20 @@ def test_fp8_in_blocks_by_channel_and_by_matrix(size, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_scales_of_keys_and_values_by_head(size, tmp_path):
+    """Of two KV heads, which four devices have twice."""
+    source = tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, **EIGHT)
+    folder, _ = quantised.write(source, tmp_path, "channel", quantised.compressed("channel"), "_scale")
+    file = folder / "model.safetensors"
+    scales = {f"model.layers.0.self_attn.{x}_scale": np.array([0.003, 0.02], np.float32) for x in "kv"}
+    quantised.save(quantised.read(file) | scales, file)
+    several = check(folder, "ngram", size, kv_cache_dtype="fp8")
+    held = np.asarray(several.engine.runner.state.cache.scales)
+    assert held[0, 0].tolist() == np.repeat(scales["model.layers.0.self_attn.k_scale"], size // 2).tolist()
+
+
+@pytest.mark.exhaustive
 def test_fp8_experts(tmp_path):
     sizes = dict(head_dim=64, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=256)
     source = tiny_checkpoint("qwen3_moe", VOCAB, 2, tokenizer=True, **sizes)
