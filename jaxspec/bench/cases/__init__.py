@@ -67,11 +67,12 @@ def make_cases(small: bool) -> list[Case]:
         cases += [attention.decode_attention(b, context, t, layers, dtype, window) for b, t in ((2, 1), (4, 4))]
         if window or (1, context) not in sizes["prompts"]:
             cases.append(attention.prompt_attention(1, context, layers, dtype, window))
-    fp8 = {"kv": "float8_e4m3fn"}
-    cases += [attention.decode_attention(b, context, t, layers, dtype, **fp8) for b, context, t in sizes["decode"]]
+    fp8, rounds, prompts = {"kv": "float8_e4m3fn"}, sizes["decode"], sizes["prompts"]
+    rounds = rounds[:1] if small else rounds
+    cases += [attention.decode_attention(b, context, t, layers, dtype, **fp8) for b, context, t in rounds]
     for of in (attention.prompt_attention, attention.cache_write, attention.prompt_heads):
-        cases += [of(count, length, layers, dtype, **fp8) for count, length in sizes["prompts"]]
-    cases += [attention.round_heads(b, context, t, layers, dtype, **fp8) for b, context, t in sizes["decode"]]
+        cases += [of(count, length, layers, dtype, **fp8) for count, length in prompts]
+    cases += [attention.round_heads(b, context, t, layers, dtype, **fp8) for b, context, t in rounds]
     named = [(name, t, widths) for name, widths in sizes["mixtures"].items() for t in sizes["tokens"]]
     cases += [mixtures.experts_mlp(name, t, *widths, layers // 2, dtype) for name, t, widths in named]
     cases += [mixtures.router(name, t, *widths[2:], layers) for name, t, widths in named]
