@@ -12,8 +12,6 @@ from jaxspec.pallas.hopper import MULTIPROCESSORS, THREADS
 ROWS = 64  # of a tile, at most: the M of a Hopper warpgroup's matmul, whose N may be as small as `FEW_ROWS`
 FEW_ROWS = 8
 NARROW_ROWS = 32  # up to which rows are the narrow side: more wouldn't leave a thread registers enough
-FP8_NARROW_ROWS = 64  # the same of an fp8 cache, whose keys and values would have to pass through shared memory again
-FP8_STAGES = 3
 MAX_ROWS = 32  # new rows a request
 MAX_PLACES = 32  # that a mask is about: bits of a word
 MAX_GROUP = 16
@@ -82,9 +80,10 @@ class Plan:
     def stages(self) -> int:
         """Steps whose keys and values each warpgroup has room for: 64 KiB of them, so that two share a processor.
 
-        More room was measured to be slower: blocks with much shared memory start later.
+        More room was measured to be slower: blocks with much shared memory start later. Half
+        as much holds as many tokens in e4m3, and more blocks share a processor.
         """
-        return FP8_STAGES if self.fp8 else 2
+        return 4 if self.fp8 and not self.narrow else 2
 
     @property
     def stage_bytes(self) -> int:
@@ -99,7 +98,7 @@ class Plan:
     @property
     def narrow(self) -> bool:
         """Whether scores are [step, rows] and sums of values [h, rows], and not the other way around."""
-        return self.rows <= (FP8_NARROW_ROWS if self.fp8 and self.h <= 128 else NARROW_ROWS)
+        return self.rows <= NARROW_ROWS
 
     @property
     def in_registers(self) -> bool:
