@@ -415,5 +415,5 @@ class AsyncLLM:
 
 
 def described_devices() -> list[str]:
-    """The devices of this process, in words."""
-    return [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.local_devices()]
+    """The devices that this process sees, of all hosts, in words."""
+    return [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()]
