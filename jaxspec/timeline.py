@@ -124,7 +124,8 @@ class Recording:
             return
         before = admitted
         for n, gain in enumerate(track.gains):
-            name = "prompt" if not n else f"{gain.tokens} tokens" if gain.reason is None else gain.reason
+            count = f"{gain.tokens} token{'s' * (gain.tokens != 1)}"
+            name = "prompt" if not n else count if gain.reason is None else gain.reason
             args = {"tokens": gain.tokens} | ({} if n else {"prompt tokens": track.prompt_tokens})
             yield self._slice(REQUESTS, i, name, before, gain.time, args)
             before = gain.time
