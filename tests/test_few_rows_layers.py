@@ -285,5 +285,6 @@ def test_models_that_keep_the_plain_layers():
     assert "float32" in refuses(config, params, dataclasses.replace(call, pages="float32"))
     assert "0 Hopper multiprocessors" in refuses(config, params, dataclasses.replace(call, processors=0))
     assert "64 rows of a request" in refuses(config, params, dataclasses.replace(call, rows=64))
-    assert "Attention.bias=True" in refuses(*small_model(attention_bias=True), call)
+    assert refuses(*small_model(attention_bias=True), call) is None
+    assert "Mlp.bias=True" in refuses(*small_model(mlp_bias=True), call)
     assert "80 wide" in refuses(*small_model(intermediate_size=80), call)
