@@ -36,9 +36,10 @@ class EngineProcess:
     ):
         ours, theirs = socket.socketpair()
         level = logging.getLogger("jaxspec").getEffectiveLevel()
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # a drafter's module is found there too
         bars = "0" if index else "1"  # one engine's are enough
         command = [sys.executable, "-m", "jaxspec.engine_worker", str(theirs.fileno()), str(level), bars]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | env)
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | env | path)
         theirs.close()
         self.index, self.channel = index, Channel(ours)
         self.stats: dict[str, Any] = {}

@@ -242,6 +242,8 @@ def join(nodes: int, rank: int, address: str, options: Any) -> Leader | Follower
     met = _gather(host, own, nodes, told) if rank == 0 else _come(host, own, rank, told)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which starts the drain
+    # Nodes tune a program's kernels together. One that had it on its disk would leave the others waiting.
+    jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(address, nodes, rank, initialization_timeout=int(START_SECONDS))
     log.info("node %d of %d has met the others at %s", rank, nodes, address)
     return met
