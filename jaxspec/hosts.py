@@ -78,10 +78,14 @@ class Node:
         for run in (self._read, self._beat):
             threading.Thread(target=run, name=f"jaxspec-node-{rank}", daemon=True).start()
 
-    def send(self, kind: str, value: Any = None, arrays: tuple[np.ndarray, ...] = ()) -> None:
+    def send(self, kind: str, value: Any = None) -> None:
         """**Raises:** `HostLost`."""
+        self.pass_on(encode(kind, value))
+
+    def pass_on(self, message: bytes) -> None:
+        """Send what `encode` made. **Raises:** `HostLost`."""
         try:
-            self._channel.send(encode(kind, value, arrays))
+            self._channel.send(message)
         except OSError as error:
             self.error = self.error or str(error)
             raise HostLost(f"node {self.rank} is gone: {self.error}") from error
@@ -131,7 +135,6 @@ class Leader:
 
     def __init__(self):
         self.when_lost: Callable[[HostLost], None] = end_process
-        self.told = 0  # programs
         self._closing = False
         self._nodes: list[Node] = []
 
@@ -167,9 +170,9 @@ class Leader:
 
     def tell(self, kind: str, *arrays: np.ndarray) -> None:
         """Have all nodes run a program with these arrays. **Raises:** `HostLost`."""
-        self.told += 1
+        message = encode("run", kind, arrays)
         for node in self._nodes:
-            node.send("run", kind, arrays)
+            node.pass_on(message)
 
     def close(self, seconds: float = END_SECONDS) -> None:
         """Let the other nodes end, and wait for that."""
