@@ -25,7 +25,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from jaxspec import batch as packing
-from jaxspec import ladder
+from jaxspec import ladder, peers
 from jaxspec.batch import Shapes, fit
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter, Proposal
@@ -33,7 +33,7 @@ from jaxspec.executables import Executables
 from jaxspec.ladder import drafting, kind_of
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
-from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, spread
+from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
 from jaxspec.structured import programs as structured
 
 log = logging.getLogger("jaxspec")
@@ -41,6 +41,8 @@ log = logging.getLogger("jaxspec")
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# Two sums through peers' memory must not run at once, nor in another order on another device.
+IN_A_ROW = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 @functools.cache
@@ -79,7 +81,7 @@ class Programs:
         self._store, self.division = store, division
         self.dispatches: Counter = Counter()
         self.tell: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
-        self._params = params, draft_params
+        self._params = params, draft_params if division is None else (draft_params, division.peers)
         self.vocab, self.width = config.vocab_size, drafter.num_draft_tokens + 1  # rows that a round verifies at most
 
         def jit(f: Callable, *static: Any, by: Drafter = drafter) -> Callable:
@@ -342,7 +344,8 @@ class Programs:
             return self._jits[kind].lower(*arguments), kernels
 
     def _compile(self, kind: str, size: int, lowered: jax.stages.Lowered) -> Any:
-        program = self._compiled[kind, size] = lowered.compile(COMPILER_OPTIONS)
+        options = COMPILER_OPTIONS | (IN_A_ROW if self.division and self.division.peers else {})
+        program = self._compiled[kind, size] = lowered.compile(options)
         return program
 
     def _keep(self, kind: str, size: int, state: State, program: Any, kernels: Counter) -> None:
@@ -364,8 +367,15 @@ def _spread(f: Callable, run: Callable, division: Division) -> Callable:
     elif f is structured.first:
         handed = all_same, all_same
     params = None if f in (structured.draft, structured.conclude) else division.params
-    given = params, division.draft_params, state, all_same, *handed
-    return spread(run, division.mesh, given, (state, *result))
+    draft_params = division.draft_params, specs_of(division.peers)
+
+    def with_peers(params, draft_params, *rest):
+        draft_params, given = draft_params
+        with peers.known(given):
+            return run(params, draft_params, *rest)
+
+    given = params, draft_params, state, all_same, *handed
+    return spread(with_peers, division.mesh, given, (state, *result))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec import sharding
+from jaxspec import peers, sharding
 from jaxspec.adaptive import Group
 from jaxspec.batch import fit, pack_admission, pack_blocks
 from jaxspec.cache import (
@@ -75,6 +75,7 @@ class Runner:
     """
 
     _memory: tuple[int, int] | None = None  # as of `plan_memory`
+    sums: str | None = None  # how those over several devices are made
     _recalled = False  # round times of an earlier start were asked for
 
     def __init__(
@@ -256,8 +257,8 @@ class Runner:
             return None
         whole = self._state_shapes(self._layout, self.model.config, self.draft.drafter)
         state = sharding.divided(whole, self._state_shapes(self._layout, self._local, self._drafter))
-        specs = sharding.specs_of((self.model.params, self.draft.params))
-        return Division(self._mesh, *specs, state)
+        workspaces, self.sums = peers.opened(self._mesh)
+        return Division(self._mesh, *sharding.specs_of((self.model.params, self.draft.params)), state, workspaces)
 
     def _state_shapes(self, layout: PageLayout, config: ModelConfig, drafter: Drafter) -> State:
         return jax.eval_shape(lambda: self._state_of(layout, 0, config, drafter))

@@ -24,12 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec import fp8, mxfp4
+from jaxspec.collectives import AXIS, devices, gathered, total
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.options import ConfigError
-from jaxspec.pallas.experts import NOBODY
 from jaxspec.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
 
-AXIS = "tp"
 # How arguments and results of programs are divided: the same on all devices; requests by who decides for them;
 # logits [b, q, v] by parts of the vocabulary.
 EVERYWHERE, OWNED, LOGITS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, None, AXIS)
@@ -194,9 +193,12 @@ def _held(units: int, size: int, padded: bool) -> int:
     return -(-units // size) if padded else max(units // size, 1)
 
 
-def cut(param: Param, i: int, tensor: np.ndarray, rank: int, size: int, scale: bool = False) -> np.ndarray:
-    """A device's part of a parameter's i-th source, or of the tensor of its scales: a copy, padded with zeros."""
-    split = param.split
+def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = False) -> Any:
+    """A device's part of a parameter's i-th source, or of the tensor of its scales: a copy, padded with zeros.
+
+    `tensor` is numpy's, and so is its part; one of jax's is cut on its device.
+    """
+    split, of = param.split, np if isinstance(tensor, np.ndarray) else jnp
     if split.groups > 1:
         group, rank = divmod(rank, size // split.groups)
         size //= split.groups
@@ -204,19 +206,19 @@ def cut(param: Param, i: int, tensor: np.ndarray, rank: int, size: int, scale: b
             held = len(tensor) // split.groups
             tensor = tensor[group * held : (group + 1) * held]
     if split.along == "whole" or (split.along == "once" and rank == 0):
-        return np.array(tensor)
+        return of.array(tensor)
     if split.along == "once":
-        return np.zeros_like(tensor)
+        return of.zeros_like(tensor)
     axis, (grain, _) = _source_axis(param), _grain(param, scale)
     if scale and isinstance(param.format, Fp8) and param.format.block is None:
         values = list(param.stored_values().values())[i]
         if split.along == "inputs" or tensor.ndim <= axis or tensor.shape[axis] != values[axis]:
-            return np.array(tensor)  # scales of whole outputs, or of a whole matrix
+            return of.array(tensor)  # scales of whole outputs, or of a whole matrix
     pieces = []
     for start, stop, lack in _spans(_parts(param, i), rank, size, split.padded):
         piece = tensor[(slice(None),) * axis + (slice(start // grain, stop // grain),)]
-        pieces.append(np.pad(piece, [(0, lack if j == axis else 0) for j in range(piece.ndim)]) if lack else piece)
-    return np.concatenate(pieces, axis=axis)
+        pieces.append(of.pad(piece, [(0, lack if j == axis else 0) for j in range(piece.ndim)]) if lack else piece)
+    return of.concatenate(pieces, axis=axis)
 
 
 def _parts(param: Param, i: int) -> Parts:
@@ -324,12 +326,20 @@ def on_one(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """The mesh of an engine's programs, and how their params and state are divided."""
+    """The mesh of an engine's programs, and how their params and state are divided.
+
+    `workspaces`: `peers.Workspaces`, whose addresses programs take beside the drafter's params; None if sums are XLA's.
+    """
 
     mesh: Mesh
     params: Any
     draft_params: Any
     state: Any
+    workspaces: Any = None
+
+    @property
+    def peers(self) -> Any:
+        return self.workspaces and self.workspaces.peers
 
 
 def spread(run: Callable, mesh: Mesh, given: Any, gives: Any) -> Callable:
@@ -352,28 +362,6 @@ def divided(whole: Any, one: Any) -> Any:
 # --- exchanges between devices, within a program ---
 
 
-def devices() -> int:
-    """How many devices share the program that is being traced."""
-    try:
-        return jax.lax.axis_size(AXIS)
-    except NameError:
-        return 1
-
-
-def total(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """The sum over all devices, the same bits on each."""
-    return x if devices() == 1 else jax.lax.psum(x, AXIS)
-
-
-def own_experts(ids: Int[Array, "t w"], experts: int, groups: int) -> Int[Array, "t w"]:
-    """The chosen experts by their numbers on this device, of whose group each is or isn't; the shared expert is on
-    all devices and comes after the others."""
-    held, among = experts // groups, devices() // groups
-    first = jax.lax.axis_index(AXIS) // among * held
-    own = (ids >= first) & (ids < first + held)
-    return jnp.where(own, ids - first, jnp.where(ids == experts, held, NOBODY))
-
-
 def embed(table: Float[Array, "v d"], tokens: Int[Array, "*b"]) -> Float[Array, "*b d"]:
     """The tokens' embeddings. `table` has this device's part of the vocabulary; one device has each token's."""
     if devices() == 1:
@@ -392,7 +380,7 @@ def top_tokens(logits: Float[Array, "*b v"], vocab: int | None = None) -> Int[Ar
     logits = jnp.where(rank * width + jnp.arange(width) < vocab, logits, -jnp.inf)  # what pads the vocabulary
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     bits = jax.lax.bitcast_convert_type(logits.max(-1).astype(jnp.float32), jnp.int32)
-    both = jax.lax.all_gather(jnp.stack([bits, best + rank * width]), AXIS)
+    both = gathered(jnp.stack([bits, best + rank * width]))
     values, ids = jax.lax.bitcast_convert_type(both[:, 0], jnp.float32), both[:, 1]
     return jnp.take_along_axis(ids, jnp.argmax(values, axis=0)[None], axis=0)[0]
 

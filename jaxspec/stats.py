@@ -110,6 +110,7 @@ def figures(engine: Engine) -> dict[str, Any]:
         "dispatches": dict(runner.programs.dispatches),
         "kernels": dict(KERNELS),
         "paths": runner.paths,
+        "sums": runner.sums,
         "requests_total": dict(engine.finished),
         "memory_plan": dataclasses.asdict(runner.plan),
     }

@@ -19,7 +19,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxspec
-from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput, sharding
+from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput, collectives, sharding
+from jaxspec.bench import __main__ as bench
 from jaxspec.bench import host
 from jaxspec.cache import MemoryPlan
 from jaxspec.checkpoint import ModelFolder
@@ -170,6 +171,7 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     assert min(shards) == 0.5
     stats = several.engine.stats()
     assert stats["preemptions_total"] and stats["cached_tokens_total"]  # what the batches are there for
+    assert stats["sums"] == "by XLA's psum: the device is a CPU"
     plan, of_one = expected(folder, f"eagle3:{eagle3(folder)}", False)
     assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
     assert runner.plan.kv_bytes == plan.kv_bytes / 2
@@ -194,6 +196,27 @@ def test_padding_of_a_vocabulary_is_nobodys_token():
     best, whole = jax.jit(run)(padded)
     assert best.tolist() == [1, 0, 4]
     np.testing.assert_array_equal(whole, logits)
+
+
+def test_a_benchmark_times_sums(capsys):
+    assert bench.main(["sums", "--tp-size", "2", "--kilobytes", "2,8"]) == 0
+    out = capsys.readouterr().out
+    assert "no sums through peers' memory: the device is a CPU" in out
+    assert len(re.findall(r"psum( \+ norm)? .* True", out)) == 4
+
+
+def test_words_gathered_by_a_sum_are_the_words():
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (4, 2, 3, 5)).astype(np.int32)
+
+    def run(own):
+        token = collectives.summing.set(lambda _: None)  # another way to sum, which sums nothing
+        try:
+            return collectives.gathered(own[0])
+        finally:
+            collectives.summing.reset(token)
+
+    spread = sharding.spread(run, sharding.mesh_of(4), PartitionSpec(sharding.AXIS), sharding.EVERYWHERE)
+    np.testing.assert_array_equal(jax.jit(spread)(words), words)
 
 
 def test_what_cannot_be_divided_is_refused_by_name():

@@ -21,7 +21,7 @@ LAYERS = (
     "streams interrupts",
     "request pallas",
     "stats",
-    "decoder sharding",
+    "decoder sharding peers collectives",
     "config",
     "models tokenizer",
     "checkpoint cache sampling flags",

@@ -26,6 +26,7 @@ from jaxspec.bench import (
     schemas,
     serve,
     structured,
+    sums,
 )
 from jaxspec.bench.results import BenchError, Result
 from jaxspec.cache import claim_device
@@ -47,6 +48,7 @@ SUBCOMMANDS = {
     "schemas": schemas,
     "structured": structured,
     "plan": plan,
+    "sums": sums,
 }
 
 

@@ -121,11 +121,13 @@ def run(args: argparse.Namespace, result: Result) -> None:
 
 
 def against_floor(engine: Engine, args: argparse.Namespace, row: Row) -> Row:
-    """The floor of a round of this row, and how many times that its median took."""
+    """The floor of a round of this row, of one GPU's even share, and how many times that its median took."""
     cost = floors.ModelCost.of(engine.runner.model, engines.kv_dtype(engine), engine.config.state_dtype)
     if row["ms_per_round"] is None:
         return {"floor_ms": None, "ratio": None}
-    size, flops = cost.round(row["concurrency"], engine.runner.width, row["context"])
+    size, flops = (
+        each / engine.config.tp_size for each in cost.round(row["concurrency"], engine.runner.width, row["context"])
+    )
     floor = floors.ceilings(args).seconds(size, flops) * 1e3
     return {"bytes": size, "flops": flops, "floor_ms": floor, "ratio": row["ms_per_round"] / floor}
 

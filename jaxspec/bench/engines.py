@@ -51,7 +51,10 @@ def start(
     started = time.perf_counter()
     engine = _engine(args, requests, rates, alter)
     result.fact(ready_s=time.perf_counter() - started, **device_facts())
-    result.fact(memory_plan=engine.stats()["memory_plan"], memory=memory_facts())
+    stats = engine.stats()
+    result.fact(memory_plan=stats["memory_plan"], paths=stats["paths"], memory=memory_facts())
+    if stats["sums"] is not None:
+        result.note(f"sums over the devices are made {stats['sums']}")
     return engine
 
 
@@ -83,6 +86,8 @@ def _engine(
         seed=config.seed or 0,
         quantization=config.quantization,
         fp8_activations=config.fp8_activations == "on",
+        tp_size=config.tp_size,
+        ep_size=config.ep_size,
     )
     model = alter(model)
     draft = load_drafter(config.draft, model, config)

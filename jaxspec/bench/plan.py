@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the machine")
     group.add_argument("--gpus", type=positive, default=8, help="of one host (%(default)s)")
     group.add_argument("--gpu", choices=GPUS, default="h200", help="their kind (%(default)s)")
-    help_text = "how GPUs sum: psum (NCCL, as the engine does), or one-shot (a kernel of ours to come) (%(default)s)"
+    help_text = "how GPUs sum: psum (NCCL), or one-shot (our kernel, where GPUs address each other) (%(default)s)"
     group.add_argument("--sums", choices=("psum", "one-shot"), default="psum", help=help_text)
     group = parser.add_argument_group("the load")
     group.add_argument("--context", type=positive, default=1024, help="mean tokens of a request (%(default)s)")

@@ -67,7 +67,7 @@ def _placed(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray],
     return _made(param, [jnp.array(host.pop(0)) for _ in range(len(host))], scales, dtype)
 
 
-def _divided(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray], dtype: str, mesh: Mesh) -> Any:
+def _divided(param: Param, host: list[Any], scales: dict[str, np.ndarray], dtype: str, mesh: Mesh) -> Any:
     """The parameter on the devices of a mesh, made there of each one's part of its sources."""
     size, made = mesh.size, []
     names = [name for name, _ in param.scales]
@@ -78,6 +78,7 @@ def _divided(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray]
         own = [sharding.cut(param, i, host[i], rank, size) for i in held]
         own_scales = {names[i]: sharding.cut(param, i, scales[names[i]], rank, size, scale=True) for i in held if names}
         with jax.default_device(device):
+            own = [part if isinstance(part, np.ndarray) else jax.device_put(part, device) for part in own]
             made.append(_placed(one, own, own_scales, dtype))
     return sharding.joined(param, made, mesh)
 
@@ -192,7 +193,7 @@ def _quantised(sources: list[jax.Array], layout: Layout) -> tuple[jax.Array, jax
 def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any:
     """Random params on the device, each a function of `seed` and its own name alone.
 
-    With a `mesh`, each is made on one device, and then divided among all by way of the host.
+    With a `mesh`, each is made on one device, and its parts go from there to the others.
 
     Matmul weights have standard deviation `inputs ** -0.5`, so every layer adds about unit variance to the residual
     stream and activations stay finite at any depth; embeddings have 0.02. Weights declared as quantised are made
@@ -227,17 +228,17 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
     return jax.tree_util.tree_map_with_path(make, declared)
 
 
-def _sources(param: Param, array: jax.Array) -> tuple[Param, list[np.ndarray]]:
-    """A parameter's array as tensors of a checkpoint, and the declaration with these sources."""
+def _sources(param: Param, array: jax.Array) -> tuple[Param, list[jax.Array]]:
+    """A parameter's array as tensors of a checkpoint would have it, and the declaration with these sources."""
     if isinstance(param.format, Mxfp4):
         raise CheckpointError("dummy weights in MXFP4 can't be divided among devices; use --tp-size 1")
     if param.stacked:
         parts = param.layout.unpack(jnp.swapaxes(array, 1, 2))
         whole = jnp.concatenate(parts, axis=-1) if param.transpose else jnp.swapaxes(jnp.concatenate(parts, -1), 1, 2)
-        return dataclasses.replace(param, sources=("dummy",), whole="dummy"), [np.asarray(whole)]
+        return dataclasses.replace(param, sources=("dummy",), whole="dummy"), [whole]
     parts = param.layout.unpack(array)
     parts = [part.T if param.transpose else part for part in parts]
-    return param, [np.asarray(part[:, None] if param.depthwise else part) for part in parts]
+    return param, [part[:, None] if param.depthwise else part for part in parts]
 
 
 @partial(jax.jit, static_argnames=("shape", "std", "dtype"))

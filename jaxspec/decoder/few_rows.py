@@ -48,7 +48,18 @@ IMPLEMENTS = {
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
+    if call.devices > 1 and (reason := _not_divided(decoder, call)):
+        return f"{reason} divided among {call.devices} devices"  # not run on GPUs
     return sizes_fit(decoder, layers, call)
+
+
+def _not_divided(decoder: Decoder, call: Call) -> str | None:
+    """What isn't run over several devices this way, or None."""
+    if call.inputs is not None:
+        return "a layer by itself"
+    if any(isinstance(layer.feed, Mixture) for layer in decoder.layers):
+        return "a mixture of experts"
+    return f"rows of {decoder.width}" if decoder.width <= few_rows.NARROW else None
 
 
 def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
@@ -156,10 +167,11 @@ def run_flat(
     if isinstance(layer.feed, Mixture):
         x = mixture(layer, weights, x, mixed, *valid)
         return x, (x, after), cache
-    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], bias=weights.get("out_bias"))
+    bias = weights.get("out_bias")
+    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], bias=bias, ahead=weights["gate_up"])
     ahead = [following["qkv"].unquantised] if small and following else []
     hidden = few_rows.gated(*given, weights["gate_up"].unquantised, ahead, eps=eps)
-    x, given = add(x, hidden, weights["down"], after)
+    x, given = add(x, hidden, weights["down"], after, ahead=following["qkv"] if following else None)
     return x, given, cache
 
 
@@ -168,4 +180,4 @@ def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:
     return cos_sin(flat(positions[..., None])[:, 0], attention)
 
 
-FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, run, run_one)
+FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, run, run_one, sums=True)

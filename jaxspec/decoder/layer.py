@@ -26,10 +26,11 @@ from jaxspec.decoder.mixer import LinearMixer, Mixer, PagedMixer
 from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, beyond
 from jaxspec.pallas import write_heads
-from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.experts import NOBODY, experts_mlp
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.top_experts import top_experts
-from jaxspec.sharding import devices, own_experts, total
+from jaxspec.peers import summed
+from jaxspec.sharding import AXIS, devices, total
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
@@ -222,8 +223,10 @@ def added(
     """
     if devices() == 1 and not layer.post_norm:
         return sub(x)
-    out = total(sub(None))
-    return x + (normed(out, weights[name], layer.norm) if layer.post_norm else out)
+    part = sub(None)
+    if not layer.post_norm:
+        return summed(part.reshape(-1, part.shape[-1]), x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    return x + normed(total(part), weights[name], layer.norm)
 
 
 def feed(
@@ -304,3 +307,12 @@ def mix_experts(
     rows, ids, scores = (a[:valid] for a in (rows, ids, scores))
     other = None if m.activation == "silu" else gating(m.activation)
     return experts_mlp(rows, stacks, ids, scores, each, residual, other)
+
+
+def own_experts(ids: Int[Array, "t w"], experts: int, groups: int) -> Int[Array, "t w"]:
+    """The chosen experts by their numbers on this device, of whose group each is or isn't; the shared expert is on
+    all devices and comes after the others."""
+    held, among = experts // groups, devices() // groups
+    first = jax.lax.axis_index(AXIS) // among * held
+    own = (ids >= first) & (ids < first + held)
+    return jnp.where(own, ids - first, jnp.where(ids == experts, held, NOBODY))

@@ -10,6 +10,8 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import Layer
 from jaxspec.pallas import few_rows
+from jaxspec.peers import summed
+from jaxspec.sharding import devices
 from jaxspec.weights import Weight
 
 Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled  # rows and their norm's scale
@@ -22,11 +24,20 @@ def add(
     scale: Float[Array, " d"] | None,
     centred: bool = False,
     bias: Float[Array, " d"] | None = None,
+    ahead: Weight | None = None,
 ) -> tuple[Float[Array, "r d"], Given]:
     """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`.
 
-    Narrow rows aren't scaled for it: they are normed before weights arrive. No scale: nothing follows.
+    Narrow rows aren't scaled for it: they are normed before weights arrive. No scale: nothing follows. Among several
+    devices the product is a part of the sum, rounded to bfloat16; `ahead`: weights to prefetch while it is made.
     """
+    if devices() > 1:
+        scaled = x.shape[1] > few_rows.NARROW and scale is not None
+        part = few_rows.product([rows], weight.unquantised)
+        part = part if bias is None else part + bias  # which is zero but on the first device
+        following = None if ahead is None else ahead.unquantised
+        out = summed(part, x, scale if scaled else None, following, centred=centred)
+        return out if scaled else (out, (out, scale))
     if x.shape[1] > few_rows.NARROW and scale is not None:
         return few_rows.add_product(x, rows, weight.unquantised, scale, bias, centred=centred)
     x = few_rows.add_product(x, rows, weight.unquantised, None, bias)

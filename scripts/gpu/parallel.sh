@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# One model over N GPUs of a host: is it right, and how fast. On a machine that has Python, jax with CUDA, flax,
+# transformers and pytest, but not this project installed. From the repository's root:
+#
+#     scripts/gpu/parallel.sh OUT N [PART...]
+#
+# PART is of: kernels sums texts kept dense mixture hybrid large; all by default, in that order.
+#   kernels  the sum through peers' memory: ranks as blocks and as devices, and a peer that never comes
+#   sums     each way to make a sum, from 2 KB to 2 MB: psum, XLA's one-shot kernel, peers' memory
+#   texts    texts are one GPU's, with EAGLE-3, MTP and n-grams; cached are cold ones
+#   kept     a second start finds the first one's programs
+#   dense, mixture, hybrid, large  ms a round beside one GPU's, plain and with drafts, and what the host needs of it
+# OUT receives a log and JSON files for each. QWEN, QWEN_MOE, QWEN_HYBRID and LARGE are folders with the config.json of
+# Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-35B-A3B and Llama-3.3-70B, EAGLE3 that of Qwen3-8B's drafter; weights are made up.
+# CONCURRENCY is the numbers of requests (1,8,32,128), LIMIT the seconds of each command (240), FLAGS more of the decode
+# benchmark's. Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf. On virtual CPU devices it
+# rehearses, with tiny models:
+#
+#     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 PJRT_NPROC=16 QWEN=... FLAGS="--prompt-len 16 --output-len 48" \
+#         CONCURRENCY=1,2 scripts/gpu/parallel.sh OUT 2 sums kept dense
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+[ $# -ge 2 ] || { sed -n '2,23s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+mkdir -p "$1"
+out=$(cd "$1" && pwd) n=$2
+shift 2
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
+concurrency=${CONCURRENCY:-1,8,32,128} limit=${LIMIT:-240} status=0
+one_shot=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true
+
+# tests NAME FILE [ARGUMENTS...]
+tests() {
+    local name=$1
+    shift
+    JAXSPEC_FIGURES=$out/$name.json timeout "$limit" python3 -m pytest -m gpu -s --durations=5 "$@" \
+        >"$out/$name.log" 2>&1 || status=$?
+    grep -E '^(FAILED|E  )' "$out/$name.log" | cut -c1-300 | head -20
+    echo "$name: $(tail -n 1 "$out/$name.log")"
+}
+
+# bench NAME ARGUMENTS...
+bench() {
+    local name=$1
+    shift
+    echo "== $name"
+    timeout "$limit" python3 -m jaxspec.bench "$@" --json "$out/$name.json" 2>"$out/$name.log" ||
+        { status=1; tail -n 5 "$out/$name.log"; }
+}
+
+# both NAME MODEL [ARGUMENTS...]: over N GPUs and on one
+both() {
+    local name=$1 model=$2
+    shift 2
+    local of=(decode --model "$model" --concurrency "$concurrency" --back-to-back --skip-warmup "$@" ${FLAGS-})
+    bench "$name-tp$n" "${of[@]}" --tp-size "$n"
+    [ -n "${ALONE-1}" ] && bench "$name-tp1" "${of[@]}"
+}
+
+nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv 2>/dev/null
+for part in "${@:-kernels sums texts kept dense mixture hybrid large}"; do
+    for part in $part; do
+        case $part in
+            kernels) tests kernels tests/gpu/test_peer_sum.py ;;
+            sums)
+                bench sums sums --tp-size "$n"
+                XLA_FLAGS="${XLA_FLAGS:-} $one_shot" bench sums-one-shot sums --tp-size "$n" --ways psum ;;
+            texts) tests texts tests/gpu/test_several_gpus.py ;;
+            kept) # the second of two starts finds what the first compiled
+                for name in cold warm; do
+                    JAXSPEC_CACHE=$out/cache bench "kept-$name" decode --model "$QWEN" --concurrency 1 --output-len 32 \
+                        --max-running-requests 8 --skip-warmup --tp-size "$n" ${FLAGS-}
+                done
+                python3 - "$out" <<'END'
+import json, sys
+starts = [json.load(open(f"{sys.argv[1]}/kept-{name}.json"))["facts"]["ready_s"] for name in ("cold", "warm")]
+print("ready in {:.1f} s, then in {:.1f} s".format(*starts))
+END
+                rm -rf "$out/cache" ;;
+            dense)
+                both dense "$QWEN"
+                [ -n "${EAGLE3-}" ] && both dense-eagle3 "$QWEN" --draft "eagle3:$EAGLE3" --accept-rates 0.75,0.5,0.25 ;;
+            mixture) both mixture "$QWEN_MOE" ;;
+            hybrid)
+                both hybrid "$QWEN_HYBRID"
+                both hybrid-mtp "$QWEN_HYBRID" --draft mtp --accept-rates 0.75,0.5,0.25 ;;
+            large) # two bytes a weight don't fit one GPU
+                ALONE='' both large "$LARGE"
+                both large-fp8 "$LARGE" --quantization fp8 ;;
+            *) echo "no part $part" >&2; exit 2 ;;
+        esac
+    done
+done
+exit $status

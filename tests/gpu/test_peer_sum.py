@@ -1,0 +1,137 @@
+"""The sum through peers' memory: ranks as blocks of one launch on any GPU, and as devices where there are several."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import peers, sharding
+from jaxspec.bench import sums
+from jaxspec.pallas import peer_sum
+from jaxspec.pallas.few_rows import Scaled
+
+pytestmark = pytest.mark.gpu
+
+several = pytest.mark.skipif(jax.local_device_count() < 2, reason="one GPU")
+SHAPES = [(1, 1024), (8, 2048), (8, 4096), (8, 5120), (8, 8192), (32, 2048), (128, 4096)]
+
+
+def given(ranks: int, rows: int, width: int):
+    """Each rank's part, the residual stream and a scale."""
+    keys = jax.random.split(jax.random.key(rows + width), 3)
+    parts = jax.random.normal(keys[0], (ranks, rows, width), jnp.bfloat16)
+    x = jax.random.normal(keys[1], (rows, width), jnp.bfloat16)
+    return parts, x, jax.random.normal(keys[2], (width,), jnp.bfloat16)
+
+
+@functools.cache
+def on_one_gpu(ranks: int):
+    """Workspaces of so many ranks on the first device, and the operands that name them."""
+    words = peer_sum.workspace_bytes(ranks) // 4
+    memory = [jnp.zeros((words,), jnp.int32) for _ in range(ranks)]
+    pointers = np.array([jax.block_until_ready(each).unsafe_buffer_pointer() for each in memory], np.uint64)
+    return memory, jnp.asarray(pointers.view(np.int32).reshape(-1, 2)), jnp.zeros((1,), jnp.int32)
+
+
+def same(made, wanted) -> None:
+    """Bit by bit, but for the squares, which are summed in another order."""
+    if not isinstance(made, tuple):
+        np.testing.assert_array_equal(made, wanted)
+        return
+    out, scaled = made
+    np.testing.assert_array_equal(out, wanted[0])
+    np.testing.assert_array_equal(scaled.rows, wanted[1].rows)
+    np.testing.assert_allclose(scaled.squares, wanted[1].squares, rtol=1e-5)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("rows,width", SHAPES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_as_blocks(ranks, rows, width, centred):
+    """Again and again, so that buffers take turns, in one workspace for all shapes."""
+    _, table, first = on_one_gpu(ranks)
+    parts, x, scale = given(ranks, rows, width)
+    each = jnp.broadcast_to(x, parts.shape)
+    weights = jnp.ones((width, 3 * 64), jnp.bfloat16)
+    for residual, of, ahead in ((None, None, None), (each, None, weights), (each, scale, None), (each, scale, weights)):
+        norm = centred and of is not None
+        run = functools.partial(peer_sum.peer_sum, centred=norm)
+        wanted = peer_sum.reference(None if residual is None else x, parts, of, norm)
+        for _ in range(5):
+            made = run(parts, table, first, residual, of, ahead)
+            for rank in range(ranks):
+                one = made[rank] if of is None else (made[0][rank], Scaled(*(m[rank] for m in made[1])))
+                same(jax.tree.map(np.asarray, one), jax.tree.map(np.asarray, wanted))
+                first_of_all = made[0] if of is None else (made[0][0], Scaled(*(m[0] for m in made[1])))
+                for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(first_of_all), strict=True):
+                    assert (a == b).all(), "all ranks have the same bits"
+
+
+def test_many_calls_of_different_sizes():
+    """Blocks of a small call have fewer calls behind them than others; in one program, as layers are."""
+    _, table, first = on_one_gpu(2)
+    of = [given(2, rows, width) for rows, width in ((8, 4096), (1, 1024), (32, 2048))]
+    wanted = [peer_sum.reference(x, parts) for parts, x, _ in of]
+
+    @jax.jit
+    def run(of, table, first):
+        made = []
+        for parts, x, _ in [*of, *reversed(of)] * 5:
+            made.append(peer_sum.peer_sum(parts, table, first, jnp.broadcast_to(x, parts.shape)))
+        return made
+
+    for _ in range(50):
+        made = run(of, table, first)
+    for out, want in zip(made, [*wanted, *reversed(wanted)] * 5, strict=True):
+        np.testing.assert_array_equal(out[0], want)
+        np.testing.assert_array_equal(out[1], want)
+
+
+HANGS = """
+import jax, jax.numpy as jnp
+from tests.gpu import test_peer_sum as t
+from jaxspec.pallas import peer_sum
+_, table, first = t.on_one_gpu(2)
+parts, x, _ = t.given(2, 8, 4096)
+try:
+    jax.block_until_ready(peer_sum.peer_sum(parts[0], table, first, x, limit=300_000_000))
+except jax.errors.JaxRuntimeError as error:
+    print("reported:", str(error)[:300])
+"""
+
+
+def test_a_peer_that_never_comes_is_an_error():
+    """Of two ranks one alone is started."""
+    began = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120)
+    print(run.stdout, run.stderr[-500:])
+    assert "reported:" in run.stdout and time.monotonic() - began < 90
+
+
+@several
+@pytest.mark.parametrize("rows,width", SHAPES)
+def test_devices(rows, width):
+    mesh = sharding.mesh_of(jax.local_device_count())
+    parts, x, scale = given(mesh.size, rows, width)
+    opened, reason = opened_once()
+    assert reason is None, reason
+    for normed in (False, True):
+        made = sums.program(mesh, opened.peers, normed, 1)(*sums.operands(mesh, parts, x, scale), opened.peers)
+        made = jax.tree.map(np.asarray, made)
+        wanted = jax.tree.map(
+            np.asarray, peer_sum.reference(*((x,) if normed else (None,)), parts, scale if normed else None)
+        )
+        for rank in range(mesh.size):
+            same(jax.tree.map(lambda each, rank=rank: each[rank], made), wanted)
+
+
+@functools.cache
+def opened_once():
+    return peers.open_peers(sharding.mesh_of(jax.local_device_count()))

@@ -1,0 +1,197 @@
+"""The sum over devices, fused with what follows it; and the fast paths that end in it.
+
+Interpret mode has no peers. Here the kernel is lowered for CUDA; `tests/gpu/test_peer_sum.py` compares it with
+`reference`. The paths run with their kernels interpreted, a thread for each rank, and sums between the threads.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import peers, sharding
+from jaxspec.cache import PageLayout, Rows
+from jaxspec.checkpoint import params as loading
+from jaxspec.config import ModelConfig
+from jaxspec.decoder import few_rows as few_rows_path
+from jaxspec.decoder import layer as equations
+from jaxspec.decoder import mixture_rows, path
+from jaxspec.models import MODELS
+from jaxspec.pallas import few_rows, peer_sum
+from jaxspec.weights import is_param
+from tests import test_few_rows_layers as layers
+from tests.tiny import tiny_config
+
+ROOT = Path(__file__).resolve().parent.parent
+bf16 = jnp.bfloat16
+
+
+def shapes(ranks: int, rows: int, width: int):
+    of = lambda shape, dtype=bf16: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    table, first = of((ranks, 2), jnp.int32), of((1,), jnp.int32)
+    return of((rows, width)), table, first, of((rows, width)), of((width,))
+
+
+@pytest.mark.parametrize("ranks,rows,width", [(2, 8, 4096), (8, 8, 5120), (4, 1, 1024)])
+def test_it_lowers_for_cuda(ranks, rows, width):
+    part, table, first, x, scale = shapes(ranks, rows, width)
+    weights = jax.ShapeDtypeStruct((4096, 3072), bf16)
+    for given in ((), (x,), (x, scale), (x, scale, weights), (None, None, weights)):
+        run = jax.jit(lambda *of: peer_sum.peer_sum.__wrapped__(*of, centred=True))
+        text = run.trace(part, table, first, *given).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text and "multimem" not in text
+    jax.jit(lambda table: peer_sum.words_at(table, 64)).trace(table).lower(lowering_platforms=("cuda",))
+
+
+def test_it_is_the_sum_that_few_rows_would_scale():
+    keys = jax.random.split(jax.random.key(0), 3)
+    parts = jax.random.normal(keys[0], (4, 8, 1088), bf16)
+    x, scale = jax.random.normal(keys[1], (8, 1088), bf16), jax.random.normal(keys[2], (1088,), bf16)
+    out, scaled = peer_sum.reference(x, parts, scale, centred=True)
+    exact = np.asarray(x, np.float64) + np.asarray(parts, np.float64).sum(0)
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8)
+    for a, b in zip(scaled, few_rows.scale_rows(out, scale, centred=True), strict=True):
+        np.testing.assert_array_equal(a, b)
+    plain = peer_sum.reference(None, parts)
+    np.testing.assert_allclose(
+        np.asarray(plain, np.float64), np.asarray(parts, np.float64).sum(0), rtol=2**-8, atol=1e-3
+    )
+
+
+def test_what_it_cannot_sum_is_named():
+    assert peer_sum.supported(8, 4096, bf16) is None
+    for rows, width, dtype, words in (
+        (8, 4096, jnp.float32, "float32; supported: bfloat16"),
+        (1, 4160, bf16, "1 rows of 4160"),
+        (256, 4096, bf16, f"supported: {512 * 1024} numbers"),
+    ):
+        assert words in peer_sum.supported(rows, width, dtype)
+    with pytest.raises(NotImplementedError, match="other devices' memory"):
+        peer_sum.peer_sum(*shapes(2, 8, 1024)[:3], interpret=True)
+
+
+def test_without_gpus_sums_are_psums():
+    opened, reason = peers.open_peers(jax.sharding.Mesh(np.array(jax.devices()[:1]), (sharding.AXIS,)))
+    assert opened is None and reason == "the device is a CPU"
+
+
+def test_nothing_uses_multicast():
+    """NVLS and multimem hang machines whose fabric isn't set up for them."""
+    for file in [*ROOT.glob("jaxspec/**/*.py"), *ROOT.glob("server/**/*.py"), *ROOT.glob("scripts/**/*")]:
+        text = file.read_text() if file.is_file() else ""
+        assert "multimem" not in text and "symmetric_buffers" not in text, file
+        assert set(re.findall(r"NCCL_NVLS_ENABLE\W+(\w+)", text)) <= {"0"}, file
+
+
+class Ranks:
+    """Threads that each run a rank. What `summed` is given by all of them is summed; kernels run one at a time, since
+    the interpreter knows one device."""
+
+    def __init__(self, count: int):
+        self.count, self._barrier, self._parts = count, threading.Barrier(count, timeout=120), [None] * count
+        self.rank, self.sums = threading.local(), 0
+        self.running = threading.RLock()
+
+    def run(self, of):
+        def one(rank):
+            self.rank.here = rank
+            try:
+                return jax.tree.map(np.asarray, of(rank))
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(one, range(self.count)))
+
+    def summed(self, part, x=None, scale=None, ahead=None, *, centred=False):
+        here = self.rank.here
+        self._parts[here] = jax.block_until_ready(part)
+        self._barrier.wait()
+        parts = jnp.stack(self._parts)
+        self.sums += here == 0
+        self._barrier.wait()
+        return peer_sum.reference(x, parts, scale, centred)
+
+    def one_at_a_time(self, kernel):
+        def call(*args, **named):
+            with self.running:
+                return jax.block_until_ready(kernel(*args, **named))
+
+        return call
+
+
+def take_ranks(monkeypatch, count: int) -> Ranks:
+    """From here on layers are run by so many ranks, and their kernels interpreted."""
+    ranks = Ranks(count)
+    for module in (mixture_rows, equations, path):
+        monkeypatch.setattr(module, "devices", lambda: count)
+    for module in (mixture_rows, equations):
+        monkeypatch.setattr(module, "summed", ranks.summed)
+    monkeypatch.setattr(few_rows_path, "jax", SimpleNamespace(jit=lambda f, **_: f))
+    for name in ("heads", "gated", "product"):
+        monkeypatch.setattr(few_rows, name, ranks.one_at_a_time(getattr(few_rows, name)))
+    return ranks
+
+
+def test_few_rows_over_two_devices_are_the_models(monkeypatch):
+    """Each rank has half of the heads and of the MLP's columns, and both have the same bits after the last layer."""
+    given = dict(hidden_size=17 * 64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    config = ModelConfig.from_hf(tiny_config("qwen3", **given))
+    declared = MODELS["qwen3"].tensors(config.decoder)
+    params, own = loading.dummy(declared, "bfloat16", seed=0), config.on_one_of(2)
+    rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
+    expected = layers.forward(config, params, rows)
+    halves = [half(declared, params, rank) for rank in range(2)]
+    kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, layers.PAGE, "bfloat16").kv(config).shape)
+    kv, tokens, positions = kv.astype("bfloat16"), jnp.arange(8).reshape(2, 4), rows.marked_positions(4)
+    layers.take_few_rows(monkeypatch)
+    ranks = take_ranks(monkeypatch, 2)
+
+    def forward(rank):
+        here = kv[:, :, :, rank : rank + 1]
+        return layers.forward_module.forward(own.decoder, halves[rank], tokens, positions, rows, here, (0, 2))
+
+    made = ranks.run(forward)
+    assert ranks.sums == 2 * len(config.decoder.layers)
+    np.testing.assert_array_equal(made[0].last, made[1].last)
+    whole = made[0].replace(cache=np.concatenate([each.cache for each in made], axis=3))
+    layers.assert_same_forward(whole, expected, rows, 2e-2)
+
+
+def half(declared, params, rank: int):
+    """One of two devices' part of unquantised params, with the embedding whole."""
+
+    def part(path, param, made):
+        if path[-1].key == "embed":
+            return made
+        param, sources = loading._sources(param, getattr(made, "values", made))
+        own = [sharding.cut(param, i, source, rank, 2) for i, source in enumerate(sources)]
+        return loading._placed(sharding.local_param(param, 2, rank), own, {}, "bfloat16")
+
+    return jax.tree_util.tree_map_with_path(part, declared, params, is_leaf=is_param)
+
+
+def test_what_few_rows_has_not_run_over_several_devices_is_refused():
+    call = path.Call(1, 1, "bfloat16", 132, devices=2)
+    for family, more, words in (
+        ("qwen3", {}, None),
+        ("qwen3", {"hidden_size": 1024}, "rows of 1024 divided among 2 devices"),
+        ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64), "a mixture of experts"),
+    ):
+        given = dict(hidden_size=2048, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+        config = ModelConfig.from_hf(tiny_config(family, **given | more))
+        declared = MODELS[family].tensors(config.decoder)
+        made = jax.eval_shape(lambda declared=declared: loading.dummy(declared, "bfloat16", seed=0))
+        reason = few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], call)
+        assert reason is None if words is None else words in reason
+    alone = path.Call(1, 1, "bfloat16", 132, inputs=(2048,), devices=2)
+    assert "a layer by itself divided" in few_rows_path.fits(config.decoder, made["layers"], alone)
