@@ -55,7 +55,8 @@ PLAINEST = {
     Decoder: Decoder(512, 512, (Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),), NORM),
 }
 EVERY, FEW, FUSED, STREAM, FP8, HEADS = ["plain", "few_rows", "fused_norms", "weight_stream", "fp8_rows", "heads"]
-ALL = {EVERY, FEW, FUSED, STREAM, FP8, HEADS}
+FP8S = "fp8_stream"
+ALL = {EVERY, FEW, FUSED, STREAM, FP8, FP8S, HEADS}
 TABLES = {path.name: path.implements for path in PATHS} | {HEADS: HEADS_WRITTEN}
 
 # Of each field, another value than the plainest decoder's, and who computes that. Whoever adds a field decides here.
@@ -70,7 +71,7 @@ FIELDS = {
     Rope: {
         "theta": (1e6, ALL),
         "scaling": (SCALING, ALL),
-        "columns": (32, {EVERY, FUSED, STREAM, FP8}),
+        "columns": (32, {EVERY, FUSED, STREAM, FP8, FP8S}),
         "interleaved": (True, {EVERY}),
     },
     Attention: {
@@ -80,10 +81,10 @@ FIELDS = {
         "rope": (Rope(1e6), ALL),
         "qk_norm": (NORM, ALL),
         "gated": (True, {EVERY, FUSED, FP8}),
-        "bias": (True, {EVERY, FEW, STREAM, HEADS}),
+        "bias": (True, {EVERY, FEW, STREAM, FP8S, HEADS}),
         "out_bias": (True, {EVERY, FEW, HEADS}),
         "window": (128, ALL),
-        "scale": (0.1, {EVERY, FUSED, STREAM, FP8}),
+        "scale": (0.1, {EVERY, FUSED, STREAM, FP8, FP8S}),
         "sinks": (True, {EVERY, FEW, HEADS}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
@@ -103,12 +104,12 @@ FIELDS = {
         "taps": (3, {EVERY, FUSED, FP8}),
     },
     Mlp: {
-        "width": (2048, {EVERY, FEW, FUSED, STREAM, FP8}),
+        "width": (2048, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "bias": (True, {EVERY, FUSED}),
         "activation": ("gelu_tanh", {EVERY, FUSED}),
     },
     Unquantised: {},
-    Fp8: {"block": (None, {EVERY, FP8}), "activations": (True, {EVERY})},
+    Fp8: {"block": (None, {EVERY, FP8, FP8S}), "activations": (True, {EVERY})},
     Mxfp4: {},
     ClampedSwiglu: {"alpha": (1.0, {EVERY, FEW}), "limit": (3.0, {EVERY, FEW})},
     Mixture: {
@@ -123,18 +124,18 @@ FIELDS = {
         "groups": (2, {EVERY}),
     },
     Layer: {
-        "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8}),
-        "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM, FP8}),
-        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8}),
+        "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "post_norm": (True, {EVERY}),
     },
     Decoder: {
-        "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8}),
-        "width": (256, {EVERY, FEW, FUSED, STREAM, FP8}),
-        "layers": ((), {EVERY, FEW, FUSED, STREAM, FP8}),
-        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8}),
-        "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8}),
-        "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8}),
+        "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "width": (256, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "layers": ((), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
     },
 }
 

@@ -62,6 +62,11 @@ def test_rounds_of_odd_sizes(programs, family, drafts, expected):
     assert expected <= kernels_of(programs(family, *drafts), "round_greedy", drafts[1])
 
 
+def test_a_round_of_an_fp8_model(programs):
+    expected = {"fp8_stream", "fp8_rows", "write_heads", "decode_attention"}
+    assert expected <= kernels_of(programs("qwen3", "none", 90, quantization="fp8"), "round_greedy", 90)
+
+
 @pytest.mark.parametrize("kind,size", [
     ("forward", 45), ("conclude_greedy", 45), ("conclude_logprobs", 45), ("draft_sampled", 45), ("masked_first", 1),
 ])  # fmt: skip

@@ -9,8 +9,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.functions import rms_norm
-from jaxspec.pallas import weight_stream
-from jaxspec.pallas.weight_stream import BLOCKS, HALF, TILE, share_out, stream, supported
+from jaxspec.pallas.weight_stream import BLOCKS, chain, stream, supported
+from jaxspec.pallas.weight_stream.unquantised import TILE
+from jaxspec.weights import HALF
 
 EPS = 1e-6
 
@@ -18,7 +19,7 @@ EPS = 1e-6
 @pytest.fixture
 def few_blocks(monkeypatch):
     """Fewer blocks than items, so that each takes several; interpreting a block takes a while, idle or not."""
-    monkeypatch.setattr(weight_stream, "BLOCKS", 3)
+    monkeypatch.setattr(chain, "BLOCKS", 3)
 
 
 def inputs(rows: int, d: int, f: int, n: int, seed: int = 0):
@@ -68,12 +69,12 @@ def test_whole_chain_lowers_for_cuda(rows):
 )
 def test_share_out_keeps_every_block_busy(widths):
     """Of the time that the busiest block takes, the average block works at least nine tenths, at few rows."""
-    share = share_out(*widths, rows=8)
+    share = chain.share_out(*widths, 8, False, TILE, item=2)
     assert share.columns * share.tiles == share.outputs and share.columns % TILE == 0
     busiest = -(-share.items // BLOCKS) * -(-share.inputs // TILE // share.splits) * share.columns
     total = share.inputs // TILE * share.outputs
     assert total / BLOCKS >= 0.9 * busiest
-    assert share_out(*widths, rows=8, gated=True).splits == 1
+    assert chain.share_out(*widths, 8, True, TILE, item=2).splits == 1
 
 
 def test_what_cannot_run_is_named():

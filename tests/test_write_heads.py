@@ -193,7 +193,7 @@ def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     tokens = jnp.arange(b)[:, None]
     run = jax.jit(lambda params, kv: paths.forward(config.decoder, params, tokens, rows.positions(1), rows, kv))
     plain = run(params, kv)
-    monkeypatch.setattr(weight_stream, "BLOCKS", 3)
+    monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
     monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
     monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
     monkeypatch.setattr(equations, "chosen", lambda reason, *_: reason is None)

@@ -22,12 +22,12 @@ from jaxspec.decoder.padding import flat, padded
 from jaxspec.decoder.path import Call, Path, Weights
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.spec import Decoder, Norm, beyond
-from jaxspec.decoder.streamed import WEIGHT_STREAM
+from jaxspec.decoder.streamed import FP8_STREAM, WEIGHT_STREAM
 from jaxspec.pallas import few_rows, hopper
 from jaxspec.sharding import devices, embed
 from jaxspec.weights import matmul
 
-PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_ROWS, PLAIN  # the fastest first
+PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first
 
 
 @flax.struct.dataclass

@@ -1,4 +1,7 @@
-"""Layers of which all matmuls from one attention to the next are one kernel (`pallas.weight_stream`)."""
+"""Layers of which all matmuls from one attention to the next are one kernel (`pallas.weight_stream`).
+
+There are two paths: one for bfloat16 weights, one for FP8 ones.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import attention, finish
+from jaxspec.decoder.matmul import product
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
 from jaxspec.pallas import weight_stream
-from jaxspec.weights import Unquantised, matmul
+from jaxspec.weights import HALF, Fp8, Unquantised, matmul
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
@@ -29,6 +33,8 @@ IMPLEMENTS = {
     **ROPE_SCALINGS,
     Unquantised: frozenset(),
 }
+FP8_IMPLEMENTS = IMPLEMENTS | {Fp8: frozenset({"block"})}
+MATMULS = "out", "gate_up", "down", "qkv"  # as the kernel takes them; the last one is the next layer's
 
 
 def fits(decoder: Decoder, layers: Any, call: Call) -> str | None:
@@ -37,6 +43,18 @@ def fits(decoder: Decoder, layers: Any, call: Call) -> str | None:
     weights = layers[0]["qkv"], layers[0]["down"]
     widths = [width for weight in weights for width in (weight.inputs, weight.outputs)]
     return weight_stream.supported(call.requests * call.rows, weights[0].dtype, *widths)
+
+
+def fp8_fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
+    if len({layer.norm for layer in decoder.layers}) > 1:
+        return "layers whose norms differ"  # a kernel begins in one layer and ends in the next
+    given = [weights[name] for weights in layers for name in MATMULS]
+    if not all(isinstance(weight.format, Fp8) for weight in given):
+        return "weights that aren't FP8"
+    if any(weights["gate_up"].layout.interleave != HALF for weights in layers):
+        return f"an MLP {layers[0]['down'].inputs} wide"
+    sizes = {(w.format.block, w.outputs, w.inputs, w.outputs // len(w.scales)) for w in given}
+    return weight_stream.fp8_supported(call.requests * call.rows, layers[0]["attn_norm"].dtype, sorted(sizes, key=str))
 
 
 def run(
@@ -50,6 +68,7 @@ def run(
 ) -> Stack:
     """The last layer has no next one, whose q, k, v the kernel would end in."""
     first, last, outputs = decoder.layers[0], decoder.layers[-1], []
+    quantised = isinstance(layers[0]["qkv"].format, Fp8)
 
     @partial(jax.jit, static_argnums=0)
     def attend(layer, weights, i, qkv, cache):
@@ -57,13 +76,19 @@ def run(
 
     @jax.jit
     def stream(weights, following, x, mixed):
-        chain = [*(weights[name].unquantised for name in ("out", "gate_up", "down")), following["qkv"].unquantised]
+        chain = [(following if name == "qkv" else weights)[name] for name in MATMULS]
         scales = [weights["mlp_norm"], following["attn_norm"]]
-        flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-        out, partials = weight_stream.stream(flat(x), flat(mixed), chain, scales, eps=first.norm.eps)
+        of = (x.reshape(-1, x.shape[-1]), mixed.reshape(-1, mixed.shape[-1]))
+        if quantised:
+            chain = [(weight.values, weight.scales) for weight in chain]
+            out, partials = weight_stream.stream_fp8(*of, chain, scales, eps=first.norm.eps)
+        else:
+            chain = [weight.unquantised for weight in chain]
+            out, partials = weight_stream.stream(*of, chain, scales, eps=first.norm.eps)
         return out.reshape(x.shape), partials.reshape(len(partials), *x.shape[:-1], -1)
 
-    qkv = matmul(normed(x, layers[0]["attn_norm"], first.norm), layers[0]["qkv"])  # few rows
+    rows = normed(x, layers[0]["attn_norm"], first.norm)
+    qkv = product([rows], layers[0]["qkv"]) if quantised else matmul(rows, layers[0]["qkv"])
     for i, (weights, following) in enumerate(itertools.pairwise(layers)):
         mixed, cache = attend(decoder.layers[i], weights, jnp.int32(i), qkv, cache)
         x, qkv = stream(weights, following, x, mixed)
@@ -73,3 +98,4 @@ def run(
 
 
 WEIGHT_STREAM = Path("weight_stream", IMPLEMENTS, weight_stream.BLOCKS, fits, run)
+FP8_STREAM = Path("fp8_stream", FP8_IMPLEMENTS, weight_stream.BLOCKS, fp8_fits, run)

@@ -26,7 +26,7 @@ cat "$out/device.txt"
 # reads out of bounds fails all that its process does afterwards.
 status=0
 kernels="expert_few expert_plan expert_stream top_experts expert_rows gated_delta conv_step conv_chunk weight_stream"
-kernels+=" few_rows tile_matmul kv_write write_heads decode_attention prompt_attention"
+kernels+=" fp8_stream few_rows tile_matmul kv_write write_heads decode_attention prompt_attention"
 for name in ${TESTS:-$kernels trees hybrid qwen3_8b smollm2 lossless}; do
     JAXSPEC_FIGURES=$out/$name.json timeout "${LIMIT:-240}" python3 -m pytest -m gpu -s --durations=0 \
         --junitxml="$out/$name.xml" "tests/gpu/test_$name.py" >"$out/$name.log" 2>&1 || status=$?

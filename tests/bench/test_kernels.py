@@ -12,7 +12,8 @@ from jaxspec.bench import __main__ as bench
 from jaxspec.bench import cases, kernels
 from jaxspec.bench.cases import attention, matmuls, mixtures
 from jaxspec.pallas import hopper
-from jaxspec.pallas.weight_stream import HALF, STAGES
+from jaxspec.pallas.weight_stream import STAGES
+from jaxspec.weights import HALF
 from tests.test_few_rows import INTERPRET
 
 
@@ -156,9 +157,10 @@ def test_layer_matmuls(monkeypatch):
     assert len(own) == 2 and not (own[0][2][0] == own[1][2][0]).all()  # no layer finds another's weights in a cache
 
 
-def test_layer_matmuls_call_the_kernel_as_it_is():
+@pytest.mark.parametrize("quantised", [False, True])
+def test_layer_matmuls_call_the_kernel_as_it_is(quantised):
     """Its own signature and shapes, up to CUDA's code: only a Hopper GPU could run it."""
-    case = matmuls.layer_matmuls(16, 256, 512, 384, layers=2)
+    case = matmuls.layer_matmuls(16, 256, 512, 384, 2, quantised)
     shared, own = jax.eval_shape(case.build, jax.random.key(0))
     lowered = jax.jit(partial(case.op, 1)).trace(shared, own).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()

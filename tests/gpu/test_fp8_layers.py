@@ -29,8 +29,8 @@ QWEN3_8B = dict(
 ROWS = (1, 8, 9, 16, 32, 33, 64, 128)
 
 
-def compare(monkeypatch, config, tensors, requests: int, rows: int) -> None:
-    """What FP8_ROWS makes of random weights and tokens is what PLAIN does, twice the same, and made by its kernels."""
+def compare(monkeypatch, config, tensors, requests: int, rows: int, path=FP8_ROWS, made=("add_norm", "fp8_rows")):
+    """What a path makes of random weights and tokens is what PLAIN does, twice the same, and made by its kernels."""
     params = dummy(tensors, "bfloat16", 0)
     tokens = jax.random.randint(jax.random.key(1), (requests, rows), 0, config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(rows), tokens.shape)
@@ -43,8 +43,8 @@ def compare(monkeypatch, config, tensors, requests: int, rows: int) -> None:
         with hopper.counting() as kernels:
             return jax.jit(forward).lower(params).compile(), kernels
 
-    (ours, kernels), (theirs, _) = compiled(FP8_ROWS), compiled(PLAIN)
-    assert kernels["add_norm"] and kernels["fp8_rows"]
+    (ours, kernels), (theirs, _) = compiled(path), compiled(PLAIN)
+    assert all(kernels[name] for name in made)
     found, again, expected = (
         jax.tree.leaves((run.features, run.last)) for run in (ours(params), ours(params), theirs(params))
     )

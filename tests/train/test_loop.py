@@ -17,12 +17,12 @@ import pytest
 import jaxspec
 from jaxspec.checkpoint import load_model
 from jaxspec.drafters import load_drafter
-from jaxspec.pallas import weight_stream
 from jaxspec.train import __main__ as command
 from jaxspec.train import loop
 from jaxspec.train.__main__ import main
 from jaxspec.train.data import Text, TrainError
 from jaxspec.train.loop import Settings, learning_rate
+from jaxspec.weights import HALF
 from tests.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -101,7 +101,7 @@ def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     from jaxspec.train import export
 
     target = load_model(model, "float32", progress=False)
-    mlp_size = 3 * weight_stream.HALF  # so that gate and up alternate in several runs
+    mlp_size = 3 * HALF  # so that gate and up alternate in several runs
     shape = export.Shape(1 if method == "eagle3" else 2, mlp_size, 2, 1, (0, 3, 4))
     make = {
         "eagle3": lambda: export.fresh_eagle3(tmp_path, target, shape, np.array([1, 5, 9, 30]), 0),

@@ -15,13 +15,13 @@ from jaxspec.pallas import few_rows, weight_stream
 from jaxspec.weights import HALF, Format, Fp8, Layout, Unquantised, Weight
 
 EPS = 1e-6
-EXACT = Unquantised()
+EXACT, BLOCKS, GIVEN = Unquantised(), Fp8(fp8.BLOCK), Layout()
 
 
-def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:
+def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int, quantised: bool = False) -> Case:
     """The matmuls from one attention to the next, with the norms and the gate between them, for `rows` tokens.
 
-    Model width `d`, MLP width `f`, and `n` columns of the next layer's q, k and v.
+    Model width `d`, MLP width `f`, and `n` columns of the next layer's q, k and v. `quantised`: with FP8 weights.
     """
     shapes = (d, d), (d, 2 * f), (f, d), (d, n)
     weights = sum(k * m for k, m in shapes)
@@ -31,21 +31,24 @@ def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int) -> Case:
             keys = jax.random.split(key, 6)
             pairs = zip(keys[2:], shapes, strict=True)
             matrices = [jax.random.normal(k, shape, "bfloat16") * shape[0] ** -0.5 for k, shape in pairs]
+            if quantised:  # gate and up alternate, so their scales are for fewer outputs
+                gated = Layout(interleave=HALF)
+                matrices = [_fp8(w, layout) for w, layout in zip(matrices, (GIVEN, gated, GIVEN, GIVEN), strict=True)]
             x, mixed = (jax.random.normal(k, (rows, d), "bfloat16") for k in keys[:2])
             return x, mixed, matrices, [jnp.ones(d, "bfloat16")] * 2
 
         return (), [own(each) for each in jax.random.split(key, layers)]
 
     return Case(
-        name=f"layer matmuls, {rows} row{'s' * (rows > 1)}",
+        name=f"{'FP8 ' * quantised}layer matmuls, {rows} row{'s' * (rows > 1)}",
         group="layer matmuls",
         layers=layers,
         build=build,
-        op=_stream,
+        op=_stream_fp8 if quantised else _stream,
         plain=_stream_plain,
-        size=2 * (weights + rows * (3 * d + n)),
+        size=(2 - quantised) * weights + 2 * rows * (3 * d + n),
         flops=2 * rows * weights,
-        kernel="weight_stream",
+        kernel="fp8_stream" if quantised else "weight_stream",
     )
 
 
@@ -147,9 +150,7 @@ def projections(
             if fmt.block is None:
                 scale = jnp.max(jnp.abs(weight.astype(jnp.float32))) / fp8.LARGEST
                 return Weight((weight.T / scale).astype(fp8.E4M3), fmt, layout, scale[None, None])
-            values, scales = fp8.quantise_blocks(weight.T)
-            scales = jnp.repeat(scales, fp8.BLOCK // layout.unit, axis=0)[: outputs // layout.unit]
-            return Weight(values, fmt, layout, scales)
+            return _fp8(weight, layout, fmt)
 
         def build(key):
             def own(key):
@@ -177,13 +178,27 @@ def projections(
     return [one("q, k, v", d, n), one("out", d, d), one("gate, up", d, 2 * f, gated=True), one("down", f, d)]
 
 
+def _fp8(weight: jax.Array, layout: Layout, fmt: Format = BLOCKS) -> Weight:
+    """A weight [inputs, outputs] in blocks."""
+    values, scales = fp8.quantise_blocks(weight.T)
+    scales = jnp.repeat(scales, fp8.BLOCK // layout.unit, axis=0)[: len(values) // layout.unit]
+    return Weight(values, fmt, layout, scales)
+
+
 def _stream(layer: int, shared: Any, own: Any) -> jax.Array:
     x, mixed, weights, scales = own[layer]
     return weight_stream.stream(x, mixed, weights, scales, eps=EPS)[1].sum(0)
 
 
+def _stream_fp8(layer: int, shared: Any, own: Any) -> jax.Array:
+    x, mixed, weights, scales = own[layer]
+    weights = [(weight.values, weight.scales) for weight in weights]
+    return weight_stream.stream_fp8(x, mixed, weights, scales, eps=EPS)[1].sum(0)
+
+
 def _stream_plain(layer: int, shared: Any, own: Any) -> jax.Array:
-    x, mixed, (out, gate_up, down, following), scales = own[layer]
+    x, mixed, weights, scales = own[layer]
+    out, gate_up, down, following = (w.dequantised(x.dtype) if isinstance(w, Weight) else w for w in weights)
     x = x + mixed @ out
     runs = (rms_norm(x, scales[0], EPS) @ gate_up).reshape(len(x), -1, 2, HALF)
     x = x + (jax.nn.silu(runs[:, :, 0]) * runs[:, :, 1]).reshape(len(x), -1) @ down

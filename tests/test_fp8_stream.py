@@ -1,0 +1,105 @@
+"""The chain with FP8 weights: each stage in interpret mode, the whole by lowering it for CUDA, and its path."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec import fp8
+from jaxspec.checkpoint import dummy
+from jaxspec.decoder.path import Call
+from jaxspec.decoder.streamed import FP8_STREAM
+from jaxspec.models import MODELS
+from jaxspec.pallas import weight_stream
+from jaxspec.pallas.weight_stream import chain, stream_fp8
+from jaxspec.pallas.weight_stream import fp8 as fp8_module
+from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8
+from jaxspec.weights import is_param
+from tests.test_fp8_layers import check_layers, declared
+from tests.test_weight_stream import EPS, assert_close, reference
+
+UNITS = 128, 32, 64, 128  # outputs that share a scale, of each matmul
+WIDER = dict(intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+INTERPRET = {"fused": False, "interpret": plgpu.InterpretGPUParams()}
+
+
+def inputs(rows: int, d: int, f: int, n: int, seed: int = 0):
+    """Residual stream, attention output, FP8 weights with scales, the weights themselves, and scales of the norms."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
+    quantised, whole = [], []
+    for (outputs, width), unit in zip(((d, d), (2 * f, d), (d, f), (n, d)), UNITS, strict=True):
+        values, scales = fp8.quantise_blocks(normal(outputs, width) * width**-0.5)
+        scales = jnp.repeat(scales, BLOCK // unit, axis=0)[: outputs // unit]
+        scales = scales * jnp.exp(0.5 * normal(*scales.shape))  # neighbours' differ, within a block of 128 as well
+        scales = scales.at[0, -1].set(0).at[1, 0].set(0)  # sums are divided by scales: these must not spoil them
+        quantised.append((values, scales))
+        whole.append(fp8.dequantise(values, scales, BLOCK).T)
+    x, mixed, *norms = (a.astype(jnp.bfloat16) for a in (normal(rows, d), normal(rows, d), normal(d), normal(d)))
+    return x, mixed, quantised, whole, norms
+
+
+def expected(x, mixed, whole, norms):
+    """In float32: rounded weights would be others."""
+    return reference(*jax.tree.map(lambda a: a.astype(jnp.float32), (x, mixed, whole, norms)))
+
+
+@pytest.mark.parametrize("rows", [40, pytest.param(9, marks=pytest.mark.exhaustive)])  # gated in two parts, or in one
+def test_each_stage_matches_plain_layers(monkeypatch, rows):
+    monkeypatch.setattr(chain, "BLOCKS", 1)  # fewer than items, so that each takes several
+    x, mixed, weights, whole, norms = inputs(rows, 256, 256, 256)
+    got, partials = stream_fp8(x, mixed, weights, norms, eps=EPS, **INTERPRET)
+    residual, logits = expected(x, mixed, whole, norms)
+    assert_close(got, residual)
+    assert_close(partials.sum(0), logits)
+
+
+@pytest.mark.parametrize("rows", [8, 128])
+def test_whole_chain_lowers_for_cuda(rows):
+    x, mixed, weights, _, norms = jax.eval_shape(lambda: inputs(rows, 512, 1024, 768))
+    lowered = jax.jit(partial(stream_fp8, eps=EPS)).trace(x, mixed, weights, norms).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1  # one kernel, whatever the stages
+
+
+@pytest.mark.parametrize("widths", [(4096, 4096), (4096, 24576), (12288, 4096), (4096, 6144), (2560, 2560)])
+@pytest.mark.parametrize("rows", [8, 32, 128])
+def test_share_out_keeps_every_block_busy(widths, rows):
+    """Of the time that the busiest block takes, the average block works at least four fifths."""
+    share = chain.share_out(*widths, rows, False, BLOCK, item=1)
+    busiest = -(-share.items // chain.BLOCKS) * -(-share.steps // share.splits) * share.columns
+    assert share.steps * share.outputs / chain.BLOCKS >= 0.8 * busiest
+    assert Fp8(rows, rows, share.groups, 4096).weight_slots >= 4
+
+
+def test_layers_are_those_of_the_plain_path(monkeypatch):
+    monkeypatch.setattr(chain, "BLOCKS", 1)
+    monkeypatch.setattr(fp8_module, "MIN_ROWS", 9)
+    monkeypatch.setattr(weight_stream, "stream_fp8", partial(stream_fp8, **INTERPRET))
+    check_layers(monkeypatch, "qwen3", FP8_STREAM, 3, **WIDER)
+
+
+def test_what_is_not_for_it_is_named():
+    sizes = BLOCK, 4096, 4096, 128
+    supported = weight_stream.fp8_supported
+    assert supported(128, jnp.bfloat16, [sizes]) is None
+    assert "129 rows" in supported(129, jnp.bfloat16, [sizes]) and "64 rows" in supported(64, jnp.bfloat16, [sizes])
+    assert "float32" in supported(96, jnp.float32, [sizes])
+    assert "128 inputs each" in supported(96, jnp.bfloat16, [(None, *sizes[1:])])
+    assert "16 outputs" in supported(96, jnp.bfloat16, [(*sizes[:3], 16)])
+    assert "4096 x 192" in supported(96, jnp.bfloat16, [(BLOCK, 192, 4096, 64)])
+    config, tensors = declared("qwen3", **WIDER)
+    shape = lambda param: jax.eval_shape(lambda: dummy(param, "bfloat16", 0))  # noqa: E731
+    layers = jax.tree.map(shape, tensors["layers"], is_leaf=is_param)
+    call = Call(96, 1, "bfloat16", processors=132)
+    refuses = lambda **other: FP8_STREAM.refuses(config.decoder, layers, dataclasses.replace(call, **other))  # noqa: E731
+    assert refuses() is None
+    assert refuses(inputs=(512,)) == "a layer by itself"
+    assert refuses(processors=78) == "78 Hopper multiprocessors; 132 are needed"
+    plain = jax.tree.map(shape, MODELS["qwen3"].tensors(config.decoder)["layers"], is_leaf=is_param)
+    assert FP8_STREAM.refuses(config.decoder, plain, call) == "weights that aren't FP8"
