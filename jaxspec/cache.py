@@ -168,11 +168,10 @@ class Rows:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
         page, slot = self._slots(kv, k.shape[-3])
         fits = kv_write.supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
-        inverse = _inverse(scales)
         if layer.ndim == 0 and chosen(fits):
-            return kv_write.kv_write(kv, layer, page, slot, k, v, inverse)
+            return kv_write.kv_write(kv, layer, page, slot, k, v)
         new = jnp.stack([k, v], axis=-3)
-        inverse = None if inverse is None else inverse[layer, ..., None]  # [*l 1 1, 2, m, 1]
+        inverse = None if scales is None else _inverse(scales)[layer, ..., None]  # [*l 1 1, 2, m, 1]
         return kv.at[layer, page, :, :, slot].set(kv_write.stored(new, kv.dtype, inverse))
 
     def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:

@@ -21,7 +21,7 @@ from jaxspec.pallas.once import lower_once
 FEWEST = 513  # rows; fewer are written by XLA's scatter, which rotates keys in passing
 MOST_HEADS = 16  # whose keys and values a warpgroup holds in registers at once
 WIDE = 1e6  # a largest number beyond which a dtype isn't expected to overflow
-PAGES = (jnp.bfloat16, jnp.float8_e4m3fn)  # dtypes that kernels write
+PAGES = (jnp.bfloat16, jnp.float8_e4m3fn)  # dtypes that kernels of rounds and `write_heads` write
 
 
 def stored(x: Any, dtype: Any, inverse: Any = None) -> Any:
@@ -39,17 +39,11 @@ def stored(x: Any, dtype: Any, inverse: Any = None) -> Any:
 
 
 def supported(rows: int, heads: int, width: int, *dtypes: Any) -> str | None:
-    """Why the kernel shouldn't write so many rows of so many heads, or None if it should.
-
-    `dtypes`: the pages', then those of keys and values.
-    """
+    """Why the kernel shouldn't write so many rows of so many heads, or None if it should. `dtypes`: all operands'."""
     if rows < FEWEST:
         return f"{rows} rows"
-    pages, *new = (jnp.dtype(dtype) for dtype in dtypes)
-    if pages not in PAGES:
-        return f"pages in {pages.name}; supported: bfloat16 and float8_e4m3fn"
-    if wrong := [dtype.name for dtype in new if dtype != jnp.bfloat16]:
-        return f"keys or values in {wrong[0]}; supported: bfloat16"
+    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
+        return f"keys, values or pages in {wrong[0]}; supported: bfloat16"
     if heads > MOST_HEADS:
         return f"{heads} heads, more than {MOST_HEADS}"
     return f"heads of width {width}; supported: multiples of {THREADS}" if width % THREADS else None
@@ -63,17 +57,12 @@ def kv_write(
     slot: Int[Array, "b t"],
     k: Float[Array, "b t m h"],
     v: Float[Array, "b t m h"],
-    inverse: Float[Array, "l 2 m"] | None = None,
     *,
     interpret: Any = False,
 ) -> Float[Array, "l p 2 m s h"]:
-    """`kv` with row i's keys and values in `slot[i]` of `page[i]`, as `stored`. Of rows in one place, any may stay.
-
-    `inverse`: of the scales of each layer's keys (0) and values (1) by head, in float32; None: they have none.
-    """
+    """`kv` with row i's keys and values in `slot[i]` of `page[i]`. Of rows in one place, any may stay."""
     heads, width = k.shape[2:]
     ref = jax.new_ref(kv)
-    scales = [] if inverse is None else [inverse]
     plgpu.kernel(
         partial(_row, heads, width),
         kernel_name="kv_write",
@@ -81,20 +70,11 @@ def kv_write(
         grid=(page.size,),
         grid_names=("row",),
         interpret=interpret,
-    )(
-        layer.reshape(1),
-        page.reshape(-1),
-        slot.reshape(-1),
-        k.reshape(page.size, -1),
-        v.reshape(page.size, -1),
-        *scales,
-        ref,
-    )
+    )(layer.reshape(1), page.reshape(-1), slot.reshape(-1), k.reshape(page.size, -1), v.reshape(page.size, -1), ref)
     return jax.freeze(ref)
 
 
-def _row(heads, width, layer_g, page_g, slot_g, k_g, v_g, *rest):
-    *inverse_g, kv_g = rest
+def _row(heads, width, layer_g, page_g, slot_g, k_g, v_g, kv_g):
     row, layer = lax.axis_index("row"), layer_g[0]
     page, slot = page_g[row], slot_g[row]
     layout = plgpu.Layout.WG_STRIDED((width,), width // THREADS)
@@ -104,5 +84,4 @@ def _row(heads, width, layer_g, page_g, slot_g, k_g, v_g, *rest):
     ]
     for kind, values in enumerate(new):
         for head, value in enumerate(values):
-            inverse = inverse_g[0][layer, kind, head] if inverse_g else None
-            kv_g[layer, page, kind, head, slot] = stored(value, kv_g.dtype, inverse)
+            kv_g[layer, page, kind, head, slot] = value
