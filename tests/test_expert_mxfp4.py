@@ -15,7 +15,7 @@ from jaxspec.decoder.matmul import gating
 from jaxspec.decoder.spec import ClampedSwiglu
 from jaxspec.fp8 import E4M3
 from jaxspec.pallas import expert_mxfp4, expert_plan, experts, hopper
-from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, PADDED, PIECE, TILE, Stage, mix, supported
+from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, TILE, Stage, mix, supported
 from jaxspec.pallas.expert_rows import FEWEST
 from jaxspec.pallas.expert_stream import COUNT, SOURCE
 from jaxspec.pallas.hopper import counting
@@ -40,7 +40,7 @@ def packed(stack: Weight, rng: np.random.Generator) -> tuple[Weight, np.ndarray]
     return Weight(values, Mxfp4(), scales=scales), whole
 
 
-def mxfp4_case(t, e, k, *, skew=0.0, d=320, f=320, biased=True):
+def mxfp4_case(t, e, k, *, skew=0.0, d=576, f=576, biased=True):
     """Arguments of `experts_mlp` without its activation, and the experts' arrays in numpy."""
     x, stacks, ids, weights = random_case(t, e, k, skew, d=d, f=f, seed=t)
     rng = np.random.default_rng(t)
@@ -76,8 +76,8 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize("t,e,k,more,activation", [
-    (1, 3, 1, {"d": 960}, GPT_OSS),  # one token; a ring that goes round
-    (12, 4, 2, {"biased": False}, None),  # items of up to 16 rows, and experts as other models would have them
+    (1, 3, 1, {"d": 1728}, GPT_OSS),  # one token; a ring that goes round
+    (9, 2, 1, {"biased": False}, None),  # items of up to 16 rows, and experts as other models would have them
     (70, 2, 1, {"skew": 5}, GPT_OSS),  # all tokens at one expert, whose last item has few rows
 ])  # fmt: skip
 def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
@@ -94,8 +94,8 @@ def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
 
 def test_items_write_their_own_rows_alone(interpreted):
     """Back to front, one by one, so that an item that writes too far spoils another's rows."""
-    (x, stacks, ids, _), _ = mxfp4_case(50, 4, 2, skew=0.7)
-    rows, items, place = jax.jit(experts.plan, static_argnums=(2, 3, 4))(x, ids, 4, 2, MAX_ROWS)
+    (x, stacks, ids, _), _ = mxfp4_case(30, 3, 1, skew=0.7)
+    rows, items, place = jax.jit(experts.plan, static_argnums=(2, 3, 4))(x, ids, 3, 1, MAX_ROWS)
     items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
     got = expert_mxfp4.mix(rows, stacks, items, gating(GPT_OSS))
     expected = experts.reference(rows, stacks, items, gating(GPT_OSS))
@@ -129,23 +129,23 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
 @pytest.mark.parametrize("name", ["up", "down"])
 def test_two_or_three_blocks_have_room(name, rows):
     stage = Stage(name, SOURCE, 2880, 2880, (32,), rows)
-    ring = stage.slots * (stage.groups * TILE * (PIECE // 2 + PADDED) + 2 * PIECE * rows)
+    ring = stage.slots * (stage.groups * TILE * (stage.piece // 2 + stage.scales) + 2 * stage.piece * rows)
     results = 2 * rows * TILE + 4 * (stage.warpgroups - 1) * stage.groups * TILE * rows
     assert stage.blocks * (ring + results + 2048) <= 228 * 1024
     assert stage.slots >= 2 * stage.warpgroups and stage.slots % stage.warpgroups == 0
-    assert stage.tiles * TILE == stage.width and stage.heights[-1] == rows and stage.steps * PIECE == 2880
+    assert stage.tiles * TILE == stage.width and stage.heights[-1] == rows and stage.steps * stage.piece == 2880
 
 
 def test_what_cannot_run_is_named():
     (x, stacks, ids, _), _ = mxfp4_case(9, 3, 2)
     assert supported(jnp.bfloat16, stacks) is None
     assert "float32" in supported(jnp.float32, stacks)
-    fp8 = Weight(jnp.zeros((3, 640, 320), E4M3), Fp8(128), scales=jnp.ones((3, 5, 3)))
+    fp8 = Weight(jnp.zeros((3, 1152, 576), E4M3), Fp8(128), scales=jnp.ones((3, 9, 5)))
     assert "Fp8" in supported(jnp.bfloat16, [(fp8, stacks[0][1])])
     assert "with biases and without" in supported(jnp.bfloat16, [*stacks, stacks[0][:2]])
-    assert "widths 320 and 640" in supported(jnp.bfloat16, [*stacks, shapes(3, 320, 640)])
-    for d, f in ((2880, 1440), (128, 320)):
-        assert "supported: multiples of 320" in supported(jnp.bfloat16, [shapes(3, d, f)])
+    assert "widths 576 and 1152" in supported(jnp.bfloat16, [*stacks, shapes(3, 576, 1152)])
+    for d, f in ((2880, 1440), (128, 576)):
+        assert "supported: multiples of 576" in supported(jnp.bfloat16, [shapes(3, d, f)])
     rows, items, _ = experts.plan(x, ids, 3)
     with pytest.raises(ValueError, match="rows in float32"):
         mix(rows.astype(jnp.float32), stacks, items)

@@ -4,10 +4,11 @@ Two kernels, `up` (gate and up, and their activation) and `down`, each over work
 `pallas.experts`), with the blocks of `expert_tile`. A thread block takes 64 columns of the result and all rows of an
 item. An expert's weights are read once for each of its items.
 
-A piece has 160 inputs: rows of 80 bytes lie in shared memory so that no two of a warp's words share a bank. Numbers
-become bfloat16 in registers, in the arrangement of a left operand: a shift, a mask and a product with the block's scale
-for two of them (`mxfp4` has the order of bits). The scale is in the number then, so the tensor cores add up all inputs.
-Sums are 2^-64 of what they should be: a scale in that range has an exponent of bfloat16.
+A piece has 288 inputs, or 96 of items of many rows: rows of 144 bytes, or 48, lie in shared memory so that no two of a
+warp's words share a bank. 96 inputs are multiplied at once, and meanwhile the next ones converted. Numbers
+become bfloat16 in registers, in the arrangement of a left operand: for two of them a shift, a mask and a product with
+the block's scale (`mxfp4` has the order of bits). The scale is in the number then, so the tensor cores add up all
+inputs. Sums are 2^-64 of what they should be: a scale in that range has an exponent of bfloat16.
 
 Prompts are served by the same kernels, 64 rows an item. Conversion takes about as long as the products of 64 rows, and
 the blocks that share a multiprocessor do both at once. Dequantised experts would be written and read again.
@@ -32,33 +33,32 @@ from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, Float
 
 from jaxspec import mxfp4
-from jaxspec.mxfp4 import BLOCK, RESTS, SIGNS
+from jaxspec.mxfp4 import BLOCK, MASK
 from jaxspec.pallas.expert_stream import SOURCE, TARGET, Items
 from jaxspec.pallas.expert_tile import TILE, Tile
 from jaxspec.pallas.once import lower_once
 from jaxspec.weights import Mxfp4, Weight
 
-BLOCKS = 5  # of 32 inputs, in a piece
-PIECE = BLOCKS * BLOCK  # inputs
-PADDED = 6  # rows of scales in shared memory, where each group's begin at a multiple of 128 bytes
+BLOCKS = 3  # of 32 inputs, that are multiplied at once
+UNIT = BLOCKS * BLOCK  # inputs
+TURN = 3 * UNIT  # inputs after which the other sum has its turn
 MAX_ROWS = 64  # of an item
 HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
-TURNS = 2  # sums of each group, over even pieces and over odd ones
-TURNS_ROWS = 8  # of items whose blocks have two warpgroups
+TURNS = 2  # sums of each group
+TURNS_ROWS = 8  # of items whose blocks have two warpgroups, and the larger pieces
 FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
 RESERVED = 2 * 1024  # of a block, for its barriers and what the driver takes
 LESS = 64  # sums are divided by 2 to this
 # Twice: a scale s times the first, plus the second, is 2^(s - 127 - LESS) times 2^126, which E2M1's bits lack.
 SCALE, BIAS = 0x00800080, 0x1F001F00
-CONVERT = """{
-.reg .b32 rest, sign;
-%s
-%s
-and.b32 rest, rest, 0x01C001C0;
-lop3.b32 rest, sign, 0x80008000, rest, 0xEA;
-mul.bf16x2 $0, rest, $2;
-}"""
+# Of a word, the bits of each of its pairs of numbers; see `mxfp4.unpacked`.
+PAIRS = (
+    f"and.b32 a, $1, {MASK};",
+    f"shf.l.wrap.b32 a, $1, $1, 10; and.b32 a, a, {MASK};",
+    f"shr.u32 a, $1, 4; shl.b32 b, $1, 4; lop3.b32 a, a, b, {MASK}, 0x28;",  # (a ^ b) & MASK
+    f"shl.b32 a, $1, 6; and.b32 a, a, {MASK};",
+)
 _i32, _f32 = jnp.int32, jnp.float32
 Stack = tuple[Array, ...]  # gate and up's values and scales, down's, and both biases if they have some
 
@@ -77,8 +77,8 @@ def supported(dtype: Any, stacks: list[tuple]) -> str | None:
     (d, f), *others = [(down.outputs, down.inputs) for _, down, *_ in stacks]
     if others and others != [(d, f)] * len(others):
         return f"experts of widths {f} and {others[0][1]} in one mixture"
-    if bad := [width for width in (d, f) if width % (TURNS * PIECE) or width % TILE]:
-        return f"MXFP4 experts of width {bad[0]}; supported: multiples of {np.lcm(TURNS * PIECE, TILE)}"
+    if bad := [width for width in (d, f) if width % (TURNS * TURN) or width % TILE]:
+        return f"MXFP4 experts of width {bad[0]}; supported: multiples of {np.lcm(TURNS * TURN, TILE)}"
     return None
 
 
@@ -129,7 +129,17 @@ class Stage:
     width: int
     stacks: tuple[int, ...]
     rows: int
-    piece = PIECE
+
+    @property
+    def piece(self) -> int:
+        """Inputs that are copied together. Fewer and larger copies: all threads of a warpgroup announce each."""
+        return TURN if self.rows <= TURNS_ROWS else UNIT
+
+    @property
+    def scales(self) -> int:
+        """Rows of a piece's scales in shared memory, where each piece's begin at a multiple of 128 bytes."""
+        blocks = self.piece // BLOCK
+        return blocks + blocks % 2
 
     @property
     def groups(self) -> int:
@@ -142,7 +152,7 @@ class Stage:
 
     @property
     def steps(self) -> int:
-        return self.inputs // PIECE
+        return self.inputs // self.piece
 
     @property
     def warpgroups(self) -> int:
@@ -158,7 +168,8 @@ class Stage:
         """Of the ring, as many for each warpgroup."""
         results = 2 * self.rows * TILE + (self.warpgroups - 1) * 4 * self.groups * TILE * self.rows
         room = SHARED_BYTES // self.blocks - RESERVED - results
-        each = room // (self.groups * TILE * (PIECE // 2 + PADDED) + 2 * PIECE * self.rows) // self.warpgroups
+        slot = self.groups * TILE * (self.piece // 2 + self.scales) + 2 * self.piece * self.rows
+        each = room // slot // self.warpgroups
         return self.warpgroups * min(-(-self.steps // self.warpgroups), max(2, each))
 
     @property
@@ -170,9 +181,16 @@ class Stage:
         """Which group of the expert's weight rows is a block's first or second."""
         return tile + group * self.tiles
 
+    def by_group(self, stack: tuple[Array, ...]) -> list[Array]:
+        """A stack's values and scales as bytes, gate's rows apart from up's: one copy brings both. And its biases."""
+        values, scales, *biases = stack
+        values, scales = (lax.bitcast_convert_type(array, jnp.int8) for array in (values, scales))
+        values = values.reshape(len(values), self.groups, self.width, -1)
+        return [values, scales.reshape(*scales.shape[:2], self.groups, self.width), *biases]
+
 
 def _launch(stage, rows, stacks, items, gating, interpret):
-    others, i8 = stage.warpgroups > 1, jnp.int8
+    others, i8, arrays = stage.warpgroups > 1, jnp.int8, [array for stack in stacks for array in stage.by_group(stack)]
     return plgpu.kernel(
         partial(_block, stage, gating),
         kernel_name=f"expert_mxfp4_{stage.name}",
@@ -182,30 +200,23 @@ def _launch(stage, rows, stacks, items, gating, interpret):
         num_threads=stage.warpgroups,
         thread_name="warpgroup",
         scratch_types=dict(
-            weight_s=plgpu.SMEM((stage.slots, stage.groups, TILE, PIECE // 2), i8),
-            scales_s=plgpu.SMEM((stage.slots, stage.groups, PADDED, TILE), i8),
-            rows_s=plgpu.SMEM((stage.slots, stage.rows, PIECE), rows.dtype),
+            weight_s=plgpu.SMEM((stage.slots, stage.groups, TILE, stage.piece // 2), i8),
+            scales_s=plgpu.SMEM((stage.slots, stage.scales, stage.groups, TILE), i8),
+            rows_s=plgpu.SMEM((stage.slots, stage.rows, stage.piece), rows.dtype),
             out_s=plgpu.SMEM((1, stage.rows, TILE), rows.dtype),
-            ready=plgpu.Barrier(num_arrivals=2 * stage.groups + 1, num_barriers=stage.slots),
+            ready=plgpu.Barrier(num_arrivals=3, num_barriers=stage.slots),
             **(
                 {"sums_s": plgpu.SMEM((stage.groups, TILE, stage.rows), _f32), "summed": plgpu.Barrier()}
                 if others
                 else {}
             ),
             # Interpret mode takes a matmul's left operand from shared memory alone.
-            **({"staged_s": plgpu.SMEM((stage.warpgroups, TILE, PIECE), rows.dtype)} if interpret else {}),
+            **({"staged_s": plgpu.SMEM((stage.warpgroups, TILE, UNIT), rows.dtype)} if interpret else {}),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Safe here: `refill`, `_store` and barriers order all that two threads do to the same memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(
-        rows,
-        items.table,
-        *[
-            array if i == 2 else lax.bitcast_convert_type(array, i8)
-            for stack in stacks
-            for i, array in enumerate(stack)
-        ],
-    )
+    )(rows, items.table, *arrays)
 
 
 def _block(stage, gating, rows_g, items_g, *refs, **scratch):
@@ -223,50 +234,63 @@ class _Tile(Tile):
     gating: Callable[[Array, Array], Array] | None
 
     def sums(self, height):
-        """Even pieces and odd ones are summed apart, whether two warpgroups take turns at them or one has both: so a
-        row's result doesn't depend on how many others an item may have."""
-        stage, scratch, expert = self.stage, self.scratch, self.expert
-        apart = TURNS // stage.warpgroups
+        """Even turns and odd ones are summed apart, whether two warpgroups have them or one has both: so a row's result
+        doesn't depend on how many others an item may have."""
+        stage, expert = self.stage, self.expert
+        apart, pieces = TURNS // stage.warpgroups, TURN // stage.piece
         self.fetch_first(height, expert)
 
         def accumulate(*sums):
-            @pl.loop(_i32(0), _i32(stage.steps // TURNS))
+            @pl.loop(_i32(0), _i32(stage.inputs // (TURNS * TURN)))
             def _(turn):
                 for n in range(apart):
-                    i = turn * TURNS + self.turn + n
-                    slot = lax.rem(i, _i32(stage.slots))
-                    plgpu.barrier_wait(scratch["ready"].at[slot])
-                    rows = scratch["rows_s"].at[slot, pl.ds(0, height)].transpose((1, 0))
-                    for g in range(stage.groups):
-                        plgpu.wgmma(sums[n * stage.groups + g], self.numbers(slot, g), rows)
-                    plgpu.wgmma_wait(0)
-                    pl.when(i + stage.slots < stage.steps)(partial(self.fetch, height, expert, i + stage.slots, slot))
+
+                    @pl.loop(_i32(0), _i32(pieces))
+                    def _(piece, n=n):
+                        i = (turn * TURNS + self.turn + n) * pieces + piece
+                        slot = lax.rem(i, _i32(stage.slots))
+                        self.multiply(height, slot, sums[n * stage.groups : (n + 1) * stage.groups])
+                        more = partial(self.refill, height, expert, i + stage.slots, slot)
+                        pl.when(i + stage.slots < stage.steps)(more)
 
             each = [sum_of[...] for sum_of in sums]
             return [sum(each[g + stage.groups :: stage.groups], each[g]) for g in range(stage.groups)]
 
         return pl.run_scoped(accumulate, *[plgpu.ACC((TILE, height), _f32)] * (apart * stage.groups))
 
-    def numbers(self, slot, g):
-        """A group's piece in bfloat16, [TILE, PIECE], 2^-LESS of what it stands for."""
-        weight_s, scales_s = self.scratch["weight_s"].at[slot, g], self.scratch["scales_s"].at[slot, g]
+    def multiply(self, height, slot, sums):
+        """Add the products of a slot's piece to each group's sum."""
+        plgpu.barrier_wait(self.scratch["ready"].at[slot])
+        for unit in range(self.stage.piece // UNIT):
+            rows = self.scratch["rows_s"].at[slot, pl.ds(0, height), pl.ds(unit * UNIT, UNIT)].transpose((1, 0))
+            for g, total in enumerate(sums):
+                plgpu.wgmma(total, self.numbers(slot, g, unit), rows)
+        plgpu.wgmma_wait(0)
+
+    def refill(self, *piece):
+        plgpu.commit_smem()  # all warps have read what was in the slot
+        self.fetch(*piece)
+
+    def numbers(self, slot, g, unit):
+        """A unit of a group's piece in bfloat16, [TILE, UNIT], 2^-LESS of what it stands for."""
+        weight_s = self.scratch["weight_s"].at[slot, g, :, pl.ds(unit * UNIT // 2, UNIT // 2)]
+        scales_s = self.scratch["scales_s"].at[slot, pl.ds(unit * BLOCKS, BLOCKS), g]
         if "staged_s" in self.scratch:
             return _staged(weight_s, scales_s, self.scratch["staged_s"].at[self.turn])
         layout, of_row = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA.reduce(1)
         words = plgpu.load(weight_s, layout=layout, optimized=False)
         scales = [plgpu.load(scales_s.at[b], layout=of_row, optimized=False) for b in range(BLOCKS)]
-        result = plgpu.ShapeDtypeStruct((TILE, PIECE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+        result = plgpu.ShapeDtypeStruct((TILE, UNIT), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
         convert = plgpu.inline_mgpu(arg_types=(layout, *[of_row] * BLOCKS), return_type=result)(_convert)
         return convert(words, *scales)
 
     def fetch_weights(self, i, slot, full, stack, expert):
-        values, scales, *_ = stack
-        for g, group in enumerate(self.groups):
-            outputs = pl.ds(group * TILE, TILE)
-            piece = values.at[expert, outputs, pl.ds(i * (PIECE // 2), PIECE // 2)]
-            plgpu.copy_gmem_to_smem(piece, self.scratch["weight_s"].at[slot, g], full)
-            piece = scales.at[expert, pl.ds(i * BLOCKS, BLOCKS), outputs]
-            plgpu.copy_gmem_to_smem(piece, self.scratch["scales_s"].at[slot, g, pl.ds(0, BLOCKS)], full)
+        (values, scales, *_), outputs = stack, pl.ds(self.tile * TILE, TILE)
+        size, blocks = self.stage.piece // 2, self.stage.piece // BLOCK
+        piece = values.at[expert, :, outputs, pl.ds(i * size, size)]
+        plgpu.copy_gmem_to_smem(piece, self.scratch["weight_s"].at[slot], full)
+        piece = scales.at[expert, pl.ds(i * blocks, blocks), :, outputs]
+        plgpu.copy_gmem_to_smem(piece, self.scratch["scales_s"].at[slot, pl.ds(0, blocks)], full)
 
     def finished(self, totals):
         totals = [self.biased(total * 2.0**LESS, group) for total, group in zip(totals, self.groups, strict=True)]
@@ -290,30 +314,18 @@ class _Tile(Tile):
 
 def _staged(weight_s, scales_s, staged_s):
     """The same by `mxfp4.dequantise`, through shared memory, in interpret mode."""
-    values, scales = (
-        lax.bitcast_convert_type(ref[...], jnp.uint8) for ref in (weight_s, scales_s.at[pl.ds(0, BLOCKS)])
-    )
+    values, scales = (lax.bitcast_convert_type(ref[...], jnp.uint8) for ref in (weight_s, scales_s))
     staged_s[...] = (mxfp4.dequantise(values, scales) * 2.0**-LESS).astype(staged_s.dtype)
     plgpu.commit_smem()
     return staged_s
-
-
-def _shifted(name: str, by: int) -> str:
-    """A line of PTX: the word, `by` bits to the left."""
-    if by == 0:
-        return f"mov.b32 {name}, $1;"
-    return f"shl.b32 {name}, $1, {by};" if by > 0 else f"shr.u32 {name}, $1, {-by};"
 
 
 def _convert(_, words, *scales):
     """A thread has the word of its columns of each block, and makes four of its pairs of it."""
     i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
     i8 = ir.IntegerType.get_signless(8)
-    programs = [
-        CONVERT % (_shifted("rest", RESTS[0] - rest), _shifted("sign", SIGNS[0] - sign))
-        for rest, sign in zip(RESTS, SIGNS, strict=True)
-    ]
-    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, PIECE)), dtype=object)
+    programs = [f"{{ .reg .b32 a, b; {pair} mul.bf16x2 $0, a, $2; }}" for pair in PAIRS]
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, UNIT)), dtype=object)
     for at, vector in np.ndenumerate(words.registers):
         word = mgpu.utils.bitcast(vector, i32)
         scale = scales[at[1]].registers[0, 0, at[4], 0, 0]

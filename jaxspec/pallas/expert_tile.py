@@ -33,6 +33,8 @@ class Tile:
         unit = lax.axis_index("unit")
         item = lax.div(unit, _i32(stage.tiles))
         self.stage, self.tile, self.item_g = stage, unit - item * stage.tiles, items_g.at[item]
+        # All at once, and not again for each piece: each would take its time.
+        self.expert, self.source, self.target = (self.item_g[i] for i in (EXPERT, stage.source, TARGET))
         self.blocks = jnp.where(item < items_g[0, COUNT], self.item_g[ROW_BLOCKS], 0)
         self.rows_g, self.weights, self.out_g = rows_g, weights, out_g
         self.scratch, self.turn = scratch, lax.axis_index("warpgroup")
@@ -89,7 +91,7 @@ class Tile:
     def fetch(self, height: int, expert: Any, i: Any, slot: Any) -> None:
         """The i-th piece of the item's rows and of the weights, from the stack that has the expert."""
         inputs, full = pl.ds(i * self.stage.piece, self.stage.piece), self.scratch["ready"].at[slot]
-        rows = self.rows_g.at[pl.ds(self.item_g[self.stage.source] * ALIGN, height), inputs]
+        rows = self.rows_g.at[pl.ds(self.source * ALIGN, height), inputs]
         plgpu.copy_gmem_to_smem(rows, self.scratch["rows_s"].at[slot, pl.ds(0, height)], full)
         if len(self.weights) == 1:
             return self.fetch_weights(i, slot, full, self.weights[0], expert)
@@ -98,10 +100,6 @@ class Tile:
             mine = (expert >= first) & (expert < first + size)
             pl.when(mine)(partial(self.fetch_weights, i, slot, full, stack, expert - first))
             first += size
-
-    @property
-    def expert(self) -> Any:
-        return self.item_g[EXPERT]
 
     def _store(self, height, parts):
         """Columns of all rows into shared memory, and of the item's own rows from there to memory."""
@@ -112,7 +110,7 @@ class Tile:
         plgpu.commit_smem()
 
         def copy(block, count):
-            rows = pl.ds((self.item_g[TARGET] + block) * ALIGN, count)
+            rows = pl.ds((self.target + block) * ALIGN, count)
             for p in range(len(parts)):
                 columns = pl.ds((self.tile * len(parts) + p) * TILE, TILE)
                 plgpu.copy_smem_to_gmem(out_s.at[p, pl.ds(block * ALIGN, count)], self.out_g.at[rows, columns])

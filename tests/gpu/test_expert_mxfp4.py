@@ -50,14 +50,14 @@ def stack(count: int, d: int, f: int):
 
 def test_numbers_are_exact():
     """One row with a single input: each output is one number of the weight times one hidden one."""
-    gate_up, down, *_ = stack(2, 320, 320)
-    one = jnp.eye(320, dtype=jnp.bfloat16)
-    ids, weights = jnp.zeros((320, 1), jnp.int32), jnp.ones((320, 1))
+    gate_up, down, *_ = stack(2, 576, 576)
+    one = jnp.eye(576, dtype=jnp.bfloat16)
+    ids, weights = jnp.zeros((576, 1), jnp.int32), jnp.ones((576, 1))
     got = jax.jit(partial(experts.experts_mlp, gating=lambda gate, up: up + 0 * gate))(
         one, [(gate_up, down)], ids, weights
     )
-    hidden = gate_up.dequantised("float32")[0, 320:].T.astype(jnp.bfloat16)  # exact: two bits of mantissa
-    np.testing.assert_array_equal(hidden.astype(jnp.float32), gate_up.dequantised("float32")[0, 320:].T)
+    hidden = gate_up.dequantised("float32")[0, 576:].T.astype(jnp.bfloat16)  # exact: two bits of mantissa
+    np.testing.assert_array_equal(hidden.astype(jnp.float32), gate_up.dequantised("float32")[0, 576:].T)
     expected = hidden.astype(jnp.float32) @ down.dequantised("float32")[0].T
     assert_close(got, expected, 4e-3)
 
@@ -81,8 +81,8 @@ def test_kernel_matches_the_reference(model, tokens):
 def test_items_of_every_height_keep_to_their_rows(highest):
     """A narrow model, where blocks of one expert's rows end next to another's, over and over."""
     for seed in range(3):
-        x, _, ids, _ = bfloat16(random_case(200, 16, 4, 0.5, d=320, f=1, seed=seed))
-        stacks = [stack(16, 320, 320)]
+        x, _, ids, _ = bfloat16(random_case(200, 16, 4, 0.5, d=576, f=1, seed=seed))
+        stacks = [stack(16, 576, 576)]
         rows, items, place = jax.jit(experts.plan, static_argnums=(2, 3, 4))(x, ids, 16, 4, highest)
         assert items.rows == min(highest, MAX_ROWS)
         got = jax.jit(lambda *a: mix(*a, gating=ACT))(rows, stacks, items)

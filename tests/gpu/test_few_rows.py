@@ -18,6 +18,7 @@ from jaxspec.models import llama
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
 from tests import test_few_rows as cpu
+from tests import test_few_rows_layers as layers
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -117,24 +118,24 @@ def test_layers_with_biases(kernel):
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_layers_are_those_of_the_model(monkeypatch, tree):
-    config, params = cpu.small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=3)
+    config, params = layers.small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=3)
     before = KERNELS["few_rows_heads"]
-    got = cpu.forward(config, params, cpu.rounds(tree))
+    got = layers.forward(config, params, layers.rounds(tree))
     assert KERNELS["few_rows_heads"] == before + 1
     monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
-    cpu.assert_same_forward(got, cpu.forward(config, params, cpu.rounds(tree)), cpu.rounds(tree), 2e-2)
+    layers.assert_same_forward(got, layers.forward(config, params, layers.rounds(tree)), layers.rounds(tree), 2e-2)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_drafts_are_those_of_plain_layers(monkeypatch, method):
-    drafter, params = cpu.small_drafter(method)
+    drafter, params = layers.small_drafter(method)
     before = KERNELS["few_rows_heads"]
-    got, few = cpu.drafted(drafter, params)
+    got, few = layers.drafted(drafter, params)
     assert KERNELS["few_rows_heads"] > before
     monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
     jax.clear_caches()
-    cpu.assert_same_drafts(got, few, *cpu.drafted(drafter, params))
+    layers.assert_same_drafts(got, few, *layers.drafted(drafter, params))
 
 
 @pytest.mark.parametrize("batch,t", [(2, 5), (8, 1), (32, 1), (8, 4)])
