@@ -27,6 +27,7 @@ from jaxspec.pallas import write_heads as op
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.pallas.kv_write import stored
 from tests.sample import one_in
+from tests.test_few_rows_layers import with_biases
 from tests.tiny import tiny_config
 
 EPS, LAYERS, WIDTH = 1e-6, 2, op.WIDTH
@@ -179,14 +180,14 @@ def test_rows_in_float32_keep_the_plain_layers(monkeypatch):
 
 
 @pytest.mark.parametrize("family,width", [
-    ("qwen3", WIDTH), ("qwen3", 64),
-    pytest.param("llama", WIDTH, marks=pytest.mark.exhaustive),  # heads without norms are in the tests above
+    ("qwen3", WIDTH), ("qwen2", 64),
+    pytest.param("qwen2", WIDTH, marks=pytest.mark.exhaustive),  # heads without norms are in the tests above
 ])  # fmt: skip
 def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
-    """Parts of a product and all, where heads are 128 wide; numbers are those of the plain layers."""
+    """Parts of a product, a bias and all, where heads are 128 wide; numbers are those of the plain layers."""
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, head_dim=width)
     config = ModelConfig.from_hf(tiny_config(family, **sizes, num_attention_heads=4, num_key_value_heads=4))
-    params = dummy(llama.tensors(config.decoder), "bfloat16", seed=0)
+    params = with_biases(dummy(llama.tensors(config.decoder), "bfloat16", seed=0))
     b = 16
     rows = Rows(jnp.arange(b, dtype=jnp.int32), jnp.ones(b, jnp.int32), 1 + jnp.arange(b, dtype=jnp.int32)[:, None])
     kv = 0.5 * normal(jax.random.key(1), *PageLayout(b + 1, 16, "bfloat16").kv(config).shape)
