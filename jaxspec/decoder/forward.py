@@ -120,18 +120,21 @@ def run_layer(
     mixer: Mixer,
     cache: Any,
     inputs: Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]] | None = None,
+    wanted: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b _ d"], Any]:
     """The residual stream `x` after the layer of a decoder of one, before any norm, and the cache.
 
     `inputs`: rows side by side that queries, keys and values are made of, each with the scale of its norm, None if it
     has none; by default `x` with the layer's first norm. Given rows may be followed by padding, r - t a request, and so
     may be what is returned. It stays there from call to call: cutting it off and adding it would be kernels of its own.
+
+    `wanted`: as in `forward`. Then that row of each sequence may be all that is returned.
     """
     if inputs is None:
         inputs = [(x, weights["attn_norm"])]
     widths = () if any(scale is None for _, scale in inputs) else tuple(rows.shape[2] for rows, _ in inputs)
     path, _ = choose(decoder, [weights], Call.of(positions, mixer, cache, widths))
-    return path.run_layer(decoder, weights, inputs, x, positions, mixer, cache)
+    return path.run_layer(decoder, weights, inputs, x, positions, mixer, cache, wanted)
 
 
 def write_keys_values(

@@ -89,6 +89,7 @@ def run_one(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
+    wanted: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b _ d"], Any]:
     """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
     return run_padded(decoder.layers[0], weights, jnp.int32(0), pad(x), positions, mixer, cache)

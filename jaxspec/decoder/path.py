@@ -65,7 +65,8 @@ class Path:
     - `fits(decoder, layers, call)`: why these sizes and dtypes don't, or None; `layers` are their weights.
     - `run(decoder, layers, x, positions, mixer, cache, wanted)`: the stack. `wanted`: as in `forward`; ignored by paths
       that compute whole layers.
-    - `run_layer(decoder, weights, inputs, x, positions, mixer, cache)`: one layer by itself, as `forward.run_layer`.
+    - `run_layer(decoder, weights, inputs, x, positions, mixer, cache, wanted)`: one layer by itself, as
+      `forward.run_layer`; `wanted` may be ignored here, too.
     - `sums`: whether it sums what several devices compute of a layer.
     """
 

@@ -83,13 +83,15 @@ def run_one(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
+    wanted: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b _ d"], Any]:
-    """The layer of a decoder of one: see `forward.run_layer`. Padding rows of what it is given are cut off."""
+    """The layer of a decoder of one: see `forward.run_layer`. Padding rows of what it is given are cut off, and if a
+    row of each sequence is wanted, the others too."""
     layer, t = decoder.layers[0], positions.shape[1]
     inputs = [(rows[:, :t], scale) for rows, scale in inputs]
     rows = [rows if scale is None else normed(rows, scale, layer.norm) for rows, scale in inputs]
     rows = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
-    return run_layer(layer, weights, jnp.int32(0), x[:, :t], positions, mixer, cache, rows=rows)
+    return run_layer(layer, weights, jnp.int32(0), x[:, :t], positions, mixer, cache, wanted, rows)
 
 
 PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, run, run_one, sums=True)
