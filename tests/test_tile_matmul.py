@@ -132,3 +132,17 @@ def test_projections_choose_it_and_have_gradients(monkeypatch, kind):
     assert chosen == {"tile_matmul": 1}
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+
+
+@pytest.mark.parametrize("count,rows", [(300, 512), (600, 1024), (1800, 2048), (1300, 2048)])
+def test_each_tile_is_one_blocks_and_the_last_rows_are_everyones(count, rows):
+    tiling, outputs = Tiling(256, 192), 24576
+    of = lambda index: tiles.Block.of(tiling, rows, outputs, 64, jnp.int32(count), index)  # noqa: E731
+    high, across = -(-count // tiling.rows), outputs // tiling.columns
+    turns = -(-high * across // BLOCKS)
+    index, j = (x.reshape(-1) for x in np.meshgrid(np.arange(BLOCKS), np.arange(turns), indexing="ij"))
+    top, _, c = map(np.asarray, jax.vmap(lambda index, j: of(index).place(j))(*map(jnp.asarray, (index, j))))
+    mine = index + j * BLOCKS < high * across
+    assert len(set(zip(top[mine], c[mine], strict=True))) == high * across
+    last = np.bincount(index[mine & (top == (high - 1) * tiling.rows)], minlength=BLOCKS)
+    assert BLOCKS % high or last.max() == 1  # there are fewer of these than blocks

@@ -90,11 +90,15 @@ class Block(NamedTuple):
 
     def place(self, j: Any) -> tuple[Any, Any, Any]:
         """Of this block's j-th tile the first row, how many are the tile before's too, and which columns it has."""
-        tile = self.index + j * BLOCKS
+        tile, high = self.index + j * BLOCKS, jnp.maximum(self.high, 1)
         padding = jnp.maximum(self.all_high - self.high, 1)
-        into = tile - self.tiles
-        i = jnp.where(into < 0, lax.rem(tile, jnp.maximum(self.high, 1)), self.high + lax.rem(into, padding))
-        c = jnp.where(into < 0, lax.div(tile, jnp.maximum(self.high, 1)), lax.div(into, padding))
+        into, c = tile - self.tiles, lax.div(tile, high)
+        # The last rows' tiles may hold few that are valid. Where `high` divides `BLOCKS`, a block would have all of
+        # these or none, so tiles of the same columns are turned from one of a block's tiles to the next.
+        turn = jnp.where(lax.rem(_i32(BLOCKS), high) == 0, lax.div(c * high, _i32(BLOCKS)), 0)
+        turned = lax.rem(tile + turn, high)
+        i = jnp.where(into < 0, turned, self.high + lax.rem(into, padding))
+        c = jnp.where(into < 0, c, lax.div(into, padding))
         top = jnp.minimum(i * self.tiling.rows, self.lowest)
         return top, i * self.tiling.rows - top, c
 
