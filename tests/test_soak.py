@@ -32,6 +32,7 @@ OPTIONS = {
     "chunked_prefill_size": 64,
     "context_length": 192,
     "few_programs": True,
+    "disable_structured_output": True,
     "decode_log_interval": 0,
 }
 CROWDED = {"max_running_requests": 8, "max_total_tokens": 320}  # 8 x 192 would never run short
