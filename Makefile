@@ -8,6 +8,8 @@ ifeq ($(filter 12 none,$(CUDA)),)
 $(error CUDA=$(CUDA) has no lock file; use CUDA=12 or CUDA=none. CUDA 13: pip install -e '.[cuda13,dev]' by hand)
 endif
 
+unexport PYTHONDONTWRITEBYTECODE  # tests start dozens of Pythons, each of which would compile this package
+
 ARGS ?=
 LOCK := requirements$(if $(filter 12,$(CUDA)),-cuda12).lock
 PY   := .venv/bin/python
