@@ -41,7 +41,7 @@ from jaxspec.models import MODELS
 from jaxspec.programs import Programs
 from jaxspec.request import SamplingParams
 from jaxspec.round import MODES, State
-from jaxspec.sharding import EVERYWHERE, spread
+from jaxspec.sharding import EVERYWHERE, specs_of, spread
 from jaxspec.tokenizer import Tokenizer, byte_alphabet
 
 PHASES = ("intake", "plan", "dispatch", "read")
@@ -172,7 +172,8 @@ class EmptyPrograms(Programs):
         # keep_unused: arguments that a program doesn't read would otherwise not be passed, which is cheaper
         def jit(f: Callable) -> Callable:
             if division is not None:
-                given = division.params, division.draft_params, division.state, EVERYWHERE
+                beside = division.draft_params, specs_of(division.peers)
+                given = division.params, beside, division.state, EVERYWHERE
                 f = spread(f, division.mesh, given, (division.state, EVERYWHERE))
             return jax.jit(f, donate_argnums=2, keep_unused=True)
 
