@@ -29,14 +29,15 @@ MODELS = {
     "gpt-oss-20b": (2880, 2880, 32, 4),
     "gpt-oss-120b": (2880, 2880, 128, 4),
 }  # widths, experts, experts of a token
+_quantise, _dequantise = jax.jit(mxfp4.quantise), jax.jit(mxfp4.dequantise)
 
 
 def packed(stack: Weight, rng: np.random.Generator) -> tuple[Weight, np.ndarray]:
     """A stack in MXFP4, whose blocks have scales far apart, and the weights that it stands for."""
     e, n, k = stack.values.shape
     sizes = 2.0 ** rng.integers(-3, 3, (e, n, k // 32)).repeat(32, axis=2)
-    values, scales = mxfp4.quantise(jnp.asarray(np.asarray(stack.values) * sizes, jnp.float32))
-    whole = np.asarray(mxfp4.dequantise(values, scales), np.float64)
+    values, scales = _quantise(jnp.asarray(np.asarray(stack.values) * sizes, jnp.float32))
+    whole = np.asarray(_dequantise(values, scales), np.float64)
     return Weight(values, Mxfp4(), scales=scales), whole
 
 
