@@ -19,6 +19,7 @@ from jax._src import xla_bridge  # there is no public way to ask whether a devic
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.decoder.spec import Mixture, Mlp
 from jaxspec.pallas import kv_write
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.paged_attention import paged_attention
@@ -334,6 +335,20 @@ def _gib(size: int) -> str:
 def _trials(usable: int) -> int:
     """Memory in which XLA tries kernels while it compiles: copies of operands, a head's weight among them."""
     return min(usable // 20, 2**32)
+
+
+def workspace_estimate(config: ModelConfig, rows: int, tokens: int, devices: int) -> int:
+    """Bytes that programs need beside weights and state, until they are compiled and say so themselves.
+
+    Logits of `rows` and the few arrays of their size that sampling makes, or a layer's MLP in a prompt of `tokens`: a
+    dense one's activations, or each chosen expert's rows.
+    """
+
+    def held(feed: Mixture | Mlp) -> int:
+        return feed.per_token * (2 * config.hidden_size + feed.width) if isinstance(feed, Mixture) else 4 * feed.width
+
+    widest = max(held(layer.feed) for layer in config.decoder.layers)
+    return 4 * (4 * rows * config.vocab_size) // devices + 4 * tokens * widest
 
 
 def plan_memory(

@@ -30,12 +30,12 @@ from jaxspec.cache import (
     kv_bytes_per_token,
     plan_memory,
     resident_memory,
+    workspace_estimate,
 )
-from jaxspec.checkpoint import Model, load_model
+from jaxspec.checkpoint import Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import describe, path_table
-from jaxspec.decoder.spec import Mixture
 from jaxspec.defaults import resolve, shapes_of, small_model
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
@@ -49,7 +49,7 @@ from jaxspec.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.sharding import Division
 from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.masks import ALL
-from jaxspec.structured.programs import ON_DEVICE, columns
+from jaxspec.structured.programs import columns, put_forced
 from jaxspec.timing import time_rounds
 
 log = logging.getLogger("jaxspec")
@@ -88,31 +88,43 @@ class Runner:
     ):
         """`staged_start`: return once the programs that serve anything are there, and compile the others behind.
         `hosts`: the nodes that this one runs the model with."""
-        self.hosts = hosts
         if options.dp_size != 1:
             raise ConfigError(
                 f"--dp-size {options.dp_size}: this is one engine. python -m server runs several, and in Python "
                 "jaxspec.data_parallel.DataParallelLLM, which has AsyncLLM's methods"
             )
+        self.hosts = hosts
         claim_device()
         enable_compilation_cache()
         if reason := kernels_here():
             log.info("the plain path serves attention and matmuls, not the Hopper kernels: %s", reason)
         self.compiles = compile_counter()
         compiled, started = self.compiles["compiles"], time.monotonic()
+        self._load(options, model, draft)
+        self.config, drafter = resolve(options, self.model, self.draft), self._drafter
+        self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
+        self.yields = drafter.longest + 1  # most tokens that come of it
+        self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model))
+        self.narrower = dict(self.shapes.narrower)
+        self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
+        self.grammars = self._grammars()
+        self.plan, self._layout = self._plan()
+        layers = sharding.on_one(self.model.params["layers"])
+        of = self._local.decoder, layers, self.shapes.batches, self.width, self._layout.dtype, self.config.tp_size
+        self.paths = path_table(*of)
+        log.info("%s", describe(self.paths))
+        self._division = self._divide()
+        params, draft_params = self.model.params, self.draft.params
+        self.programs = Programs(self._local, drafter, self.shapes, params, draft_params, self._store(), self._division)
+        self.state = self._empty_state(self._layout, self.plan.states.snapshots)
+        self._compile(staged_start)
+        self._report(started, self.compiles["compiles"] - compiled + len(self.programs.found))
+
+    def _load(self, options: EngineConfig, model: Model | None, draft: LoadedDrafter | None) -> None:
+        """Model and drafter, those given or those of the options; and both as one of several devices has them."""
         if model is None and draft is None:
             check_drafter(options)
-        self.model = model or load_model(
-            options.model,
-            options.dtype,
-            load_format=options.load_format,
-            revision=options.revision,
-            seed=options.seed or 0,
-            quantization=options.quantization,
-            fp8_activations=options.fp8_activations == "on",
-            tp_size=options.tp_size,
-            ep_size=options.ep_size,
-        )
+        self.model = model or load_target(options)
         if self.model.tp_size != options.tp_size:
             raise ConfigError(
                 f"--tp-size {options.tp_size}: {self.model.name} was loaded for {self.model.tp_size} devices; give "
@@ -120,50 +132,44 @@ class Runner:
             )
         self.draft = draft or load_drafter(options.draft, self.model, options)
         self._mesh = sharding.mesh_of(options.tp_size)
-        self._local, drafter = self.model.config.on_one_of(options.tp_size), self.draft.drafter  # as a device has them
+        self._local, self._drafter = self.model.config.on_one_of(options.tp_size), self.draft.drafter
         if self._mesh is not None:
-            drafter = drafter.on_one_of(options.tp_size)
+            self._drafter = self._drafter.on_one_of(options.tp_size)
             self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self._mesh))
-        self._drafter = drafter
-        self.config = resolve(options, self.model, self.draft)
-        self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
-        self.yields = drafter.longest + 1  # most tokens that come of it
-        self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model))
-        self.narrower = dict(self.shapes.narrower)
-        self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
-        self.grammars: Grammars | None = None
-        if self.shapes.structured and self.model.tokenizer is not None and self.model.eos_ids:
-            self.grammars = Grammars(self.model.tokenizer, self.model.config.vocab_size, self.model.eos_ids)
-            if not self.config.skip_warmup:  # beside the programs, which XLA compiles meanwhile
-                threading.Thread(target=self.grammars.warm_up, name="jaxspec-vocabulary", daemon=True).start()
-        self.plan, self._layout = self._plan()
-        if self.model.kv_scales is not None:
-            used = "are" if self._kv_scales(self._layout, self._local.num_kv_heads) is not None else "aren't"
-            log.info("the checkpoint's scales of keys and values %s used: %s pages", used, self._layout.dtype)
-        decoder, layers = self._local.decoder, sharding.on_one(self.model.params["layers"])
-        self.paths = path_table(
-            decoder, layers, self.shapes.batches, self.width, self._layout.dtype, self.config.tp_size
-        )
-        log.info("%s", describe(self.paths))
-        self._division = self._divide()
-        params, draft_params = self.model.params, self.draft.params
-        self.programs = Programs(self._local, drafter, self.shapes, params, draft_params, self._store(), self._division)
-        self.state = self._empty_state(self._layout, self.plan.states.snapshots)
-        self.starting = staged_start and not self.config.skip_warmup  # programs are missing, or their times
+
+    def _grammars(self) -> Grammars | None:
+        """What compiles grammars, if there are any; it prepares itself while XLA compiles the programs."""
+        model = self.model
+        if not self.shapes.structured or model.tokenizer is None or not model.eos_ids:
+            return None
+        grammars = Grammars(model.tokenizer, model.config.vocab_size, model.eos_ids)
+        if not self.config.skip_warmup:
+            threading.Thread(target=grammars.warm_up, name="jaxspec-vocabulary", daemon=True).start()
+        return grammars
+
+    def _compile(self, staged: bool) -> None:
+        """Compile the programs, or in a `staged` start those that serve anything; meet the other hosts."""
+        hosts, warm = self.hosts, not self.config.skip_warmup
+        self.starting = staged and warm  # programs are missing, or their times
         if self.starting:
             self.programs.warm_up_in_stages(self.state)
-        elif not self.config.skip_warmup:
+        elif warm:
             self.programs.warm_up(self.state)
         if hosts is not None:
             self.programs.tell = hosts.meet(shapes_of_all(self))
-        if not (self.starting or self.config.skip_warmup or (hosts is not None and hosts.follows)):
+        if warm and not (self.starting or (hosts is not None and hosts.follows)):
             self._complete(lambda: None)
         self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
+
+    def _report(self, started: float, programs: int) -> None:
+        """Log what a start came to: it began then, and so many programs are there."""
+        drafter = self._drafter
         log.info("%s", self.plan)
+        if self.model.kv_scales is not None:
+            used = "are" if self._kv_scales(self._layout, self._local.num_kv_heads) is not None else "aren't"
+            log.info("the checkpoint's scales of keys and values %s used: %s pages", used, self._layout.dtype)
         if self.snapshots == () and not self.config.disable_prefix_cache:
-            log.info(
-                "the prefix cache is off: a hybrid continues cached prefixes from state snapshots, and there is no room"
-            )
+            log.info("the prefix cache is off: a hybrid needs state snapshots for it, and there is no room for any")
         if drafter.topk > 1:
             log.info(
                 "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
@@ -172,14 +178,10 @@ class Runner:
                 drafter.num_draft_tokens,
                 drafter.longest,
             )
-        log.info(
-            "ready in %.1f s: %s with --draft %s, %d programs compiled or read from the cache%s",
-            time.monotonic() - started,
-            self.model.name,
-            self.draft.name,
-            self.compiles["compiles"] - compiled + len(self.programs.found),
-            f". {len(self.programs.pending)} more follow; until then rounds are slower" * self.starting,
-        )
+        pending = len(self.programs.pending)
+        more = f". {pending} more follow; until then rounds are slower" if self.starting else ""
+        told = f"{self.model.name} with --draft {self.draft.name}, {programs} programs compiled or read from the cache"
+        log.info("ready in %.1f s: %s%s", time.monotonic() - started, told, more)
 
     def complete_start(self, flush: Callable[[], None] | None) -> bool:
         """After a start in stages: whether it is over. It is once all programs are there and their rounds are timed.
@@ -219,10 +221,7 @@ class Runner:
             draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
             slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features)),
-            # an estimate, until the programs are compiled: logits and the few arrays of their size that sampling
-            # makes, or an MLP's activations in a prefill
-            workspace_bytes=4 * (4 * rows * self._local.vocab_size) // config.tp_size
-            + 4 * shapes.prefills[-1] * shapes.block * _widest(self._local),
+            workspace_bytes=workspace_estimate(self._local, rows, shapes.prefills[-1] * shapes.block, config.tp_size),
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,
             max_total_tokens=config.max_total_tokens,
@@ -413,7 +412,7 @@ class Runner:
         `forced`: for each slot the drafts that a grammar forces; None where the slot's last round left them.
         """
         _, size = self.programs.stand_in("structured", (mode,), len(slots), self.shapes.batches)
-        packed = self._pack_forced(slots, table, size, forced)
+        packed = put_forced(self._pack(slots, table, size, columns(self.width - 1)), forced)
         packed = packed if self.hosts else jax.device_put(packed)
         self.state, proposal, drafts = self.programs.draft(self.state, packed, mode)
         drafts.copy_to_host_async()
@@ -431,7 +430,7 @@ class Runner:
     def masked_first(self, slots: list[int], table: np.ndarray, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
         """As `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
         _, size = self.programs.stand_in("masked_first", ("",), len(slots), self.shapes.firsts)
-        packed = self._pack_forced(slots, table, size, [None] * len(slots))
+        packed = put_forced(self._pack(slots, table, size, columns(self.width - 1)), [None] * len(slots))
         padding = ((0, len(packed) - len(slots)), (0, 0), (0, 0))
         bits = np.pad(bits, padding, constant_values=ALL)
         self.state, out = self.programs.masked_first(self.state, packed, bits, np.pad(forced, padding))
@@ -444,22 +443,6 @@ class Runner:
         packed[: len(slots), columns:] = table[slots]
         return packed
 
-    def _pack_forced(
-        self, slots: list[int], table: np.ndarray, size: int, forced: list[list[int] | None]
-    ) -> np.ndarray:
-        """As `structured.programs` takes them."""
-        packed = self._pack(slots, table, size, columns(self.width - 1))
-        for row, tokens in zip(packed, forced, strict=False):
-            row[1] = ON_DEVICE if tokens is None else len(tokens)
-            row[2 : 2 + len(tokens or ())] = tokens or ()
-        return packed
-
 
 def _rounds(rounds: int) -> str:
     return "round" if rounds == 1 else "rounds"
-
-
-def _widest(config: ModelConfig) -> int:
-    """Numbers per token that a layer's MLP holds at once: a dense one's activations, or each chosen expert's rows."""
-    rows = lambda m: m.per_token * (2 * config.hidden_size + m.width) if isinstance(m, Mixture) else 4 * m.width  # noqa: E731
-    return max(rows(layer.feed) for layer in config.decoder.layers)

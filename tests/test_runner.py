@@ -72,6 +72,6 @@ def test_a_drafter_is_checked_before_its_target_loads(monkeypatch, draft):
     def load(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(runner, "load_model", load)
+    monkeypatch.setattr(runner, "load_target", load)
     with pytest.raises((ConfigError, CheckpointError)):
         runner.Runner(EngineConfig(model="some/model", draft=draft))

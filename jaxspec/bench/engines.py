@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts, numbers
-from jaxspec.checkpoint import Model, load_model
+from jaxspec.checkpoint import Model, load_target
 from jaxspec.config import EngineConfig
 from jaxspec.decoder.spec import Attention
 from jaxspec.drafters import load_drafter
@@ -78,18 +78,7 @@ def _engine(
             raise BenchError("--accept-rates needs a drafter; --draft is none. Name one, for example --draft ngram")
         options["num_draft_tokens"] = options["num_draft_tokens"] or len(rates)
     config = EngineConfig(**options)
-    model = load_model(
-        config.model,
-        config.dtype,
-        load_format=config.load_format,
-        revision=config.revision,
-        seed=config.seed or 0,
-        quantization=config.quantization,
-        fp8_activations=config.fp8_activations == "on",
-        tp_size=config.tp_size,
-        ep_size=config.ep_size,
-    )
-    model = alter(model)
+    model = alter(load_target(config))
     draft = load_drafter(config.draft, model, config)
     return Engine(config, model, draft if rates is None else forced.force(draft, rates))
 

@@ -2,7 +2,7 @@
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.find import Source, locate, resolve
-from jaxspec.checkpoint.load import MTP, Model, in_format, load_model, read_params
+from jaxspec.checkpoint.load import MTP, Model, in_format, load_model, load_target, read_params
 from jaxspec.checkpoint.params import dummy
 from jaxspec.checkpoint.shards import ModelFolder
 
@@ -15,6 +15,7 @@ __all__ = [
     "dummy",
     "in_format",
     "load_model",
+    "load_target",
     "locate",
     "read_params",
     "resolve",

@@ -23,7 +23,7 @@ from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.params import assemble, dummy
 from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, unused
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.config import DTYPES, ConfigError, ModelConfig
+from jaxspec.config import DTYPES, ConfigError, EngineConfig, ModelConfig
 from jaxspec.models import MODELS
 from jaxspec.request import RequestError, SamplingParams
 from jaxspec.tokenizer import Tokenizer
@@ -141,6 +141,21 @@ def load_model(
     if how is not None and load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, text_name)
     return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)
+
+
+def load_target(options: EngineConfig) -> Model:
+    """The model that an engine's options name. **Raises:** as `load_model`."""
+    return load_model(
+        options.model,
+        options.dtype,
+        load_format=options.load_format,
+        revision=options.revision,
+        seed=options.seed or 0,
+        quantization=options.quantization,
+        fp8_activations=options.fp8_activations == "on",
+        tp_size=options.tp_size,
+        ep_size=options.ep_size,
+    )
 
 
 def in_format(

@@ -32,6 +32,14 @@ def columns(drafts: int) -> int:
     return 2 + drafts
 
 
+def put_forced(packed: np.ndarray, forced: list[list[int] | None]) -> np.ndarray:
+    """The packed requests, with the drafts that are forced in each; None: those that its last round left there."""
+    for row, tokens in zip(packed, forced, strict=False):
+        row[1] = ON_DEVICE if tokens is None else len(tokens)
+        row[2 : 2 + len(tokens or ())] = tokens or ()
+    return packed
+
+
 def words(vocab: int) -> int:
     """32-bit words of a mask over the vocabulary."""
     return -(-vocab // 32)
