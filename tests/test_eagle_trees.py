@@ -113,7 +113,7 @@ def plain():
 @pytest.mark.parametrize("kind,topk,steps,drafts", [
     pytest.param("eagle", 2, 2, 6, marks=pytest.mark.exhaustive),
     pytest.param("eagle", 2, 3, 7, marks=pytest.mark.exhaustive),
-    ("eagle", 2, 5, 18),
+    pytest.param("eagle", 2, 5, 18, marks=pytest.mark.exhaustive),
     pytest.param("eagle", 4, 2, 8, marks=pytest.mark.exhaustive),
     ("eagle", 4, 3, 12),
     pytest.param("eagle", 4, 5, 40, marks=pytest.mark.exhaustive),

@@ -49,7 +49,7 @@ def test_is_added_to_the_residual_stream(few_blocks):
     assert (got == residual + jnp.pad(interpreted(*case), ((0, 7), (0, 0)))).all()
 
 
-@pytest.mark.parametrize("t,nobody,rows", [(1, 0, 1), (3, 0, 3), (3, 2, 8)])
+@pytest.mark.parametrize("t,nobody,rows", [(1, 0, 1), pytest.param(3, 0, 3, marks=pytest.mark.exhaustive), (3, 2, 8)])
 def test_tokens_without_experts_get_nothing(few_blocks, t, nobody, rows):
     """Of theirs, and of rows that are no token's, the residual stream stays as it is."""
     x, stacks, ids, weights = bfloat16(random_case(t, 4, 2, d=256, f=256, seed=t))

@@ -109,7 +109,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3", *EXPERTS])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.exhaustive), *EXPERTS])
 def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     """Their rows come scaled from one kernel to the next; of a width whose inputs nothing divides."""
     experts = EXPERTS.get(family, {})

@@ -239,15 +239,14 @@ def test_rows_see_their_span_and_nothing_else(block_tokens):
             np.testing.assert_allclose(out[b, i], expected, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("t,w,kernel", [
+@pytest.mark.parametrize("t,w,kernel,window", one_in(2, [
     (16, 0, "decode_attention"),
     (32, 0, "prompt_attention"),
     (17, 17, "decode_attention"),  # which alone has masks
     (4, 32, "decode_attention"),
     (4, 33, "a mask over 33 places"),
     (33, 33, "33 rows a request"),
-])  # fmt: skip
+], [None, 30]))  # fmt: skip
 def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, window, monkeypatch, caplog):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     monkeypatch.setattr(hopper, "KERNELS", hopper.Counter())
