@@ -1,6 +1,6 @@
 """Markdown from the JSON files of a folder: each with the command that made it, the machine, tables and notes.
 
-docs/performance.md embeds what this prints. A PNG beside a JSON file, of the same name, is linked. With --plot, the
+docs/measurements.md embeds what this prints. A PNG beside a JSON file, of the same name, is linked. With --plot, the
 decode results are drawn in one chart, a curve for each file: where one drafter overtakes another.
 """
 
