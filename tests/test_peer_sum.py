@@ -85,8 +85,9 @@ def test_without_gpus_sums_are_psums():
 
 def test_nothing_uses_multicast():
     """NVLS and multimem hang machines whose fabric isn't set up for them."""
-    for file in [*ROOT.glob("jaxspec/**/*.py"), *ROOT.glob("server/**/*.py"), *ROOT.glob("scripts/**/*")]:
-        text = file.read_text() if file.is_file() else ""
+    sources = [f"{folder}/**/*.{kind}" for folder in ("jaxspec", "server", "scripts") for kind in ("py", "sh")]
+    for file in [file for pattern in sources for file in ROOT.glob(pattern)]:
+        text = file.read_text()
         assert "multimem" not in text and "symmetric_buffers" not in text, file
         assert set(re.findall(r"NCCL_NVLS_ENABLE\W+(\w+)", text)) <= {"0"}, file
 

@@ -56,4 +56,4 @@ def test_the_help_tells_paritys_own_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["parity", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "made from the config alone (default: auto)" in told and "--num-prompts N in all (200)" in told
+    assert "from the config alone (default: auto)" in told and "--num-prompts N in all (200)" in told
