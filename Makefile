@@ -25,10 +25,11 @@ help:  ## show this list
 serve: $(READY)  ## serve a model on an OpenAI-compatible API; flags: make serve ARGS="--model M --draft D --port 8000"
 	@exec $(PY) -m server $(ARGS)
 
+# Three workers: tests wait for processes and sockets, too. On two cores that is 703 s, where two workers take 903.
 # Without a limit on restarts, xdist waits for ever for a worker that crashed. It would start with the files of most
 # tests, which aren't those that take longest (tests/conftest.py).
 test: $(READY)  ## run the tests on the CPU; one file: make test ARGS=tests/test_models.py
-	@$(PYTEST) -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+	@$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 test-gpu: $(READY)  ## run the tests that need an NVIDIA GPU
 	@JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)
