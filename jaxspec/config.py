@@ -403,6 +403,14 @@ class EngineConfig:
     )
     skip_warmup: bool = option(False, "compile on first use instead of at start", group=RUNNING)
     few_programs: bool = option(False, "compile for one batch size: ready sooner, slower at low load", group=RUNNING)
+    kernels: str = option(
+        "auto",
+        "auto: those written for Hopper on an H100 or H200, portable ones on other NVIDIA GPUs; portable: on Hopper, "
+        "too; plain: none",
+        "WHICH",
+        group=RUNNING,
+        choices=("auto", "portable", "plain"),
+    )
     decode_log_interval: int = option(
         40, "rounds between two decode log lines; 0 turns them off", "ROUNDS", group=RUNNING, least=0
     )

@@ -31,6 +31,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.executables import Executables
 from jaxspec.ladder import drafting, kind_of
+from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
@@ -78,7 +79,7 @@ class Programs:
         """`config` and `drafter`: as each device runs them. `division`: among several, None: there is one."""
         self.shapes = shapes
         self.found: list[tuple[str, int]] = []  # of the store's, those that were used
-        self._store, self.division = store, division
+        self._store, self.division, self._kernels = store, division, hopper.asked()
         self.dispatches: Counter = Counter()
         self.tell: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
         self._params = params, draft_params if division is None else (draft_params, division.peers)
@@ -339,7 +340,7 @@ class Programs:
 
     def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
         """A program before XLA sees it, and the kernels that it chose."""
-        with counting() as kernels:
+        with counting() as kernels, hopper.using(self._kernels):
             arguments = *self._arguments(kind, size, state), *self._handed(kind, size, state)
             return self._jits[kind].lower(*arguments), kernels
 

@@ -42,7 +42,7 @@ from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables, enable_compilation_cache
 from jaxspec.hosts import Follower, Leader, same_plan, shapes_of_all
 from jaxspec.mixers import state_bytes
-from jaxspec.pallas.hopper import kernels_here
+from jaxspec.pallas import hopper, portable
 from jaxspec.programs import Programs, compile_counter
 from jaxspec.round import MODES, State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
@@ -78,6 +78,7 @@ class Runner:
     sums: str | None = None  # how those over several devices are made
     _recalled = False  # round times of an earlier start were asked for
 
+    @hopper.as_asked
     def __init__(
         self,
         options: EngineConfig,
@@ -96,8 +97,7 @@ class Runner:
         self.hosts = hosts
         claim_device()
         enable_compilation_cache()
-        if reason := kernels_here():
-            log.info("the plain path serves attention and matmuls, not the Hopper kernels: %s", reason)
+        log.info("kernels: %s", portable.told())
         self.compiles = compile_counter()
         compiled, started = self.compiles["compiles"], time.monotonic()
         self._load(options, model, draft)
@@ -246,7 +246,8 @@ class Runner:
         drafter = self.draft.drafter
         if not self.keeps_programs:
             return None
-        made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes, self.config.tp_size
+        options = self.config.tp_size, self.config.kernels
+        made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes, *options
         devices = None if self._mesh is None else list(self._mesh.devices)
         return Executables(cache_folder() / "executables", made_by, devices)
 

@@ -26,7 +26,7 @@ from jaxspec.bench import floors, profile
 from jaxspec.bench.cases import Case, make_cases
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.flags import positive
-from jaxspec.pallas.hopper import KERNELS, kernels_here
+from jaxspec.pallas.hopper import KERNELS, as_asked, kernels_here
 
 COLUMNS = (
     Column("case", "case", "<47", 47),
@@ -52,10 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=positive, default=30, metavar="N", help="runs of each program that are timed (%(default)s)")
     add("--no-plain", action="store_true", help="leave the comparison with plain jax.numpy out")
     add("--profile", action="store_true", help="also by jax's profiler: what the kernels take alone (NVIDIA GPUs)")
+    add("--kernels", default="auto", choices=("auto", "portable", "plain"), help="as the engine's (%(default)s)")
     add("--small", action="store_true", help="tiny sizes in float32, to try the command out on a CPU")
     floors.add_arguments(parser)
 
 
+@as_asked
 def run(args: argparse.Namespace, result: Result) -> None:
     """Time every case."""
     result.fact(**device_facts())

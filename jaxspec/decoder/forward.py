@@ -23,7 +23,7 @@ from jaxspec.decoder.path import Call, Path, Weights
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.spec import Decoder, Norm, beyond
 from jaxspec.decoder.streamed import FP8_STREAM, WEIGHT_STREAM
-from jaxspec.pallas import few_rows, hopper
+from jaxspec.pallas import few_rows, hopper, portable
 from jaxspec.sharding import devices, embed
 from jaxspec.weights import matmul
 
@@ -61,11 +61,15 @@ def choose(decoder: Decoder, layers: Sequence[Weights], call: Call) -> tuple[Pat
 def path_table(
     decoder: Decoder, layers: Sequence[Weights], requests: Sequence[int], rows: int, pages: str, tp_size: int = 1
 ) -> list[dict[str, Any]]:
-    """For rounds of so many `requests`, `rows` each: which path runs the layers, and why no faster one does."""
+    """For rounds of so many `requests`, `rows` each: which path runs the layers, and why no faster one does.
+
+    "portable" is the plain path with the portable kernels.
+    """
     table = []
     for count in requests:
         path, refused = choose(decoder, layers, Call(count, rows, pages, hopper.multiprocessors(), devices=tp_size))
-        table.append({"requests": count, "rows": count * rows, "path": path.name, "refused": refused})
+        name = "portable" if path is PLAIN and portable.kernels_here() is None else path.name
+        table.append({"requests": count, "rows": count * rows, "path": name, "refused": refused})
     return table
 
 

@@ -11,7 +11,7 @@ import contextvars
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -27,6 +27,7 @@ BULK_COPY = 256  # numbers along one axis that a bulk copy can bring
 
 KERNELS: Counter = Counter()  # by a kernel's own name: how many times a trace has called it
 _traced: contextvars.ContextVar[Counter | None] = contextvars.ContextVar("traced", default=None)
+_asked: contextvars.ContextVar[str] = contextvars.ContextVar("asked", default="auto")
 
 
 @contextlib.contextmanager
@@ -39,7 +40,39 @@ def counting() -> Iterator[Counter]:
         _traced.reset(token)
 
 
+def asked() -> str:
+    """Which kernels may run: "auto", "portable" or "plain", as `--kernels` says. A new thread begins with "auto"."""
+    return _asked.get()
+
+
+@contextlib.contextmanager
+def using(kernels: str) -> Iterator[None]:
+    """Let `asked` say this while programs are traced."""
+    token = _asked.set(kernels)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def as_asked(function: Callable) -> Callable:
+    """Decorate a function of which an argument has `kernels`: it runs under these."""
+
+    @functools.wraps(function)
+    def run(*args, **named):
+        options = next(each for each in (*args, *named.values()) if hasattr(each, "kernels"))
+        with using(options.kernels):
+            return function(*args, **named)
+
+    return run
+
+
 def kernels_here() -> str | None:
+    """Why this process's default device doesn't run the kernels, or None if it does."""
+    return not_hopper() if asked() == "auto" else f"--kernels {asked()}"
+
+
+def not_hopper() -> str | None:
     """Why this process's default device can't run the kernels, or None if it can."""
     device = jax.devices()[0]
     if device.platform != "gpu":

@@ -1,8 +1,9 @@
 """Attention of new rows over a paged cache: decode, verify (chains and trees) and prompt chunks are one operation.
 
-`paged_attention` chooses: on Hopper a kernel for few rows a request or one for blocks of a prompt, elsewhere the
-reference. That one streams over the pages of the longest request in blocks, keeping a running maximum and sum (online
-softmax, https://arxiv.org/abs/2112.05682), so its cost follows the tokens that are there and not the context length.
+`paged_attention` chooses: on Hopper a kernel for few rows a request or one for blocks of a prompt, on other GPUs the
+portable kernel, elsewhere the reference. The reference streams over the pages of the longest request in blocks, keeping
+a running maximum and sum (online softmax, https://arxiv.org/abs/2112.05682), so its cost follows the tokens that are
+there and not the context length.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.pallas import portable
 from jaxspec.pallas.decode_attention import decode_attention
 from jaxspec.pallas.decode_attention import supported as decode_attention_fits
 from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.portable import attention as portable_attention
 from jaxspec.pallas.prompt_attention import prompt_attention
 from jaxspec.pallas.prompt_attention import supported as prompt_attention_fits
 
@@ -60,9 +63,13 @@ def paged_attention(
         fits = f"queries are {q.dtype.name}, not bfloat16"
     if fits is not None:
         tell(kernel.__name__, fits)
-    if not chosen(fits):
-        return reference(q, kv, layer, table, start, mask, window, depth, sinks, scales)
-    return kernel(q, kv, layer, table, start, **named)
+    if chosen(fits):
+        return kernel(q, kv, layer, table, start, **named)
+    fits = portable_attention.supported(q.shape, kv, q.dtype)
+    if fits is not None:
+        portable.tell("attention", fits)
+    run = portable_attention.attention if portable.chosen(fits) else reference
+    return run(q, kv, layer, table, start, mask, window, depth, sinks, scales)
 
 
 def reference(

@@ -1,0 +1,83 @@
+"""Kernels for any NVIDIA GPU of compute capability 8.0 or later: Pallas through Triton.
+
+Each has the meaning and the reference of an operation whose Hopper kernel is beside this folder. They serve on GPUs
+that aren't Hopper, and on any with `--kernels portable`. XLA does the rest there: products with weights, norms,
+rotations, writes to pages.
+
+jax 0.11 warns that its Triton backend is to go. `missing` says so where it is gone, and the plain path serves.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+
+import jax
+
+from jaxspec.pallas import hopper
+
+LEAST = 8.0  # compute capability: asynchronous copies and bfloat16 on the tensor cores
+
+
+def triton() -> types.ModuleType:
+    """jax's Triton primitives, which a later jax may lack: so nothing imports them at its start."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas import triton
+    return triton
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why this jax can't compile the kernels, or None if it can."""
+    try:
+        triton()
+    except ImportError:
+        return f"jax {jax.__version__} has no Triton backend"
+    return None
+
+
+def kernels_here() -> str | None:
+    """Why this process's default device doesn't run these kernels, or None if it does."""
+    if (asked := hopper.asked()) == "plain":
+        return "--kernels plain"
+    if asked == "auto" and hopper.not_hopper() is None:
+        return "Hopper's kernels serve"
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"the device is a {device.platform.upper()}"
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    try:
+        enough = float(capability) >= LEAST
+    except ValueError:
+        enough = False
+    if not enough:
+        return f"{device.device_kind} has compute capability {capability}; {LEAST} and later are supported"
+    return missing()
+
+
+def chosen(reason: str | None) -> bool:
+    """Whether a portable kernel runs, given `reason` why it can't take these shapes (None: it can)."""
+    return reason is None and kernels_here() is None
+
+
+@functools.cache
+def tell(operation: str, reason: str) -> None:
+    """Log, once, that a device with these kernels runs the slow plain path of an operation, and why."""
+    if kernels_here() is None:
+        hopper.log.warning("%s runs in plain jax.numpy, which is slow: %s", operation, reason)
+
+
+def told() -> str:
+    """Which kernels this process's programs have, and why no faster ones, for the log."""
+    if (hopper_lacks := hopper.kernels_here()) is None:
+        return "hopper"
+    if (lacks := kernels_here()) is None:
+        return f"portable ({hopper_lacks})"
+    return f"none, so attention and matmuls run in plain jax.numpy ({lacks})"
+
+
+def multiprocessors() -> int:
+    """How many this process's default device has; where it doesn't say, as many as an H200."""
+    return getattr(jax.devices()[0], "core_count", None) or hopper.MULTIPROCESSORS
