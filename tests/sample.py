@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 
 
+def rare(*values: Any) -> Any:
+    """A case that `make exhaustive` runs: its neighbours cover what it does, at less cost."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def one_in(k: int, *axes: Sequence[Any]) -> list[Any]:
     """Cases of a product of axes for `parametrize`, of which one in `k` runs by default: those whose indices add up to
     a multiple of `k`.

@@ -14,6 +14,7 @@ from jaxspec.decoder.spec import DeltaRule
 from jaxspec.pallas import causal_conv, hopper
 from jaxspec.pallas.conv_step import conv_step, supported
 from jaxspec.pallas.hopper import KERNELS
+from tests.sample import rare
 
 MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 5
@@ -40,7 +41,7 @@ def check(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX, **options):
         )
 
 
-@pytest.mark.parametrize("rows,replay", [(1, (0, 1)), (4, (4,)), (3, (2,))])
+@pytest.mark.parametrize("rows,replay", [(1, (0, 1)), (4, (4,)), rare(3, (2,))])
 def test_matches_the_plain_form(rows, replay):
     check(rows, replay, interpret=plgpu.InterpretGPUParams())
 

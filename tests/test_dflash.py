@@ -34,6 +34,7 @@ from tests import test_distribution as sampled
 from tests import test_lossless as lossless
 from tests import widths
 from tests.exact import ALPHA, slots_for
+from tests.sample import rare
 from tests.tiny import tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -279,7 +280,7 @@ def watched_engine():
     return llm
 
 
-@pytest.mark.parametrize("overlap,rounds", [(True, 1), (False, 1), (True, 4)])
+@pytest.mark.parametrize("overlap,rounds", [(True, 1), rare(False, 1), (True, 4)])
 def test_greedy_output_equals_plain_and_every_draft_is_the_texts_own(overlap, rounds, monkeypatch):
     """Chunked prompts, prefix hits, preemption, stops: the text is plain decoding's, the drafter's cache is whole."""
     llm = watched_engine()

@@ -165,7 +165,7 @@ histories = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=CAPACITY),
 
 
 @given(histories, st.sampled_from([(1, 1, 1), (4, 2, 5), (3, 1, 3), (6, 3, 4)]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_ngram_is_its_definition(histories, lengths):
     n, least, most = lengths
     proposal, _ = Ngram(n, least, most).propose({}, {}, batch_of(histories))

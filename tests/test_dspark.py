@@ -18,6 +18,7 @@ from jaxspec.checkpoint import CheckpointError
 from jaxspec.drafters import DRAFTERS, KNOWN
 from jaxspec.drafters.dspark import DSpark
 from tests.blocks import GOLDEN, golden, proposals
+from tests.sample import rare
 
 VARIANTS = ("deepspec", "specforge", "speculators", "masks")
 
@@ -55,7 +56,7 @@ def test_fewer_drafts_come_from_shorter_blocks():
         jaxspec.propose(model, loaded, ids, 6)
 
 
-@pytest.mark.parametrize("method,variant", [("dspark", "deepspec"), ("dflash2", "sliding")])
+@pytest.mark.parametrize("method,variant", [("dspark", "deepspec"), rare("dflash2", "sliding")])
 def test_a_round_of_fewer_drafts_has_the_first_of_all(method, variant):
     model, loaded, expected = golden(method, variant)
     ids, n = expected["ids_33"].tolist()[:-1], 2

@@ -17,6 +17,7 @@ from tests import test_distribution as distribution
 from tests import test_eagle as eagle
 from tests import test_lossless as lossless
 from tests.exact import ALPHA
+from tests.sample import rare
 from tests.trees import Session
 
 GOLDEN = eagle.GOLDEN
@@ -33,7 +34,7 @@ def load(folder, model, topk, steps, drafts):
 @pytest.mark.parametrize("name,topk,steps,drafts,length", [
     ("safeailab-eagle", 2, 3, 6, 1),
     pytest.param("safeailab-eagle", 4, 5, 8, 150, marks=pytest.mark.exhaustive),
-    ("safeailab-eagle", 8, 6, 59, 17),
+    rare("safeailab-eagle", 8, 6, 59, 17),
     ("safeailab-eagle3", 4, 1, 3, 2),
     pytest.param("safeailab-eagle3", 4, 2, 20, 64, marks=pytest.mark.exhaustive),
     ("safeailab-eagle3", 8, 6, 59, 150),
@@ -115,7 +116,7 @@ def plain():
     pytest.param("eagle", 2, 3, 7, marks=pytest.mark.exhaustive),
     pytest.param("eagle", 2, 5, 18, marks=pytest.mark.exhaustive),
     pytest.param("eagle", 4, 2, 8, marks=pytest.mark.exhaustive),
-    ("eagle", 4, 3, 12),
+    rare("eagle", 4, 3, 12),
     pytest.param("eagle", 4, 5, 40, marks=pytest.mark.exhaustive),
     ("eagle3", 4, 3, 36),
 ])  # fmt: skip

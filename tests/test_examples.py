@@ -73,6 +73,7 @@ def test_markov_is_lossless_and_learns(plain, markov):
     assert min(rounds[0]) > 15 and min(rounds[1]) == 5 and max(rounds[1]) < 9
 
 
+@pytest.mark.exhaustive
 def test_markov_leaves_seeded_text_as_it_is(plain, markov):
     sampled = SamplingParams(temperature=0.8, top_k=8, seed=3, max_tokens=24, ignore_eos=True)
     again = [markov.generate(PROMPTS, sampled) for _ in range(2)][1]

@@ -29,6 +29,7 @@ from jaxspec.pallas import few_rows as op
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.weights import Weight
+from tests.sample import rare
 from tests.test_few_rows import INTERPRET, PAGE, normal
 from tests.test_weight_stream import assert_close
 from tests.tiny import tiny_config
@@ -109,7 +110,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.exhaustive), *EXPERTS])
+@pytest.mark.parametrize("family", [rare("qwen3"), rare("qwen3_moe"), "gpt_oss"])
 def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     """Their rows come scaled from one kernel to the next; of a width whose inputs nothing divides."""
     experts = EXPERTS.get(family, {})

@@ -12,6 +12,7 @@ from jaxspec.drafters import DRAFTERS, KNOWN, Known
 from jaxspec.drafters.known import MODULES, OTHERS, card, entries, find, table
 from jaxspec.drafters.watch import FAR, ROUNDS, Watch, constant_rate
 from jaxspec.llm import LLM
+from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 
 CARD = Known("org/drafter", 7, accept=(("GSM8K", 6.17), ("chat", 3.21)))
@@ -102,12 +103,12 @@ def test_rounds_of_fewer_drafts_are_compared_with_as_many(drafts, caplog):
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("lookup", ["", "ngram+"])
+@pytest.mark.parametrize("lookup", [rare(""), "ngram+"])
 def test_an_engine_warns_of_a_drafter_for_another_model(lookup, monkeypatch, caplog):
     """A drafter that knows nothing of its target, under the card of one that does; by itself, and behind a lookup."""
     target, drafter = str(tiny_checkpoint()), str(tiny_checkpoint("llama", seed=3))
     monkeypatch.setitem(KNOWN["standalone"], target.lower(), Known(drafter, 4, accept=(("GSM8K", 3.2),)))
-    options = {"context_length": 256, "max_running_requests": 8, "skip_warmup": True}
+    options = {"context_length": 256, "max_running_requests": 8, "skip_warmup": True, "few_programs": True}
     llm = LLM(target, f"{lookup}standalone:{drafter}", **options)
     llm.generate([[i + 1, 2, 3] for i in range(8)], SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
     assert sum("its card says 3.20 (GSM8K)" in record.getMessage() for record in caplog.records) == 1

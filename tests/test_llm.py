@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec import RequestError, SamplingParams
 from tests.engines import engine, idle, params, said, tokens
+from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 
 
@@ -109,7 +110,7 @@ while True:  # one may take less than that
 """
 
 
-@pytest.mark.parametrize("name", ["LLM", "AsyncLLM"])
+@pytest.mark.parametrize("name", [rare("LLM"), "AsyncLLM"])
 def test_a_script_that_is_interrupted_ends_as_pythons_do(name):
     """With a traceback, while jax aborts a process that ends with a program running: here 500 rounds."""
     path = str(tiny_checkpoint(max_position_embeddings=2048))

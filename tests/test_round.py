@@ -9,6 +9,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, SamplingParams
 from jaxspec.draft import Drafter, Proposal
+from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 
 CONTEXT, VOCAB, WIDTH = 192, 64, 32
@@ -48,7 +49,7 @@ class Recorder(Drafter):
         }
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rounds", [rare(1), 3])
 def test_a_drafter_sees_every_token_once_with_the_features_before_it(rounds):
     llm = LLM(
         str(tiny_checkpoint("qwen3", VOCAB, 3)),

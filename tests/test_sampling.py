@@ -49,7 +49,7 @@ def logits_of(data, vocab):
     return x.astype(np.float32)
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.data())
 def test_probabilities(data):
     vocab = data.draw(st.sampled_from(VOCABS), "vocab")
@@ -91,7 +91,7 @@ def adjustments(draw, vocab):
     )
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=40, derandomize=True)
 @given(st.data())
 def test_adjust(data):
     """Each row is adjusted as if the drafts before it had been generated one by one."""

@@ -15,6 +15,7 @@ from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.drafters import check_drafter
 from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.train.__main__ import main
+from tests.sample import rare
 from tests.test_bin_file import Named, save, storage, tensor
 from tests.test_dflash import GOLDEN
 from tests.test_drafter_weights import PROMPT, drafting
@@ -26,7 +27,7 @@ def write(path, ids):
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash", "dspark", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", rare("dflash"), rare("dspark"), "mtp"])
 def test_drafts_are_the_likeliest_of_the_tokens_that_the_map_has(kind, tmp_path):
     """By the drafter with all tokens: the first draft's logits are the same at these ids."""
     target, draft = drafting(kind)
@@ -75,6 +76,7 @@ def masked(drafter, ids):
     return Masked(**{field.name: getattr(drafter, field.name) for field in fields(drafter)})
 
 
+@pytest.mark.exhaustive
 def test_a_map_of_all_tokens_changes_no_draft(tmp_path):
     target, draft = drafting("dflash")
     path = tmp_path / "map.npy"
@@ -114,8 +116,10 @@ def longs(ids):
     return tensor(0, (len(ids),), (1,), stored), np.asarray(ids, np.int64).tobytes()
 
 
-def test_maps_that_torch_saved_are_read(tmp_path):
-    """Lists and tensors, as FR-Spec publishes them."""
+def test_maps_that_numpy_and_torch_saved_are_read(tmp_path):
+    """Arrays; lists and tensors, as FR-Spec publishes them."""
+    np.save(tmp_path / "map.npy", np.array([7, 3, 5], np.int32))
+    assert read_token_map(str(tmp_path / "map.npy"), 8).tolist() == [3, 5, 7]
     ids = [5, 70000, 3, 300]  # of each size that a pickle has an opcode for
     for held in ([ids], longs(ids)):
         path = save(tmp_path / "map.pt", *held)

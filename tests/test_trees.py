@@ -17,6 +17,7 @@ from jaxspec.pallas.paged_attention import reference
 from jaxspec.round import GREEDY, LOGPROBS
 from jaxspec.verify import Tree
 from tests.exact import adjusted, slots_for
+from tests.sample import rare
 from tests.test_distribution import SETTINGS
 from tests.test_paged_attention import LAYER, H, dense, paged
 from tests.tiny import tiny_checkpoint
@@ -192,7 +193,7 @@ def plain(mode):
     return Session(model(), NoDrafter(), {}, PROMPTS, params, NEW, mode), params
 
 
-@pytest.mark.parametrize("mode", [GREEDY, LOGPROBS])
+@pytest.mark.parametrize("mode", [rare(GREEDY), LOGPROBS])
 def test_trees_of_any_shape_change_nothing(mode):
     """Text, keys and values are plain decoding's, greedy, and sampled under the same seeds with all that changes what
     is said and its log-probabilities; and the drafter sees every token once with the features before it."""

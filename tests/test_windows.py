@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.drafters import NoDrafter
+from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 from tests.trees import Session, Wild, padded
 
@@ -34,7 +35,7 @@ def choices(model, texts):
     return np.asarray(jnp.argmax(jaxspec.logits(model, padded(texts, 0)), axis=-1))
 
 
-@pytest.mark.parametrize("family,draft", [("gemma3", "ngram"), ("mistral", "standalone")])
+@pytest.mark.parametrize("family,draft", [rare("gemma3", "ngram"), ("mistral", "standalone")])
 def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft):
     target = tiny_checkpoint(family, VOCAB, 2, **WINDOWS[family])
     other = tiny_checkpoint(family, VOCAB, 2, **WINDOWS[family] | {"sliding_window": 15})  # agrees now and then
@@ -54,7 +55,7 @@ def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("family,window", [("gemma3", 2), ("gpt_oss", 2), ("gemma3", 20)])
+@pytest.mark.parametrize("family,window", [rare("gemma3", 2), ("gpt_oss", 2), rare("gemma3", 20)])
 def test_trees_leave_the_text_as_it_is(family, window):
     model = load_model(str(tiny_checkpoint(family, VOCAB, 2, sliding_window=window)), progress=False)
     prompts = [prompt[:40] for prompt in PROMPTS]

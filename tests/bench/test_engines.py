@@ -94,6 +94,7 @@ def test_prefill(tiny, tmp_path):
     assert not document["notes"]
 
 
+@pytest.mark.exhaustive
 def test_prefill_compares_a_hybrid_with_attention_in_all_its_layers(tmp_path):
     sizes = ["--context-length", "256", "--chunked-prefill-size", "32", "--skip-warmup", "--few-programs"]
     argv = ["prefill", "--model", str(tiny_checkpoint("qwen3_5")), *sizes, "--lengths", "20,64"]

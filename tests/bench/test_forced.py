@@ -14,6 +14,7 @@ from jaxspec.bench.results import BenchError
 from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.ngram import Ngram
+from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 from tests.trees import Session
 
@@ -76,7 +77,7 @@ class Bush(Drafter):
         return Proposal(tokens, jnp.zeros(len(tokens), jnp.int32), parents=tokens), state
 
 
-@pytest.mark.parametrize("stand", [0, 2, 3])
+@pytest.mark.parametrize("stand", [0, rare(2), 3])
 def test_a_trees_first_drafts_are_the_path_that_stands(stand):
     model = load_model(str(tiny_checkpoint()), dtype="float32", progress=False)
     rates = [1.0] * stand + [0.0] * (3 - stand)

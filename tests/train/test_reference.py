@@ -15,6 +15,7 @@ from jaxspec.checkpoint import load_model
 from jaxspec.drafters import load_drafter
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Batch
+from tests.sample import rare
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
@@ -25,7 +26,7 @@ def target():
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
-@pytest.mark.parametrize("length", [1, 17])
+@pytest.mark.parametrize("length", [rare(1), 17])
 def test_others_draft_the_same_from_what_we_wrote(target, method, length):
     golden = np.load(GOLDEN / "trained" / f"{method}.npz")
     row = golden["lengths"].tolist().index(length)
