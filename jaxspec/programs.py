@@ -156,10 +156,12 @@ class Programs:
         """As `first` in mode logprobs, among the tokens that `bits` allow."""
         return self.dispatch("masked_first", state, packed, bits, forced)
 
-    def warm_up(self, state: State) -> None:
-        """Compile every program of the ladder, several at a time. An exception from one ends them all."""
+    def warm_up(self, state: State, wanted: Callable[[str], bool] = lambda kind: True) -> None:
+        """Compile every program of the ladder, or those of the kinds `wanted`, several at a time. An exception from one
+        ends them all."""
+        programs = [one for one in ladder.ladder_of(self.shapes) if wanted(one[0])]
         with _no_garbage_collection():
-            self._compile_all(ladder.ladder_of(self.shapes), state, os.cpu_count())
+            self._compile_all(programs, state, os.cpu_count())
 
     def warm_up_in_stages(self, state: State) -> None:
         """Compile one program of each kind, which together serve any request; the others in threads, after return.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -30,8 +30,10 @@ def group(kind: str, mode: str, size: int) -> Group:
     return f"{kind}_{mode}", size
 
 
-def time_rounds(programs: Programs, state: State, pages: int, page_size: int) -> tuple[State, dict]:
-    """For each group of round programs, the seconds that each number of drafts takes; and the state, used.
+def time_rounds(
+    programs: Programs, state: State, pages: int, page_size: int, modes: Sequence[str] = (GREEDY, SAMPLED)
+) -> tuple[State, dict]:
+    """For each group of round programs in `modes`, the seconds that each number of drafts takes; and the state, used.
 
     `pages`: in the pool, the dummy included. Rounds with log-probabilities aren't timed: what they take more hardly
     depends on drafts, so their times are those of rounds that sample.
@@ -39,7 +41,7 @@ def time_rounds(programs: Programs, state: State, pages: int, page_size: int) ->
     shapes, costs = programs.shapes, {}
     known = max(min(CONTEXT, shapes.capacity // 2), 1)
     runs = {"round": programs.round} | ({"rounds": programs.rounds} if shapes.rounds > 1 else {})
-    for mode in (GREEDY, SAMPLED):
+    for mode in modes:
         params = SamplingParams(temperature=float(mode == SAMPLED))
         for size in shapes.batches:
             table = _pages(size, shapes.pages_per_seq, known + RUNS * shapes.rounds * programs.width, pages, page_size)

@@ -14,6 +14,7 @@ from types import ModuleType
 from jaxspec.bench import (
     accept,
     accuracy,
+    adaptive,
     decode,
     host,
     kernels,
@@ -37,6 +38,7 @@ from jaxspec.tokenizer import TokenizerError
 
 SUBCOMMANDS = {
     "decode": decode,
+    "adaptive": adaptive,
     "prefill": prefill,
     "serve": serve,
     "load": load,

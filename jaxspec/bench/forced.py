@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from jaxspec import sampling
 from jaxspec.bench.results import BenchError
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.engine import Engine
+
+RATES = "accept_rates"  # of the drafter's params, f32[lists, drafts]
 
 
 def force(draft: LoadedDrafter, rates: Sequence[float]) -> LoadedDrafter:
@@ -24,6 +27,43 @@ def force(draft: LoadedDrafter, rates: Sequence[float]) -> LoadedDrafter:
 
     **Raises:** `BenchError` unless there is a rate for each draft of a chain, or each step of a tree.
     """
+    return force_mixed(draft, [rates])
+
+
+def force_mixed(draft: LoadedDrafter, mixed: Sequence[Sequence[float]]) -> LoadedDrafter:
+    """As `force`, where the requests of a batch have one of several lists of rates, by their slots in turn. `impose`
+    changes the rates later.
+
+    **Raises:** `BenchError` as `force`.
+    """
+    drafter = draft.drafter
+    for rates in mixed:
+        _check(draft, rates)
+
+    class Forced(type(drafter)):
+        """A subclass, so that whatever else the engine asks of a drafter is answered by the original."""
+
+        def propose(self, params, state, batch):
+            proposal, state = super().propose(params, state, batch)
+            rates = params[RATES]
+            longest = rates.shape[1]
+            position = batch.length[:, None] + jnp.arange(longest)
+            coin = sampling.uniform(sampling.keys(batch.sampling.seed, position, sampling.ACCEPT))
+            own = rates[batch.slots % len(rates)]
+            stand = jnp.cumprod(coin < own, axis=1).sum(axis=1).astype(jnp.int32)
+            drafts = self.num_draft_tokens
+            count = jnp.where(batch.live, drafts, 0)  # an n-gram drafter finds nothing in random text
+            if proposal.parents is not None:
+                path = jnp.where(jnp.arange(drafts) < longest, jnp.arange(drafts), 0)
+                proposal = proposal.replace(parents=jnp.broadcast_to(path, proposal.parents.shape))
+            return proposal.replace(count=count, forced=stand), state
+
+    fields = {f.name: getattr(drafter, f.name) for f in dataclasses.fields(drafter) if f.init}
+    params = {**(draft.params or {}), RATES: jnp.array(mixed, jnp.float32)}
+    return LoadedDrafter(draft.name, Forced(**fields), params)
+
+
+def _check(draft: LoadedDrafter, rates: Sequence[float]) -> None:
     drafter = draft.drafter
     if len(rates) != drafter.longest:
         drafts = f"{drafter.num_draft_tokens} tokens"
@@ -37,23 +77,15 @@ def force(draft: LoadedDrafter, rates: Sequence[float]) -> LoadedDrafter:
             f"({option} says how many)"
         )
 
-    class Forced(type(drafter)):
-        """A subclass, so that whatever else the engine asks of a drafter is answered by the original."""
 
-        def propose(self, params, state, batch):
-            proposal, state = super().propose(params, state, batch)
-            position = batch.length[:, None] + jnp.arange(len(rates))
-            coin = sampling.uniform(sampling.keys(batch.sampling.seed, position, sampling.ACCEPT))
-            stand = jnp.cumprod(coin < jnp.asarray(rates), axis=1).sum(axis=1).astype(jnp.int32)
-            drafts = self.num_draft_tokens
-            count = jnp.where(batch.live, drafts, 0)  # an n-gram drafter finds nothing in random text
-            if proposal.parents is not None:
-                path = jnp.where(jnp.arange(drafts) < len(rates), jnp.arange(drafts), 0)
-                proposal = proposal.replace(parents=jnp.broadcast_to(path, proposal.parents.shape))
-            return proposal.replace(count=count, forced=stand), state
-
-    fields = {f.name: getattr(drafter, f.name) for f in dataclasses.fields(drafter) if f.init}
-    return LoadedDrafter(draft.name, Forced(**fields), draft.params)
+def impose(engine: Engine, mixed: Sequence[Sequence[float]]) -> None:
+    """Other rates for the rounds of an engine whose drafter `force_mixed` made: as many lists for a batch as it had, or
+    a number that divides it."""
+    programs = engine.runner.programs
+    target, draft = programs._params
+    lists = len(draft[RATES])
+    rates = jnp.array([mixed[i % len(mixed)] for i in range(lists)], jnp.float32)
+    programs._params = target, {**draft, RATES: rates}
 
 
 def expected_length(rates: Sequence[float]) -> float:

@@ -31,7 +31,8 @@ def propose(rates, length=50, seed=0) -> Proposal:
     live = jnp.arange(ROWS) < ROWS - 1
     sampling = slots.sampling.replace(seed=seeds)
     batch = DraftBatch(jnp.arange(ROWS), lengths, history, jnp.zeros((ROWS, 1), jnp.int32), live, sampling, True)
-    return jax.jit(forced.force(NGRAM, rates).drafter.propose)({}, {}, batch)[0]
+    draft = forced.force(NGRAM, rates)
+    return jax.jit(draft.drafter.propose)(draft.params, {}, batch)[0]
 
 
 def test_each_position_is_accepted_at_its_rate_if_those_before_were():
@@ -81,8 +82,8 @@ class Bush(Drafter):
 def test_a_trees_first_drafts_are_the_path_that_stands(stand):
     model = load_model(str(tiny_checkpoint()), dtype="float32", progress=False)
     rates = [1.0] * stand + [0.0] * (3 - stand)
-    drafter = forced.force(LoadedDrafter("bush", Bush(), {}), rates).drafter
-    session = Session(model, drafter, {}, [[1, 2, 3], [4]], new_tokens=13)
+    draft = forced.force(LoadedDrafter("bush", Bush(), {}), rates)
+    session = Session(model, draft.drafter, draft.params, [[1, 2, 3], [4]], new_tokens=13)
     full = 12 // (stand + 1)  # the first token is no round's
     for accepted, drafted in zip(session.accepted, session.drafted, strict=True):
         assert accepted[:full] == [stand + 1] * full and set(drafted) == {3}

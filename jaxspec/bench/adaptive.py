@@ -1,0 +1,384 @@
+"""Adaptive drafting beside every fixed number of drafts and plain decoding, at one load after the other.
+
+Offline, greedy, random weights unless --load-format says otherwise, random prompts. Two engines share the device: one
+drafts, one doesn't. At each number of requests all of them decode at once, and the engines take turns: plain, each
+number of drafts that the drafter's rounds are compiled for, and adaptive. So all settings have the same texts, contexts
+and clocks. Only programs that this needs are compiled; rounds are timed as at a server's start.
+
+--accept-rates imposes acceptance: the probability of each draft, given that those before it were accepted. It may be
+repeated, and each is measured. Rates with a slash between are mixed within a batch: requests have them by turns.
+`tok/s` is what the rounds yield on average at those rates, so no luck is in it, only time. `vs plain` and `vs best` are
+adaptive's tokens a second over plain decoding's, and over those of the best fixed number.
+
+With --rise-and-fall the number of requests then grows from the least to the most and shrinks again, so prompts are
+among the rounds. Every setting runs through the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxspec.adaptive import Chooser
+from jaxspec.batch import fit
+from jaxspec.bench import engines, forced, plots
+from jaxspec.bench.forced import expected_length
+from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, device_facts, memory_facts
+from jaxspec.checkpoint import load_target
+from jaxspec.config import EngineConfig
+from jaxspec.drafters import load_drafter
+from jaxspec.engine import Engine
+from jaxspec.flags import engine_options, positive
+from jaxspec.request import SamplingParams
+from jaxspec.round import GREEDY
+from jaxspec.timing import time_rounds
+
+PLAIN, AUTO = "plain", "auto"
+SETTLING_STEPS = 3  # after a change of setting: rounds in flight are still of the one before
+SLICES = 4  # of a load's time in the rise and fall, and as many points in the chart
+ROOM = 1024  # tokens of a request's text for which there are pages, on the average of the largest batch
+
+COLUMNS = (
+    Column("rates", "acceptance", "<28", 28),
+    Column("concurrency", "requests"),
+    Column("plain", "plain", ".0f"),
+    Column("fixed", "by drafts: tok/s", "<40", 40),
+    Column("auto", "auto", ".0f"),
+    Column("against_plain", "vs plain", "+.1%"),
+    Column("against_best", "vs best", "+.1%"),
+    Column("drafts", "drafts", ".2f"),
+    Column("ms", "ms/round", ".2f"),
+)
+
+
+def _steady_lines(row: Row) -> list[Row]:
+    return [row] if row["kind"] == "steady" else []
+
+
+def _moving_lines(row: Row) -> list[Row]:
+    return [row] if row["kind"] == "rise and fall" else []
+
+
+TABLES = (
+    Table("adaptive: tokens a second at the imposed acceptance", COLUMNS, _steady_lines),
+    Table("while requests become more and fewer", COLUMNS, _moving_lines),
+)
+
+
+def rates(text: str) -> list[list[float]]:
+    """An argparse type: lists of rates, with slashes between those that are mixed."""
+    lists = []
+    for part in text.split("/"):
+        try:
+            lists.append([float(rate) for rate in part.split(",")])
+        except ValueError:
+            lists.append([])
+    if not all(each and all(0 <= rate <= 1 for rate in each) for each in lists):
+        raise argparse.ArgumentTypeError(
+            f"takes rates from 0 to 1 like 0.75,0.5,0.25, or several with slashes between, got {text!r}"
+        )
+    return lists
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--concurrency",
+        type=counts("1,8,32"),
+        default="1,2,4,8,16,32,64,128,256",
+        metavar="N,N,...",
+        help="(%(default)s)",
+    )
+    add("--prompt-len", type=positive, default=256, metavar="TOKENS", help="of every request (%(default)s)")
+    add(
+        "--accept-rates",
+        type=rates,
+        action="append",
+        required=True,
+        metavar="P,P,...[/P,P,...]",
+        help="impose acceptance: a rate a draft; with slashes, mixed within a batch; may be repeated",
+    )
+    add("--seconds", type=float, default=0.5, metavar="S", help="of each setting in each turn (%(default)s)")
+    add("--turns", type=positive, default=2, metavar="N", help="of all settings, at each load (%(default)s)")
+    add("--learn", type=float, default=1.0, metavar="S", help="of adaptive drafting before the turns (%(default)s)")
+    add("--rise-and-fall", type=float, metavar="S", help="and hold each load for so long, up and down again")
+    defaults = {"draft_policy": "auto", "disable_structured_output": True}
+    engines.add_arguments(parser, without=("skip_warmup", "few_programs"), **defaults)
+
+
+def run(args: argparse.Namespace, result: Result) -> None:
+    """Measure every load at every acceptance."""
+    plain, drafting = _start(args, result)
+    longest = drafting.runner.draft.drafter.longest
+    for each in args.accept_rates:
+        if wrong := [part for part in each if len(part) != longest]:
+            raise BenchError(f"--accept-rates has {len(wrong[0])} rates in one list; the drafter drafts {longest}")
+    loads = [(mixed, count) for mixed in args.accept_rates for count in args.concurrency]
+    compiled = _compiles(plain, drafting)
+    for mixed, count in tqdm(loads, desc="adaptive", unit="load", disable=None):
+        result.add(_steady(args, plain, drafting, mixed, count))
+    for mixed in args.accept_rates if args.rise_and_fall else ():
+        result.add(_rise_and_fall(args, plain, drafting, mixed))
+    if ended := sum(row.get("ended", 0) for row in result.rows):
+        result.note(f"{ended} requests ended while others were measured; lower --seconds or raise --context-length")
+    if (later := _compiles(plain, drafting) - compiled) > 0:
+        result.note(f"{later} programs were compiled during the run; its times include that")
+    if preempted := sum(engine.stats()["preemptions_total"] for engine in (plain, drafting)):
+        result.note(f"{preempted} preemptions: pages ran out; lower --seconds or raise --max-total-tokens")
+    result.fact(memory=memory_facts())
+
+
+class Always(Chooser):
+    """A chooser that keeps to one number of drafts. It learns as others do."""
+
+    def __init__(self, of: Chooser, drafts: int):
+        vars(self).update(vars(of))
+        self.chosen = drafts
+
+    def choose(self, group, share):
+        return self.chosen
+
+
+class Meter:
+    """Tokens that an engine's rounds yield at the imposed rates, and what the rounds were."""
+
+    def __init__(self, engine: Engine, lengths: dict[int, float]):
+        """`lengths`: tokens that a round yields a request, by its drafts."""
+        self._engine, self.lengths = engine, lengths
+        self.tokens, self.seconds, self.rows = 0.0, 0.0, 0
+        self.rounds: Counter[int] = Counter()
+
+    def run(self, seconds: float, seen: Callable[[float, int], None] | None = None) -> None:
+        """Step for so long. `seen`: told of each step's tokens and its drafts."""
+        engine, began = self._engine, time.perf_counter()
+        while (now := time.perf_counter()) - began < seconds:
+            rows, rounds = engine.totals["verify_rounds"], Counter(engine.rounds_by_drafts)
+            engine.step()
+            moved = {n: count - rounds[n] for n, count in engine.rounds_by_drafts.items() if count > rounds[n]}
+            rows = engine.totals["verify_rounds"] - rows
+            for n, count in moved.items():  # a step reads one program, whose rounds have one number of drafts
+                tokens = rows * self.lengths[n]
+                self.tokens += tokens
+                self.rounds[n] += count
+                if seen is not None:
+                    seen(tokens, n)
+            self.rows += rows
+        self.seconds += now - began
+
+    def figures(self) -> Row:
+        rounds = max(self.rounds.total(), 1)
+        return {
+            "tokens_per_s": self.tokens / self.seconds,
+            "ms_per_round": self.seconds / rounds * 1e3,
+            "drafts": sum(n * count for n, count in self.rounds.items()) / rounds,
+            "rounds_by_drafts": dict(sorted(self.rounds.items())),
+        }
+
+
+def _start(args: argparse.Namespace, result: Result) -> tuple[Engine, Engine]:
+    """A plain engine, and one that drafts; of both the programs for these loads alone."""
+    if args.draft == "none":
+        raise BenchError("--draft none: adaptive drafting needs a drafter. Name one, for example --draft ngram")
+    args.skip_warmup, args.few_programs = True, False
+    began, options, most = time.perf_counter(), engine_options(args), max(args.concurrency)
+    options["max_running_requests"] = options["max_running_requests"] or most
+    options["max_total_tokens"] = options["max_total_tokens"] or most * (args.prompt_len + ROOM)
+    first = args.accept_rates[0]
+    options["num_draft_tokens"] = options["num_draft_tokens"] or len(first[0])
+    config = EngineConfig(**options)
+    model = load_target(config)
+    lists = math.lcm(*map(len, args.accept_rates))
+    draft = forced.force_mixed(load_drafter(config.draft, model, config), lists // len(first) * first)
+    plain_config = dataclasses.replace(config, draft="none", num_draft_tokens=None)
+    both = Engine(plain_config, model, load_drafter("none", model, plain_config)), Engine(config, model, draft)
+    for engine in both:
+        _prepare(engine, args.concurrency)
+    result.fact(ready_s=time.perf_counter() - began, round_times=_times(both[1]), **device_facts())
+    gc.collect()
+    return both
+
+
+def _prepare(engine: Engine, requests: Sequence[int]) -> None:
+    """Compile an engine's greedy programs for batches of so many requests, and time its rounds."""
+    runner = engine.runner
+    shapes = runner.shapes
+    fewer = lambda sizes: tuple(sorted({fit(count, sizes) for count in requests} | {sizes[-1]}))  # noqa: E731
+    shapes = dataclasses.replace(
+        shapes,
+        batches=fewer(shapes.batches),
+        prefills=shapes.prefills[-1:],
+        firsts=shapes.firsts[-1:],
+        narrower=tuple((drafts, fewer(sizes)) for drafts, sizes in shapes.narrower),
+    )
+    runner.shapes = runner.programs.shapes = shapes
+    runner.narrower = dict(shapes.narrower)
+    runner.programs.warm_up(runner.state, lambda kind: GREEDY in kind or kind in ("admit", "prefill"))
+    if runner.narrower:
+        pages, page_size = runner.plan.num_pages, engine.config.page_size
+        runner.state, runner.round_times = time_rounds(runner.programs, runner.state, pages, page_size, (GREEDY,))
+        runner.reset()
+        engine.chooser = engine._chooser()
+
+
+def _times(engine: Engine) -> dict[str, dict[int, float]]:
+    return {f"{kind} {size}": times for (kind, size), times in engine.runner.round_times.items()}
+
+
+def _compiles(*some: Engine) -> int:
+    return some[0].stats()["compiles_total"] + sum(engine.runner.programs.compiling for engine in some)
+
+
+def _lengths(engine: Engine, mixed: list[list[float]]) -> dict[int, float]:
+    """Tokens that a round yields a request that runs, on average, by its drafts."""
+    slots = [choice.seq.slot for request in engine.requests.values() for choice in request.choices]
+    parts = [mixed[slot % len(mixed)] for slot in slots if slot >= 0] or mixed
+    mean = lambda depth: sum(expected_length(part[:depth]) for part in parts) / len(parts)  # noqa: E731
+    return {n: mean(engine.runner.yields_of(n) - 1) for n in engine.runner.drafts}
+
+
+def _settings(plain: Engine, drafting: Engine, mixed: list[list[float]]) -> dict[str, tuple[Engine, Any, Meter]]:
+    """By name: the engine, its chooser, and a meter."""
+    fresh = drafting._chooser()
+    fixed = {str(n): (drafting, Always(drafting._chooser(), n)) for n in drafting.runner.drafts}
+    found = {PLAIN: (plain, None), **fixed, AUTO: (drafting, fresh)}
+    return {name: (engine, how, Meter(engine, _lengths(engine, mixed))) for name, (engine, how) in found.items()}
+
+
+def _queue(engine: Engine, rng: np.random.Generator, count: int, prompt_len: int) -> list[str]:
+    """Add requests that end no sooner than their context; their ids."""
+    params = SamplingParams(temperature=0.0, max_tokens=engine.config.context_length - prompt_len, ignore_eos=True)
+    prompts = rng.integers(0, engine.model_config.vocab_size, (count, prompt_len))
+    requests = [engine.prepare(prompt, params) for prompt in prompts.tolist()]
+    for request in requests:
+        engine.add(request)
+    return [request.id for request in requests]
+
+
+def _fill(engine: Engine, waiting: set[str]) -> None:
+    """Step until each of these requests has a token."""
+    while waiting:
+        waiting -= {delta.request_id for delta in engine.step()}
+
+
+def _settle(engine: Engine, how: Chooser | None) -> None:
+    engine.chooser = how
+    for _ in range(SETTLING_STEPS):
+        engine.step()
+
+
+def _end(engine: Engine, ids: Sequence[str]) -> None:
+    for each in ids:
+        engine.abort(each)
+    while engine.busy:
+        engine.step()
+
+
+def _steady(args: argparse.Namespace, plain: Engine, drafting: Engine, mixed: list[list[float]], count: int) -> Row:
+    """All settings by turns, while `count` requests decode in each engine."""
+    forced.impose(drafting, mixed)
+    settings = _settings(plain, drafting, mixed)
+    rng, ids = np.random.default_rng(args.seed or 0), {}
+    drafting.chooser = settings[AUTO][1]
+    for engine in (plain, drafting):
+        ids[engine] = _queue(engine, rng, count, args.prompt_len)
+        _fill(engine, set(ids[engine]))
+    _settle(drafting, settings[AUTO][1])
+    Meter(drafting, _lengths(drafting, mixed)).run(args.learn)
+    for _ in range(args.turns):
+        for engine, how, meter in settings.values():
+            meter.lengths = _lengths(engine, mixed)
+            _settle(engine, how)
+            meter.run(args.seconds)
+    ended = sum(count - len(engine.requests) for engine in ids)
+    for engine, each in ids.items():
+        _end(engine, each)
+    return _row("steady", args, mixed, count, settings) | {"ended": ended}
+
+
+def _rise_and_fall(args: argparse.Namespace, plain: Engine, drafting: Engine, mixed: list[list[float]]) -> Row:
+    """Every setting by itself, from few requests to many and back; with its tokens over time."""
+    forced.impose(drafting, mixed)
+    settings, course = _settings(plain, drafting, mixed), {}
+    levels = [*sorted(args.concurrency), *sorted(args.concurrency)[-2::-1]]
+    for name, (engine, how, meter) in settings.items():
+        engine.chooser, steps = how, []
+        rng, running, began = np.random.default_rng(args.seed or 0), [], time.perf_counter()
+        note = lambda tokens, n, steps=steps, began=began: steps.append((time.perf_counter() - began, tokens, n))  # noqa: E731
+        for level in levels:
+            running += _queue(engine, rng, max(level - len(running), 0), args.prompt_len)
+            for each in running[level:]:
+                engine.abort(each)
+            running = running[:level]
+            for _ in range(SLICES):
+                meter.lengths = _lengths(engine, mixed)
+                meter.run(args.rise_and_fall / SLICES, note)
+        _end(engine, running)
+        course[name] = list(_bins(steps, args.rise_and_fall / SLICES))
+    return _row("rise and fall", args, mixed, max(levels), settings) | {"levels": levels, "course": course}
+
+
+def _bins(steps: list[tuple[float, float, int]], seconds: float) -> Iterator[dict[str, float]]:
+    """Tokens a second and mean drafts of a round, in bins of so many seconds."""
+    for number, group in itertools.groupby(steps, key=lambda step: int(step[0] / seconds)):
+        some = list(group)
+        drafts = sum(n for _, _, n in some) / len(some)
+        yield {"s": number * seconds, "tokens_per_s": sum(tokens for _, tokens, _ in some) / seconds, "drafts": drafts}
+
+
+def _row(kind: str, args: argparse.Namespace, mixed: list[list[float]], count: int, settings: dict) -> Row:
+    figures = {name: meter.figures() for name, (_, _, meter) in settings.items()}
+    speed = {name: each["tokens_per_s"] for name, each in figures.items()}
+    fixed = {name: rate for name, rate in speed.items() if name != AUTO}
+    return {
+        "kind": kind,
+        "rates": " / ".join(",".join(f"{rate:g}" for rate in _short(part)) for part in mixed),
+        "concurrency": count,
+        "plain": speed[PLAIN],
+        "fixed": ", ".join(f"{name}: {rate:.0f}" for name, rate in fixed.items() if name != PLAIN),
+        "auto": speed[AUTO],
+        "against_plain": speed[AUTO] / speed[PLAIN] - 1,
+        "against_best": speed[AUTO] / max(fixed.values()) - 1,
+        "drafts": figures[AUTO]["drafts"],
+        "ms": figures[AUTO]["ms_per_round"],
+        "settings": figures,
+    }
+
+
+def _short(part: list[float]) -> list[float]:
+    """Rates without those at the end that repeat the one before."""
+    return [rate for i, rate in enumerate(part) if i == 0 or part[i:] != [part[i - 1]] * (len(part) - i)]
+
+
+def plot(document: Document, figure: Any) -> None:
+    """For each acceptance: tokens a second against plain decoding's by requests, and below the rise and fall."""
+    rows = [row for row in document["rows"] if row["kind"] == "steady"]
+    moving = [row for row in document["rows"] if row["kind"] == "rise and fall"]
+    kinds = list(dict.fromkeys(row["rates"] for row in rows))
+    grid = figure.subplots(2 if moving else 1, len(kinds), squeeze=False)
+    for axes, kind in zip(grid[0], kinds, strict=True):
+        some = [row for row in rows if row["rates"] == kind]
+        x = [row["concurrency"] for row in some]
+        for name in some[0]["settings"]:
+            y = [row["settings"][name]["tokens_per_s"] / row["plain"] for row in some]
+            axes.plot(
+                x, y, *(("ko-",) if name == AUTO else ("--",)), label=name if not name.isdigit() else f"{name} drafts"
+            )
+        plots.against(axes, x, "requests", "tokens a second / plain")
+        axes.set_title(kind, fontsize="small")
+    for axes, row in zip(grid[-1], moving, strict=False):
+        for name, course in row["course"].items():
+            look = ("k-",) if name == AUTO else ("--",)
+            axes.plot([each["s"] for each in course], [each["tokens_per_s"] for each in course], *look, label=name)
+        axes.set(xlabel="seconds", ylabel="tokens a second", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
