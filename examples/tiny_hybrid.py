@@ -102,14 +102,22 @@ def make_tokenizer(folder: Path, texts: list[dict[str, str]], vocab_size: int) -
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def write_config(folder: Path, vocab_size: int, width: int, layers: int = 4) -> None:
-    """Qwen3.5's config: Qwen3-Next's layers without experts, all of linear attention but the last."""
+def write_config(folder: Path, vocab_size: int, width: int, experts: int = 0, layers: int = 4) -> None:
+    """Qwen3.5's config: Qwen3-Next's layers, all of linear attention but the last. With `experts`, so many in each."""
+    size = {"intermediate_size": 3 * width}
+    if experts:
+        size = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": width,
+            "shared_expert_intermediate_size": width,
+        }
     config = {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_moe_text" if experts else "qwen3_5_text",
         "vocab_size": vocab_size,
         "hidden_size": width,
-        "intermediate_size": 3 * width,
+        **size,
         "num_hidden_layers": layers,
         "full_attention_interval": layers,
         "num_attention_heads": 4,
@@ -211,6 +219,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200, help="of training (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=2048, help="of the new model (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the new model (default: %(default)s)")
+    parser.add_argument("--experts", type=int, default=0, help="in each layer, of which two serve a token (none)")
     args = parser.parse_args(argv)
 
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
     held_out = prompts[::HELD_OUT]
     texts = [text for text in texts if text["prompt"] not in held_out]
     make_tokenizer(args.folder, texts, args.vocab_size)
-    write_config(args.folder, args.vocab_size, args.width)
+    write_config(args.folder, args.vocab_size, args.width, args.experts)
     train(args.folder, texts, loop.Settings(steps=args.steps, learning_rate=5e-3, warm_up=50))
     length = trial(args.folder, held_out, args.max_tokens)
     print(f"{len(held_out)} prompts that it never saw, {DRAFTS} drafts a round: accept length {length:.2f}")

@@ -36,12 +36,18 @@ from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Objective
 from jaxspec.train.packing import pack
+from jaxspec.train.promoted import is_dflash, promote
 
 # What a new drafter is to be like; one that is trained on is as it is.
 _SHAPE = (
     "num_layers", "mlp_size", "num_heads", "num_kv_heads", "target_layers", "draft_vocab_size", "block_size",
     "mask_token_id", "markov_rank", "markov_head",
 )  # fmt: skip
+_PROMOTED = (
+    "markov_rank",
+    "markov_head",
+    "mlp_size",
+)  # of those, what a DFlash drafter may get that becomes a DSpark one
 # Flags that change neither what is trained nor how its steps are counted: a run may be resumed with others.
 _FREE = {
     "command", "output", "save_every", "log_every", "concurrency", "num_draft_tokens", "max_new_tokens",
@@ -89,9 +95,11 @@ def _train(args: argparse.Namespace) -> None:
     if not args.no_plots:
         plots.check()
     settings = _settings(args)
-    if given := [name for name in _SHAPE if args.init and getattr(args, name, None) is not None]:
-        raise TrainError(f"--{given[0].replace('_', '-')} is for new drafters, and --init {args.init} is one already")
     resolve(args.model)  # errors come before texts are written
+    promoted = args.command == "dspark" and args.init and is_dflash(args.init)
+    free = _PROMOTED if promoted else ()
+    if given := [name for name in _SHAPE if args.init and name not in free and getattr(args, name, None) is not None]:
+        raise TrainError(f"--{given[0].replace('_', '-')} is for new drafters, and --init {args.init} is one already")
     path = _texts_file(args)
     enable_compilation_cache()  # a run that resumes doesn't compile again
     target = load_model(args.model, _dtype(args))
@@ -146,8 +154,12 @@ def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple
 
 
 def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
-    if args.init:
-        fresh = continued(args.output / "drafter", args.command, args.init, target)
+    source = args.init
+    if source and args.command == "dspark" and is_dflash(source):
+        heads = args.markov_rank, args.markov_head, args.mlp_size, args.seed
+        source = str(promote(args.output / "start", source, *heads))
+    if source:
+        fresh = continued(args.output / "drafter", args.command, source, target)
     else:
         fresh = _fresh_block(args, target, texts)
     kind, size = DSparkObjective if args.command == "dspark" else DFlashObjective, fresh.drafter.block_size

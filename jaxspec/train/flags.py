@@ -96,7 +96,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
     group = parser.add_argument_group("the drafter's size")
     add = group.add_argument
-    add("--init", metavar="D", help="train on from this drafter, a folder or hub id, whose size it keeps (a new one)")
+    add(
+        "--init",
+        metavar="D",
+        help="train on from this drafter, a folder or hub id, whose size it keeps; for dspark it may be a DFlash "
+        "drafter, which gets a Markov head (a new one)",
+    )
     add("--num-layers", type=positive, default=None, metavar="N", help="(1; DFlash and DSpark 3)")
     add("--mlp-size", type=positive, metavar="N", help="(the target's)")
     add("--num-heads", type=positive, metavar="N", help="(the target's)")

@@ -11,8 +11,8 @@
 # answered, SAMPLES (16384) conversations of the model's own are added, and MINUTES (5) spent on each drafter, without
 # compiling. OUT receives texts.jsonl, and in eagle3/, dflash/ and dspark/ the drafter, its checkpoints, metrics.jsonl,
 # run.json, acceptance.json and the charts. SMOLLM2 is the demo model's GGUF file; for evaluate, SPECBENCH is
-# Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. RATE is the learning rate (2e-3), RANK DSpark's (32),
-# FLAGS are added to a training's.
+# Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. RATE is the learning rate (2e-3), RANK DSpark's (8),
+# FLAGS are added to a training's. DSpark begins as INIT, the DFlash drafter that ships.
 # Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what optax and orbax-checkpoint need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -85,9 +85,9 @@ for part in "${@:-data eagle3 dflash dspark evaluate}"; do
             dflash) run dflash dflash "${drafter[@]}" --output "$out/dflash" --batch-size "$((10 * gpus))" --num-layers 5 \
                 --num-heads 6 --num-kv-heads 3 --mlp-size 192 --target-layers 1,14,27 --block-size 8 --gamma 3 \
                 "${more[@]}" ;;
-            dspark) run dspark dspark "${drafter[@]}" --output "$out/dspark" --batch-size "$((10 * gpus))" --num-layers 5 \
-                --num-heads 6 --num-kv-heads 3 --mlp-size 192 --target-layers 1,14,27 --block-size 7 --gamma 3 \
-                --markov-rank "${RANK:-32}" "${more[@]}" ;;
+            dspark) run dspark dspark "${drafter[@]}" --output "$out/dspark" --batch-size "$((10 * gpus))" --gamma 3 \
+                --init "${INIT:-jaxspec/drafters/shipped/smollm2-135m-instruct-dflash}" --markov-rank "${RANK:-8}" \
+                --mlp-size 96 "${more[@]}" ;;
             evaluate)
                 evaluate eagle3-3 eagle3/drafter --num-draft-tokens 3
                 evaluate eagle3-5 eagle3/drafter --num-draft-tokens 5

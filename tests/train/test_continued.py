@@ -8,9 +8,11 @@ import pytest
 
 from jaxspec.checkpoint import load_model
 from jaxspec.drafters import load_drafter
+from jaxspec.functional import propose
 from jaxspec.train.__main__ import main
 from jaxspec.train.continued import continued
 from jaxspec.train.data import Text, TrainError
+from jaxspec.train.promoted import promote
 from tests.quantised import write
 from tests.test_dflash import GOLDEN
 
@@ -73,3 +75,40 @@ def test_drafters_that_training_doesnt_compute_are_refused(targets, tmp_path):
     folder, _ = write(GOLDEN / "dflash" / "full", tmp_path / "fp8")
     with pytest.raises(TrainError, match=f"--init {folder}: its weights are quantised"):
         continued(tmp_path / "b", "dflash", str(folder), targets["dflash"])
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_a_dflash_drafter_becomes_a_dspark_one_that_drafts_the_same(head, targets, tmp_path):
+    source, target = GOLDEN / "dflash" / "full", targets["dflash"]
+    folder = promote(tmp_path / head, str(source), 4, head)
+    before, after = load_drafter(f"dflash:{source}", target), load_drafter(f"dspark:{folder}", target)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    expected, got = (propose(target, draft, prompt, 7) for draft in (before, after))
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    assert got.count == 7
+    np.testing.assert_allclose(got.logits, expected.logits, atol=2e-2)  # weights are bfloat16 in the file
+
+
+def test_fewer_neurons_are_those_with_the_largest_weights(targets, tmp_path):
+    source = GOLDEN / "dflash" / "full"
+    files = {size: promote(tmp_path / str(size), str(source), 4, None, size) for size in (48, 40)}
+    whole, fewer = (load_drafter(f"dspark:{folder}", targets["dflash"]).params for folder in files.values())
+    shapes = [[x.shape for x in jax.tree.leaves(params["layers"][0])] for params in (whole, fewer)]
+    assert any(48 in shape or 96 in shape for shape in shapes[0]) and not any(48 in shape for shape in shapes[1])
+    with pytest.raises(TrainError, match=r"--mlp-size 64: .* has 48 neurons in each MLP"):
+        promote(tmp_path / "more", str(source), 4, None, 64)
+
+
+def test_a_dspark_run_starts_from_a_dflash_drafter(tmp_path, capsys):
+    source, target = GOLDEN / "dflash" / "full", GOLDEN / "dflash" / "target"
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(Text((np.arange(20) + i) % 30, ((4, 20),)).line() for i in range(30)))
+    command = ["dspark", "--model", str(target), "--data", str(texts), "--row-length", "48", "--batch-size", "4",
+               "--steps", "2", "--no-evaluation", "--no-plots", "--init", str(source)]  # fmt: skip
+    assert main([*command, "--output", str(tmp_path / "a"), "--markov-rank", "4", "--mlp-size", "40"]) == 0
+    config = json.loads((tmp_path / "a" / "drafter" / "config.json").read_text())
+    assert config["intermediate_size"] == 40 and config["dflash_config"]["markov_rank"] == 4
+    assert load_drafter(f"dspark:{tmp_path / 'a' / 'drafter'}", load_model(str(target), "float32")).drafter.first == 1
+    with pytest.raises(SystemExit):
+        main([*command, "--output", str(tmp_path / "b"), "--num-layers", "1"])
+    assert "--num-layers is for new drafters" in capsys.readouterr().err
