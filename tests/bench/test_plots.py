@@ -13,6 +13,7 @@ LATENCIES = {f"{kind}_{figure}_ms": 3.0 for kind in latency.KINDS for figure in 
 PART = {"rounds": 9, "tokens_per_round": 2.5, "low": 2.0, "high": None, "positions": [0.9, 0.6]}
 BINS = {"seconds": [0, 1], "shares": {lane: [0.2, 0.2] for lane in spent.LANES}, "tokens_per_s": [5.0, 7.0]}
 BINS |= {"running": [1, 2], "waiting": [3, 0]}
+COURSE = [{"s": 0.0, "tokens_per_s": 5.0, "drafts": 1.0}, {"s": 0.1, "tokens_per_s": 7.0, "drafts": 0.0}]
 ROWS = {
     "decode": [
         {"concurrency": 1, "overlap": "off", "ms_per_round": None, "tokens_per_s": None, "floor_ms": None},
@@ -38,6 +39,11 @@ ROWS = {
         for draft in ("eagle3", "ngram")
         for n in (1, 8)
         for data in ("GSM8K", "Alpaca")
+    ],
+    "adaptive": [
+        {"kind": kind, "rates": "0.5", "concurrency": n, "plain": 5.0, "course": {"plain": COURSE, "auto": COURSE}}
+        | {"settings": {name: {"tokens_per_s": 6.0} for name in ("plain", "0", "3", "auto")}}
+        for kind, n in (("steady", 1), ("steady", 8), ("rise and fall", 8))
     ],
     "kernels": [
         {"case": "one", "ratio": 1.5, "floor_us": 2.0},
