@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import expert_few, expert_fp8, expert_mxfp4, expert_plan, expert_rows, expert_stream
+from jaxspec.pallas import expert_few, expert_fp8, expert_mxfp4, expert_plan, expert_rows, expert_stream, portable
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items
 from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.portable import experts as portable_experts
 from jaxspec.weights import Mxfp4, Unquantised, Weight, expert_matmul, formats
 
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
@@ -56,6 +57,12 @@ def experts_mlp(
     few = unread or expert_few.supported(len(x if residual is None else residual), each, x.dtype, arrays)
     if chosen(few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, arrays, ids, weights, residual, each=each)
+    ported = portable_experts.supported(x.dtype, stacks)
+    if ported is not None:
+        portable.tell("a mixture of experts", ported)
+    unquantised = [(stack[0].unquantised, stack[1].unquantised) for stack in stacks] if ported is None else []
+    if portable.chosen(ported) and len(x) <= portable_experts.FEW:
+        return _added(residual, portable_experts.few(x, unquantised, ids, weights, each, gating))
     fits = unread or expert_stream.supported(x.dtype, arrays)
     if packed := Mxfp4() in formats(stacks):
         quantised, highest = expert_mxfp4.supported(x.dtype, stacks), expert_mxfp4.MAX_ROWS
@@ -70,9 +77,14 @@ def experts_mlp(
         out = expert_mxfp4.mix(rows, stacks, items, gating) if packed else expert_fp8.mix(rows, stacks, items)
     elif chosen(fits, expert_stream.BLOCKS):
         out = expert_stream.stream(rows, arrays, items)
+    elif portable.chosen(ported):
+        out = portable_experts.items(rows, unquantised, items, gating)
     else:
         out = reference(rows, stacks, items, gating)
-    mixed = combine(out, place, weights[:, :each])
+    return _added(residual, combine(out, place, weights[:, :each]))
+
+
+def _added(residual: Float[Array, "n d"] | None, mixed: Float[Array, "t d"]) -> Float[Array, "n d"]:
     return mixed if residual is None else residual + jnp.pad(mixed, ((0, len(residual) - len(mixed)), (0, 0)))
 
 

@@ -24,11 +24,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import portable
 from jaxspec.pallas.delta_chunk import delta_chunk
 from jaxspec.pallas.delta_chunk import supported as delta_chunk_fits
 from jaxspec.pallas.delta_step import delta_step
 from jaxspec.pallas.delta_step import supported as delta_step_fits
 from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.portable import delta as portable_delta
 
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -97,10 +99,17 @@ def step(
     fits = delta_step_fits(q.shape, v.shape, rows, pool.state.dtype, q.dtype, v.dtype)
     if fits is not None:
         tell("delta_step", fits)
-    if not chosen(fits):
-        out, pool = reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
-        return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0))), pool
     arrays = pool.state, pool.keys, pool.updates, pool.decay
+    if not chosen(fits):
+        fits = portable_delta.supported(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
+        if fits is not None:
+            portable.tell("delta_step", fits)
+        if portable.chosen(fits):
+            out, arrays = portable_delta.step(*arrays, layer, slots, replay, q, k, v, decay, beta)
+            pool = DeltaPool(*arrays)
+        else:
+            out, pool = reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
+        return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0))), pool
     out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta, filled=filled)
     return out, DeltaPool(*arrays)
 

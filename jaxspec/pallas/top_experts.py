@@ -17,9 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import portable
 from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.hopper import WARPS, chosen, tell
 from jaxspec.pallas.once import lower_once
+from jaxspec.pallas.portable import router
 
 LANES = 128  # numbers that a warp loads at once, four a thread
 MOST_EXPERTS = 512  # sixteen logits a thread
@@ -45,6 +47,8 @@ def top_experts(
         tell("a mixture's router", fits)
     if chosen(fits):
         return select(logits, positions, shared, k=k, renormalised=renormalised)
+    if portable.chosen(router.supported(logits.shape[1], k, shared)):
+        return router.select(logits, positions, shared, k=k, renormalised=renormalised)
     return reference(logits, positions, shared, k, renormalised)
 
 

@@ -2,10 +2,19 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 
+from jaxspec.pallas import experts, hopper, top_experts
+from jaxspec.pallas.portable import router
 from tests.test_decode_attention import CASES, Case
+from tests.test_delta_step import CASES as DELTA
+from tests.test_expert_stream import assert_close, bfloat16
+from tests.test_moe import random_case
 from tests.test_portable_attention import PROMPTS, check
+from tests.test_portable_delta import check as delta_check
+from tests.test_top_experts import inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -23,3 +32,29 @@ LARGE = [
 def test_attention_equals_dense_softmax(case):
     parts = case.division[0] * case.division[1]
     check(dataclasses.replace(case, division=(1 << (parts - 1).bit_length(), 1)))  # on a GPU a power of two
+
+
+@pytest.mark.parametrize("case", DELTA, ids=lambda case: case.name)
+def test_a_delta_step_equals_the_plain_one(case):
+    delta_check(case)
+
+
+@pytest.mark.parametrize("t,shared", [(1, 512), (8, 512), (8, 0), (32, 512), (300, 0)])
+def test_a_mixture_equals_the_plain_one(t, shared):
+    case = bfloat16(random_case(t, 64, 4, 0.3, d=2048, f=512, seed=t, shared=shared))
+    outs = {}
+    for kernels in ("portable", "plain"):
+        with hopper.using(kernels), hopper.counting() as chosen:
+            outs[kernels] = jax.jit(experts.experts_mlp)(*case)
+            jax.clear_caches()
+        assert bool(chosen) == (kernels == "portable")
+    assert_close(outs["portable"], outs["plain"])
+
+
+@pytest.mark.parametrize("t,e,k,width", [(1, 256, 8, 2048), (33, 512, 10, 2048), (5, 60, 4, 0)])
+def test_a_router_chooses_as_the_plain_one(t, e, k, width):
+    given = inputs(t, e, width)
+    ids, weights = router.select(*given, k=k, renormalised=True)
+    expected_ids, expected = top_experts.reference(*given, k, True)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-30)

@@ -1,0 +1,105 @@
+"""Rounds of gated delta-rule attention on any NVIDIA GPU: `gated_delta.step`'s meaning; and the states of prompts.
+
+A program has some rows of a head's state, which depend on no others. It takes the accepted records into them, writes
+them, and runs the new rows on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import hopper, portable
+
+ROWS = 32  # of a state that a program has
+STATES = (jnp.float32, jnp.bfloat16)
+
+
+def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], *dtypes: Any) -> str | None:
+    """Why the kernel can't run queries [b, t, m, k] and values [b, t, n, v], or None if it can. `dtypes`: the states',
+    the keys' and the values'."""
+    (m, k), (n, v) = q_shape[2:], v_shape[2:]
+    if jnp.dtype(dtypes[0]) not in STATES:
+        return f"states in {jnp.dtype(dtypes[0]).name}; float32 and bfloat16 are supported"
+    if k & (k - 1) or v % ROWS:
+        return f"keys of width {k} and values of width {v}; powers of two and multiples of {ROWS} are supported"
+    return f"{n} value heads over {m} key heads; whole groups are supported" if n % m else None
+
+
+def step(
+    state: Float[Array, "l r n v k"],
+    keys: Float[Array, "l r q m k"],
+    updates: Float[Array, "l r q n v"],
+    decays: Float[Array, "l r n w"],
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    decay: Float[Array, "b t n"],
+    beta: Float[Array, "b t n"],
+    interpret: bool = False,
+) -> tuple[Float[Array, "b t n v"], tuple[Array, Array, Array, Array]]:
+    """What the new rows read, in v's dtype, and the pool's four arrays after them."""
+    hopper.count("portable_delta_step")
+    t = q.shape[1]
+    decay, beta = decay.astype(jnp.float32), beta.astype(jnp.float32)
+    given = state, keys, updates, decays, layer.reshape(1), slots, replay, q, k, v, decay, beta
+    state, out, new = _step(*given, interpret=interpret)
+    keys = keys.at[layer, slots, :t].set(k)
+    updates = updates.at[layer, slots, :t].set(new)
+    decays = decays.at[layer, slots, :, :t].set(decay.swapaxes(1, 2))
+    return out, (state, keys, updates, decays)
+
+
+@partial(jax.jit, static_argnames="interpret")
+def _step(state, *rest, interpret):
+    v = rest[8]
+    b, t, n, width = v.shape
+    return pl.pallas_call(
+        _rows,
+        out_shape=[
+            jax.ShapeDtypeStruct(state.shape, state.dtype),
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct((b, t, n, width), jnp.float32),
+        ],
+        grid=(width // ROWS, n, b),
+        input_output_aliases={0: 0},
+        compiler_params=portable.triton().CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="portable_delta_step",
+    )(state, *rest)
+
+
+def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, beta, state, out, new):
+    """Some rows of a head's state of one request."""
+    first, n, b = pl.program_id(0) * ROWS, pl.program_id(1), pl.program_id(2)
+    m = lax.div(n, jnp.int32(state.shape[2] // keys.shape[3]))
+    at, rows = (layer[0], slots[b]), pl.ds(first, ROWS)
+    width = pl.ds(0, state.shape[4])
+
+    def enter(i, s):
+        key = keys[*at, i, m, width].astype(jnp.float32)
+        return s * jnp.maximum(decays[*at, n, i], 1e-37) + updates[*at, i, n, rows][:, None] * key[None]
+
+    s = state[*at, n, rows, width].astype(jnp.float32)
+    s = lax.fori_loop(0, replay[b], enter, s)
+    state[*at, n, rows, width] = s.astype(state.dtype)
+
+    def run(i, s):
+        key, query = (x[b, i, m, width].astype(jnp.float32)[None] for x in (k, q))
+        s = s * jnp.maximum(decay[b, i, n], 1e-37)
+        update = beta[b, i, n] * (v[b, i, n, rows].astype(jnp.float32) - jnp.sum(s * key, axis=1))
+        s = s + update[:, None] * key
+        new[b, i, n, rows] = update
+        out[b, i, n, rows] = jnp.sum(s * query, axis=1).astype(out.dtype)
+        return s
+
+    lax.fori_loop(0, q.shape[1], run, s)

@@ -1,0 +1,244 @@
+"""Gated MLPs of many experts on any NVIDIA GPU; see `pallas.experts`.
+
+Up to `FEW` tokens, each (token, expert) pair is worked on by itself (`few`): a program takes a few hidden columns of a
+pair, and in a second launch a few outputs of a token, whose experts it adds up. So nothing is planned, gathered or
+combined. With more tokens, a program takes a tile of an item's products (`items`), rows of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import hopper, portable
+from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
+from jaxspec.weights import Unquantised, formats
+
+FEW = 8  # tokens
+LEAST_ROWS = 16  # of a product
+NARROW = 64  # what model and expert widths are multiples of
+Arrays = list[tuple[Array, Array]]  # of each stack: gate and up [e, 2f, d], down [e, d, f]
+
+
+def supported(dtype: Any, stacks: list) -> str | None:
+    """Why the kernels can't compute these `experts.Stack`s of rows of `dtype`, or None if they can."""
+    if others := [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]:
+        return f"experts in {others[0]}; unquantised ones are supported"
+    if any(len(stack) > 2 for stack in stacks):
+        return "experts with biases"
+    if dtypes := {w.values.dtype.name for stack in stacks for w in stack} - {jnp.dtype(dtype).name}:
+        return f"weights in {dtypes.pop()} and rows in {jnp.dtype(dtype).name}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"rows in {jnp.dtype(dtype).name}; bfloat16 and float16 are supported"
+    downs = {stack[1].values.shape[1:] for stack in stacks}
+    if len(downs) > 1:
+        return f"experts of different widths, {', '.join(str(f) for _, f in sorted(downs))}"
+    ((d, f),) = downs
+    return f"widths {d} and {f}; multiples of {NARROW} are supported" if d % NARROW or f % NARROW else None
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest power of two that divides n and is at most so large."""
+    return min(n & -n, most)
+
+
+def _gated(gate: Array, up: Array, gating: Callable | None) -> Array:
+    return gating(gate, up) if gating else gate * jax.nn.sigmoid(gate) * up
+
+
+def few(
+    x: Float[Array, "t d"],
+    stacks: Arrays,
+    ids: Int[Array, "t w"],
+    weights: Float[Array, "t w"],
+    each: int,
+    gating: Callable | None = None,
+    interpret: bool = False,
+) -> Float[Array, "t d"]:
+    """`experts.experts_mlp` without a residual, of up to `FEW` tokens."""
+    hopper.count("portable_experts_few")
+    return _few(x, stacks, ids[:, :each], weights[:, :each], gating=gating, interpret=interpret)
+
+
+@partial(jax.jit, static_argnames=("gating", "interpret"))
+def _few(x, stacks, ids, weights, *, gating, interpret):
+    (t, d), k, f = x.shape, ids.shape[1], stacks[0][1].shape[2]
+    counts = tuple(len(down) for _, down in stacks)
+    columns, outputs = _divisor(f, 16), _divisor(d, 8 if t == 1 else 16)
+    launch = partial(pl.pallas_call, interpret=interpret, compiler_params=portable.triton().CompilerParams(num_warps=4))
+    hidden = launch(
+        partial(_few_up, counts, k, columns, _divisor(d, 256), gating),
+        out_shape=jax.ShapeDtypeStruct((t * k, f), x.dtype),
+        grid=(f // columns, t * k),
+        name="portable_experts_few_up",
+    )(ids.reshape(-1), x, *(gate_up for gate_up, _ in stacks))
+    return launch(
+        partial(_few_down, counts, k, outputs, _divisor(f, 512)),
+        out_shape=jax.ShapeDtypeStruct((t, d), x.dtype),
+        grid=(d // outputs, t),
+        name="portable_experts_few_down",
+    )(ids.reshape(-1), weights.astype(jnp.float32).reshape(-1), hidden, *(down for _, down in stacks))
+
+
+def _of(expert: Array, counts: tuple[int, ...], refs: tuple[Any, ...], rows: Any, columns: Any) -> Array:
+    """A part of an expert's weight, float32, from whichever stack has it; zeros of nobody's."""
+    total, first = 0.0, 0
+    for count, ref in zip(counts, refs, strict=True):
+        own = (expert >= first) & (expert < first + count)
+        part = ref.at[jnp.where(own, expert - first, 0), rows, columns]
+        mask = jnp.broadcast_to(own, (rows.size, columns.size))
+        total = total + portable.triton().load(part, mask=mask, other=0.0).astype(jnp.float32)
+        first += count
+    return total
+
+
+def _few_up(counts, k, columns, step, gating, ids_ref, x_ref, *refs):
+    """Some hidden columns of a pair."""
+    *refs, out_ref = refs
+    pair = pl.program_id(1)
+    token, expert, first = lax.div(pair, jnp.int32(k)), ids_ref[pair], pl.program_id(0) * columns
+    width, f = x_ref.shape[1], out_ref.shape[1]
+
+    def body(i, sums):
+        inputs = pl.ds(i * step, step)
+        row = x_ref[token, inputs].astype(jnp.float32)[None]
+        parts = (_of(expert, counts, refs, pl.ds(begin + first, columns), inputs) for begin in (0, f))
+        return tuple(total + part * row for total, part in zip(sums, parts, strict=True))
+
+    zeros = jnp.zeros((columns, step), jnp.float32)
+    gate, up = (jnp.sum(x, axis=1) for x in lax.fori_loop(0, width // step, body, (zeros, zeros)))
+    out_ref[pair, pl.ds(first, columns)] = _gated(gate, up, gating).astype(out_ref.dtype)
+
+
+def _few_down(counts, k, outputs, step, ids_ref, weights_ref, hidden_ref, *refs):
+    """Some outputs of a token: its experts', each rounded, then weighted and added."""
+    *refs, out_ref = refs
+    token, first, f = pl.program_id(1), pl.program_id(0) * outputs, hidden_ref.shape[1]
+    total = jnp.zeros((outputs,), jnp.float32)
+    for j in range(k):  # unrolled, so that all loads can be under way
+        pair = token * k + j
+        expert, sums = ids_ref[pair], jnp.zeros((outputs, step), jnp.float32)
+        for i in range(f // step):
+            inputs = pl.ds(i * step, step)
+            row = hidden_ref[pair, inputs].astype(jnp.float32)[None]
+            sums = sums + _of(expert, counts, refs, pl.ds(first, outputs), inputs) * row
+        mixed = jnp.sum(sums, axis=1).astype(out_ref.dtype).astype(jnp.float32)
+        total = total + jnp.where(expert < sum(counts), mixed * weights_ref[pair], 0.0)
+    out_ref[token, pl.ds(first, outputs)] = total.astype(out_ref.dtype)
+
+
+def items(
+    rows: Float[Array, "r d"],
+    stacks: Arrays,
+    work: Items,
+    gating: Callable | None = None,
+    interpret: bool = False,
+) -> Float[Array, "c d"]:
+    """`experts.reference`. Rows that are no item's may hold anything."""
+    hopper.count("portable_experts")
+    return _items(rows, stacks, work, gating=gating, interpret=interpret)
+
+
+@partial(jax.jit, static_argnames=("gating", "interpret"))
+def _items(rows, stacks, work, *, gating, interpret):
+    d, f = rows.shape[1], stacks[0][1].shape[2]
+    counts, tile = tuple(len(down) for _, down in stacks), max(work.rows, LEAST_ROWS)
+    most, capacity = len(work.table), work.capacity
+    warps, columns = (8, 128) if tile >= 128 else (4, 64)
+    params = portable.triton().CompilerParams(num_warps=warps, num_stages=3)
+    launch = partial(pl.pallas_call, interpret=interpret, compiler_params=params)
+    width = _divisor(f, 64)
+    hidden = launch(
+        partial(_item_up, counts, tile, width, _divisor(d, 64), gating),
+        out_shape=jax.ShapeDtypeStruct((capacity, f), rows.dtype),
+        grid=(f // width, most),
+        name="portable_experts_up",
+    )(work.table, rows, *(gate_up for gate_up, _ in stacks))
+    width = _divisor(d, columns)
+    return launch(
+        partial(_item_down, counts, tile, width, _divisor(f, 64)),
+        out_shape=jax.ShapeDtypeStruct((capacity, d), rows.dtype),
+        grid=(d // width, most),
+        name="portable_experts_down",
+    )(work.table, hidden, *(down for _, down in stacks))
+
+
+def _each_stack(counts: tuple[int, ...], table_ref: Any, item: Array, refs: Any, run: Callable) -> None:
+    """Run `run(ref, expert)` for the stack that has an item's expert, if the item is valid."""
+    expert, first = table_ref[item, EXPERT], 0
+    valid = (item < table_ref[0, COUNT]) & (table_ref[item, ROW_BLOCKS] > 0)
+    for count, ref in zip(counts, refs, strict=True):
+        own = valid & (expert >= first) & (expert < first + count)
+        pl.when(own)(partial(run, ref, expert - first))
+        first += count
+
+
+def _tile_rows(table_ref: Any, item: Array, column: int, tile: int) -> tuple[Array, Array]:
+    """Which rows an item's tile has, and whether they are the item's."""
+    row = jnp.arange(tile, dtype=jnp.int32)
+    return table_ref[item, column] * ALIGN + row, row < table_ref[item, ROW_BLOCKS] * ALIGN
+
+
+def _rows_of(ref: Any, index: Array, mask: Array, first: Array, step: int) -> Array:
+    """Some columns of rows."""
+    column = first + jnp.arange(step, dtype=jnp.int32)
+    at = ref.at[jnp.broadcast_to(index[:, None], (len(index), step)), jnp.broadcast_to(column, (len(index), step))]
+    return portable.triton().load(at, mask=jnp.broadcast_to(mask[:, None], (len(index), step)), other=0.0)
+
+
+def _put(ref: Any, index: Array, mask: Array, first: Array, value: Array) -> None:
+    column = first + jnp.arange(value.shape[1], dtype=jnp.int32)
+    at = ref.at[jnp.broadcast_to(index[:, None], value.shape), jnp.broadcast_to(column, value.shape)]
+    portable.triton().store(at, value.astype(ref.dtype), mask=jnp.broadcast_to(mask[:, None], value.shape))
+
+
+def _times(rows: Array, weight: Array) -> Array:
+    return lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _item_up(counts, tile, width, step, gating, table_ref, rows_ref, *refs):
+    """Some hidden columns of an item."""
+    *refs, out_ref = refs
+    item, first, f = pl.program_id(1), pl.program_id(0) * width, out_ref.shape[1]
+
+    def run(ref, expert):
+        index, mask = _tile_rows(table_ref, item, SOURCE, tile)
+
+        def body(i, sums):
+            rows, inputs = _rows_of(rows_ref, index, mask, i * step, step), pl.ds(i * step, step)
+            return tuple(
+                total + _times(rows, ref[expert, pl.ds(begin + first, width), inputs])
+                for total, begin in zip(sums, (0, f), strict=True)
+            )
+
+        zeros = jnp.zeros((tile, width), jnp.float32)
+        gate, up = lax.fori_loop(0, rows_ref.shape[1] // step, body, (zeros, zeros))
+        target, mask = _tile_rows(table_ref, item, TARGET, tile)
+        _put(out_ref, target, mask, first, _gated(gate, up, gating))
+
+    _each_stack(counts, table_ref, item, refs, run)
+
+
+def _item_down(counts, tile, width, step, table_ref, hidden_ref, *refs):
+    """Some outputs of an item."""
+    *refs, out_ref = refs
+    item, first = pl.program_id(1), pl.program_id(0) * width
+
+    def run(ref, expert):
+        index, mask = _tile_rows(table_ref, item, TARGET, tile)
+
+        def body(i, total):
+            rows = _rows_of(hidden_ref, index, mask, i * step, step)
+            return total + _times(rows, ref[expert, pl.ds(first, width), pl.ds(i * step, step)])
+
+        total = lax.fori_loop(0, hidden_ref.shape[1] // step, body, jnp.zeros((tile, width), jnp.float32))
+        _put(out_ref, index, mask, first, total)
+
+    _each_stack(counts, table_ref, item, refs, run)
