@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from jaxspec.pallas import experts, gated_delta, portable, top_experts
-from jaxspec.pallas.portable import attention
+from jaxspec.pallas.portable import attention, delta
 from jaxspec.weights import Weight
 
 # By compute capability: name, as jax knows it, multiprocessors, a block's and a multiprocessor's shared memory.
@@ -90,6 +90,11 @@ def steps(b: int, t: int, m: int = 16, n: int = 32, width: int = 128) -> tuple:
     return gated_delta.step, pool, shape((), jnp.int32), slots, slots, *operands
 
 
+def scans(b: int, n: int = 32, width: int = 128) -> tuple:
+    index, square = shape((b,), jnp.int32), shape((b, n, width, width), jnp.float32)
+    return delta.scan, shape((2, 9, n, width, width), jnp.float32), shape((), jnp.int32), *[index] * 3, square, square
+
+
 FP8 = "float8_e4m3fn"
 
 
@@ -113,6 +118,7 @@ def cases() -> Iterator[tuple[str, tuple]]:
     choose = lambda *args: top_experts.top_experts(*args, 8, True)  # noqa: E731
     yield "router", (choose, shape((32, 256), jnp.float32), shape((32,), jnp.int32), (rows, gate))
     yield "delta step, 32 requests of 4 rows", steps(32, 4)
+    yield "delta scan, 32 blocks", scans(32)
 
 
 def main(capabilities: list[str]) -> int:

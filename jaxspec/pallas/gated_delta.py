@@ -182,7 +182,7 @@ def reference_chunk(
     # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
     # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3).
     corrected, mixed, total, left = _within(q, k, logs, beta)
-    group = states.shape[2] // q.shape[2]
+    dtype, group = q.dtype, states.shape[2] // q.shape[2]
     q, k = (jnp.repeat(jnp.moveaxis(x.astype(jnp.float32), 1, 2), group, axis=1) for x in (q, k))
     taken = _einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
     written = _einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
@@ -191,6 +191,17 @@ def reference_chunk(
     carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - _einsum("bntj,bntk->bnjk", taken, kept)
     write = _einsum("bntv,bntk->bnvk", written, kept)
 
+    fits = portable_delta.scan_supported(states, dtype)
+    run = portable_delta.scan if portable.chosen(fits) else reference_scan
+    states, before = run(states, layer, slots, source, keep, carry, write)
+    updates = written - _einsum("bnvk,bntk->bntv", before, taken)
+    out = _einsum("bnvk,bntk->bntv", before, q) * total[..., None] + _einsum("bnti,bniv->bntv", mixed, updates)
+    return out.swapaxes(1, 2), states
+
+
+def reference_scan(states, layer, slots, source, keep, carry, write) -> tuple[Array, Array]:
+    """States after blocks that follow one another, S <- S carry + write, and the state before each."""
+
     def block(states, one):
         slot, source, keep, carry, write = one
         before = jnp.where(source < 0, 0, states[layer, jnp.maximum(source, 0)].astype(jnp.float32))
@@ -198,10 +209,7 @@ def reference_chunk(
         states = states.at[layer, slot].set(after)
         return states.at[layer, jnp.where(keep < 0, states.shape[1], keep)].set(after, mode="drop"), before
 
-    states, before = jax.lax.scan(block, states, (slots, source, keep, carry, write))
-    updates = written - _einsum("bnvk,bntk->bntv", before, taken)
-    out = _einsum("bnvk,bntk->bntv", before, q) * total[..., None] + _einsum("bnti,bniv->bntv", mixed, updates)
-    return out.swapaxes(1, 2), states
+    return jax.lax.scan(block, states, (slots, source, keep, carry, write))
 
 
 def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:

@@ -14,6 +14,7 @@ from tests.test_expert_stream import assert_close, bfloat16
 from tests.test_moe import random_case
 from tests.test_portable_attention import PROMPTS, check
 from tests.test_portable_delta import check as delta_check
+from tests.test_portable_delta import check_scan
 from tests.test_top_experts import inputs
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +38,11 @@ def test_attention_equals_dense_softmax(case):
 @pytest.mark.parametrize("case", DELTA, ids=lambda case: case.name)
 def test_a_delta_step_equals_the_plain_one(case):
     delta_check(case)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_prompts_follow_one_another(dtype):
+    check_scan(dtype)
 
 
 @pytest.mark.parametrize("t,shared", [(1, 512), (8, 512), (8, 0), (32, 512), (300, 0)])

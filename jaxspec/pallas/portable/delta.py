@@ -32,6 +32,17 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], *dtypes: Any) 
     return f"{n} value heads over {m} key heads; whole groups are supported" if n % m else None
 
 
+def scan_supported(states: Any, dtype: Any) -> str | None:
+    """Why the kernel can't run states [l, r, n, v, k] through a prompt's blocks of keys in `dtype`, or None if it can.
+
+    Training, in float32, needs derivatives, which it hasn't.
+    """
+    if states.dtype not in STATES or jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"states in {states.dtype.name} and keys in {jnp.dtype(dtype).name}"
+    v, k = states.shape[3:]
+    return f"keys of width {k} and values of width {v}" if k & (k - 1) or k < 16 or v % ROWS else None
+
+
 def step(
     state: Float[Array, "l r n v k"],
     keys: Float[Array, "l r q m k"],
@@ -103,3 +114,59 @@ def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, beta, 
         return s
 
     lax.fori_loop(0, q.shape[1], run, s)
+
+
+def scan(
+    states: Float[Array, "l r n v k"],
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    carry: Float[Array, "b n k k"],
+    write: Float[Array, "b n v k"],
+    interpret: bool = False,
+) -> tuple[Float[Array, "l r n v k"], Float[Array, "b n v k"]]:
+    """`gated_delta.scan_blocks`: the part of a prompt's blocks that follow one another."""
+    hopper.count("portable_delta_scan")
+    return _scan(states, layer.reshape(1), slots, source, keep, carry, write, interpret=interpret)
+
+
+@partial(jax.jit, static_argnames="interpret")
+def _scan(states, layer, slots, source, keep, carry, write, *, interpret):
+    b, n, v, _ = write.shape
+    return pl.pallas_call(
+        partial(_blocks, b, interpret),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (states, write)],
+        grid=(v // ROWS, n),
+        input_output_aliases={0: 0},
+        compiler_params=portable.triton().CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="portable_delta_scan",
+    )(states, layer, slots, source, keep, carry, write)
+
+
+def _blocks(count, interpret, _, layer, slots, source, keep, carry, write, states, before):
+    """Some rows of a head's state through all blocks, S <- S carry + write. A block reads what earlier ones wrote."""
+    n, rows = pl.program_id(1), pl.ds(pl.program_id(0) * ROWS, ROWS)
+    every = pl.ds(0, states.shape[4])
+    precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3  # float32's, nearly
+
+    def body(i, carried):
+        start, kept = source[i], keep[i]
+        s = states[layer[0], jnp.maximum(start, 0), n, rows, every].astype(jnp.float32)
+        s = jnp.where(start < 0, 0.0, s)
+        before[i, n, rows, every] = s
+        s = lax.dot(s, carry[i, n, every, every], precision=precision, preferred_element_type=jnp.float32)
+        s = s + write[i, n, rows, every]
+        after = s.astype(states.dtype)
+        states[layer[0], slots[i], n, rows, every] = after
+
+        @pl.when((kept >= 0) & (kept < states.shape[1]))
+        def _():
+            states[layer[0], kept, n, rows, every] = after
+
+        if not interpret:
+            portable.triton().debug_barrier()  # other threads of this program read what these have written
+        return carried
+
+    lax.fori_loop(0, count, body, 0)
