@@ -1,19 +1,23 @@
 """Compile the portable kernels for GPUs that aren't here: `python -m scripts.compile_portable [8.0 8.9 ...]`.
 
 It needs jax with its CUDA plugin (`pip install 'jax[cuda13]'`), and no GPU: XLA compiles for a description of one,
-Triton and ptxas included. So shared memory, registers and instructions fit; what the kernels compute there is not seen.
+Triton and ptxas included. So instructions and shared memory fit; what the kernels compute there is not seen.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={tempfile.mkdtemp(prefix='jaxspec-compiled-')}"
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +27,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from jaxspec.pallas import experts, gated_delta, portable, top_experts
 from jaxspec.pallas.portable import attention, delta
 from jaxspec.weights import Weight
+
+DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
 
 # By compute capability: name, as jax knows it, multiprocessors, a block's and a multiprocessor's shared memory.
 GPUS = {
@@ -60,6 +66,16 @@ def compiled(capability: str, f: Callable, *args: Any) -> jax.stages.Compiled:
     kind = AbstractDevice(device_kind=known, num_cores=None, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
         return jax.jit(f).lower(*args).compile()
+
+
+def shared_memory() -> int:
+    """Bytes that the largest kernel of the programs compiled since the last call has; they are forgotten."""
+    largest = 0
+    for path in DUMPED.iterdir():
+        if path.name.endswith("thunk_sequence.txt"):
+            largest = max([largest, *map(int, re.findall(r"shared_memory: (\d+)", path.read_text()))])
+        path.unlink()
+    return largest
 
 
 def attends(b=1, t=1, n=32, m=8, h=128, page=64, kv="bfloat16", window=None, places=0, sinks=False) -> tuple:
@@ -131,10 +147,14 @@ def main(capabilities: list[str]) -> int:
             started = time.monotonic()
             try:
                 compiled(capability, f, *args)
-                result = f"{time.monotonic() - started:.1f} s"
+                shared, most = shared_memory(), GPUS[capability][3]
+                result = f"{time.monotonic() - started:.1f} s, {shared} of {most} bytes of shared memory"
+                if not 0 < shared <= most:
+                    raise ValueError(result)
             except Exception as error:
                 failed, result = failed + 1, f"failed: {error}"
             print(f"{capability} ({GPUS[capability][0]}), {name}: {result}", flush=True)
+    DUMPED.rmdir()
     return failed
 
 
