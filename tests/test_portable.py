@@ -1,13 +1,15 @@
 """Which kernels a device gets, and that `--kernels` is obeyed, told and part of a kept program's key."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-import jaxspec
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.pallas import hopper, portable
+from jaxspec.pallas.portable import attention
+from tests.portable import outputs
 
 CPU = dict(platform="cpu")
 A100, H200 = (dict(platform="gpu", compute_capability=each, core_count=108) for each in ("8.0", "9.0"))
@@ -48,13 +50,13 @@ def test_other_names_are_refused():
         EngineConfig(kernels="triton")
 
 
-def test_programs_of_an_engine_are_traced_for_its_kernels(monkeypatch):
-    """In whichever thread, and at any time; and they aren't another's kept ones."""
-    asked = []
-    real = hopper.kernels_here
-    monkeypatch.setattr(hopper, "kernels_here", lambda: (asked.append(hopper.asked()), real())[1])
-    model = "smollm2-135m-instruct"
-    options = dict(load_format="dummy", max_running_requests=2, context_length=64, disable_structured_output=True)
-    llm = jaxspec.LLM(model=model, kernels="portable", skip_warmup=True, **options)
-    llm.generate(["a"], jaxspec.SamplingParams(max_tokens=2, temperature=0))
-    assert set(asked) == {"portable"}
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_an_engine_says_with_portable_kernels_what_it_says_without(draft, monkeypatch):
+    """Its programs are traced in threads, at any time: they have the kernels that it was asked for."""
+    monkeypatch.setattr(portable, "kernels_here", lambda: None if hopper.asked() == "portable" else "not asked")
+    monkeypatch.setattr(attention, "attention", partial(attention.attention, interpret=True))
+    (_, expected), (llm, got) = (outputs("qwen3", draft, kernels=kernels) for kernels in ("plain", "portable"))
+    assert [out.token_ids for out in got] == [out.token_ids for out in expected]
+    stats = llm.engine.stats()
+    assert stats["kernels"]["portable_attention"] >= 3  # a prompt's, a request's first token, a round's
+    assert {line["path"] for line in stats["paths"]} == {"portable"}

@@ -8,6 +8,8 @@ import pytest
 
 from jaxspec.pallas import experts, hopper, top_experts
 from jaxspec.pallas.portable import router
+from tests.gpu.test_lossless import NEAR_TIE, logit_gap
+from tests.portable import outputs
 from tests.test_decode_attention import CASES, Case
 from tests.test_delta_step import CASES as DELTA
 from tests.test_expert_stream import assert_close, bfloat16
@@ -64,3 +66,15 @@ def test_a_router_chooses_as_the_plain_one(t, e, k, width):
     expected_ids, expected = top_experts.reference(*given, k, True)
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "qwen3_5"])
+def test_greedy_text_is_the_same_with_drafts_and_without(family):
+    """In float32, but for near-ties: other numbers of rows add up in another order."""
+    for draft in ("none", "ngram"):
+        llm, got = outputs(family, draft, kernels="portable", num_draft_tokens=None if draft == "none" else 3)
+        assert llm.engine.stats()["kernels"]["portable_attention"]
+        expected = got if draft == "none" else expected
+        for out, want in zip(got, expected, strict=True):
+            if out.token_ids != want.token_ids:
+                assert logit_gap(llm.engine.runner.model, out, want) < NEAR_TIE
