@@ -63,6 +63,7 @@ def compiled(capability: str, f: Callable, *args: Any) -> jax.stages.Compiled:
     (device,) = topologies.get_topology_desc("", platform="cuda", target_config=target, topology="1x1x1").devices
     here = SingleDeviceSharding(device)
     args = jax.tree.map(lambda x: shape(x.shape, x.dtype, sharding=here), args)
+    portable.capability, portable.multiprocessors = lambda: float(capability), lambda: cores
     kind = AbstractDevice(device_kind=known, num_cores=None, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
         return jax.jit(f).lower(*args).compile()

@@ -47,14 +47,23 @@ def kernels_here() -> str | None:
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"the device is a {device.platform.upper()}"
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    try:
-        enough = float(capability) >= LEAST
-    except ValueError:
-        enough = False
-    if not enough:
-        return f"{device.device_kind} has compute capability {capability}; {LEAST} and later are supported"
+    if capability() < LEAST:
+        told = getattr(device, "compute_capability", "unknown")
+        return f"{device.device_kind} has compute capability {told}; {LEAST} and later are supported"
     return missing()
+
+
+def capability() -> float:
+    """The compute capability of this process's default device; 0 where it has none."""
+    try:
+        return float(jax.devices()[0].compute_capability)
+    except (AttributeError, ValueError):
+        return 0.0
+
+
+def operands_stay() -> bool:
+    """Whether tensor cores read operands from shared memory: on Hopper, and on Blackwell but for desktops' cards."""
+    return 9 <= capability() < 12
 
 
 def chosen(reason: str | None) -> bool:

@@ -25,7 +25,7 @@ from jaxspec.pallas import hopper, portable
 HEAD_WIDTHS = (16, 32, 64, 128, 256)
 LEAST_PAGE, LEAST_ROWS = 16, 16  # the narrowest sides of a product
 FP8 = jnp.float8_e4m3fn
-MAX_PARTS = 64
+MAX_PARTS = 16
 LOG2E = math.log2(math.e)
 NARROW_INDEX = range(2**31 + 1, 2**32 + 1)  # bytes: jax indexes such arrays by 32 bits, with a sign
 
@@ -71,8 +71,12 @@ class Plan:
 
     @property
     def launch(self) -> tuple[int, int]:
-        """Warps of a program, and steps whose keys and values are under way."""
-        return (4 if self.rows < 128 else 8), 2
+        """Warps of a program, and steps whose keys and values are under way.
+
+        Four are faster where products leave their operands in shared memory. Elsewhere a thread would have too many
+        numbers of 128 rows.
+        """
+        return 8 if self.rows == 128 and not portable.operands_stay() else 4, 2
 
     @property
     def last_step(self) -> int:
