@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
+from jaxspec.decoder.matmul import gating
+from jaxspec.decoder.spec import ClampedSwiglu
 from jaxspec.pallas import experts, gated_delta, portable, top_experts
 from jaxspec.pallas.portable import attention, delta
-from jaxspec.weights import Weight
+from jaxspec.weights import Mxfp4, Weight
 
 DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
 
@@ -98,6 +101,16 @@ def mixes(tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8, sh
     return experts.experts_mlp, shape((tokens, d), jnp.bfloat16), stacks, *routing
 
 
+def packed(tokens: int, width: int = 2880, e: int = 32, k: int = 4) -> tuple:
+    def weight(n: int) -> Weight:
+        return Weight(shape((e, n, width // 2), jnp.uint8), Mxfp4(), scales=shape((e, width // 32, n), jnp.uint8))
+
+    biases = shape((e, 2 * width), jnp.bfloat16), shape((e, width), jnp.bfloat16)
+    routing = shape((tokens, k), jnp.int32), shape((tokens, k), jnp.float32)
+    run = partial(experts.experts_mlp, gating=gating(ClampedSwiglu(1.702, 7.0)))
+    return run, shape((tokens, width), jnp.bfloat16), [(weight(2 * width), weight(width), *biases)], *routing
+
+
 def steps(b: int, t: int, m: int = 16, n: int = 32, width: int = 128) -> tuple:
     heads = dict(key_heads=m, value_heads=n, key_width=width, value_width=width)
     pool = jax.eval_shape(lambda: gated_delta.empty(2, b + 1, t, **heads, dtype="float32", key_dtype="bfloat16"))
@@ -131,6 +144,8 @@ def cases() -> Iterator[tuple[str, tuple]]:
     for tokens in (1, 8, 32, 128, 2048):
         yield f"experts, {tokens} tokens", mixes(tokens)
     yield "experts 768 wide, 2048 tokens", mixes(2048, f=768, e=128, shared=0)
+    for tokens in (1, 2048):
+        yield f"experts in MXFP4, {tokens} tokens", packed(tokens)
     rows, gate = shape((32, 2048), jnp.bfloat16), shape((2048, 1), jnp.bfloat16)
     choose = lambda *args: top_experts.top_experts(*args, 8, True)  # noqa: E731
     yield "router", (choose, shape((32, 256), jnp.float32), shape((32,), jnp.int32), (rows, gate))

@@ -23,6 +23,7 @@ from jaxspec.pallas import expert_few, expert_fp8, expert_mxfp4, expert_plan, ex
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items
 from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.pallas.portable import experts as portable_experts
+from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
 from jaxspec.weights import Mxfp4, Unquantised, Weight, expert_matmul, formats
 
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
@@ -57,14 +58,15 @@ def experts_mlp(
     few = unread or expert_few.supported(len(x if residual is None else residual), each, x.dtype, arrays)
     if chosen(few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, arrays, ids, weights, residual, each=each)
-    ported = portable_experts.supported(x.dtype, stacks)
+    packed = Mxfp4() in formats(stacks)
+    ported = (portable_mxfp4 if packed else portable_experts).supported(x.dtype, stacks)
     if ported is not None:
         portable.tell("a mixture of experts", ported)
-    unquantised = [(stack[0].unquantised, stack[1].unquantised) for stack in stacks] if ported is None else []
-    if portable.chosen(ported) and len(x) <= portable_experts.FEW:
+    unquantised = [] if ported or packed else [(stack[0].unquantised, stack[1].unquantised) for stack in stacks]
+    if portable.chosen(ported) and not packed and len(x) <= portable_experts.FEW:
         return _added(residual, portable_experts.few(x, unquantised, ids, weights, each, gating))
     fits = unread or expert_stream.supported(x.dtype, arrays)
-    if packed := Mxfp4() in formats(stacks):
+    if packed:
         quantised, highest = expert_mxfp4.supported(x.dtype, stacks), expert_mxfp4.MAX_ROWS
     else:
         quantised = _beyond_kernels(stacks, gating) or expert_fp8.supported(x.dtype, stacks)
@@ -72,13 +74,15 @@ def experts_mlp(
     if fits is not None and quantised is not None:
         tell("a mixture of experts", fits if unread is None else quantised)
     experts = sum(len(stack[1].values) for stack in stacks)
-    rows, items, place = plan(x, ids, experts, each, highest if chosen(quantised) else ITEM_ROWS[-1])
+    smaller = chosen(quantised) or (packed and portable.chosen(ported))
+    rows, items, place = plan(x, ids, experts, each, highest if smaller else ITEM_ROWS[-1])
     if chosen(quantised):
         out = expert_mxfp4.mix(rows, stacks, items, gating) if packed else expert_fp8.mix(rows, stacks, items)
     elif chosen(fits, expert_stream.BLOCKS):
         out = expert_stream.stream(rows, arrays, items)
     elif portable.chosen(ported):
-        out = portable_experts.items(rows, unquantised, items, gating)
+        run = portable_mxfp4.items if packed else portable_experts.items
+        out = run(rows, stacks[0] if packed else unquantised, items, gating)
     else:
         out = reference(rows, stacks, items, gating)
     return _added(residual, combine(out, place, weights[:, :each]))

@@ -1,17 +1,20 @@
 """The portable kernels on the device, at the sizes of models, against what they must equal."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
+from jaxspec.decoder.matmul import gating
 from jaxspec.pallas import experts, hopper, top_experts
 from jaxspec.pallas.portable import router
 from tests.gpu.test_lossless import NEAR_TIE, logit_gap
 from tests.portable import outputs
 from tests.test_decode_attention import CASES, Case
 from tests.test_delta_step import CASES as DELTA
+from tests.test_expert_mxfp4 import GPT_OSS, mxfp4_case, naive
 from tests.test_expert_stream import assert_close, bfloat16
 from tests.test_moe import random_case
 from tests.test_portable_attention import PROMPTS, check
@@ -78,3 +81,12 @@ def test_greedy_text_is_the_same_with_drafts_and_without(family):
         for out, want in zip(got, expected, strict=True):
             if out.token_ids != want.token_ids:
                 assert logit_gap(llm.engine.runner.model, out, want) < NEAR_TIE
+
+
+@pytest.mark.parametrize("t,e,k", [(1, 8, 4), (9, 8, 4), (300, 4, 2)])
+def test_a_mixture_in_mxfp4_matches_numpy(t, e, k):
+    (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, d=576, f=704)
+    with hopper.using("portable"), hopper.counting() as chosen:
+        got = jax.jit(partial(experts.experts_mlp, gating=gating(GPT_OSS)))(x, stacks, ids, weights)
+    assert chosen["portable_mxfp4"]
+    assert_close(got, naive(x, ids, weights, whole, GPT_OSS))

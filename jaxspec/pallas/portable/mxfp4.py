@@ -1,0 +1,148 @@
+"""Experts in MXFP4 on any NVIDIA GPU, with biases and any activation; see `pallas.experts` and `jaxspec.mxfp4`.
+
+As `experts.items`: a program takes a tile of an item's products. A word has eight inputs, two of which are a pair that
+one shift and a mask bring out. So rows are arranged beforehand: all words' first inputs, all their second ones, and so
+on. A number becomes float16's bits, times its block's scale, which bfloat16 holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from jaxspec.mxfp4 import BLOCK, MASK
+from jaxspec.pallas import hopper, portable
+from jaxspec.pallas.expert_stream import COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
+from jaxspec.pallas.portable.experts import LEAST_ROWS, NARROW, _gated, _put, _rows_of, _tile_rows, _times
+from jaxspec.weights import Mxfp4
+
+WORDS = 16  # of each output, that are multiplied at once
+EACH = 8  # inputs of a word
+MAX_ROWS = 64  # of an item
+_MASK = MASK - 2**32  # as a signed number
+
+
+def supported(dtype: Any, stacks: list) -> str | None:
+    """Why the kernels can't compute these `experts.Stack`s of rows of `dtype`, or None if they can."""
+    if not all(isinstance(weight.format, Mxfp4) for stack in stacks for weight in stack[:2]):
+        return "experts that aren't in MXFP4"
+    if len(stacks) > 1:
+        return "several stacks of experts in MXFP4"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"rows in {jnp.dtype(dtype).name}; bfloat16 is supported"
+    down = stacks[0][1]
+    d, f = down.outputs, down.inputs
+    return f"widths {d} and {f}; multiples of {NARROW} are supported" if d % NARROW or f % NARROW else None
+
+
+def items(
+    rows: Float[Array, "r d"],
+    stack: tuple,
+    work: Items,
+    gating: Callable | None = None,
+    interpret: bool = False,
+) -> Float[Array, "c d"]:
+    """`experts.reference` of one stack. Rows that are no item's may hold anything."""
+    hopper.count("portable_mxfp4")
+    gate_up, down, *biases = stack
+    up = (_words(gate_up.values), gate_up.scales, *biases[:1])
+    down = (_words(down.values), down.scales, *biases[1:])
+    return _items(rows, up, down, work, gating=gating, interpret=interpret)
+
+
+def _words(values: Array) -> Array:
+    """Four bytes each, [e, n, k / 8]."""
+    return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 4), jnp.int32)
+
+
+@partial(jax.jit, static_argnames=("gating", "interpret"))
+def _items(rows, up, down, work, *, gating, interpret):
+    tile = max(work.rows, LEAST_ROWS)
+    params = portable.triton().CompilerParams(num_warps=4, num_stages=2)
+    for name, source, weights, gates in (("up", SOURCE, up, 2), ("down", TARGET, down, 1)):
+        outputs = weights[0].shape[1] // gates
+        rows = pl.pallas_call(
+            partial(_item, tile, source, gates, gating, len(weights) > 2),
+            out_shape=jax.ShapeDtypeStruct((work.capacity, outputs), rows.dtype),
+            grid=(outputs // NARROW, len(work.table)),
+            compiler_params=params,
+            interpret=interpret,
+            name=f"portable_mxfp4_{name}",
+        )(work.table, _arranged(rows), *weights)
+    return rows
+
+
+def _arranged(rows: Float[Array, "r k"]) -> Float[Array, "r k"]:
+    """The first inputs of all words, then their second ones, ...: word c of a block has inputs 8i + 2c and the next."""
+    r, k = rows.shape
+    return rows.reshape(r, k // BLOCK, 4, 4, 2).transpose(0, 2, 4, 1, 3).reshape(r, k)
+
+
+def _item(tile, source, gates, gating, biased, table_ref, rows_ref, words_ref, scales_ref, *refs):
+    """`NARROW` outputs of an item: of one product, or of gate and up, which it combines."""
+    item, first = pl.program_id(1), pl.program_id(0) * NARROW
+    expert, words = table_ref[item, EXPERT], words_ref.shape[2]
+    outputs = words_ref.shape[1] // gates
+
+    @pl.when((item < table_ref[0, COUNT]) & (table_ref[item, ROW_BLOCKS] > 0))
+    def _():
+        index, mask = _tile_rows(table_ref, item, source, tile)
+
+        def body(i, sums):
+            begin = i * WORDS
+            parts = [_part(rows_ref, index, mask, n * words + begin, begin, words) for n in range(EACH)]
+            return tuple(
+                _added(total, parts, words_ref, scales_ref, expert, gate * outputs + first, begin)
+                for gate, total in enumerate(sums)
+            )
+
+        sums = (jnp.zeros((tile, NARROW), jnp.float32),) * gates
+        sums = lax.fori_loop(0, -(-words // WORDS), body, sums)
+        if biased:
+            each = [refs[0][expert, pl.ds(gate * outputs + first, NARROW)] for gate in range(gates)]
+            sums = [total + bias.astype(jnp.float32)[None] for total, bias in zip(sums, each, strict=True)]
+        target, mask_out = _tile_rows(table_ref, item, TARGET, tile)
+        _put(refs[-1], target, mask_out, first, _gated(*sums, gating) if gates > 1 else sums[0])
+
+
+def _part(rows_ref, index, mask, first, begin, words):
+    """The n-th inputs of some words; zeros of those that aren't there."""
+    there = begin + jnp.arange(WORDS, dtype=jnp.int32) < words
+    return jnp.where(there[None], _rows_of(rows_ref, index, mask, first, WORDS), 0)
+
+
+def _added(total, parts, words_ref, scales_ref, expert, first, begin):
+    """A sum with the products of some words' inputs."""
+    shape = NARROW, WORDS
+    output, word = (lax.broadcasted_iota(jnp.int32, shape, axis) + start for axis, start in enumerate((first, begin)))
+    there = word < words_ref.shape[2]
+    which, load = jnp.full(shape, 1, jnp.int32) * expert, portable.triton().load
+    words = load(words_ref.at[which, output, word], mask=there, other=0)
+    block = lax.div(word, jnp.int32(BLOCK // EACH))
+    power = load(scales_ref.at[which, block, output], mask=there, other=0).astype(jnp.int32)
+    scale = lax.bitcast_convert_type(power << 23, jnp.float32) * 2.0**14
+    for i, bits in enumerate(_unpacked(words)):
+        for parity in range(2):
+            number = _number(bits & 0xFFFF if parity == 0 else lax.shift_right_logical(bits, jnp.int32(16)))
+            total = total + _times(parts[2 * i + parity], (number * scale).astype(parts[0].dtype))
+    return total
+
+
+def _unpacked(word: Array) -> list[Array]:
+    """`mxfp4.unpacked`, of signed words."""
+    right = lambda by: lax.shift_right_logical(word, jnp.int32(by))  # noqa: E731
+    each = word, word << 10 | right(22), right(4) ^ word << 4, word << 6
+    return [bits & jnp.int32(_MASK) for bits in each]
+
+
+def _number(half: Array) -> Array:
+    """E2M1 in bfloat16's place, as float32 times 2**-14."""
+    bits = (half & 0x8000) | ((half & 0x1C0) << 3)
+    return lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.float16).astype(jnp.float32)
