@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
@@ -121,6 +122,9 @@ def load_model(
     declared, how = MODELS[config.model_type].tensors(config.decoder), source.files.quantization
     online = quantization is not None and how is None
     declared = in_format(declared, how, quantization, load_format, fp8_activations)
+    beside = ThreadPoolExecutor(1, "tokenizer")  # which takes seconds, most of them imports
+    reading = beside.submit(source.files.tokenizer)
+    beside.shutdown(wait=False)
     try:
         if load_format == "dummy":
             params = jax.block_until_ready(dummy(declared, dtype, seed, mesh))
@@ -137,7 +141,7 @@ def load_model(
             "device has free; use a smaller model, --quantization fp8, or a smaller --dtype"
         ) from error
     sampling = _sampling(source.files.generation, source.name)
-    tokenizer, scales = source.files.tokenizer(), None
+    tokenizer, scales = reading.result(), None
     if how is not None and load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, text_name)
     return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)

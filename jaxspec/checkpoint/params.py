@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -202,16 +204,15 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
     root = jax.random.key(seed)
     if mesh is not None:
         sharding.check_params(declared, mesh.size)
+    drawn = {} if isinstance(root, jax.core.Tracer) else _compiled(declared, dtype)
     key_of = lambda path: jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))  # noqa: E731
 
     def values(path, param: Param) -> jax.Array:
         if param.init != "normal":
             return jnp.full(param.shape, {"ones": 1, "zeros": 0}[param.init], param.dtype or dtype)
         key = key_of(path)
-        if param.stacked:
-            return _normal_stack(key, param.shape, param.shape[-1] ** -0.5, dtype)
-        std = param.shape[0] ** -0.5 if param.transpose else _EMBEDDING_STD
-        return _normal(key, param.shape, std, param.dtype or dtype)
+        draw, *fixed = _drawing(param, dtype)
+        return drawn[draw, *fixed](key) if drawn else draw(key, *fixed)
 
     def make(path, param: Param) -> Any:
         if mesh is not None:
@@ -226,6 +227,26 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
         return jax.block_until_ready(param.made(*_quantised(sources, param.layout)))
 
     return jax.tree_util.tree_map_with_path(make, declared)
+
+
+def _drawing(param: Param, dtype: str) -> tuple[Callable, tuple[int, ...], float, str]:
+    """What draws a parameter's values, and its static arguments."""
+    if param.stacked:
+        return _normal_stack, param.shape, param.shape[-1] ** -0.5, dtype
+    std = param.shape[0] ** -0.5 if param.transpose else _EMBEDDING_STD
+    return _normal, param.shape, std, param.dtype or dtype
+
+
+def _compiled(declared: Any, dtype: str) -> dict[tuple, Callable[[jax.Array], jax.Array]]:
+    """Programs that draw values, by `_drawing`. They are compiled beside one another: one after the other took a GPU
+    longer than to run them all."""
+    drawn = [param for param in jax.tree.leaves(declared) if param.init == "normal"]
+    drawn = [param for param in drawn if param.stacked or not isinstance(param.format, Mxfp4)]
+    wanted = list(dict.fromkeys(_drawing(param, dtype) for param in drawn))
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+    lowered = [draw.lower(key, shape, std, dtype) for draw, shape, std, dtype in wanted]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(wanted, pool.map(lambda each: each.compile(), lowered), strict=True))
 
 
 def _sources(param: Param, array: jax.Array) -> tuple[Param, list[jax.Array]]:
