@@ -50,7 +50,7 @@ def test_other_names_are_refused():
         EngineConfig(kernels="triton")
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("draft", [pytest.param("none", marks=pytest.mark.exhaustive), "ngram"])
 def test_an_engine_says_with_portable_kernels_what_it_says_without(draft, monkeypatch):
     """Its programs are traced in threads, at any time: they have the kernels that it was asked for."""
     monkeypatch.setattr(portable, "kernels_here", lambda: None if hopper.asked() == "portable" else "not asked")

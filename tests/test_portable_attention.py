@@ -16,7 +16,7 @@ from jaxspec.pallas.paged_attention import paged_attention
 from jaxspec.pallas.portable import attention as op
 from tests.portable import KINDS, lowered
 from tests.sample import one_in
-from tests.test_decode_attention import CASES, Case, dense
+from tests.test_decode_attention import CASES, RARE, Case, dense
 
 PROMPTS = [
     Case("prompt", t=64, lengths=(64, 70, 10), group=2),
@@ -41,7 +41,10 @@ def check(case: Case, interpret: bool = False) -> None:
     assert (error / scale < 0.01).all(), (error / scale).max()
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in [*CASES, *PROMPTS]])
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.name, marks=pytest.mark.exhaustive if case.name in RARE else ())
+    for case in [*CASES, *PROMPTS]
+])  # fmt: skip
 def test_equals_dense_softmax(case):
     check(case, interpret=True)
 
