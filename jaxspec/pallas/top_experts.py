@@ -47,7 +47,10 @@ def top_experts(
         tell("a mixture's router", fits)
     if chosen(fits):
         return select(logits, positions, shared, k=k, renormalised=renormalised)
-    if portable.chosen(router.supported(logits.shape[1], k, shared)):
+    fits = router.supported(logits.shape[1], k, shared)
+    if fits is not None:
+        portable.tell("a mixture's router", fits)
+    if portable.chosen(fits):
         return router.select(logits, positions, shared, k=k, renormalised=renormalised)
     return reference(logits, positions, shared, k, renormalised)
 

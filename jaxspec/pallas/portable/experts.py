@@ -49,7 +49,8 @@ def _divisor(n: int, most: int) -> int:
     return min(n & -n, most)
 
 
-def _gated(gate: Array, up: Array, gating: Callable | None) -> Array:
+def gated(gate: Array, up: Array, gating: Callable | None) -> Array:
+    """The hidden columns of gate's and up's; no `gating`: silu(gate) * up."""
     return gating(gate, up) if gating else gate * jax.nn.sigmoid(gate) * up
 
 
@@ -114,7 +115,7 @@ def _few_up(counts, k, columns, step, gating, ids_ref, x_ref, *refs):
 
     zeros = jnp.zeros((columns, step), jnp.float32)
     gate, up = (jnp.sum(x, axis=1) for x in lax.fori_loop(0, width // step, body, (zeros, zeros)))
-    out_ref[pair, pl.ds(first, columns)] = _gated(gate, up, gating).astype(out_ref.dtype)
+    out_ref[pair, pl.ds(first, columns)] = gated(gate, up, gating).astype(out_ref.dtype)
 
 
 def _few_down(counts, k, outputs, step, ids_ref, weights_ref, hidden_ref, *refs):
@@ -180,26 +181,27 @@ def _each_stack(counts: tuple[int, ...], table_ref: Any, item: Array, refs: Any,
         first += count
 
 
-def _tile_rows(table_ref: Any, item: Array, column: int, tile: int) -> tuple[Array, Array]:
+def tile_rows(table_ref: Any, item: Array, column: int, tile: int) -> tuple[Array, Array]:
     """Which rows an item's tile has, and whether they are the item's."""
     row = jnp.arange(tile, dtype=jnp.int32)
     return table_ref[item, column] * ALIGN + row, row < table_ref[item, ROW_BLOCKS] * ALIGN
 
 
-def _rows_of(ref: Any, index: Array, mask: Array, first: Array, step: int) -> Array:
+def rows_of(ref: Any, index: Array, mask: Array, first: Array, step: int) -> Array:
     """Some columns of rows."""
     column = first + jnp.arange(step, dtype=jnp.int32)
     at = ref.at[jnp.broadcast_to(index[:, None], (len(index), step)), jnp.broadcast_to(column, (len(index), step))]
     return portable.triton().load(at, mask=jnp.broadcast_to(mask[:, None], (len(index), step)), other=0.0)
 
 
-def _put(ref: Any, index: Array, mask: Array, first: Array, value: Array) -> None:
+def put(ref: Any, index: Array, mask: Array, first: Array, value: Array) -> None:
+    """Write some columns of rows."""
     column = first + jnp.arange(value.shape[1], dtype=jnp.int32)
     at = ref.at[jnp.broadcast_to(index[:, None], value.shape), jnp.broadcast_to(column, value.shape)]
     portable.triton().store(at, value.astype(ref.dtype), mask=jnp.broadcast_to(mask[:, None], value.shape))
 
 
-def _times(rows: Array, weight: Array) -> Array:
+def times(rows: Float[Array, "r k"], weight: Float[Array, "n k"]) -> Float[Array, "r n"]:
     return lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -209,19 +211,19 @@ def _item_up(counts, tile, width, step, gating, table_ref, rows_ref, *refs):
     item, first, f = pl.program_id(1), pl.program_id(0) * width, out_ref.shape[1]
 
     def run(ref, expert):
-        index, mask = _tile_rows(table_ref, item, SOURCE, tile)
+        index, mask = tile_rows(table_ref, item, SOURCE, tile)
 
         def body(i, sums):
-            rows, inputs = _rows_of(rows_ref, index, mask, i * step, step), pl.ds(i * step, step)
+            rows, inputs = rows_of(rows_ref, index, mask, i * step, step), pl.ds(i * step, step)
             return tuple(
-                total + _times(rows, ref[expert, pl.ds(begin + first, width), inputs])
+                total + times(rows, ref[expert, pl.ds(begin + first, width), inputs])
                 for total, begin in zip(sums, (0, f), strict=True)
             )
 
         zeros = jnp.zeros((tile, width), jnp.float32)
         gate, up = lax.fori_loop(0, rows_ref.shape[1] // step, body, (zeros, zeros))
-        target, mask = _tile_rows(table_ref, item, TARGET, tile)
-        _put(out_ref, target, mask, first, _gated(gate, up, gating))
+        target, mask = tile_rows(table_ref, item, TARGET, tile)
+        put(out_ref, target, mask, first, gated(gate, up, gating))
 
     _each_stack(counts, table_ref, item, refs, run)
 
@@ -232,13 +234,13 @@ def _item_down(counts, tile, width, step, table_ref, hidden_ref, *refs):
     item, first = pl.program_id(1), pl.program_id(0) * width
 
     def run(ref, expert):
-        index, mask = _tile_rows(table_ref, item, TARGET, tile)
+        index, mask = tile_rows(table_ref, item, TARGET, tile)
 
         def body(i, total):
-            rows = _rows_of(hidden_ref, index, mask, i * step, step)
-            return total + _times(rows, ref[expert, pl.ds(first, width), pl.ds(i * step, step)])
+            rows = rows_of(hidden_ref, index, mask, i * step, step)
+            return total + times(rows, ref[expert, pl.ds(first, width), pl.ds(i * step, step)])
 
         total = lax.fori_loop(0, hidden_ref.shape[1] // step, body, jnp.zeros((tile, width), jnp.float32))
-        _put(out_ref, index, mask, first, total)
+        put(out_ref, index, mask, first, total)
 
     _each_stack(counts, table_ref, item, refs, run)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxspec.mxfp4 import BLOCK, MASK
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.expert_stream import COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
-from jaxspec.pallas.portable.experts import LEAST_ROWS, NARROW, _gated, _put, _rows_of, _tile_rows, _times
+from jaxspec.pallas.portable.experts import LEAST_ROWS, NARROW, gated, put, rows_of, tile_rows, times
 from jaxspec.weights import Mxfp4
 
 WORDS = 16  # of each output, that are multiplied at once
@@ -93,7 +93,7 @@ def _item(tile, source, gates, gating, biased, table_ref, rows_ref, words_ref, s
 
     @pl.when((item < table_ref[0, COUNT]) & (table_ref[item, ROW_BLOCKS] > 0))
     def _():
-        index, mask = _tile_rows(table_ref, item, source, tile)
+        index, mask = tile_rows(table_ref, item, source, tile)
 
         def body(i, sums):
             begin = i * WORDS
@@ -108,14 +108,14 @@ def _item(tile, source, gates, gating, biased, table_ref, rows_ref, words_ref, s
         if biased:
             each = [refs[0][expert, pl.ds(gate * outputs + first, NARROW)] for gate in range(gates)]
             sums = [total + bias.astype(jnp.float32)[None] for total, bias in zip(sums, each, strict=True)]
-        target, mask_out = _tile_rows(table_ref, item, TARGET, tile)
-        _put(refs[-1], target, mask_out, first, _gated(*sums, gating) if gates > 1 else sums[0])
+        target, mask_out = tile_rows(table_ref, item, TARGET, tile)
+        put(refs[-1], target, mask_out, first, gated(*sums, gating) if gates > 1 else sums[0])
 
 
 def _part(rows_ref, index, mask, first, begin, words):
     """The n-th inputs of some words; zeros of those that aren't there."""
     there = begin + jnp.arange(WORDS, dtype=jnp.int32) < words
-    return jnp.where(there[None], _rows_of(rows_ref, index, mask, first, WORDS), 0)
+    return jnp.where(there[None], rows_of(rows_ref, index, mask, first, WORDS), 0)
 
 
 def _added(total, parts, words_ref, scales_ref, expert, first, begin):
@@ -131,7 +131,7 @@ def _added(total, parts, words_ref, scales_ref, expert, first, begin):
     for i, bits in enumerate(_unpacked(words)):
         for parity in range(2):
             number = _number(bits & 0xFFFF if parity == 0 else lax.shift_right_logical(bits, jnp.int32(16)))
-            total = total + _times(parts[2 * i + parity], (number * scale).astype(parts[0].dtype))
+            total = total + times(parts[2 * i + parity], (number * scale).astype(parts[0].dtype))
     return total
 
 
