@@ -78,7 +78,8 @@ def _token(k: int, renormalised: bool, logits_ref: Any, positions_ref: Any, *ref
         ids_ref[token, j] = jnp.where(valid, ids[j], NOBODY)
         weights_ref[token, j] = jnp.exp(best[j] - best[0]) / among
     if shared:
-        ids_ref[token, k] = jnp.where(valid, experts, NOBODY)
+        # Of two Python numbers, jax 0.11.2 would make booleans.
+        ids_ref[token, k] = jnp.where(valid, jnp.int32(experts), jnp.int32(NOBODY))
         weights_ref[token, k] = jax.nn.sigmoid(_product(token, *shared))
 
 
