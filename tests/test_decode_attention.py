@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import decode_attention as op
-from tests.sample import one_in
+from tests.sample import one_in, rare
 
 LAYERS, LAYER = 2, 1
 STRANGER = 300.0  # what keys and values that nobody should see are filled with
@@ -187,6 +187,13 @@ RARE = {
     "window, tree of two tiles, pair",
     "sinks, two tiles, pair",
     "sinks, tree, fp8",
+    "window, a step of a tree, blocks",
+    "two tiles, blocks",
+    "verify, pair",
+    "window, tree",
+    "a step of a tree, all bits",
+    "window of one, pages of 128",
+    "fp8, many rows",
 }
 
 
@@ -197,7 +204,7 @@ def test_equals_dense_softmax(case):
     check(case, interpret=plgpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize("h,page,group,t,fp8,places,few,window", one_in(len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
+@pytest.mark.parametrize("h,page,group,t,fp8,places,few,window", one_in(2 * len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
     (64, 4, 1, False, 0, False, None),
     (16, 7, 4, False, 16, True, None),
     (32, 16, 4, False, 0, True, None),
@@ -210,7 +217,7 @@ def test_lowers_for_cuda(h, page, group, t, fp8, places, few, window):
     lower(few, t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, places=places, window=window)
 
 
-@pytest.mark.parametrize("t,few,places,window", [(1, True, 0, 128), (16, False, 16, None)])
+@pytest.mark.parametrize("t,few,places,window", [(1, True, 0, 128), rare(16, False, 16, None)])
 def test_lowers_for_cuda_with_sinks(t, few, places, window):
     lower(few, t=t, group=8, h=64, places=places, window=window, sinks=True)
 

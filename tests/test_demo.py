@@ -64,6 +64,7 @@ def test_where_the_cache_is():
     assert demo.cache_folder({}) == Path.home() / ".cache" / "jaxspec"
 
 
+@pytest.mark.exhaustive
 def test_the_demo_knows_its_next_token():
     """End to end on real weights: header, names, row order, dequantisation, tokenizer, forward."""
     try:

@@ -214,6 +214,7 @@ def test_rounds_sample_the_target_however_many_drafts_they_have(name, monkeypatc
     test_round_samples_the_target(name)
 
 
+@pytest.mark.exhaustive
 def test_an_fp8_cache_samples_the_target_with_rounded_keys_and_values():
     """So coarse, and with scales so small, that unrounded ones have another distribution."""
     scales = np.array([[[2.0**-8], [2.0**-9]]], np.float32)  # of the only layer's keys and values

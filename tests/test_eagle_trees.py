@@ -229,6 +229,7 @@ def test_the_log_says_how_trees_sample(caplog):
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_rounds_sample_the_target(monkeypatch):
     """As tests/test_distribution.py has it for all drafters, with fewer samples; and they are plain decoding's own."""
     monkeypatch.setattr(distribution, "PAGE", 32)

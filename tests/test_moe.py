@@ -238,6 +238,7 @@ def test_dummy_stacks_are_made_matrix_by_matrix():
     assert stack.memory_analysis().temp_size_in_bytes < 0.5 * gate_up.size * 2
 
 
+@pytest.mark.exhaustive
 def test_eagle3_reads_a_targets_layers_with_experts():
     folder = tiny_checkpoint("qwen3_moe", 96, num_hidden_layers=8, mlp_only_layers=(3,))
     target = jaxspec.load_model(str(folder), dtype="float32", progress=False)
