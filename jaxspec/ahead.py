@@ -28,6 +28,7 @@ from jaxspec.flags import add_engine_flags, engine_options
 from jaxspec.ladder import ladder_of
 from jaxspec.runner import Runner
 from jaxspec.tokenizer import TokenizerError
+from jaxspec.without_torch import spare_torch
 
 SERVED = {"draft": "auto"}  # where the server's defaults differ from the library's
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--check", action="store_true", help="exit with status 1 if a program had to be compiled")
     add_engine_flags(parser, SERVED)
     args = parser.parse_args(argv)
+    spare_torch()
     if args.output is not None:
         os.environ["JAXSPEC_CACHE"] = str(args.output.absolute())
     logging.basicConfig(format="%(message)s", stream=sys.stderr)

@@ -33,6 +33,7 @@ from jaxspec.config import ConfigError
 from jaxspec.llm import AsyncLLM, EngineDead, RequestFailed, described_devices
 from jaxspec.request import Delta, RequestError
 from jaxspec.tokenizer import TokenizerError
+from jaxspec.without_torch import spare_torch
 
 log = logging.getLogger("jaxspec")
 
@@ -207,6 +208,7 @@ def main() -> None:
     end, level, bars = map(int, sys.argv[1:])
     if not bars:
         tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
+    spare_torch()
     channel = Channel(socket.socket(fileno=end))
     status = Worker(channel, level).run()
     channel.close()

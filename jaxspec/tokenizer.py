@@ -10,13 +10,13 @@ from __future__ import annotations
 import codecs
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from jaxspec.measure import PIECE, UNCUT, Measure
+from jaxspec.without_torch import imported
 
 
 class TokenizerError(ValueError):
@@ -77,7 +77,8 @@ class Tokenizer:
         **Raises:** `TokenizerError` with the cause, if they are missing, unreadable or need custom code.
         """
         try:
-            fast = _transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            with imported() as transformers:
+                fast = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # whatever a broken tokenizer file sets off in transformers or tokenizers
             raise TokenizerError(f"{folder}: can't read the tokenizer: {error}") from error
         return cls(fast)
@@ -85,10 +86,9 @@ class Tokenizer:
     @classmethod
     def from_backend(cls, backend: Any, chat_template: str | None = None, **special_tokens: str) -> Tokenizer:
         """Wrap a `tokenizers.Tokenizer`. `special_tokens` are `bos_token="<s>"`, `eos_token="</s>"`."""
-        fast = _transformers().PreTrainedTokenizerFast(
-            tokenizer_object=backend, chat_template=chat_template, clean_up_tokenization_spaces=False, **special_tokens
-        )
-        return cls(fast)
+        named = {"chat_template": chat_template, "clean_up_tokenization_spaces": False} | special_tokens
+        with imported() as transformers:
+            return cls(transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **named))
 
     def save(self, folder: str | Path) -> None:
         """Write the files that `from_folder` reads, and transformers from version 4 on."""
@@ -362,22 +362,14 @@ def _beginnings(stops: tuple[str, ...]) -> tuple[frozenset[str], int, frozenset[
 def reserved_template_variables() -> frozenset[str]:
     """Names that no variable of a chat template may have: the arguments of transformers' methods, which would change
     how the prompt is made instead of what the template sees."""
-    transformers = _transformers()
-    methods = (
-        transformers.PreTrainedTokenizerBase.apply_chat_template,
-        transformers.utils.chat_template_utils.render_jinja_template,
-        Tokenizer.write_chat,
-    )
+    with imported() as transformers:
+        methods = (
+            transformers.PreTrainedTokenizerBase.apply_chat_template,
+            transformers.utils.chat_template_utils.render_jinja_template,
+            Tokenizer.write_chat,
+        )
     named = (p for method in methods for p in inspect.signature(method).parameters.values())
     return frozenset(p.name for p in named if p.kind is not p.VAR_KEYWORD)
-
-
-def _transformers():
-    # Imported on use because it takes seconds; and it would announce that PyTorch is missing, which is as intended.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
-
-    return transformers
 
 
 def _byte_table(backend: Any) -> tuple[dict[int, bytes], set[int], bool]:

@@ -32,6 +32,7 @@ from jaxspec.follower import follow
 from jaxspec.hosts import join
 from jaxspec.llm import EngineDead
 from jaxspec.tokenizer import TokenizerError
+from jaxspec.without_torch import spare_torch
 from server import logs
 from server.app import create_app
 from server.cli.options import UsageError, parse
@@ -75,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _start(args: argparse.Namespace) -> AsyncLLM | DataParallelLLM:
     """The engine, or several, or one over several hosts."""
+    spare_torch()
     options = engine_options(args)
     limits = {name: getattr(args, name) for name in ("max_queued_requests", "request_timeout", "watchdog_timeout")}
     limits["staged_start"] = not args.wait_for_programs

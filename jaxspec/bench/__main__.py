@@ -35,6 +35,7 @@ from jaxspec.checkpoint import CheckpointError
 from jaxspec.config import ConfigError
 from jaxspec.request import RequestError
 from jaxspec.tokenizer import TokenizerError
+from jaxspec.without_torch import spare_torch
 
 SUBCOMMANDS = {
     "decode": decode,
@@ -94,6 +95,7 @@ def _measure(module: ModuleType, args: argparse.Namespace, argv: list[str]) -> N
     if args.plot is not None:
         plots.check()
     claim_device()  # before anything asks what device there is: it can't be done later
+    spare_torch()
     first, *others = module.TABLES
     result = Result(args.command, argv, args, first, args.json)
     module.run(args, result)
