@@ -391,7 +391,7 @@ class EngineConfig:
         "Tokens are streamed that many rounds apart",
         "K",
         group=RUNNING,
-        shown="8 on a GPU for weights under 1 GiB, else 1",
+        shown="on a GPU 8 for weights under 1 GiB, 2 over several GPUs; else 1",
         least=1,
     )
     max_itl_ms: int | None = option(

@@ -27,7 +27,8 @@ class Defaults:
     experts. `least_rows`: the fewest rows of a round of several requests, padding included; on a GPU fewer cost as
     much. `held_tokens`: prompt tokens computed between two rounds while a crowd waits for free slots. `some_drafts`:
     whether there are rounds of some of a drafter's drafts, not just of none and all; on a CPU, where whole models take
-    longest to compile, they'd gain 5%.
+    longest to compile, they'd gain 5%. `divided_rounds`: in a program over several devices, whose dispatch takes
+    so long that one round doesn't hide it.
     """
 
     block: int
@@ -39,6 +40,7 @@ class Defaults:
     held_tokens: int
     some_drafts: bool
     small_model_rounds: int
+    divided_rounds: int
 
 
 CPU = Defaults(
@@ -51,6 +53,7 @@ CPU = Defaults(
     held_tokens=256,
     some_drafts=False,
     small_model_rounds=1,
+    divided_rounds=1,
 )
 GPU = Defaults(
     block=64,
@@ -62,6 +65,7 @@ GPU = Defaults(
     held_tokens=8192,
     some_drafts=True,
     small_model_rounds=8,
+    divided_rounds=2,
 )
 
 
@@ -90,7 +94,8 @@ def resolve(
     chunk = options.chunked_prefill_size or (
         defaults.mixture_prefill_size if model.config.decoder.mixture else defaults.chunked_prefill_size
     )
-    small = small_model(model)
+    rounds = defaults.divided_rounds if options.tp_size > 1 else 1
+    rounds = max(defaults.small_model_rounds, rounds) if small_model(model) else rounds
     return dataclasses.replace(
         options,
         draft=draft.name,
@@ -102,8 +107,7 @@ def resolve(
         max_running_requests=options.max_running_requests or defaults.max_running_requests,
         chunked_prefill_size=-(-chunk // defaults.block) * defaults.block,
         page_size=options.page_size or defaults.page_size,
-        num_continuous_decode_steps=options.num_continuous_decode_steps
-        or (defaults.small_model_rounds if small else 1),
+        num_continuous_decode_steps=options.num_continuous_decode_steps or rounds,
     )
 
 
