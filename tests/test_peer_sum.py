@@ -6,9 +6,11 @@ Interpret mode has no peers. Here the kernel is lowered for CUDA; `tests/gpu/tes
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec import peers, sharding
 from jaxspec.cache import PageLayout, Rows
@@ -23,9 +26,10 @@ from jaxspec.checkpoint import params as loading
 from jaxspec.config import ModelConfig
 from jaxspec.decoder import few_rows as few_rows_path
 from jaxspec.decoder import layer as equations
-from jaxspec.decoder import mixture_rows, path
+from jaxspec.decoder import mixture_rows, path, streamed, streamed_parts
 from jaxspec.models import MODELS
-from jaxspec.pallas import few_rows, peer_sum
+from jaxspec.pallas import few_rows, peer_sum, weight_stream
+from jaxspec.pallas.weight_stream import unquantised
 from jaxspec.weights import is_param
 from tests import test_few_rows_layers as layers
 from tests.tiny import tiny_config
@@ -48,6 +52,9 @@ def test_it_lowers_for_cuda(ranks, rows, width):
         run = jax.jit(lambda *of: peer_sum.peer_sum.__wrapped__(*of, centred=True))
         text = run.trace(part, table, first, *given).lower(lowering_platforms=("cuda",)).as_text()
         assert "mosaic_gpu" in text and "multimem" not in text
+    part = jax.ShapeDtypeStruct((3, rows, width), jnp.float32)  # a product's partials
+    text = jax.jit(peer_sum.peer_sum.__wrapped__).trace(part, table, first, x).lower(lowering_platforms=("cuda",))
+    assert f"tensor<{rows}x{width}xbf16>" in text.as_text()
     jax.jit(lambda table: peer_sum.words_at(table, 64)).trace(table).lower(lowering_platforms=("cuda",))
 
 
@@ -115,6 +122,7 @@ class Ranks:
 
     def summed(self, part, x=None, scale=None, ahead=None, *, centred=False):
         here = self.rank.here
+        part = part.sum(0).astype(bf16) if part.ndim == 3 else part
         self._parts[here] = jax.block_until_ready(part)
         self._barrier.wait()
         parts = jnp.stack(self._parts)
@@ -133,39 +141,62 @@ class Ranks:
 def take_ranks(monkeypatch, count: int) -> Ranks:
     """From here on layers are run by so many ranks, and their kernels interpreted."""
     ranks = Ranks(count)
-    for module in (mixture_rows, equations, path):
+    for module in (mixture_rows, equations, path, streamed):
         monkeypatch.setattr(module, "devices", lambda: count)
-    for module in (mixture_rows, equations):
+    for module in (mixture_rows, equations, streamed_parts):
         monkeypatch.setattr(module, "summed", ranks.summed)
-    monkeypatch.setattr(few_rows_path, "jax", SimpleNamespace(jit=lambda f, **_: f))
+    for module in (few_rows_path, streamed_parts):
+        monkeypatch.setattr(module, "jax", SimpleNamespace(jit=lambda f, **_: f))
+    monkeypatch.setattr(weight_stream, "stream_part", ranks.one_at_a_time(weight_stream.stream_part))
     for name in ("heads", "gated", "product"):
         monkeypatch.setattr(few_rows, name, ranks.one_at_a_time(getattr(few_rows, name)))
     return ranks
 
 
-def test_few_rows_over_two_devices_are_the_models(monkeypatch):
-    """Each rank has half of the heads and of the MLP's columns, and both have the same bits after the last layer."""
+def over_two_devices(monkeypatch, family: str, take, **more) -> tuple[Ranks, int]:
+    """Each rank has half of the heads and of the MLP's columns, and both have the same bits after the last layer.
+
+    `take`: makes kernels serve. Returns the ranks, and how many layers there are.
+    """
     given = dict(hidden_size=17 * 64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    config = ModelConfig.from_hf(tiny_config("qwen3", **given))
-    declared = MODELS["qwen3"].tensors(config.decoder)
+    config = ModelConfig.from_hf(tiny_config(family, **given | more))
+    declared = MODELS[family].tensors(config.decoder)
     params, own = loading.dummy(declared, "bfloat16", seed=0), config.on_one_of(2)
     rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
     expected = layers.forward(config, params, rows)
     halves = [half(declared, params, rank) for rank in range(2)]
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, layers.PAGE, "bfloat16").kv(config).shape)
     kv, tokens, positions = kv.astype("bfloat16"), jnp.arange(8).reshape(2, 4), rows.marked_positions(4)
-    layers.take_few_rows(monkeypatch)
+    take(monkeypatch)
     ranks = take_ranks(monkeypatch, 2)
 
     def forward(rank):
-        here = kv[:, :, :, rank : rank + 1]
+        here = np.split(kv, 2, axis=3)[rank]
         return layers.forward_module.forward(own.decoder, halves[rank], tokens, positions, rows, here, (0, 2))
 
     made = ranks.run(forward)
-    assert ranks.sums == 2 * len(config.decoder.layers)
     np.testing.assert_array_equal(made[0].last, made[1].last)
     whole = made[0].replace(cache=np.concatenate([each.cache for each in made], axis=3))
     layers.assert_same_forward(whole, expected, rows, 2e-2)
+    return ranks, len(config.decoder.layers)
+
+
+def test_few_rows_over_two_devices_are_the_models(monkeypatch):
+    ranks, count = over_two_devices(monkeypatch, "qwen3", layers.take_few_rows)
+    assert ranks.sums == 2 * count
+
+
+def test_streamed_layers_over_two_devices_are_the_models(monkeypatch):
+    def take(monkeypatch):
+        monkeypatch.setattr(layers.forward_module, "PATHS", [dataclasses.replace(streamed.WEIGHT_STREAM, processors=0)])
+        monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
+        monkeypatch.setattr(unquantised, "MIN_ROWS", 1)
+        stream = partial(weight_stream.stream_part, fused=False, interpret=plgpu.InterpretGPUParams())
+        monkeypatch.setattr(weight_stream, "stream_part", stream)
+
+    given = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4)
+    ranks, count = over_two_devices(monkeypatch, "qwen3", take, **given)
+    assert ranks.sums == 2 * count
 
 
 def half(declared, params, rank: int):

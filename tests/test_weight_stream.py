@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.functions import rms_norm
-from jaxspec.pallas.weight_stream import BLOCKS, chain, stream, supported
+from jaxspec.pallas.weight_stream import BLOCKS, chain, stream, stream_part, supported
 from jaxspec.pallas.weight_stream.unquantised import TILE
 from jaxspec.weights import HALF
 from tests.sample import rare
@@ -56,6 +56,43 @@ def test_each_stage_matches_plain_layers(few_blocks, rows):
     expected, logits = reference(x, mixed, weights, scales)
     assert_close(got, expected)
     assert_close(partials.sum(0), logits)
+
+
+CUTS = ("norm", "matmul"), ("matmul",), ("norm", "gated", "matmul")  # a divided layer's: between its two sums
+
+
+def parts_of(x, mixed, weights, scales, **given):
+    """The partials of each of `CUTS`, the second of which is given attention's output."""
+    out, gate_up, down, following = weights
+    return [
+        stream_part(x, rows, of, norm, stages=stages, eps=EPS, **given)
+        for stages, rows, of, norm in zip(
+            CUTS, (None, mixed, None), ([following], [out], [gate_up, down]), (scales[1:], [], scales[:1]), strict=True
+        )
+    ]
+
+
+def parts_reference(x, mixed, weights, scales):
+    out, gate_up, down, following = weights
+    runs = (rms_norm(x, scales[0], EPS) @ gate_up).reshape(len(x), -1, 2, HALF)
+    return (
+        rms_norm(x, scales[1], EPS) @ following,
+        mixed @ out,
+        (jax.nn.silu(runs[:, :, 0]) * runs[:, :, 1]).reshape(len(x), -1) @ down,
+    )
+
+
+def test_stages_between_two_sums_match_plain_layers(few_blocks):
+    given = inputs(24, 256, 384, 256)
+    made = parts_of(*given, fused=False, interpret=plgpu.InterpretGPUParams())
+    for partials, expected in zip(made, parts_reference(*given), strict=True):
+        assert_close(partials.sum(0), expected)
+
+
+def test_stages_between_two_sums_lower_for_cuda():
+    shapes = jax.eval_shape(lambda: inputs(16, 512, 1024, 768))
+    lowered = jax.jit(parts_of).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == len(CUTS)
 
 
 @pytest.mark.parametrize("rows", [rare(1), 33, 128])

@@ -1,5 +1,7 @@
 """Layers of which all matmuls from one attention to the next are one kernel (`pallas.weight_stream`).
 
+Where they are divided among devices, `streamed_parts` runs them.
+
 There are two paths: one for bfloat16 weights, one for FP8 ones.
 """
 
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.decoder import streamed_parts
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import attention, finish
 from jaxspec.decoder.matmul import product
@@ -21,6 +24,7 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
 from jaxspec.pallas import weight_stream
+from jaxspec.sharding import devices
 from jaxspec.weights import HALF, Fp8, Unquantised, matmul
 
 IMPLEMENTS = {
@@ -40,7 +44,8 @@ MATMULS = "out", "gate_up", "down", "qkv"  # as the kernel takes them; the last 
 def fits(decoder: Decoder, layers: Any, call: Call) -> str | None:
     if len({layer.norm for layer in decoder.layers}) > 1:
         return "layers whose norms differ"  # a kernel begins in one layer and ends in the next
-    weights = layers[0]["qkv"], layers[0]["down"]
+    names = ("qkv", "down") if call.devices == 1 else MATMULS
+    weights = [layers[0][name] for name in names]
     widths = [width for weight in weights for width in (weight.inputs, weight.outputs)]
     return weight_stream.supported(call.requests * call.rows, weights[0].dtype, *widths)
 
@@ -67,6 +72,8 @@ def run(
     wanted: Int[Array, " b"] | None,
 ) -> Stack:
     """The last layer has no next one, whose q, k, v the kernel would end in."""
+    if devices() > 1:
+        return streamed_parts.run(decoder, layers, x, positions, mixer, cache, wanted)
     first, last, outputs = decoder.layers[0], decoder.layers[-1], []
     quantised = isinstance(layers[0]["qkv"].format, Fp8)
 
@@ -97,5 +104,5 @@ def run(
     return Stack([*outputs, finish(last, layers[-1], x, mixed, positions)], cache)
 
 
-WEIGHT_STREAM = Path("weight_stream", IMPLEMENTS, weight_stream.BLOCKS, fits, run)
+WEIGHT_STREAM = Path("weight_stream", IMPLEMENTS, weight_stream.BLOCKS, fits, run, sums=True)
 FP8_STREAM = Path("fp8_stream", FP8_IMPLEMENTS, weight_stream.BLOCKS, fp8_fits, run)

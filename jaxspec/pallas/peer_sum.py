@@ -87,7 +87,7 @@ def reference(
 
 @lower_once("peer_sum", "centred", "limit")
 def peer_sum(
-    part: Float[Array, "*l r d"],
+    part: Float[Array, "*l r d"] | Float[Array, "*l s r d"],
     table: Int[Array, "n 2"],
     first: Int[Array, "1"],
     x: Float[Array, "*l r d"] | None = None,
@@ -100,27 +100,29 @@ def peer_sum(
 ) -> Float[Array, "*l r d"] | tuple[Float[Array, "*l r d"], Scaled]:
     """x plus the sum of all ranks' `part`, in bfloat16, summed in float32 in the order of ranks and rounded once.
 
-    `table`: the address of each rank's workspace, low and high word. `first`: this device's rank. With the `scale` of
-    the norm that the sums go through next they come as `Scaled` rows as well, as of `few_rows.add_product`. `ahead`:
-    weights that the next kernel reads. A leading axis of `part` and `x`: of so many ranks that are on this device, from
-    `first` on, each its own; for tests on one GPU. All ranks must call it in the same order with the same shapes. One
-    that waits longer than `limit` nanoseconds for another traps: the program fails, and so does all that the process
-    does on this GPU afterwards.
+    A `part` in float32 comes in parts itself, as `weight_stream` leaves it: they are added up and rounded to bfloat16
+    before they are sent. `table`: the address of each rank's workspace, low and high word. `first`: this device's rank.
+    With the `scale` of the norm that the sums go through next they come as `Scaled` rows as well, as of
+    `few_rows.add_product`. `ahead`: weights that the next kernel reads. A leading axis of `part` and `x`: of so many
+    ranks that are on this device, from `first` on, each its own; for tests on one GPU. All ranks must call it in the
+    same order with the same shapes. One that waits longer than `limit` nanoseconds for another traps: the program
+    fails, and so does all that the process does on this GPU afterwards.
 
     **Raises:** `NotImplementedError` for interpret mode, which has no peers.
     """
     if interpret:
         raise NotImplementedError("peer_sum writes to other devices' memory, which interpret mode doesn't have")
-    several = part.ndim == 3
+    splits = part.dtype == _f32
+    several = part.ndim == 3 + splits
     part = part if several else part[None]
     x = x if x is None or several else x[None]
-    here, rows, width = part.shape
-    out = jax.ShapeDtypeStruct(part.shape, part.dtype)
+    here, *splits, rows, width = part.shape
+    out = jax.ShapeDtypeStruct((here, rows, width), jnp.bfloat16)
     squares = jax.ShapeDtypeStruct((here, tiles_of_squares(width), rows), _f32)
     given = [each for each in (x, scale, ahead) if each is not None]
     fetched = 0 if ahead is None else ahead.size * ahead.dtype.itemsize
     made = plgpu.kernel(
-        partial(_sum, len(table), part.shape, x is not None, scale is not None, centred, limit, fetched),
+        partial(_sum, len(table), (*splits, rows, width), x is not None, scale is not None, centred, limit, fetched),
         kernel_name="peer_sum",
         out_type=[out] if scale is None else [out, out, squares],
         grid=(rows * width // CHUNK + (AHEAD_BLOCKS if fetched else 0), here),
@@ -143,7 +145,7 @@ def _sum(ranks, shape, added, scaled, centred, limit, fetched, *refs):
         if not fetched:
             summing()
             return
-        blocks = _c(shape[1] * shape[2] // CHUNK)
+        blocks = _c(shape[-2] * shape[-1] // CHUNK)
         either = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, block, blocks), has_else=True)
         with ir.InsertionPoint(either.then_block):
             summing()
@@ -167,7 +169,7 @@ def _prefetch(weights, size, thread):
 def _emit(ranks, shape, added, scaled, centred, limit, here, block, thread, *addresses):
     """The sum of one thread, as MLIR."""
     (part, table, first, *given), outs = addresses[: 3 + added + scaled], addresses[3 + added + scaled :]
-    _, rows, width = shape
+    *splits, rows, width = shape
     me = arith.addi(here, _load(first))
     workspaces = [_wide(_load(table, 8 * rank), _load(table, 8 * rank + 4)) for rank in range(ranks)]
     own = workspaces[-1]
@@ -177,7 +179,7 @@ def _emit(ranks, shape, added, scaled, centred, limit, here, block, thread, *add
     number = _add(_mul(block, CHUNK), _mul(thread, VECTOR))  # of this thread's first, in its rank's rows
     at = _add(_mul(here, rows * width), number)
     in_bytes = lambda address, i: _offset(address, _mul(i, 2))  # noqa: E731
-    words = _load_four(in_bytes(part, at))
+    words = _added_up(part, *splits, here, rows * width, number) if splits else _load_four(in_bytes(part, at))
     # Asked for before anything is waited for.
     residual = _load_four(in_bytes(given[0], at)) if added else None
     scale = _load_four(in_bytes(given[-1], arith.remui(number, _c(width)))) if scaled else None
@@ -215,6 +217,17 @@ def _emit(ranks, shape, added, scaled, centred, limit, here, block, thread, *add
         times = [arith.mulf(a, b) for a, b in zip(total, scale, strict=True)]
         _store_four(in_bytes(outs[1], at), [_rounded(a, b) for a, b in zip(times[::2], times[1::2], strict=True)])
         _squares(total, number, here, block, thread, rows, width, outs[2])
+
+
+def _added_up(parts, splits, here, size, number):
+    """A thread's numbers of a part in parts of `size` float32 numbers: their sums, as words of bfloat16."""
+    f32, total = ir.F32Type.get(), None
+    for split in range(splits):
+        at = _add(_mul(_add(_mul(here, splits), _c(split)), size), number)
+        words = [word for half in (0, 16) for word in _load_four(_offset(parts, _add(_mul(at, 4), _c(half))))]
+        each = [arith.bitcast(f32, word) for word in words]
+        total = each if total is None else [arith.addf(a, b) for a, b in zip(total, each, strict=True)]
+    return [_rounded(a, b) for a, b in zip(total[::2], total[1::2], strict=True)]
 
 
 def _squares(total, number, here, block, thread, rows, width, out):

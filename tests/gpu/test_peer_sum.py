@@ -74,6 +74,20 @@ def test_ranks_as_blocks(ranks, rows, width, centred):
                     assert (a == b).all(), "all ranks have the same bits"
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("rows,width", [(16, 2048), (32, 4096), (64, 8192)])
+def test_partials_of_a_product(splits, rows, width):
+    """They are added up and rounded before they are sent."""
+    _, table, first = on_one_gpu(2)
+    parts, x, _ = given(2, rows, width)
+    partials = jnp.stack([parts.astype(jnp.float32) * (i + 1) / 7 for i in range(splits)], 1)
+    rounded = functools.reduce(jnp.add, [partials[:, i] for i in range(splits)]).astype(jnp.bfloat16)
+    for _ in range(5):
+        made = peer_sum.peer_sum(partials, table, first, jnp.broadcast_to(x, parts.shape))
+        for rank in range(2):
+            np.testing.assert_array_equal(made[rank], peer_sum.reference(x, rounded))
+
+
 def test_many_calls_of_different_sizes():
     """Blocks of a small call have fewer calls behind them than others; in one program, as layers are."""
     _, table, first = on_one_gpu(2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.pallas.hopper import KERNELS
+from jaxspec.pallas.hopper import KERNELS, kernels_here
 from tests import hybrids, several_devices
 from tests.several_devices import BATCHES, HYBRID, PROMPTS, VOCAB
 from tests.tiny import tiny_config
@@ -55,31 +55,42 @@ def test_texts_are_one_gpus_and_cached_ones_are_cold_ones(family, draft, figures
 
 
 @functools.cache
-def decoded(folder: str, size: int, draft: str) -> tuple[list[list[int]], list[np.ndarray], dict]:
+def decoded(folder: str, size: int, draft: str, requests: int) -> tuple[list[list[int]], list[np.ndarray], dict]:
     """Greedy texts, their tokens' log-probabilities, and which kernels the programs called."""
     before = KERNELS.copy()
     llm = LLM(folder, draft, tp_size=size, load_format="dummy", dtype="bfloat16", context_length=256, skip_warmup=True,
-              max_running_requests=4, max_total_tokens=2048, few_programs=True)  # fmt: skip
-    outs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True))
+              max_running_requests=requests, max_total_tokens=8192, few_programs=True)  # fmt: skip
+    prompts = [[(i + j) % VOCAB for j in prompt] for i in range(requests // 4) for prompt in PROMPTS[:4]]
+    outs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True))
     outs = [out.completions[0] for out in outs]
     scores = [np.array([each.logprob for each in out.logprobs]) for out in outs]
     return [out.token_ids for out in outs], scores, KERNELS - before
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram"])
-def test_fast_paths_compute_what_one_gpu_does(draft, tmp_path_factory, figures):
+# By the path that runs their layers: what is asked of them, and kernels that must have been called.
+PATHS = {
+    "few_rows": ("none", 4, ("few_rows_product", "few_rows_heads")),
+    "few_rows, drafts": ("ngram", 4, ("few_rows_product",)),
+    "weight_stream": ("none", 16, ("weight_stream",)),
+}
+
+
+@pytest.mark.skipif(kernels_here() is not None, reason="no kernels here")
+@pytest.mark.parametrize("name", PATHS)
+def test_fast_paths_compute_what_one_gpu_does(name, tmp_path_factory, figures):
     """In bfloat16 two sums may round apart, and then a near-tie another way: log-probabilities are near until then."""
+    draft, requests, called = PATHS[name]
     folder = tmp_path_factory.getbasetemp() / "wide"
     folder.mkdir(exist_ok=True)
     config = tiny_config("qwen3", VOCAB, head_dim=128, num_hidden_layers=4, **WIDE)
     (folder / "config.json").write_text(json.dumps(config))
-    (texts, scores, _), (own, same, kernels) = (decoded(str(folder), size, draft) for size in (1, GPUS))
-    assert kernels["peer_sum"] and kernels["few_rows_product"] and kernels["few_rows_heads"], kernels
+    (texts, scores, _), (own, same, kernels) = (decoded(str(folder), size, draft, requests) for size in (1, GPUS))
+    assert all(kernels[each] for each in ("peer_sum", *called)), kernels
     agree, apart = [], []
     for a, b, x, y in zip(texts, own, scores, same, strict=True):
         alike = next((i for i, (s, t) in enumerate(zip(a, b, strict=True)) if s != t), len(a))
         agree.append(alike)
         apart.append(float(np.abs(x[: alike + 1] - y[: alike + 1]).max()))
-    figures[f"wide {draft}"] = {"tokens alike": agree, "log-probabilities apart": apart}
-    print("wide", draft, agree, apart, dict(kernels))
+    figures[name] = {"tokens alike": agree, "log-probabilities apart": apart}
+    print(name, agree, apart, dict(kernels))
     assert max(apart) < 0.1

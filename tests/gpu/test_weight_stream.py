@@ -18,6 +18,8 @@ from tests.test_weight_stream import (
     EPS,
     assert_close,
     inputs,
+    parts_of,
+    parts_reference,
     reference,
 )
 from tests.tiny import tiny_config
@@ -39,6 +41,21 @@ def test_chain_matches_plain_layers(rows, widths):
             expected, logits = reference(*wide)
         assert_close(got, expected)
         assert_close(partials.sum(0), logits)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 128])
+@pytest.mark.parametrize("widths", [(512, 1024, 768), (4096, 6144, 3072), (8192, 14336, 5120)],
+                         ids=["narrow", "qwen3-8b over 2", "llama-70b over 2"])  # fmt: skip
+def test_stages_between_two_sums_match_plain_layers(rows, widths):
+    run = jax.jit(parts_of)
+    for seed in range(2):
+        x, mixed, weights, scales = inputs(rows, *widths, seed=seed)
+        mixed, weights[0] = mixed[:, : widths[0] // 2], weights[0][: widths[0] // 2]  # half of the heads
+        made = run(x, mixed, weights, scales)
+        with jax.default_matmul_precision("highest"):
+            wide = jax.tree.map(lambda a: a.astype("float32"), (x, mixed, weights, scales))
+            for partials, expected in zip(made, parts_reference(*wide), strict=True):
+                assert_close(partials.sum(0), expected)
 
 
 def test_a_model_decodes_through_it(monkeypatch):

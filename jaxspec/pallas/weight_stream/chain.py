@@ -10,7 +10,7 @@ Stages, over `rows` (the left operand of the next matmul) and the residual strea
 
 - `matmul`: partial[s] = rows[:, K_s] @ weight[K_s], the input width cut into splits so that all blocks have work;
 - `gated`: rows = silu(gate) * up of rows @ weight, whose columns alternate `HALF` of gate and `HALF` of up;
-- `norm`: x += sum of the partials; rows = rms_norm(x) * scale.
+- `norm`: x += sum of the partials, if there are any; rows = rms_norm(x) * scale.
 
 Between stages rows travel as `[width / step, row, step]`, a tile of one step's inputs contiguous, and partials, in
 float32, as `[split, row, width / step, step]`.
@@ -163,15 +163,35 @@ def run(
 
     `fused=False` makes each stage a kernel of its own: what interpret mode, which has no counters between blocks, runs.
     """
-    b, d = x.shape
-    padded = -(-b // 8) * 8
+    b, padded = len(x), -(-len(x) // 8) * 8
     pad = lambda a: jnp.pad(a, ((0, padded - b), (0, 0)))  # noqa: E731
-    held = {"x": pad(x).reshape(padded, d // kind.step, kind.step), "rows": pad(rows)}
+    out, partials = run_stages(kind, STAGES, b, pad(x), pad(rows), weights, scales, eps, fused, interpret)
+    return out[:b], partials[:, :b]
+
+
+def run_stages(
+    kind: type[Geometry],
+    stages: tuple[str, ...],
+    valid: int,
+    x: jax.Array,
+    rows: jax.Array | None,
+    weights: list[tuple],
+    scales: list[jax.Array],
+    eps: float,
+    fused: bool,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Some stages that end in a matmul, over a multiple of eight rows, `valid` of them valid; results have all.
+
+    `rows` is the left operand of the first; None if that is a norm, which then adds nothing to `x`.
+    """
+    padded, d = x.shape
+    held = {"x": x.reshape(padded, d // kind.step, kind.step)} | ({} if rows is None else {"rows": rows})
     weights, scales = list(weights), [(s.reshape(-1, kind.step),) for s in scales]
-    for stages in [STAGES] if fused else [(stage,) for stage in STAGES]:
-        taken = [(scales if stage == "norm" else weights).pop(0) for stage in stages]
-        held = _launch(kind, stages, b, held, taken, eps, interpret)
-    return held["x"].reshape(padded, d)[:b], held["partial"].reshape(len(held["partial"]), padded, -1)[:, :b]
+    for together in [stages] if fused else [(stage,) for stage in stages]:
+        taken = [(scales if stage == "norm" else weights).pop(0) for stage in together]
+        held = _launch(kind, together, valid, held, taken, eps, interpret)
+    return held["x"].reshape(padded, d), held["partial"].reshape(len(held["partial"]), padded, -1)
 
 
 def _launch(kind, stages, b, held, taken, eps, interpret):
@@ -187,7 +207,8 @@ def _launch(kind, stages, b, held, taken, eps, interpret):
     outs: list[dict[str, Any]] = []
     for stage, share in zip(stages, shares, strict=True):
         if stage == "norm":
-            outs.append({"rows": shape((groups, padded, step), x.dtype), "x": shape(x.shape, x.dtype)})
+            added = {"x": shape(x.shape, x.dtype)} if "partial" in held or outs else {}
+            outs.append({"rows": shape((groups, padded, step), x.dtype)} | added)
         elif stage == "gated":
             outs.append({"rows": shape((share.outputs // 2 // step, padded, step), x.dtype)})
         else:
@@ -355,16 +376,19 @@ def _consume(block: Block, warpgroup: Any, eps: float) -> None:
 
 def _norm(row, scale, eps, reads, writes, norm_s):
     """One row: add the partials to the residual stream, normalise, scale. Rounds where the plain layers do."""
-    x, partials = reads["x"][row], reads["partial"]
-    total = partials[0, row]
-    for split in range(1, partials.shape[0]):
-        total = total + partials[split, row]
-    x = (x.astype(jnp.float32) + total.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+    x = reads["x"][row]
+    if "partial" in reads:
+        partials = reads["partial"]
+        total = partials[0, row]
+        for split in range(1, partials.shape[0]):
+            total = total + partials[split, row]
+        x = (x.astype(jnp.float32) + total.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.sum(wide * wide) / math.prod(x.shape) + eps)
     normed = normed.astype(x.dtype).astype(jnp.float32) * scale[...].astype(jnp.float32)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     norm_s[...] = normed.astype(x.dtype)
-    writes["x"][row] = x
+    if "x" in writes:
+        writes["x"][row] = x
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(norm_s, writes["rows"].at[:, row])

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas.hopper import SWIZZLED
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.weight_stream.chain import MAX_ROWS, ROOM, Geometry, Share, run, share_out
+from jaxspec.pallas.weight_stream.chain import MAX_ROWS, ROOM, Geometry, Share, run, run_stages, share_out
 from jaxspec.weights import HALF
 
 TILE = SWIZZLED  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
@@ -52,6 +52,27 @@ def stream(
     blocks, can run.
     """
     return run(Unquantised, x, rows, [(weight,) for weight in weights], scales, eps, fused, interpret)
+
+
+@lower_once("weight_stream", "stages", "eps", "fused")
+def stream_part(
+    x: Float[Array, "p d"],
+    rows: Float[Array, "p k"] | None,
+    weights: list[Float[Array, "_ _"]],
+    scales: list[Float[Array, " d"]],
+    *,
+    stages: tuple[str, ...],
+    eps: float,
+    fused: bool = True,
+    interpret: Any = False,
+) -> Float[Array, "s p n"]:
+    """The partials of some stages that end in a matmul, over a multiple of eight rows, padding included.
+
+    So a layer that is divided among devices is cut at its sums. Stages begin with a `norm` of x, which nothing is added
+    to, or with a matmul of `rows`.
+    """
+    of = [(weight,) for weight in weights]
+    return run_stages(Unquantised, stages, len(x), x, rows, of, scales, eps, fused, interpret)[1]
 
 
 @dataclass(frozen=True)
