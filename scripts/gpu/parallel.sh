@@ -4,23 +4,27 @@
 #
 #     scripts/gpu/parallel.sh OUT N [PART...]
 #
-# PART is of: kernels sums texts kept dense mixture hybrid large; all by default, in that order.
+# PART is of: kernels sums texts servers local kept dense mixture hybrid large train; all by default, in that order.
 #   kernels  the sum through peers' memory: ranks as blocks and as devices, and a peer that never comes
 #   sums     each way to make a sum, from 2 KB to 2 MB: psum, XLA's one-shot kernel, peers' memory
-#   texts    texts are one GPU's, with EAGLE-3, MTP and n-grams; cached are cold ones
+#   texts    texts are one GPU's, with EAGLE-3, MTP and n-grams, and by each fast path; cached are cold ones
+#   servers  two hosts' processes, two engines behind one port, a caller that leaves, and processes that are killed
+#   local    on one GPU, kernels at the sizes that large models leave each of 2, 4 and 8
 #   kept     a second start finds the first one's programs
 #   dense, mixture, hybrid, large  ms a round beside one GPU's, plain and with drafts, and what the host needs of it
+#   train    tokens a second of an EAGLE-3 drafter's training over N GPUs and on one
 # OUT receives a log and JSON files for each. QWEN, QWEN_MOE, QWEN_HYBRID and LARGE are folders with the config.json of
 # Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-35B-A3B and Llama-3.3-70B, EAGLE3 that of Qwen3-8B's drafter; weights are made up.
 # CONCURRENCY is the numbers of requests (1,8,32,128), LIMIT the seconds of each command (240), FLAGS more of the decode
-# benchmark's. Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf. On virtual CPU devices it
-# rehearses, with tiny models:
+# benchmark's. TARGET is the model that the drafter is trained for (the demo's GGUF file), ROWS how many of 1,024 tokens
+# a step has on each GPU (16). Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what the
+# server and the trainer need. On virtual CPU devices it rehearses all but `kernels` and `local`, with tiny models:
 #
 #     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 PJRT_NPROC=16 QWEN=... FLAGS="--prompt-len 16 --output-len 48" \
-#         CONCURRENCY=1,2 scripts/gpu/parallel.sh OUT 2 sums kept dense
+#         CONCURRENCY=1,2 scripts/gpu/parallel.sh OUT 2 sums texts servers kept dense mixture hybrid large
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -ge 2 ] || { sed -n '2,23s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,29s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd) n=$2
 shift 2
@@ -36,7 +40,7 @@ tests() {
     JAXSPEC_FIGURES=$out/$name.json timeout "$limit" python3 -m pytest -m gpu -s --durations=5 "$@" \
         >"$out/$name.log" 2>&1 || status=$?
     grep -E '^(FAILED|E  )' "$out/$name.log" | cut -c1-300 | head -20
-    echo "$name: $(tail -n 1 "$out/$name.log")"
+    echo "$name: $(grep -E ' (passed|failed|error|skipped)' "$out/$name.log" | tail -n 1)"
 }
 
 # bench NAME ARGUMENTS...
@@ -57,8 +61,28 @@ both() {
     [ -n "${ALONE-1}" ] && bench "$name-tp1" "${of[@]}"
 }
 
+# train M: an EAGLE-3 drafter over M GPUs, on texts that nobody wrote
+train() {
+    local name=train-$1 rows=$((${ROWS:-16} * $1)) devices
+    devices=$(cut -d, -f "1-$1" <<<"${CUDA_VISIBLE_DEVICES:-0,1,2,3,4,5,6,7}")
+    rm -rf "$out/$name"
+    python3 - "$out/texts.jsonl" <<'END'
+import json, random, sys
+with open(sys.argv[1], "w") as file:
+    for _ in range(4096):
+        tokens = [random.randrange(3, 250) for _ in range(1024)]
+        file.write(json.dumps({"tokens": tokens, "answers": [[100, 1024]]}) + "\n")
+END
+    echo "== $name"
+    CUDA_VISIBLE_DEVICES=$devices JAX_NUM_CPU_DEVICES=$1 timeout "$limit" \
+        python3 -m jaxspec.train eagle3 --model "${TARGET:-smollm2-135m-instruct}" --data "$out/texts.jsonl" \
+        --output "$out/$name" --steps "${STEPS:-60}" --batch-size "$rows" --warm-up 5 --no-evaluation --no-plots \
+        2>"$out/$name.log" || { status=1; tail -n 5 "$out/$name.log"; }
+    tail -n 2 "$out/$name/metrics.jsonl" | cut -c1-300
+}
+
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv 2>/dev/null
-for part in "${@:-kernels sums texts kept dense mixture hybrid large}"; do
+for part in "${@:-kernels sums texts servers local kept dense mixture hybrid large train}"; do
     for part in $part; do
         case $part in
             kernels) tests kernels tests/gpu/test_peer_sum.py ;;
@@ -66,6 +90,9 @@ for part in "${@:-kernels sums texts kept dense mixture hybrid large}"; do
                 bench sums sums --tp-size "$n"
                 XLA_FLAGS="${XLA_FLAGS:-} $one_shot" bench sums-one-shot sums --tp-size "$n" --ways psum ;;
             texts) tests texts tests/gpu/test_several_gpus.py ;;
+            servers) # several processes share each GPU's memory
+                XLA_PYTHON_CLIENT_PREALLOCATE=false tests servers tests/gpu/test_several_servers.py ;;
+            local) CUDA_VISIBLE_DEVICES=$(cut -d, -f 1 <<<"${CUDA_VISIBLE_DEVICES:-0}") bench local kernels --only over --no-plain --profile ;;
             kept) # the second of two starts finds what the first compiled
                 for name in cold warm; do
                     JAXSPEC_CACHE=$out/cache bench "kept-$name" decode --model "$QWEN" --concurrency 1 --output-len 32 \
@@ -87,6 +114,7 @@ END
             large) # two bytes a weight don't fit one GPU
                 ALONE='' both large "$LARGE"
                 both large-fp8 "$LARGE" --quantization fp8 ;;
+            train) train "$n"; train 1 ;;
             *) echo "no part $part" >&2; exit 2 ;;
         esac
     done

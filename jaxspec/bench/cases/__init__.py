@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxspec.bench.cases import attention, linear_attention, matmuls, mixtures
+from jaxspec.bench.cases import attention, divided, linear_attention, matmuls, mixtures
 from jaxspec.bench.cases.case import Case
 from jaxspec.fp8 import BLOCK
 from jaxspec.pallas.hopper import kernels_here
@@ -94,4 +94,5 @@ def make_cases(small: bool) -> list[Case]:
         cases += [matmuls.layer_matmuls(rows, *LAYER, layers=8, quantised=True) for rows in (32, 64, 128)]
         few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]
         cases += [matmuls.few_rows_layer(rows, *widths, layers=layers) for rows, widths in few]
+        cases += divided.make_cases()
     return cases
