@@ -52,13 +52,13 @@ def items(
     """`experts.reference` of one stack. Rows that are no item's may hold anything."""
     hopper.count("portable_mxfp4")
     gate_up, down, *biases = stack
-    up = (_words(gate_up.values), gate_up.scales, *biases[:1])
-    down = (_words(down.values), down.scales, *biases[1:])
+    up = (*map(_words, (gate_up.values, gate_up.scales)), *biases[:1])
+    down = (*map(_words, (down.values, down.scales)), *biases[1:])
     return _items(rows, up, down, work, gating=gating, interpret=interpret)
 
 
 def _words(values: Array) -> Array:
-    """Four bytes each, [e, n, k / 8]."""
+    """Four neighbouring bytes each. Kernels see no bytes, whose tiles Triton can't transpose on every card."""
     return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 4), jnp.int32)
 
 
@@ -126,7 +126,8 @@ def _added(total, parts, words_ref, scales_ref, expert, first, begin):
     which, load = jnp.full(shape, 1, jnp.int32) * expert, portable.triton().load
     words = load(words_ref.at[which, output, word], mask=there, other=0)
     block = lax.div(word, jnp.int32(BLOCK // EACH))
-    power = load(scales_ref.at[which, block, output], mask=there, other=0).astype(jnp.int32)
+    power = load(scales_ref.at[which, block, lax.div(output, jnp.int32(4))], mask=there, other=0)
+    power = lax.shift_right_logical(power, lax.rem(output, jnp.int32(4)) * 8) & 0xFF
     scale = lax.bitcast_convert_type(power << 23, jnp.float32) * 2.0**14
     for i, bits in enumerate(_unpacked(words)):
         for parity in range(2):
