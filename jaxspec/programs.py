@@ -105,17 +105,21 @@ class Programs:
             **{f"conclude_{mode}": jit(structured.conclude, mode) for mode in MODES},
             "masked_first": jit(structured.first, LOGPROBS),
         }
-        for mode in MODES:
-            for drafts, _ in ladder.narrower(shapes, mode):
-                by = drafter.narrowed(drafts)
-                self._jits[f"round_{mode}_{drafts}"] = jit(decode_round, mode, by=by)
-                self._jits[f"rounds_{mode}_{drafts}"] = jit(decode_rounds, mode, shapes.rounds, by=by)
+        self._jit = jit
+        for drafts, _ in shapes.narrower:
+            self.add_rounds(drafts, drafter.narrowed(drafts))
         self._compiled: dict[tuple[str, int], Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
         self._stopped = False
         self.watch: Callable[[str, np.ndarray | Array, float, tuple], None] | None = None  # told of each call
         self.compiling = 0  # calls that wait for their program to be compiled
         self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
+
+    def add_rounds(self, drafts: int, by: Drafter) -> None:
+        """Have rounds of so many drafts, which `by` makes."""
+        for mode in MODES:
+            self._jits[f"round_{mode}_{drafts}"] = self._jit(decode_round, mode, by=by)
+            self._jits[f"rounds_{mode}_{drafts}"] = self._jit(decode_rounds, mode, self.shapes.rounds, by=by)
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1

@@ -171,6 +171,26 @@ def test_experts_match_one_pair_at_a_time(t, e, k, skew, shared):
     np.testing.assert_allclose(run(*case), naive(*case), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("t,shared", [(5, 16), (60, 0)])
+def test_experts_have_the_gradients_of_all_experts_at_once(t, shared):
+    x, stacks, ids, weights = random_case(t, 8, 2, shared=shared)
+
+    def dense(x, stacks, weights):
+        out = 0.0
+        all_pairs = [pair for stack in arrays(stacks) for pair in zip(*stack, strict=True)]
+        for e, (gate_up, down) in enumerate(all_pairs):
+            gate, up = jnp.split(x @ gate_up.T, 2, axis=1)
+            out += jnp.sum(weights * (ids == e), axis=1)[:, None] * ((jax.nn.silu(gate) * up) @ down.T)
+        return out
+
+    run = lambda x, stacks, weights: experts.experts_mlp(x, stacks, ids, weights)  # noqa: E731
+    got, expected = (
+        jax.jit(jax.grad(lambda *of, f=f: jnp.sum(jnp.sin(f(*of))), argnums=(0, 1, 2)))(x, stacks, weights)
+        for f in (run, dense)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), got, expected)
+
+
 @pytest.mark.parametrize("skew", [0, 0.3, 5])
 @pytest.mark.parametrize("t,e,k", [(1, 8, 3), (5, 4, 2), (8, 20, 6), (9, 20, 6), (30, 40, 1), (64, 8, 2), (70, 5, 5)])
 def test_items_hold_each_pair_once(t, e, k, skew):

@@ -1,9 +1,9 @@
 """Adaptive drafting beside every fixed number of drafts and plain decoding, at one load after the other.
 
-Offline, greedy, random weights unless --load-format says otherwise, random prompts. Two engines share the device: one
-drafts, one doesn't. At each number of requests all of them decode at once, and the engines take turns: plain, each
-number of drafts that the drafter's rounds are compiled for, and adaptive. So all settings have the same texts, contexts
-and clocks. Only programs that this needs are compiled; rounds are timed as at a server's start.
+Offline, greedy, random weights unless --load-format says otherwise, random prompts. At each number of requests all of
+them decode at once, and the settings take turns, there and back: plain, each number of drafts that the drafter's rounds
+are compiled for, and adaptive. So all have the same contexts and clocks. Plain rounds are those of an engine without a
+drafter, in the same state. Only programs that this needs are compiled; rounds are timed as at a server's start.
 
 --accept-rates imposes acceptance: the probability of each draft, given that those before it were accepted. It may be
 repeated, and each is measured. Rates with a slash between are mixed within a batch: requests have them by turns.
@@ -24,6 +24,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, device_facts, memory_facts
 from jaxspec.checkpoint import load_target
 from jaxspec.config import EngineConfig
+from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import load_drafter
 from jaxspec.engine import Engine
 from jaxspec.flags import engine_options, positive
@@ -43,10 +45,9 @@ from jaxspec.request import SamplingParams
 from jaxspec.round import GREEDY
 from jaxspec.timing import time_rounds
 
-PLAIN, AUTO = "plain", "auto"
+PLAIN, AUTO = -1, "auto"  # plain decoding, as a number of drafts
 SETTLING_STEPS = 3  # after a change of setting: rounds in flight are still of the one before
 SLICES = 4  # of a load's time in the rise and fall, and as many points in the chart
-ROOM = 1024  # tokens of a request's text for which there are pages, on the average of the largest batch
 
 COLUMNS = (
     Column("rates", "acceptance", "<28", 28),
@@ -118,35 +119,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, result: Result) -> None:
     """Measure every load at every acceptance."""
-    plain, drafting = _start(args, result)
-    longest = drafting.runner.draft.drafter.longest
-    for each in args.accept_rates:
-        if wrong := [part for part in each if len(part) != longest]:
-            raise BenchError(f"--accept-rates has {len(wrong[0])} rates in one list; the drafter drafts {longest}")
+    engine = _start(args, result)
     loads = [(mixed, count) for mixed in args.accept_rates for count in args.concurrency]
-    compiled = _compiles(plain, drafting)
     for mixed, count in tqdm(loads, desc="adaptive", unit="load", disable=None):
-        result.add(_steady(args, plain, drafting, mixed, count))
+        result.add(_steady(args, engine, mixed, count))
     for mixed in args.accept_rates if args.rise_and_fall else ():
-        result.add(_rise_and_fall(args, plain, drafting, mixed))
+        result.add(_rise_and_fall(args, engine, mixed))
     if ended := sum(row.get("ended", 0) for row in result.rows):
         result.note(f"{ended} requests ended while others were measured; lower --seconds or raise --context-length")
-    if (later := _compiles(plain, drafting) - compiled) > 0:
+    if later := engine.runner.compiles["compiles"] - engine.programs_before:
         result.note(f"{later} programs were compiled during the run; its times include that")
-    if preempted := sum(engine.stats()["preemptions_total"] for engine in (plain, drafting)):
-        result.note(f"{preempted} preemptions: pages ran out; lower --seconds or raise --max-total-tokens")
+    if preempted := engine.stats()["preemptions_total"]:
+        result.note(f"{preempted} preemptions: pages ran out; lower --seconds or --prompt-len")
     result.fact(memory=memory_facts())
 
 
-class Always(Chooser):
-    """A chooser that keeps to one number of drafts. It learns as others do."""
+class Setting(Chooser):
+    """A chooser that keeps to one number of drafts, if `always` names it; as others do, it learns."""
 
-    def __init__(self, of: Chooser, drafts: int):
-        vars(self).update(vars(of))
-        self.chosen = drafts
+    def __init__(self, longest, times, always: int | None = None):
+        super().__init__(longest, times)
+        self._always = always
 
     def choose(self, group, share):
-        return self.chosen
+        return super().choose(group, share) if self._always is None else self._always
+
+    def took(self, group, drafts, seconds):
+        if drafts != PLAIN:  # one in flight when the setting changed; the drafter has no such rounds
+            super().took(group, drafts, seconds)
 
 
 class Meter:
@@ -185,57 +185,63 @@ class Meter:
         }
 
 
-def _start(args: argparse.Namespace, result: Result) -> tuple[Engine, Engine]:
-    """A plain engine, and one that drafts; of both the programs for these loads alone."""
+@dataclass(frozen=True)
+class Absent(Drafter):
+    """No drafter: rounds of plain decoding in the state of an engine that has one. Nothing of it is kept up."""
+
+    num_draft_tokens: int = 0
+
+    def propose(self, params, state, batch):
+        return Proposal.none(len(batch.length)), state
+
+    def commit(self, params, state, batch, verified):
+        return state
+
+
+def _start(args: argparse.Namespace, result: Result) -> Engine:
+    """An engine with the programs for these loads alone, and those of plain decoding as rounds of `PLAIN` drafts."""
     if args.draft == "none":
         raise BenchError("--draft none: adaptive drafting needs a drafter. Name one, for example --draft ngram")
     args.skip_warmup, args.few_programs = True, False
     began, options, most = time.perf_counter(), engine_options(args), max(args.concurrency)
     options["max_running_requests"] = options["max_running_requests"] or most
-    options["max_total_tokens"] = options["max_total_tokens"] or most * (args.prompt_len + ROOM)
     first = args.accept_rates[0]
     options["num_draft_tokens"] = options["num_draft_tokens"] or len(first[0])
     config = EngineConfig(**options)
     model = load_target(config)
     lists = math.lcm(*map(len, args.accept_rates))
-    draft = forced.force_mixed(load_drafter(config.draft, model, config), lists // len(first) * first)
-    plain_config = dataclasses.replace(config, draft="none", num_draft_tokens=None)
-    both = Engine(plain_config, model, load_drafter("none", model, plain_config)), Engine(config, model, draft)
-    for engine in both:
-        _prepare(engine, args.concurrency)
-    result.fact(ready_s=time.perf_counter() - began, round_times=_times(both[1]), **device_facts())
+    engine = Engine(
+        config, model, forced.force_mixed(load_drafter(config.draft, model, config), lists // len(first) * first)
+    )
+    _prepare(engine, args.concurrency)
+    engine.programs_before = engine.runner.compiles["compiles"]
+    result.fact(ready_s=time.perf_counter() - began, round_times=_times(engine), **device_facts())
     gc.collect()
-    return both
+    return engine
 
 
 def _prepare(engine: Engine, requests: Sequence[int]) -> None:
     """Compile an engine's greedy programs for batches of so many requests, and time its rounds."""
-    runner = engine.runner
-    shapes = runner.shapes
+    runner, programs = engine.runner, engine.runner.programs
     fewer = lambda sizes: tuple(sorted({fit(count, sizes) for count in requests} | {sizes[-1]}))  # noqa: E731
-    shapes = dataclasses.replace(
-        shapes,
-        batches=fewer(shapes.batches),
-        prefills=shapes.prefills[-1:],
-        firsts=shapes.firsts[-1:],
-        narrower=tuple((drafts, fewer(sizes)) for drafts, sizes in shapes.narrower),
-    )
-    runner.shapes = runner.programs.shapes = shapes
-    runner.narrower = dict(shapes.narrower)
-    runner.programs.warm_up(runner.state, lambda kind: GREEDY in kind or kind in ("admit", "prefill"))
-    if runner.narrower:
-        pages, page_size = runner.plan.num_pages, engine.config.page_size
-        runner.state, runner.round_times = time_rounds(runner.programs, runner.state, pages, page_size, (GREEDY,))
-        runner.reset()
-        engine.chooser = engine._chooser()
+    narrower = tuple((drafts, fewer(sizes)) for drafts, sizes in runner.shapes.narrower)
+    sizes = {"prefills": runner.shapes.prefills[-1:], "firsts": runner.shapes.firsts[-1:]}
+    shapes = dataclasses.replace(runner.shapes, batches=fewer(runner.shapes.batches), narrower=narrower, **sizes)
+    plain = PLAIN, narrower[0][1]
+    programs.add_rounds(PLAIN, Absent())
+    programs.shapes = dataclasses.replace(shapes, narrower=(plain, *narrower))
+    programs.warm_up(runner.state, lambda kind: GREEDY in kind or kind in ("admit", "prefill"))
+    runner.shapes = programs.shapes = shapes
+    pages, page_size = runner.plan.num_pages, engine.config.page_size
+    runner.state, runner.round_times = time_rounds(programs, runner.state, pages, page_size, (GREEDY,))
+    runner.reset()
+    runner.narrower = dict((plain, *narrower))
+    of_drafts = runner.yields_of
+    runner.yields_of = lambda drafts: 1 if drafts == PLAIN else of_drafts(drafts)
 
 
 def _times(engine: Engine) -> dict[str, dict[int, float]]:
     return {f"{kind} {size}": times for (kind, size), times in engine.runner.round_times.items()}
-
-
-def _compiles(*some: Engine) -> int:
-    return some[0].stats()["compiles_total"] + sum(engine.runner.programs.compiling for engine in some)
 
 
 def _lengths(engine: Engine, mixed: list[list[float]]) -> dict[int, float]:
@@ -246,12 +252,17 @@ def _lengths(engine: Engine, mixed: list[list[float]]) -> dict[int, float]:
     return {n: mean(engine.runner.yields_of(n) - 1) for n in engine.runner.drafts}
 
 
-def _settings(plain: Engine, drafting: Engine, mixed: list[list[float]]) -> dict[str, tuple[Engine, Any, Meter]]:
-    """By name: the engine, its chooser, and a meter."""
-    fresh = drafting._chooser()
-    fixed = {str(n): (drafting, Always(drafting._chooser(), n)) for n in drafting.runner.drafts}
-    found = {PLAIN: (plain, None), **fixed, AUTO: (drafting, fresh)}
-    return {name: (engine, how, Meter(engine, _lengths(engine, mixed))) for name, (engine, how) in found.items()}
+def _settings(engine: Engine, mixed: list[list[float]]) -> dict[str, tuple[Chooser, Meter]]:
+    """By name, how drafts are chosen, and a meter. Plain decoding first, adaptive last."""
+    runner = engine.runner
+    longest = {n: runner.yields_of(n) - 1 for n in runner.drafts}
+    of = lambda always=None: Setting(longest, runner.round_times, always)  # noqa: E731
+    fixed = {_name(n): of(n) for n in runner.drafts}
+    return {name: (how, Meter(engine, _lengths(engine, mixed))) for name, how in (fixed | {AUTO: of()}).items()}
+
+
+def _name(drafts: int) -> str:
+    return "plain" if drafts == PLAIN else str(drafts)
 
 
 def _queue(engine: Engine, rng: np.random.Generator, count: int, prompt_len: int) -> list[str]:
@@ -270,12 +281,6 @@ def _fill(engine: Engine, waiting: set[str]) -> None:
         waiting -= {delta.request_id for delta in engine.step()}
 
 
-def _settle(engine: Engine, how: Chooser | None) -> None:
-    engine.chooser = how
-    for _ in range(SETTLING_STEPS):
-        engine.step()
-
-
 def _end(engine: Engine, ids: Sequence[str]) -> None:
     for each in ids:
         engine.abort(each)
@@ -283,34 +288,32 @@ def _end(engine: Engine, ids: Sequence[str]) -> None:
         engine.step()
 
 
-def _steady(args: argparse.Namespace, plain: Engine, drafting: Engine, mixed: list[list[float]], count: int) -> Row:
-    """All settings by turns, while `count` requests decode in each engine."""
-    forced.impose(drafting, mixed)
-    settings = _settings(plain, drafting, mixed)
-    rng, ids = np.random.default_rng(args.seed or 0), {}
-    drafting.chooser = settings[AUTO][1]
-    for engine in (plain, drafting):
-        ids[engine] = _queue(engine, rng, count, args.prompt_len)
-        _fill(engine, set(ids[engine]))
-    _settle(drafting, settings[AUTO][1])
-    Meter(drafting, _lengths(drafting, mixed)).run(args.learn)
-    for _ in range(args.turns):
-        for engine, how, meter in settings.values():
-            meter.lengths = _lengths(engine, mixed)
-            _settle(engine, how)
+def _steady(args: argparse.Namespace, engine: Engine, mixed: list[list[float]], count: int) -> Row:
+    """All settings by turns, there and back, while `count` requests decode."""
+    forced.impose(engine, mixed)
+    settings, rng = _settings(engine, mixed), np.random.default_rng(args.seed or 0)
+    engine.chooser = settings[AUTO][0]
+    ids = _queue(engine, rng, count, args.prompt_len)
+    _fill(engine, set(ids))
+    Meter(engine, _lengths(engine, mixed)).run(args.learn)
+    lengths = _lengths(engine, mixed)
+    for turn in range(args.turns):
+        for how, meter in list(settings.values())[:: -1 if turn % 2 else 1]:
+            meter.lengths, engine.chooser = lengths, how
+            for _ in range(SETTLING_STEPS):
+                engine.step()
             meter.run(args.seconds)
-    ended = sum(count - len(engine.requests) for engine in ids)
-    for engine, each in ids.items():
-        _end(engine, each)
+    ended = count - len(engine.requests)
+    _end(engine, ids)
     return _row("steady", args, mixed, count, settings) | {"ended": ended}
 
 
-def _rise_and_fall(args: argparse.Namespace, plain: Engine, drafting: Engine, mixed: list[list[float]]) -> Row:
+def _rise_and_fall(args: argparse.Namespace, engine: Engine, mixed: list[list[float]]) -> Row:
     """Every setting by itself, from few requests to many and back; with its tokens over time."""
-    forced.impose(drafting, mixed)
-    settings, course = _settings(plain, drafting, mixed), {}
+    forced.impose(engine, mixed)
+    settings, course = _settings(engine, mixed), {}
     levels = [*sorted(args.concurrency), *sorted(args.concurrency)[-2::-1]]
-    for name, (engine, how, meter) in settings.items():
+    for name, (how, meter) in settings.items():
         engine.chooser, steps = how, []
         rng, running, began = np.random.default_rng(args.seed or 0), [], time.perf_counter()
         note = lambda tokens, n, steps=steps, began=began: steps.append((time.perf_counter() - began, tokens, n))  # noqa: E731
@@ -336,17 +339,17 @@ def _bins(steps: list[tuple[float, float, int]], seconds: float) -> Iterator[dic
 
 
 def _row(kind: str, args: argparse.Namespace, mixed: list[list[float]], count: int, settings: dict) -> Row:
-    figures = {name: meter.figures() for name, (_, _, meter) in settings.items()}
+    figures = {name: meter.figures() for name, (_, meter) in settings.items()}
     speed = {name: each["tokens_per_s"] for name, each in figures.items()}
     fixed = {name: rate for name, rate in speed.items() if name != AUTO}
     return {
         "kind": kind,
         "rates": " / ".join(",".join(f"{rate:g}" for rate in _short(part)) for part in mixed),
         "concurrency": count,
-        "plain": speed[PLAIN],
-        "fixed": ", ".join(f"{name}: {rate:.0f}" for name, rate in fixed.items() if name != PLAIN),
+        "plain": speed["plain"],
+        "fixed": ", ".join(f"{name}: {rate:.0f}" for name, rate in fixed.items() if name != "plain"),
         "auto": speed[AUTO],
-        "against_plain": speed[AUTO] / speed[PLAIN] - 1,
+        "against_plain": speed[AUTO] / speed["plain"] - 1,
         "against_best": speed[AUTO] / max(fixed.values()) - 1,
         "drafts": figures[AUTO]["drafts"],
         "ms": figures[AUTO]["ms_per_round"],

@@ -206,7 +206,35 @@ def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
 def reference(
     rows: Float[Array, "r d"], stacks: list[Stack], items: Items, gating: Gating | None = None
 ) -> Float[Array, "c d"]:
-    """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero."""
+    """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero.
+
+    It has gradients, for rows and weights. They take a loop over all items that there could be.
+    """
+    return _reference(gating, rows, stacks, items)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _reference(gating: Gating | None, rows: Array, stacks: list[Stack], items: Items) -> Array:
+    return _each_item(gating, rows, stacks, items, items.table[0, COUNT])
+
+
+def _reference_forward(gating, rows, stacks, items):
+    return _reference(gating, rows, stacks, items), (rows, stacks, items)
+
+
+def _reference_backward(gating, kept, cotangent):
+    rows, stacks, items = kept
+    whole = lambda rows, stacks: _each_item(gating, rows, stacks, items, len(items.table))  # noqa: E731
+    return *jax.vjp(whole, rows, stacks)[1](cotangent), jax.tree.map(
+        lambda x: np.zeros(x.shape, jax.dtypes.float0), items
+    )
+
+
+_reference.defvjp(_reference_forward, _reference_backward)
+
+
+def _each_item(gating: Gating | None, rows: Array, stacks: list[Stack], items: Items, count: Array | int) -> Array:
+    """As `reference`, of the first `count` items; those that aren't there change nothing."""
 
     def mlp(stack, part, expert):
         gate_up, down, *biases = stack
@@ -226,9 +254,10 @@ def reference(
         part = jax.lax.dynamic_slice_in_dim(rows, ALIGN * source, items.rows)
         new = jax.lax.switch(jnp.sum(expert >= first[1:-1]), branches, part, expert)
         start = ALIGN * target
-        mine = jnp.arange(items.rows)[:, None] < ALIGN * blocks
+        there = i < items.table[0, COUNT]
+        mine = there & (jnp.arange(items.rows)[:, None] < ALIGN * blocks)
         new = jnp.where(mine, new, jax.lax.dynamic_slice_in_dim(out, start, items.rows))
         return jax.lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
 
     out = jnp.zeros((items.capacity, rows.shape[1]), rows.dtype)
-    return jax.lax.fori_loop(0, items.table[0, COUNT], one, out)
+    return jax.lax.fori_loop(0, count, one, out)
