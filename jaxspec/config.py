@@ -296,11 +296,11 @@ class EngineConfig:
         "depth of the drafts; of a chain, the same as --num-draft-tokens",
         "S",
         group=SPECULATION,
-        shown="as many as drafts; 5 for trees",
+        shown="as many as drafts; 5 for trees, DFlash's block",
         least=1,
     )
     topk: int = option(
-        1, "drafts that may follow one token; above 1 a tree (eagle, eagle3 only)", "K", group=SPECULATION, least=1
+        1, "drafts that may follow one token; above 1 a tree (eagle, eagle3, dflash)", "K", group=SPECULATION, least=1
     )
     num_draft_tokens: int | None = option(
         None,

@@ -110,7 +110,9 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
     if options.topk > 1 and drafter.topk == 1:
-        raise ConfigError(f"--topk {options.topk}: --draft {draft} drafts chains, not trees; eagle and eagle3 do both")
+        raise ConfigError(
+            f"--topk {options.topk}: --draft {draft} drafts chains, not trees; eagle, eagle3 and dflash do both"
+        )
     method = next((method for method, each in DRAFTERS.items() if each is cls), "")
     published = None if options.load_format == "dummy" else card(method, source, model.name)
     return LoadedDrafter(draft, drafter, params, published)

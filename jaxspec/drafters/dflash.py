@@ -24,11 +24,12 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec import sharding
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed, write_keys_values
 from jaxspec.decoder.matmul import product
 from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
+from jaxspec.drafters import eagle_tree
 from jaxspec.drafters.own_weights import borrowed, load_weights, own_dtype
 from jaxspec.drafters.vocabulary import as_targets, id_maps, known_tokens, maps_of, rows_of
 from jaxspec.sharding import AXIS, EVERYWHERE
@@ -45,6 +46,8 @@ class DFlash(Drafter):
 
     `draft_ids`: how many tokens it knows, of a drafter with a vocabulary of its own. Logits are multiplied by
     `multiplier`, then squashed below `softcap`. `filled`: drafts that a block has rows for, if fewer are verified.
+
+    With `topk` above 1 drafts are a tree over a block's first `num_steps` places. All its branches come of one pass.
     """
 
     config: ModelConfig
@@ -58,23 +61,35 @@ class DFlash(Drafter):
     multiplier: float = 1.0
     softcap: float | None = None
     filled: int | None = None
+    topk: int = 1
+    num_steps: int | None = None
 
     computes: ClassVar[frozenset[str]] = frozenset()  # which of the checkpoint's VARIANTS
     first_by_default: ClassVar[int] = 1
 
     def __post_init__(self):
-        most = self.block_size - self.first
-        if not 1 <= self.num_draft_tokens <= most:
+        most, asked = self.block_size - self.first, "num-draft-tokens" if self.num_steps is None else "num-steps"
+        if self.num_steps is not None:
+            eagle_tree.check(self.num_steps, self.topk, self.num_draft_tokens)
+        if not 1 <= self.longest <= most:
             known = "of which the first is known" if self.first else "each of which drafts the next one"
             raise ConfigError(
-                f"--num-draft-tokens {self.num_draft_tokens}: this {type(self).__name__} drafter fills blocks of "
+                f"--{asked} {self.longest}: this {type(self).__name__} drafter fills blocks of "
                 f"{self.block_size} tokens, {known}, so it drafts 1 to {most}"
             )
 
     @property
+    def longest(self):
+        return self.num_draft_tokens if self.num_steps is None else self.num_steps
+
+    @property
+    def lookahead(self):
+        return max(self.num_draft_tokens + 1, self.rows)
+
+    @property
     def rows(self) -> int:
         """Rows of a block: those that draft, and those before them."""
-        return (self.filled or self.num_draft_tokens) + self.first
+        return (self.filled or self.longest) + self.first
 
     @classmethod
     def load(cls, target, source, options):
@@ -82,7 +97,9 @@ class DFlash(Drafter):
         that are missing or don't fit it. Both name what is wrong."""
         files = checkpoint.open_folder(source, options.load_format)
         try:
-            drafter = cls.from_hf(files.hf, target.config, options.num_draft_tokens)
+            drafter = cls.from_hf(files.hf, target.config, options.num_draft_tokens if options.topk == 1 else None)
+            if options.topk > 1 and cls is DFlash:
+                drafter = drafter._tree(options)
         except ConfigError as error:
             raise ConfigError(f"--draft {source} can't draft for {target.name}: {error}") from error
         made_up, offsets = options.load_format == "dummy", None
@@ -128,6 +145,13 @@ class DFlash(Drafter):
             **cls.more(own, config),
         )
 
+    def _tree(self, options: EngineConfig) -> DFlash:
+        """This drafter with the tree that the options ask for. **Raises:** `ConfigError` for one that can't be."""
+        if options.topk > (known := self.draft_ids or self.config.vocab_size):
+            raise ConfigError(f"--topk {options.topk}: it knows {known} tokens")
+        steps, drafts = eagle_tree.shape(options, self.block_size - self.first)
+        return replace(self, topk=options.topk, num_steps=steps, num_draft_tokens=drafts)
+
     @classmethod
     def more(cls, own: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
         """A subclass's fields, from the flat config. **Raises:** `ConfigError`."""
@@ -139,6 +163,8 @@ class DFlash(Drafter):
 
     def with_token_map(self, params: Any, ids: np.ndarray) -> dict[str, Any]:
         """The params to draft these of the target's tokens alone. **Raises:** `ConfigError` if it can't be."""
+        if len(ids) < self.topk:
+            raise ConfigError(f"--topk {self.topk}: --draft-token-map has {len(ids)} tokens")
         less, maps = rows_of(params, ids), maps_of(params, ids, self.config.vocab_size)
         head = less["head"] if "head" in less else Weight(less["embed"].T)  # all embeddings are still read for inputs
         return {**params, "head": head, **maps}
@@ -156,6 +182,8 @@ class DFlash(Drafter):
         n, found = self.num_draft_tokens, None
         hidden = self._fill(params, state, batch)
         logits = self._logits(params, self._drafting(hidden.last))
+        if self.topk > 1:
+            return eagle_tree.of_block(logits, self.topk, n, params, batch), hidden.cache
         if batch.greedy:
             found = top_tokens(params, self.config.decoder.norm, params["norm"], hidden.unnormed)
         top = None if found is None else self._drafting(found)
@@ -175,7 +203,7 @@ class DFlash(Drafter):
 
     def _drafting(self, rows: Shaped[Array, "b t *d"]) -> Shaped[Array, "b n *d"]:
         """Of a block's rows, those whose drafts are verified."""
-        return rows[:, self.first : self.first + self.num_draft_tokens]
+        return rows[:, self.first : self.first + self.longest]
 
     def _fill(self, params: Any, state: KV, batch: DraftBatch) -> Hidden:
         """The layers over each request's newest token and masks. A mask's row is about its own position, not the next.

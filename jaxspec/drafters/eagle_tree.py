@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.cache import KV, Rows
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.draft import DraftBatch, Proposal
+from jaxspec.drafters.vocabulary import as_targets
 
 if TYPE_CHECKING:
     from jaxspec.drafters.eagle import Chain
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 STEPS, DRAFTS = 5, 8  # what is not given, unless what is given asks for less or more
 
 
-def shape(options: EngineConfig) -> tuple[int, int]:
-    """Steps and drafts of the tree that the options ask for. `--topk` is above 1."""
-    steps = options.num_steps or min(STEPS, options.num_draft_tokens or STEPS)
+def shape(options: EngineConfig, most: int = STEPS) -> tuple[int, int]:
+    """Steps and drafts of the tree that the options ask for. `--topk` is above 1. `most`: steps, if none are given."""
+    steps = options.num_steps or min(most, options.num_draft_tokens or most)
     return steps, options.num_draft_tokens or min(max(DRAFTS, steps), _candidates(steps, options.topk))
 
 
@@ -93,6 +94,30 @@ def propose(drafter: Chain, params: Any, kv: KV, hidden: Float[Array, "b d"], ba
             hidden, mask = _pick(hidden, best // k), _pick(mask, best // k)
     found = jax.tree.map(lambda *steps: jnp.concatenate(steps, axis=1), *found)
     return _likeliest(drafter.num_draft_tokens, found, jnp.concatenate(all_logits, axis=1), batch), kv
+
+
+def of_block(logits: Float[Array, "b s w"], topk: int, drafts: int, params: Any, batch: DraftBatch) -> Proposal:
+    """The tree of a block drafter, which knows one distribution for each place, whatever was drafted before it.
+
+    So a step takes no pass: its candidates are the `topk` likeliest tokens of its place, after each draft of the beam.
+    """
+    top, ids = jax.lax.top_k(logits, topk)
+    likely = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    ids, _ = as_targets(params, ids, None)
+    b, steps, k = ids.shape
+    root = jnp.zeros((b, k), jnp.int32)
+    score, number = likely[:, 0], 1 + jnp.broadcast_to(jnp.arange(k), (b, k))
+    found = [_Found(ids[:, 0], score, root, root)]
+    for step in range(1, steps):
+        after = score[:, :, None] + likely[:, None, step]
+        tokens = jnp.broadcast_to(ids[:, None, step], (b, k, k))
+        flat = lambda x: x.reshape(b, k * k)  # noqa: E731
+        source = jnp.full((b, k * k), step)
+        found.append(_Found(flat(tokens), flat(after), jnp.repeat(number, k, axis=1), source))
+        score, best = jax.lax.top_k(flat(after), k)
+        number = 1 + k + (step - 1) * k * k + best
+    found = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *found)
+    return _likeliest(drafts, found, logits, batch)
 
 
 def _expand(
