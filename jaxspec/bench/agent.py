@@ -7,6 +7,7 @@ and repeat what a tool has printed. Nothing is fetched, and the same Python give
 from __future__ import annotations
 
 import ast
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ MODULES = ("bisect", "colorsys", "heapq", "textwrap", "shlex", "fnmatch", "calen
 
 def questions() -> Iterator[str]:
     """Each module's questions, one module after the other."""
+    return (question for question, _ in answered())
+
+
+def answered() -> Iterator[tuple[str, str]]:
+    """The questions, each with the answer that is asked for."""
     folder = Path(sysconfig.get_path("stdlib"))
     for module in MODULES:
         path = folder / f"{module}.py"
@@ -24,19 +30,19 @@ def questions() -> Iterator[str]:
             yield from _about(module, path.read_text())
 
 
-def _about(module: str, source: str) -> Iterator[str]:
+def _about(module: str, source: str) -> Iterator[tuple[str, str]]:
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     first = min(functions, key=lambda node: node.lineno)
     begin = first.lineno - 1
     excerpt = "\n".join(source.splitlines()[begin : begin + LINES])
     argument = first.args.args[0].arg if first.args.args else "x"
     for old, new in ((first.name, f"{first.name}_again"), (argument, "value")):
-        yield (
-            f"Here is {module}.py:\n\n```python\n{excerpt}\n```\n\n"
-            f"Rename `{old}` to `{new}`. Answer with the whole file and nothing else."
-        )
+        question = f"Rename `{old}` to `{new}`. Answer with the whole file and nothing else."
+        renamed = re.sub(rf"\b{old}\b", new, excerpt)
+        yield f"Here is {module}.py:\n\n```python\n{excerpt}\n```\n\n{question}", f"```python\n{renamed}\n```"
     printed = "\n".join(f"{module}.py:{node.lineno}: def {node.name}" for node in functions[:12])
+    question = "Repeat its output word for word, then say how many functions there are."
     yield (
-        f"The tool `grep -n def {module}.py` printed:\n\n```\n{printed}\n```\n\n"
-        "Repeat its output word for word, then say how many functions there are."
+        f"The tool `grep -n def {module}.py` printed:\n\n```\n{printed}\n```\n\n{question}",
+        f"```\n{printed}\n```\n\nThere are {len(functions[:12])} functions.",
     )
