@@ -41,6 +41,7 @@ class Case:
     sinks: bool = False
     chain: bool = False  # rows of a mask stand at the positions of their places
     division: tuple[int, int] = (1, 1)  # blocks, warpgroups of a block
+    segment: int = 0  # steps that are summed by themselves
 
     def inputs(self, seed: int = 0) -> tuple[dict, dict]:
         """Arguments of `decode_attention`: the positional ones and the named."""
@@ -122,10 +123,14 @@ def dense(q, kv, layer, table, start, scales, mask, window=None, depth=None, sin
     return out
 
 
+def segments(case: Case) -> dict:
+    return {"segment": case.segment, "tallest": op.NARROW_ROWS} if case.segment else {}
+
+
 def check(case: Case, interpret=False):
     """The kernel's result is bfloat16's rounding away from the dense one, and rows without a position are zero."""
     args, named = case.inputs()
-    out = op._attend(**args, **named, parts=case.division, interpret=interpret)
+    out = op._attend(**args, **named, parts=case.division, interpret=interpret, **segments(case))
     assert out.dtype == jnp.bfloat16
     out, expected = np.asarray(out, np.float64), dense(**args, **named)
     assert np.isfinite(out).all()
@@ -173,6 +178,11 @@ CASES = [
          division=BLOCKS),
     Case("sinks, two tiles, pair", t=9, group=8, kv_heads=1, h=64, lengths=(131, 5), sinks=True, division=PAIR),
     Case("sinks, tree, fp8", t=8, places=8, fp8=True, scaled=True, h=64, kv_heads=1, lengths=(8, 72), sinks=True),
+    Case("segments", lengths=(1, 128, 129, 250, -3), segment=2),
+    Case("segments, three tiles, blocks", t=9, group=8, kv_heads=1, entries=6, lengths=(331, 9), segment=1,
+         division=BLOCKS),
+    Case("more segments than are added together", t=2, group=3, kv_heads=1, h=64, page=128, entries=10,
+         lengths=(1270, 300), segment=1, division=PAIR),
     Case("window, block that sees ahead", t=16, places=16, whole=True, chain=True, group=2, lengths=(16, 180),
          window=90),
 ]  # fmt: skip
@@ -202,6 +212,30 @@ RARE = {
 ])  # fmt: skip
 def test_equals_dense_softmax(case):
     check(case, interpret=plgpu.InterpretGPUParams())
+
+
+def test_a_segments_sum_is_the_same_whoever_makes_it():
+    """Whatever number of blocks and warpgroups, and of rows."""
+    case = Case("", t=3, lengths=(3, 140, 250), kv_heads=1, segment=1)
+    args, named = case.inputs()
+    run = partial(op._attend, interpret=plgpu.InterpretGPUParams(), **segments(case))
+    outs = [np.asarray(run(**args, **named, parts=parts), np.float32) for parts in ((1, 1), (3, 1), (1, 2))]
+    one = args | {"q": args["q"][:, 1:2], "start": args["start"] + 1}
+    outs.append(np.asarray(run(**one, **named, parts=(1, 1)), np.float32))
+    for out in outs[1:3]:
+        np.testing.assert_array_equal(out, outs[0])
+    np.testing.assert_array_equal(outs[3][:, 0], outs[0][:, 1])
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (8, 2)])
+@pytest.mark.parametrize("h,page,group,t", [(64, 64, 3, 1), (128, 64, 4, 4), (128, 128, 8, 32), (256, 16, 2, 5)])
+def test_segments_lower_for_cuda(h, page, group, t, parts):
+    parts = (parts[0], 1) if h == 256 else parts  # as `division` has it
+    case = Case("", entries=20, lengths=(90,), t=t, group=group, h=h, page=page, segment=4)
+    args, named = case.inputs()
+    run = jax.jit(partial(op._attend, parts=parts, interpret=False, **segments(case)))
+    text = run.trace(**args, **named).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize("h,page,group,t,fp8,places,few,window", one_in(2 * len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [

@@ -71,6 +71,14 @@ def test_the_ring_comes_round(monkeypatch):
     check(256, 256, 64 * 5, 512, False, tiling=Tiling(128, 256), interpret=plgpu.InterpretGPUParams())
 
 
+@pytest.mark.parametrize("rows,real,gated,added,splits", [(300, 140, False, True, 3), (20, 17, True, False, 1)])
+def test_sums_of_parts_and_few_rows_match_plain_jnp(monkeypatch, rows, real, gated, added, splits):
+    """As deterministic layers have it: parts of unequal length, more steps than slots, and rows below a tile's."""
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
+    options = dict(splits=splits, rounded=gated, interpret=plgpu.InterpretGPUParams())
+    check(rows, real, 64 * 10, 128, gated, added, **options)
+
+
 @pytest.mark.parametrize("columns,real", [(64, 140), (192, 140), (192, 290)])
 def test_adds_to_a_residual_stream(monkeypatch, columns, real):
     monkeypatch.setattr(tiles, "BLOCKS", 2)

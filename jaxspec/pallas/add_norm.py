@@ -34,7 +34,7 @@ def supported(width: int, dtype: Any) -> str | None:
     return None
 
 
-@lower_once("add_norm", "eps", "centred")
+@lower_once("add_norm", "eps", "centred", "columns")
 def add_norm(
     x: Float[Array, "r d"],
     parts: Float[Array, "s p d"] | None,
@@ -42,12 +42,14 @@ def add_norm(
     *,
     eps: float,
     centred: bool = False,
+    columns: int | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "r d"], Float[Array, "p d"]]:
     """x plus the sum of `parts`, rounded before it is added as a product of its own would be, and the norm of that.
 
     Both in bfloat16, rounded where plain layers round (`decoder.functions.normed`). The norm's rows are padded to a
     multiple of eight, as those of `parts` are; they hold the last row again. Without parts x is normed as it is.
+    `columns`: how many are a row's own, if zeros make it wider.
     """
     rows, width = x.shape
     padded = -(-rows // GROUP) * GROUP
@@ -56,7 +58,7 @@ def add_norm(
     if parts is not None:
         shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
     normed, *added = plgpu.kernel(
-        partial(_row, eps, centred, rows, len(given)),
+        partial(_row, eps, centred, rows, columns or width, len(given)),
         kernel_name="add_norm",
         out_type=shapes,
         grid=(padded,),
@@ -67,7 +69,7 @@ def add_norm(
     return (added[0] if added else x), normed
 
 
-def _row(eps, centred, rows, given, x_g, scale_g, *refs):
+def _row(eps, centred, rows, columns, given, x_g, scale_g, *refs):
     parts_g, normed_g, added_g = refs[:given], refs[given], refs[given + 1 :]
     row, width = lax.axis_index("row"), x_g.shape[1]
     here = jnp.minimum(row, rows - 1)
@@ -85,6 +87,6 @@ def _row(eps, centred, rows, given, x_g, scale_g, *refs):
             out_g[row] = x
 
     wide = x.astype(_f32)
-    wide = wide * lax.rsqrt(jnp.sum(wide * wide) / width + eps)
+    wide = wide * lax.rsqrt(jnp.sum(wide * wide) / columns + eps)
     wide = wide * (1 + scale) if centred else wide.astype(x.dtype).astype(_f32) * scale
     normed_g[row] = wide.astype(x.dtype)

@@ -23,6 +23,7 @@ from jaxspec.pallas.weight_stream import MAX_ROWS
 from jaxspec.weights import HALF
 
 RING_BYTES = 192 * 1024
+LEAST = 128  # rows of the shortest tile; fewer are padded
 _i32 = jnp.int32
 
 
@@ -37,13 +38,26 @@ def supported(rows: int, dtype: Any, inputs: int, outputs: int) -> str | None:
     return None
 
 
-def tiling_of(rows: int, outputs: int, added: bool = False) -> Tiling:
-    """The tiles that should take the least time. `added`: to a residual, for which the tallest lack registers."""
+def fixed_supported(dtype: Any, inputs: int, outputs: int) -> str | None:
+    """Why such a weight isn't for the kernel where it takes any number of rows, or None if it is.
+
+    A row's products are added up in one order, whatever the tiles.
+    """
+    if dtype != jnp.bfloat16:
+        return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
+    return f"a weight of {inputs} x {outputs} is not a multiple of {STEP}" if inputs % STEP or outputs % STEP else None
+
+
+def tiling_of(rows: int, outputs: int, added: bool = False, splits: int = 1) -> Tiling:
+    """The tiles that should take the least time. `added`: to a residual, for which the tallest lack registers, as the
+    widest do for several sums."""
     sizes = [(128, columns) for columns in (256, 192, 128, 64)]
+    if splits > 1:
+        return Tiling.quickest(rows, outputs, sizes[1:])
     return Tiling.quickest(rows, outputs, sizes + [(256, 192)] * (rows >= 256 and not added))
 
 
-@lower_once("tile_matmul", "gated", "tiling")
+@lower_once("tile_matmul", "gated", "tiling", "splits", "rounded")
 def matmul(
     x: Float[Array, "r k"],
     weight: Float[Array, "k n"],
@@ -52,20 +66,24 @@ def matmul(
     *,
     gated: bool = False,
     tiling: Tiling | None = None,
+    splits: int = 1,
+    rounded: bool = False,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
     """`x @ weight` of the first `real` rows, summed in float32, rounded to x's dtype; of others that or zeros.
 
     `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
     silu(gate) * up of it, half as wide, rounded once. `tiling` overrides its choice.
+    `splits`: the inputs' parts that are summed by themselves and then added up, as `weight_stream` has them. `rounded`:
+    gate and up, and silu(gate), are rounded as well, as there.
     """
     outputs = weight.shape[1]
-    filled = [tiles.filled(a) for a in (x, residual) if a is not None]
-    rows, tiling = len(filled[0]), tiling or tiling_of(len(x), outputs, residual is not None)
+    filled = [tiles.filled(a, LEAST) for a in (x, residual) if a is not None]
+    rows, tiling = len(filled[0]), tiling or tiling_of(len(x), outputs, residual is not None, splits)
     slot_bytes = 2 * STEP * (tiling.rows + tiling.columns)
     slots = RING_BYTES // slot_bytes
     out = plgpu.kernel(
-        partial(_kernel, tiling, gated),
+        partial(_kernel, tiling, gated, splits, rounded),
         kernel_name="tile_matmul",
         out_type=jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), x.dtype),
         grid=(tiles.BLOCKS,),
@@ -86,7 +104,7 @@ def matmul(
     return out[: len(x)]
 
 
-def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, full, empty):
+def _kernel(tiling, gated, splits, rounded, x, weight, real, *results, rows_s, weight_s, out_s, full, empty):
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     steps = weight.shape[0] // STEP
@@ -102,7 +120,9 @@ def _kernel(tiling, gated, x, weight, real, *results, rows_s, weight_s, out_s, f
     @pl.when(warpgroup < WARPGROUPS)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        tiles.consume(block, ring.hands, warpgroup, Results(gated, added, out, out_s), partial(_multiply, block, ring))
+        results = Results(gated, added, out, out_s, late=splits > 1, rounded=rounded)
+        multiply = partial(_multiply, block, ring) if splits == 1 else partial(_multiply_parts, block, ring, splits)
+        tiles.consume(block, ring.hands, warpgroup, results, multiply)
 
 
 class _Ring(NamedTuple):
@@ -159,3 +179,30 @@ def _multiply(block: Block, ring: _Ring, tile: Tile, write: Any) -> None:
         pl.when(tile.needed > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[lax.rem(last - 1, _i32(hands.slots))]))
 
     pl.run_scoped(accumulate, *[plgpu.ACC((UNIT, block.tiling.columns), jnp.float32)] * len(units))
+
+
+def _multiply_parts(block: Block, ring: _Ring, splits: int, tile: Tile, write: Any) -> None:
+    """The same, with a sum for each of `splits` parts of the inputs, which are added up in order."""
+    units, hands, step, sums = tile.units, ring.hands, tile.step, None
+    for split in range(splits):
+        low, high = (end * block.steps // splits for end in (split, split + 1))
+        count = jnp.where(tile.needed > 0, _i32(high - low), 0)
+
+        def accumulate(*totals, count=count, step=step):
+            def multiply(k, step):
+                slot = lax.rem(step, _i32(hands.slots))
+                plgpu.barrier_wait(hands.full.at[slot])
+                for row, total in zip(units, totals, strict=True):
+                    plgpu.wgmma(total, ring.rows_s.at[slot, pl.ds(row, UNIT)], ring.weight_s.at[slot])
+                plgpu.wgmma_wait(len(units))
+                pl.when(k > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[lax.rem(step - 1, _i32(hands.slots))]))
+                return step + 1
+
+            last = lax.fori_loop(_i32(0), count, multiply, step)
+            plgpu.wgmma_wait(0)
+            pl.when(count > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[lax.rem(last - 1, _i32(hands.slots))]))
+            return tuple(total[...] for total in totals)
+
+        parts = pl.run_scoped(accumulate, *[plgpu.ACC((UNIT, block.tiling.columns), jnp.float32)] * len(units))
+        step, sums = step + count, parts if sums is None else [a + b for a, b in zip(sums, parts, strict=True)]
+    write(lambda unit, first, count: sums[unit][:, first : first + count])

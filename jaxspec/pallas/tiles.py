@@ -142,6 +142,7 @@ class Results:
 
     - `gated`: silu(gate) * up.
     - `added`: the residual stream that plain ones are added to, or nothing.
+    - `rounded`: gate, up and silu(gate) are rounded too.
     - `late`: load that stream after the products. Otherwise before, so that their time hides it, which takes registers.
     """
 
@@ -150,6 +151,7 @@ class Results:
     out: Any
     out_s: Any
     late: bool = False
+    rounded: bool = False
 
     def write(self, warpgroup: Any, block: Block, tile: Tile, multiply: Callable) -> None:
         """Multiply a tile, add what is to be added, and write it.
@@ -171,7 +173,8 @@ class Results:
             before = loaded() if self.late else early
             for i, (unit, p, at) in enumerate(stores):
                 if self.gated:
-                    value = gate(*(columns(unit, (2 * p + half) * HALF, HALF) for half in (0, 1)))
+                    halves = (columns(unit, (2 * p + half) * HALF, HALF) for half in (0, 1))
+                    value = rounded_gate(*halves, self.out.dtype) if self.rounded else gate(*halves)
                 else:
                     value = columns(unit, p * part, part)
                 if before:
@@ -218,6 +221,12 @@ def gate(gate: jax.Array, up: jax.Array) -> jax.Array:
     slow: an exponential and a root are two of them, where a quotient of numbers rounded in between takes three.
     """
     return gate * up * jnp.square(lax.rsqrt(1 + jnp.exp(-gate)))
+
+
+def rounded_gate(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
+    """silu(gate) * up, rounded wherever plain layers do."""
+    gate, up = (x.astype(dtype).astype(jnp.float32) for x in (gate, up))
+    return (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32) * up
 
 
 def filled(x: jax.Array, least: int = 0) -> jax.Array:

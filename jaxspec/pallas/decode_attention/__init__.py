@@ -25,11 +25,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.decode_attention.kernel import warpgroup
-from jaxspec.pallas.decode_attention.plan import FP8, HEAD_WIDTHS, PACK, ROWS, Plan, division, step_tokens, supported
-from jaxspec.pallas.decode_attention.results import combine
+from jaxspec.pallas.decode_attention.plan import (
+    FP8,
+    HEAD_WIDTHS,
+    MAX_ROWS,
+    NARROW_ROWS,
+    PACK,
+    ROWS,
+    Plan,
+    division,
+    step_tokens,
+    supported,
+)
+from jaxspec.pallas.decode_attention.results import combine, combine_segments
 from jaxspec.pallas.once import lower_once
 
-__all__ = ["FP8", "HEAD_WIDTHS", "decode_attention", "division", "step_tokens", "supported"]
+__all__ = ["FP8", "HEAD_WIDTHS", "MAX_ROWS", "decode_attention", "division", "step_tokens", "supported"]
 
 
 def decode_attention(
@@ -44,6 +55,7 @@ def decode_attention(
     window: int | None = None,
     depth: Int[Array, "b t"] | None = None,
     sinks: Float[Array, " n"] | None = None,
+    fixed: int = 0,
     interpret=False,
 ) -> Float[Array, "b t n h"]:
     """Attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
@@ -59,6 +71,8 @@ def decode_attention(
       and what a row sees from there on is the mask's to say. Row i's own position is `start + i`, or with a mask
       `start + depth[b, i]` if `depth`, nowhere negative, is given. Pages before the window aren't read.
     - `sinks`: of each head, one more logit of its softmax, which no value belongs to.
+    - `fixed`: a row's result has the same bits however many requests and rows there are: so many tokens, a multiple of
+      `step_tokens`, are summed by themselves, whichever block does it. 0: no. Without a mask, a window or sinks.
     - `interpret`: as in `plgpu.kernel`.
 
     Returns the mix of values in bfloat16. Rows that see nothing, as those at negative places, are zero.
@@ -73,21 +87,34 @@ def decode_attention(
         sight["depth"] = depth
     if sinks is not None:
         sight["sinks"] = sinks
+    if fixed:
+        if mask is not None or window is not None or sinks is not None:
+            raise ValueError("decode_attention has no fixed order of sums with a mask, a window or sinks")
+        if fixed % step_tokens(q.shape[3]):
+            raise ValueError(f"fixed={fixed} must be a multiple of {step_tokens(q.shape[3])} tokens")
+        # Narrow tiles: sums over tokens are by the same threads for any number of rows.
+        sight |= {"segment": fixed // step_tokens(q.shape[3]), "tallest": NARROW_ROWS}
     return _attend(q, kv, layer, table, start, scales, mask, interpret=interpret, **sight)
 
 
-@lower_once("decode_attention", "parts", "window")
-def _attend(q, kv, layer, table, start, scales, mask, depth=None, sinks=None, *, interpret, parts=None, window=None):
-    """`parts`: blocks of a request's tokens, and warpgroups of a block, that divide them; None: by `division`."""
+@lower_once("decode_attention", "parts", "window", "tallest", "segment")
+def _attend(
+    q, kv, layer, table, start, scales, mask, depth=None, sinks=None, *, interpret, parts=None, window=None,
+    tallest=ROWS, segment=0,
+):  # fmt: skip
+    """`parts`: blocks of a request's tokens, and warpgroups of a block, that divide them; None: by `division`.
+    `tallest`: rows of a tile, at most. `segment`: of a plan."""
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]
-    tile_tokens = min(t, ROWS // (n // m))
+    tile_tokens = min(t, tallest // (n // m))
     places = 0 if mask is None else mask.shape[2]
     span = None if window is None else window - 1 + (places or tile_tokens)
     parts = parts or division(b * m * -(-t // tile_tokens), h, span)
     fp8 = kv.dtype == FP8
     given = depth is not None, sinks is not None
-    plan = Plan(b, t, n, m, h, s, table.shape[1], fp8, places, window, *given, *parts, bool(interpret))
+    plan = Plan(
+        b, t, n, m, h, s, table.shape[1], fp8, places, window, *given, *parts, tallest, segment, bool(interpret)
+    )
     operands = [q, kv, table, start, layer.reshape(1)]
     if scales is not None:
         operands.append(scales)
@@ -98,9 +125,9 @@ def _attend(q, kv, layer, table, start, scales, mask, depth=None, sinks=None, *,
     sunk = [] if sinks is None else [_by_row(plan, sinks)]
     operands += sunk
     out = jax.ShapeDtypeStruct((b, t, n, h), q.dtype)
-    each = (b, m, plan.tiles, plan.parts)
+    each = (b, m, plan.tiles, plan.kept)
     results = [jax.ShapeDtypeStruct((*each, *x), jnp.float32) for x in ((plan.rows, h), (2, plan.rows))]
-    results = [out] if plan.parts == 1 else results
+    results = results if plan.combined else [out]
 
     launch = partial(
         plgpu.kernel,
@@ -115,10 +142,12 @@ def _attend(q, kv, layer, table, start, scales, mask, depth=None, sinks=None, *,
         interpret=interpret,
     )
     attend = partial(warpgroup, plan, scales is not None)
-    if plan.parts > 1 and not plan.interpret:
+    if plan.combined and not plan.interpret:
         results.append(out)
     results = launch(attend, out_type=results)(*operands)
-    if plan.parts > 1 and plan.interpret:
+    if plan.segment and plan.interpret:
+        results = launch(partial(combine_segments, plan), out_type=[out])(start, *results)
+    elif plan.combined and plan.interpret:
         results = launch(partial(combine, plan, *([] if sunk else [None])), out_type=[out])(*sunk, *results)
     return results[-1]
 
@@ -169,7 +198,10 @@ def _scratch(plan: Plan) -> dict:
         scratch["wide_s"] = plgpu.SMEM((w, plan.step, plan.h), plan.dtype)
     if plan.warpgroups > 1:
         scratch["staged"] = plgpu.Barrier(num_arrivals=w)
-    if plan.parts > 1:
+    if plan.segment:  # the ring goes on meanwhile
+        scratch["part_s"] = plgpu.SMEM((w, *rows), jnp.float32)
+        scratch["sums_s"] = plgpu.SMEM((w, 2, plan.rows), jnp.float32)
+    elif plan.parts > 1:
         # A part's result takes the place of its ring, so its first axes must stride over as many bytes.
         tiles = plan.stages * plan.stage_bytes // (plan.rows * plan.h * 4)
         scratch["ring"] = plgpu.RefUnion(ring, plgpu.SMEM((w, tiles, *rows), jnp.float32))

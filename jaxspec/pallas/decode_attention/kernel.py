@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.decode_attention import e4m3
 from jaxspec.pallas.decode_attention.plan import MAX_PLACES, Plan
-from jaxspec.pallas.decode_attention.results import combine, write_part, write_rows
+from jaxspec.pallas.decode_attention.results import combine, combine_segments, write_part, write_rows
 from jaxspec.pallas.decode_attention.tiles import (
     add_product,
     by_row,
@@ -56,13 +56,17 @@ class _Refs(NamedTuple):
 
 
 def warpgroup(
-    plan: Plan, scaled: bool, *refs, ring, q_s, staging, ready, q_ready, wide_s=None, staged=None, sums_s=None
-):
+    plan: Plan, scaled: bool, *refs, ring, q_s, staging, ready, q_ready, wide_s=None, staged=None, sums_s=None,
+    part_s=None,
+):  # fmt: skip
     """What one warpgroup of one block does."""
     refs = _Refs.of(plan, scaled, refs)
     b, head, tile, split, w = (lax.axis_index(name) for name in ("b", "m", "tile", "split", "warpgroup"))
     part = split * plan.warpgroups + w
-    ring, part_s = (ring, None) if plan.parts == 1 else (ring[0], ring[1].at[w, 0])
+    if plan.segment:
+        part_s = part_s.at[w]
+    elif plan.parts > 1:
+        ring, part_s = ring[0], ring[1].at[w, 0]
     rows_s = staging[0]
 
     # All that comes from memory is asked for together, or each would wait in its turn.
@@ -99,7 +103,15 @@ def warpgroup(
     by_rows = partial(plgpu.load, layout=by_row(plan), optimized=False)
     bits, depths = (None if ref is None else by_rows(ref.at[b, tile]) for ref in (refs.bits, refs.depths))
     rows = _Rows(plan, stream, start, first, bits, depths, factor, count, q_s, *(ref.at[w] for ref in staging[1]))
-    acc, top, total = rows.attend(next_ids)
+    if plan.segment:
+        _segments(
+            plan, rows, next_ids, part, part_s, sums_s.at[w], *(ref.at[b, head, tile] for ref in refs.results[:2])
+        )
+        if not plan.interpret:
+            _see_all_parts(plan, b, head, tile)
+            combine_segments(plan, refs.start, *refs.results, staging=staging)
+        return
+    acc, top, total, _ = rows.attend(next_ids)
     if plan.in_registers:
         acc = e4m3.restored(acc)
     if scaled:
@@ -114,10 +126,28 @@ def warpgroup(
     mine = (ref.at[b, head, tile, part] for ref in refs.results[:2])
     write_part(plan, acc, top, total, part_s, sums_s.at[w], *mine)
     if not plan.interpret:
-        done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.b, plan.m, plan.tiles))).at[b, head, tile]
-        plgpu.semaphore_signal(done, memory_scope="gpu")
-        plgpu.semaphore_wait(done, plan.parts, decrement=False, memory_scope="gpu")
+        _see_all_parts(plan, b, head, tile)
         combine(plan, refs.sinks, *refs.results, staging=staging)
+
+
+def _see_all_parts(plan: Plan, b, head, tile) -> None:
+    """Wait until all parts of a tile have written their results."""
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.b, plan.m, plan.tiles))).at[b, head, tile]
+    plgpu.semaphore_signal(done, memory_scope="gpu")
+    plgpu.semaphore_wait(done, plan.parts, decrement=False, memory_scope="gpu")
+
+
+def _segments(plan: Plan, rows: _Rows, ids, part, part_s, sums_s, parts_g, sums_g) -> None:
+    """Sum each of a part's segments by itself, and write it."""
+
+    def one(j, ids):
+        end = jnp.minimum((j + 1) * plan.segment, rows.count)
+        acc, top, total, ids = rows.attend(ids, j * plan.segment, end)
+        at = part + j * plan.parts
+        write_part(plan, acc, top, total, part_s, sums_s, parts_g.at[at], sums_g.at[at])
+        return ids
+
+    lax.fori_loop(jnp.int32(0), lax.div(rows.count + (plan.segment - 1), jnp.int32(plan.segment)), one, ids)
 
 
 def _fetch_queries(plan: Plan, q_g, b, tile, head, rows_s, ready) -> None:
@@ -167,11 +197,17 @@ class _Stream:
 
     def step(self, i):
         """Which of the request's steps is the i-th of this part."""
+        if size := self.plan.segment:
+            return (self.part + lax.div(i, jnp.int32(size)) * self.plan.parts) * size + lax.rem(i, jnp.int32(size))
         step = self.part + i * self.plan.parts
         return step if self.plan.window is None else self.skipped + step
 
     def share(self, steps):
         """How many of the request's first `steps` are this part's."""
+        if size := self.plan.segment:  # whole segments, and the beginning of one
+            whole, parts = lax.div(steps, jnp.int32(size)), self.plan.parts
+            mine = lax.div(jnp.maximum(whole - self.part, 0) + (parts - 1), jnp.int32(parts))
+            return mine * size + jnp.where(lax.rem(whole, jnp.int32(parts)) == self.part, steps - whole * size, 0)
         if self.plan.window is not None:
             steps = steps - self.skipped
         return lax.div(jnp.maximum(steps - self.part, 0) + (self.plan.parts - 1), jnp.int32(self.plan.parts))
@@ -227,13 +263,15 @@ class _Rows:
     p_s: Any
     exchange_s: Any = None
 
-    def attend(self, ids):
-        """Each row's sum of weighted values, largest score and sum of weights. `ids`: of the first step not fetched."""
-        plan, stream, count = self.plan, self.stream, self.count
+    def attend(self, ids, begin=0, count=None):
+        """Each row's sum of weighted values, largest score and sum of weights, over the part's steps from `begin` up to
+        `count`. `ids`: of the first step not fetched, and what they are then."""
+        plan, stream, count = self.plan, self.stream, self.count if count is None else count
         # Steps that hold what some row doesn't see need a mask. The others, which may be none, go without.
         whole = jnp.maximum(self.start if plan.places else self.first + 1, 0)
         whole = jnp.minimum(stream.share(lax.div(whole, jnp.int32(plan.step))), count)
-        entered, carry = jnp.int32(0), (*self._nothing(), ids)
+        entered, carry = jnp.int32(begin), (*self._nothing(), ids)
+        whole = whole if plan.segment == 0 else jnp.maximum(whole, entered)
         if plan.window is not None:  # it begins within the first steps
             _, last = _sight(plan, self.start, lax.axis_index("tile"))
             entered = lax.div(jnp.maximum(last, 0) + (plan.step - 1), jnp.int32(plan.step))
@@ -241,10 +279,10 @@ class _Rows:
             whole = jnp.maximum(whole, entered)
             carry = lax.fori_loop(jnp.int32(0), entered, partial(self._step, True), carry)
         carry = lax.fori_loop(entered, whole, partial(self._step, False), carry)
-        acc, top, total, _ = lax.fori_loop(whole, count, partial(self._step, True), carry)
+        acc, top, total, ids = lax.fori_loop(whole, count, partial(self._step, True), carry)
         if plan.narrow:
             total = over_tokens(plan, "add", total, self.exchange_s)
-        return acc, top, total
+        return acc, top, total, ids
 
     def _nothing(self):
         """The weighted sum of values, the largest score and the sum of weights of rows that have seen no token yet."""

@@ -40,12 +40,23 @@ class Plan:
     sinks: bool  # whether heads have one
     splits: int  # blocks that share a request's tokens; all of a call's run at once, since they wait for one another
     warpgroups: int  # of a block, that share those of the block
+    tallest: int  # rows of a tile, at most
+    segment: int  # steps that are summed by themselves, whoever takes them; 0: all of a part's are
     interpret: bool  # sums can't start from a value then, and blocks can't count: a second call combines parts
 
     @property
     def parts(self) -> int:
         """How many warpgroups share a request's tokens."""
         return self.splits * self.warpgroups
+
+    @property
+    def kept(self) -> int:
+        """How many results of a tile are kept and then combined: those of parts, or of segments, all that may be."""
+        return -(-self.entries * self.page // (self.segment * self.step)) if self.segment else self.parts
+
+    @property
+    def combined(self) -> bool:
+        return self.parts > 1 or self.segment > 0
 
     @property
     def group(self) -> int:
@@ -55,7 +66,7 @@ class Plan:
     @property
     def tile_tokens(self) -> int:
         """New tokens whose rows make up one tile."""
-        return min(self.t, ROWS // self.group)
+        return min(self.t, self.tallest // self.group)
 
     @property
     def tiles(self) -> int:

@@ -3,6 +3,30 @@
 from jaxspec.pallas.weight_stream.chain import BLOCKS, MAX_ROWS, ROOM, STAGES
 from jaxspec.pallas.weight_stream.fp8 import stream_fp8
 from jaxspec.pallas.weight_stream.fp8 import supported as fp8_supported
-from jaxspec.pallas.weight_stream.unquantised import stream, stream_part, supported
+from jaxspec.pallas.weight_stream.unquantised import (
+    fixed_supported,
+    norm_fixed,
+    product_fixed,
+    splits_fixed,
+    stream,
+    stream_fixed,
+    stream_part,
+    supported,
+)
 
-__all__ = ["BLOCKS", "MAX_ROWS", "ROOM", "STAGES", "fp8_supported", "stream", "stream_fp8", "stream_part", "supported"]
+__all__ = [
+    "BLOCKS",
+    "MAX_ROWS",
+    "ROOM",
+    "STAGES",
+    "fixed_supported",
+    "fp8_supported",
+    "norm_fixed",
+    "product_fixed",
+    "splits_fixed",
+    "stream",
+    "stream_fixed",
+    "stream_fp8",
+    "stream_part",
+    "supported",
+]

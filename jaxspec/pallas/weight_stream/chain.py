@@ -158,14 +158,15 @@ def run(
     eps: float,
     fused: bool,
     interpret: Any,
+    chain: tuple[str, ...] = STAGES,
 ) -> tuple[jax.Array, jax.Array]:
-    """`STAGES` from attention's output `rows` and the residual stream `x`: the residual stream and the partials.
+    """The stages of `chain` from attention's output `rows` and the residual stream `x`: that stream and the partials.
 
     `fused=False` makes each stage a kernel of its own: what interpret mode, which has no counters between blocks, runs.
     """
     b, padded = len(x), -(-len(x) // 8) * 8
     pad = lambda a: jnp.pad(a, ((0, padded - b), (0, 0)))  # noqa: E731
-    out, partials = run_stages(kind, STAGES, b, pad(x), pad(rows), weights, scales, eps, fused, interpret)
+    out, partials = run_stages(kind, chain, b, pad(x), pad(rows), weights, scales, eps, fused, interpret)
     return out[:b], partials[:, :b]
 
 
@@ -383,12 +384,17 @@ def _norm(row, scale, eps, reads, writes, norm_s):
         for split in range(1, partials.shape[0]):
             total = total + partials[split, row]
         x = (x.astype(jnp.float32) + total.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
-    wide = x.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.sum(wide * wide) / math.prod(x.shape) + eps)
-    normed = normed.astype(x.dtype).astype(jnp.float32) * scale[...].astype(jnp.float32)
+    normed = norm_of(x, scale, eps)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     norm_s[...] = normed.astype(x.dtype)
     if "x" in writes:
         writes["x"][row] = x
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(norm_s, writes["rows"].at[:, row])
+
+
+def norm_of(x, scale, eps):
+    """A row's norm, of a warpgroup, in float32; `scale` is in memory."""
+    wide = x.astype(jnp.float32)
+    normed = wide * lax.rsqrt(jnp.sum(wide * wide) / math.prod(x.shape) + eps)
+    return normed.astype(x.dtype).astype(jnp.float32) * scale[...].astype(jnp.float32)

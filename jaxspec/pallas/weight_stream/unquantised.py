@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,10 +15,22 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas.hopper import SWIZZLED
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.weight_stream.chain import MAX_ROWS, ROOM, Geometry, Share, run, run_stages, share_out
+from jaxspec.pallas.tiles import rounded_gate
+from jaxspec.pallas.weight_stream.chain import (
+    MAX_ROWS,
+    ROOM,
+    STAGES,
+    Geometry,
+    Share,
+    norm_of,
+    run,
+    run_stages,
+    share_out,
+)
 from jaxspec.weights import HALF
 
 TILE = SWIZZLED  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
+FIXED_ROWS = 64  # for which sums are divided where they may not depend on the number of rows
 MIN_ROWS = 9  # up to 8 handing over costs more than XLA's launches do; 9 to 15 are padded to 16
 _i32 = jnp.int32
 
@@ -73,6 +86,69 @@ def stream_part(
     """
     of = [(weight,) for weight in weights]
     return run_stages(Unquantised, stages, len(x), x, rows, of, scales, eps, fused, interpret)[1]
+
+
+@lower_once("weight_stream_fixed", "eps", "fused")
+def stream_fixed(
+    x: Float[Array, "b d"],
+    rows: Float[Array, "b k"],
+    weights: list[Float[Array, "_ _"]],
+    scales: list[Float[Array, " d"]],
+    *,
+    eps: float,
+    fused: bool = True,
+    interpret: Any = False,
+) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:
+    """As `stream`, for 1 to `MAX_ROWS` rows, with the same bits of a row whatever rows are beside it.
+
+    Without weights of the next layer's q, k, v, and the scale before them, the partials are those of `down`.
+    """
+    chain = STAGES if len(weights) == 4 else STAGES[:4]
+    return run(Fixed, x, rows, [(weight,) for weight in weights], scales, eps, fused, interpret, chain)
+
+
+@lower_once("product_fixed")
+def product_fixed(
+    rows: Float[Array, "b k"], weight: Float[Array, "k n"], *, interpret: Any = False
+) -> Float[Array, "s b n"]:
+    """The product of 1 to `MAX_ROWS` rows as partials, float32, with the same bits of a row whatever rows there are."""
+    return run(Fixed, rows, rows, [(weight,)], [], 0.0, True, interpret, ("matmul",))[1]
+
+
+@lower_once("norm_fixed", "eps")
+def norm_fixed(
+    x: Float[Array, "r d"], scale: Float[Array, " d"], *, eps: float, interpret: Any = False
+) -> Float[Array, "r d"]:
+    """The norm of any number of rows, with the bits that the chain's norms have."""
+    rows, width = x.shape
+    shape = (width // TILE, TILE)
+    out = plgpu.kernel(
+        partial(_norm_row, eps),
+        kernel_name="norm_fixed",
+        out_type=jax.ShapeDtypeStruct((rows, *shape), x.dtype),
+        grid=(rows,),
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(x.reshape(rows, *shape), scale.reshape(shape))
+    return out.reshape(x.shape)
+
+
+def _norm_row(eps, x_g, scale_g, out_g):
+    row = lax.axis_index("row")
+    out_g[row] = norm_of(x_g[row], scale_g, eps).astype(out_g.dtype)
+
+
+def splits_fixed(inputs: int, outputs: int, gated: bool) -> int:
+    """In how many parts the chain sums such a product, whatever the number of rows."""
+    return share_out(inputs, outputs, FIXED_ROWS, gated, TILE, item=2).splits
+
+
+def fixed_supported(dtype: Any, inputs: int, outputs: int) -> str | None:
+    """Why `product_fixed` can't take such a weight, or None if it can."""
+    if dtype != jnp.bfloat16:
+        return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
+    return f"a weight of {inputs} x {outputs} is not a multiple of {TILE}" if inputs % TILE or outputs % TILE else None
 
 
 @dataclass(frozen=True)
@@ -176,8 +252,7 @@ def _write_partial(share, geometry, writes, scratch, warpgroup, part, c, tile, s
 def _write_gated(share, geometry, writes, scratch, warpgroup, part, c, tile, split):
     """silu(gate) * up of one group of columns, half a tile of the next left operand. Rounds where plain layers do."""
     rows, group = writes["rows"], tile * share.groups + c
-    gate, up = (half.astype(rows.dtype).astype(jnp.float32) for half in (part[:, :HALF], part[:, HALF:]))
-    value = (gate / (1 + jnp.exp(-gate))).astype(rows.dtype).astype(jnp.float32) * up
+    value = rounded_gate(part[:, :HALF], part[:, HALF:], rows.dtype)
     target = rows.at[lax.div(group, _i32(2)), :, pl.ds(lax.rem(group, _i32(2)) * HALF, HALF)]
     _store(geometry, warpgroup, value.astype(rows.dtype), scratch["gated_s"], c, target)
 
@@ -195,3 +270,12 @@ def _store(geometry, warpgroup, value, buffer, slot, target):
         def _(first=first, count=count):
             place = pl.ds(slot * geometry.stride + first, count)
             plgpu.copy_smem_to_gmem(buffer.at[place], target.at[pl.ds(first, count)])
+
+
+@dataclass(frozen=True)
+class Fixed(Unquantised):
+    """The same with products shared out as for `FIXED_ROWS` rows, so that a row's sums have one order."""
+
+    @classmethod
+    def share(cls, operands: tuple, padded: int, gated: bool) -> Share:
+        return share_out(*operands[0].shape, FIXED_ROWS, gated, TILE, item=2)
