@@ -60,7 +60,7 @@ class Rows:
     everything before those (t <= w: earlier rows of the same tree may stand there). `depth` is the distance of its
     position from the first of these w slots.
 
-    `asked[r]`, if given: whether the attention of request r's rows is requested.
+    `asked[r]`, if given: whether the attention of request r's rows is requested. `fixed`: as of `paged_attention`.
     """
 
     start: Int[Array, " b"]
@@ -69,6 +69,7 @@ class Rows:
     depth: Int[Array, "b t"] | None = None
     mask: Bool[Array, "b t w"] | None = None
     asked: Bool[Array, " b"] | None = None
+    fixed: int = flax.struct.field(pytree_node=False, default=0)
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         """Of each row in the text, as rotary embeddings have it."""
@@ -134,7 +135,8 @@ class Rows:
         if self.asked is not None:
             start = jnp.where(self.asked, start, -q.shape[1])  # before place 0: others see as little as can be
         if mask is None:
-            return paged_attention(q, kv, layer, self.table, start, window=window, sinks=sinks, scales=scales), kv
+            seen = {"window": window, "sinks": sinks, "scales": scales, "fixed": self.fixed}
+            return paged_attention(q, kv, layer, self.table, start, **seen), kv
         padding = (0, q.shape[1] - mask.shape[1])  # rows that follow those of the mask, and see nothing of them
         if window is not None:
             mask, depth = self._within(window), jnp.pad(depth, ((0, 0), padding))

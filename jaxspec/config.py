@@ -398,9 +398,8 @@ class EngineConfig:
         None, "most ms between two rounds, prompts' programs included", "MS", group=RUNNING, shown="no limit", least=1
     )
     disable_overlap: bool = option(False, "read each round's result before the next is dispatched", group=RUNNING)
-    disable_structured_output: bool = option(
-        False, "refuse requests with a grammar: fewer programs to compile", group=RUNNING
-    )
+    disable_structured_output: bool = option(False, "refuse grammars: fewer programs to compile", group=RUNNING)
+    deterministic: bool = option(False, "texts have the same bits whatever runs beside them", group=RUNNING)
     skip_warmup: bool = option(False, "compile on first use instead of at start", group=RUNNING)
     few_programs: bool = option(False, "compile for one batch size: ready sooner, slower at low load", group=RUNNING)
     kernels: str = option(

@@ -107,6 +107,7 @@ def resolve(
         max_running_requests=options.max_running_requests or defaults.max_running_requests,
         chunked_prefill_size=-(-chunk // defaults.block) * defaults.block,
         page_size=options.page_size or defaults.page_size,
+        disable_structured_output=options.disable_structured_output or options.deterministic,
         num_continuous_decode_steps=options.num_continuous_decode_steps or rounds,
     )
 

@@ -37,6 +37,7 @@ class DraftBatch:
     live: Bool[Array, " b"]
     sampling: sampling.Sampling
     greedy: bool = flax.struct.field(pytree_node=False)  # every request of this program takes the argmax
+    coupled: bool = flax.struct.field(pytree_node=False, default=False)  # drafts take the noise of what they guess
 
     def tokens(self, first: int, t: int) -> Int[Array, "b t"]:
         """The t tokens from position `length + first` on; positions outside the history repeat its edge."""
@@ -56,8 +57,9 @@ class DraftBatch:
     ) -> tuple[Int[Array, " b"], Float[Array, "r w"] | None]:
         """Draft token number `step` (from 0) out of `logits`, as each request samples, and the probabilities used.
 
-        None for probabilities means a point mass: every request here is greedy. `top` are the tokens with the highest
-        logits, where they are known without these.
+        None for probabilities means a point mass: every request here is greedy. Where drafts are `coupled` they meet
+        the random numbers that the target draws with, and are accepted if it draws the same. `top` are the tokens with
+        the highest logits, where they are known without these.
 
         With several devices, `vocab` says that `logits` are this one's part of so many (`sharding.owned`), and the
         probabilities are of the requests that it decides for.
@@ -67,6 +69,8 @@ class DraftBatch:
         settings, length = sharding.mine((self.sampling, self.length))
         p = sampling.probabilities(sharding.owned(logits, vocab)[:, None], settings)[:, 0]
         key = sampling.round_keys(settings.seed, length, jnp.asarray(step), sampling.DRAFT)
+        if self.coupled:
+            key = sampling.keys(settings.seed, length + step, sampling.SAMPLE)
         return sharding.told(sampling.draw(p, key), len(logits)), p
 
 

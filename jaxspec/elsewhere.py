@@ -18,6 +18,7 @@ ELSEWHERE = {
     **dict.fromkeys(("mamba_ssm_dtype", "mamba_ssm_cache_dtype"), "state_dtype"),
     **dict.fromkeys(("disable_overlap_schedule", "no_async_scheduling"), "disable_overlap"),
     "block_size": "page_size",
+    "enable_deterministic_inference": "deterministic",
     "generation_config": "sampling_defaults",  # the server's, which isn't an engine's
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_batched_tokens": "chunked_prefill_size",
@@ -91,7 +92,7 @@ SWITCHES = frozenset(
         *("enable_cache_report", "enable_mixed_chunk", "enforce_eager", "disable_cuda_graph", "disable_log_requests"),
         *("no_enable_log_requests", "disable_log_stats", "trust_remote_code", "no_trust_remote_code", "enable_lora"),
         *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
-        *("enable_hierarchical_cache", "speculative_adaptive", "enable_dp_attention"),
+        *("enable_deterministic_inference", "enable_hierarchical_cache", "speculative_adaptive", "enable_dp_attention"),
     }
 )
 

@@ -76,6 +76,7 @@ class Engine:
             context_length=self.config.context_length,
             prefix_cache=not self.config.disable_prefix_cache and snapshots != (),
             reach=self.runner.draft.drafter.reach,
+            replays=self.config.deterministic,
             rounds=shapes.rounds,
             held_tokens=here().held_tokens,
             snapshots=snapshots,
@@ -300,12 +301,13 @@ class Engine:
     def _take(self, choice: Choice, rows: list[list[int]], logprobs: np.ndarray | None, rounds: int = 1) -> Delta:
         """Give a request the tokens of its rows, those of `rounds` rounds in flight."""
         tokens = [token for row in rows for token in row[TOKENS : TOKENS + row[EMITTED]]]
-        self.scheduler.append(choice.seq, tokens, rounds)
+        known = self.scheduler.append(choice.seq, tokens, rounds)
         choice.seq.score = False
         entries, wanted = None, choice.request.params.logprobs
         if wanted is not None:
             packed = np.concatenate([each[: row[EMITTED]] for each, row in zip(logprobs, rows, strict=False)])
-            entries = unpack_logprobs(packed, tokens, wanted)
+            entries = unpack_logprobs(packed, tokens, wanted)[known:]
+        tokens = tokens[known:]
         try:
             if choice.matcher is not None:
                 self.totals["forced_tokens"] += choice.matcher.advance(tokens)
@@ -316,7 +318,7 @@ class Engine:
             delta = self._finish(choice, "error")
             delta.error = error
         if choice.request.params.token_sources:
-            delta.token_sources = [s for row in rows for s in _sources(row)][: len(delta.token_ids)]
+            delta.token_sources = [s for row in rows for s in _sources(row)][known:][: len(delta.token_ids)]
         return delta
 
     def _count(self, metrics: RequestMetrics, accepted: int, drafted: int) -> None:

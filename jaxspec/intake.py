@@ -108,7 +108,8 @@ class Intake:
             grammar = self.grammars.compile(wanted)
             return [self.grammars.start(grammar, avoid_end=params.ignore_eos) for _ in range(params.n)]
         if self.config.disable_structured_output:
-            why = "this engine was started with --disable-structured-output; start it without"
+            flag = "deterministic" if self.config.deterministic else "disable-structured-output"
+            why = f"this engine was started with --{flag}; start it without"
         elif self.model.tokenizer is None:
             why = f"{name} has no tokenizer, and a grammar needs one; add tokenizer.json to the model's folder"
         else:

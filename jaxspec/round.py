@@ -27,6 +27,7 @@ from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.request import MAX_LOGPROBS
 from jaxspec.sharding import mine, owned, told
+from jaxspec.slices import sliced
 from jaxspec.verify import Tree
 
 # What a program does with logits, each all that those before it do: take the argmax; sample and adjust; and report
@@ -36,6 +37,7 @@ MODES = GREEDY, SAMPLED, LOGPROBS = "greedy", "sampled", "logprobs"
 # Columns of a round's packed output: counts, then as many tokens as it yields at most (q, or a tree's height and one),
 # then (in mode logprobs) what `_pack_logprobs` packs. DRAFTED is how many drafts it could have accepted.
 EMITTED, ACCEPTED, DRAFTED, DONE, TOKENS = range(5)
+DRAWN_ROWS = 8  # that a deterministic engine draws at a time
 LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the values of the top ones
 
 
@@ -101,7 +103,7 @@ def prefill(
     (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
     rows = Rows(start, count, table)
-    mixer, marked = PromptBlocks(rows, slots, source, keep), rows.marked_positions(block)
+    mixer, marked = PromptBlocks(_order(config, rows), slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
     every = score or any(i >= config.num_layers - 1 for i in drafter.feature_layers)  # what the last layer makes of it
     wanted = None if every else jnp.where(newest > 0, last, -1)
@@ -131,7 +133,8 @@ def first(
     slots, batch = batch_of(state, packed[:, 0], packed[:, 1:], mode)
     nothing, hidden = of_prompts(state, batch)
     scores = _score(config, params, hidden, mode)
-    return conclude(drafter, mode, draft_params, state, slots, batch, nothing, scores, hidden.features)
+    of = draft_params, state, slots, batch, nothing, scores, hidden.features
+    return conclude(drafter, mode, *of, fixed=config.decoder.deterministic)
 
 
 def of_prompts(state: State, batch: DraftBatch) -> tuple[Proposal, Hidden]:
@@ -153,10 +156,14 @@ def decode_round(
 
 def _round(config, drafter, mode, params, draft_params, state, ids, table):
     slots, batch = batch_of(state, ids, table, mode)
+    if fixed := config.decoder.deterministic:
+        batch = batch.replace(coupled=True)
     proposal, state = propose(drafter, draft_params, state, slots, batch)
+    proposal = proposal.replace(probs=None) if fixed else proposal
     hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
     scores = _score(config, params, hidden, mode)
-    state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, hidden.features)
+    of = draft_params, state, slots, batch, proposal, scores, hidden.features
+    state, out = conclude(drafter, mode, *of, fixed=fixed)
     return keep_replay(config, state, ids, out), out
 
 
@@ -198,13 +205,23 @@ def run_rows(
             f"{type(drafter).__name__} drafts a tree (Proposal.parents), and {config.model_type} has linear attention, "
             "whose state goes from one token to the next; it must draft a chain"
         )
+    if tree is not None and config.decoder.deterministic:
+        raise ConfigError(
+            f"{type(drafter).__name__} drafts a tree (Proposal.parents), whose rows' sums have another order than a "
+            "chain's; with --deterministic it must draft a chain"
+        )
     rows = Rows(slots.length - 1, jnp.where(batch.live, proposal.count + 1, 0), batch.table)
     if tree is not None:
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
     positions = rows.marked_positions(tokens.shape[1])
-    mixer = RoundRows(rows, batch.slots, state.replay[batch.slots])
+    mixer = RoundRows(_order(config, rows), batch.slots, state.replay[batch.slots])
     hidden = forward(config.decoder, params, tokens, positions, mixer, state.cache, drafter.feature_layers)
     return hidden, state.replace(cache=hidden.cache)
+
+
+def _order(config: ModelConfig, rows: Rows) -> Rows:
+    """Rows whose attention has one order of sums, if the decoder is deterministic."""
+    return rows.replace(fixed=config.decoder.deterministic)
 
 
 def _tree(drafter: Drafter, proposal: Proposal) -> Tree | None:
@@ -232,11 +249,11 @@ def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode
 def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array:
     """The logits, f32[b, q, v], of the requests that this device decides for; in mode greedy the argmax of all,
     i32[b, q]."""
-    if mode == GREEDY:
+    if mode == GREEDY and not config.decoder.deterministic:  # there all modes have the same logits
         top = top_tokens(params, config.decoder.norm, params["norm"], hidden.unnormed)
         if top is not None:
             return top
-    logits = unembed(params, hidden.last)
+    logits = unembed(params, hidden.last, config.decoder)
     return sharding.top_tokens(logits, config.vocab_size) if mode == GREEDY else owned(logits, config.vocab_size)
 
 
@@ -260,10 +277,12 @@ def conclude(
     scores: Float[Array, "b q v"] | Int[Array, "b q"],
     features: tuple[Float[Array, "b q d"], ...],
     masks: Masks | None = None,
+    fixed: bool = False,
 ) -> tuple[State, Int[Array, "b w"]]:
     """From q rows' scores, as `_score` gives them, to tokens: accept, stop, commit, advance, and pack the result.
 
-    With `masks`, scores in mode greedy are the argmax among the allowed tokens.
+    With `masks`, scores in mode greedy are the argmax among the allowed tokens. `fixed`: what a row draws has the same
+    bits whatever rows are beside it.
     """
     b = len(batch.slots)
     decide, tell = (lambda x: x, lambda x: x) if mode == GREEDY else (mine, partial(told, b=b))
@@ -272,7 +291,7 @@ def conclude(
     forced = None if masks is None else masks.forced
     if tree is None:
         own = decide(proposal.replace(probs=None, logits=None)).replace(probs=proposal.probs)
-        outputs, accepted = tell(_accept(scores, decide(slots), own, mode, masks))
+        outputs, accepted = tell(_accept(scores, decide(slots), own, mode, masks, fixed))
     else:
         outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode, masks)
         # From here on the accepted path is a chain.
@@ -298,14 +317,17 @@ def conclude(
     return state, jnp.concatenate(columns, axis=1)
 
 
-def _accept(scores: Array, slots: Slots, proposal: Proposal, mode: str, masks: Masks | None) -> tuple[Array, Array]:
+def _accept(
+    scores: Array, slots: Slots, proposal: Proposal, mode: str, masks: Masks | None, fixed: bool = False
+) -> tuple[Array, Array]:
     """For a chain: the outputs, and how many of them count."""
     settings, count = slots.sampling, proposal.count
     if mode != GREEDY and proposal.probs is not None:
         p = _probabilities(scores, slots, proposal, None, masks)
         outputs, accepted = verify.block(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
     else:
-        chosen = _choose(scores, slots, proposal, None, mode, masks)
+        chosen = _drawn(scores, slots, proposal) if fixed and mode != GREEDY else None
+        chosen = _choose(scores, slots, proposal, None, mode, masks) if chosen is None else chosen
         outputs, accepted = verify.match(chosen, proposal.tokens, count)
     if proposal.forced is not None:
         accepted = jnp.minimum(proposal.forced, count) + 1
@@ -335,6 +357,20 @@ def _choose(
     p = _probabilities(scores, slots, proposal, tree, masks)
     ahead = jnp.arange(scores.shape[1]) if tree is None else tree.depth
     return sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + ahead, sampling.SAMPLE))
+
+
+def _drawn(logits: Float[Array, "b q v"], slots: Slots, proposal: Proposal) -> Int[Array, "b q"]:
+    """As `_choose` draws, a few rows at a time: the order of a sum over the vocabulary may depend on how many."""
+    known = slots.history, slots.prompt, slots.length, proposal.tokens
+    adjusted, (b, q, _) = sampling.adjust(logits, slots.sampling, *known), logits.shape
+    settings = jax.tree.map(lambda x: jnp.repeat(x, q, axis=0), slots.sampling)
+    position = (slots.length[:, None] + jnp.arange(q)).reshape(-1)
+
+    def draw(rows, settings, position):
+        p = sampling.probabilities(rows[:, None], settings)[:, 0]
+        return sampling.draw(p, sampling.keys(settings.seed, position, sampling.SAMPLE))
+
+    return sliced(draw, DRAWN_ROWS, adjusted.reshape(b * q, -1), settings, position).reshape(b, q)
 
 
 def _probabilities(

@@ -37,6 +37,7 @@ from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.defaults import resolve, shapes_of, small_model
+from jaxspec.deterministic import prepared
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables, enable_compilation_cache
@@ -102,16 +103,15 @@ class Runner:
         compiled, started = self.compiles["compiles"], time.monotonic()
         self._load(options, model, draft)
         self.config, drafter = resolve(options, self.model, self.draft), self._drafter
-        self.width = drafter.num_draft_tokens + 1  # rows that a round verifies per request
-        self.yields = drafter.longest + 1  # most tokens that come of it
+        # Rows that a round verifies per request, and most tokens that come of it.
+        self.width, self.yields = drafter.num_draft_tokens + 1, drafter.longest + 1
         self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model))
         self.narrower = dict(self.shapes.narrower)
         self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
         self.grammars = self._grammars()
         self.plan, self._layout = self._plan()
-        layers = sharding.on_one(self.model.params["layers"])
-        of = self._local.decoder, layers, self.shapes.batches, self.width, self._layout.dtype, self.config.tp_size
-        self.paths = path_table(*of)
+        of = self._local.decoder, sharding.on_one(self.model.params["layers"]), self.shapes.batches, self.width
+        self.paths = path_table(*of, self._layout.dtype, self.config.tp_size)
         log.info("%s", describe(self.paths))
         self._division = self._divide()
         params, draft_params = self.model.params, self.draft.params
@@ -131,6 +131,7 @@ class Runner:
                 "load_model the same tp_size"
             )
         self.draft = draft or load_drafter(options.draft, self.model, options)
+        self.model = prepared(self.model, self.draft, options)
         self._mesh = sharding.mesh_of(options.tp_size)
         self._local, self._drafter = self.model.config.on_one_of(options.tp_size), self.draft.drafter
         if self._mesh is not None:

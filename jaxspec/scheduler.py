@@ -48,6 +48,7 @@ class Scheduler:
     - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences with a common
       prefix.
     - `reach`: tokens beyond a page on which its content depends, see `PrefixTree`.
+    - `replays`: what rounds computed isn't published, and a preempted sequence starts again from its prompt.
     - `rounds`: rounds in one program when no request can be admitted.
     - `held_tokens`: prompt tokens between two rounds while a crowd waits; otherwise one program's.
     - `snapshots`: of a model with linear attention, the state slots for snapshots; None of other models.
@@ -73,6 +74,7 @@ class Scheduler:
         context_length: int,
         prefix_cache: bool = True,
         reach: int = 0,
+        replays: bool = False,
         rounds: int = 1,
         held_tokens: int = 0,
         snapshots: Iterable[int] | None = None,
@@ -86,16 +88,10 @@ class Scheduler:
             raise ValueError(f"lookahead ({lookahead}) must cover the width ({width})")
         if chunk_tokens < block:
             raise ValueError(f"chunk_tokens ({chunk_tokens}) must hold at least one block of {block} tokens")
-        self.width = width
-        self.lookahead = lookahead
-        self.page_size = page_size
-        self.chunk_tokens = chunk_tokens
-        self.block = block
-        self.score_tokens = score_tokens
-        self.context_length = context_length
-        self.prefix_cache = prefix_cache
-        self.rounds = rounds
-        self.held_tokens = held_tokens
+        self.width, self.lookahead, self.page_size = width, lookahead, page_size
+        self.chunk_tokens, self.block, self.score_tokens = chunk_tokens, block, score_tokens
+        self.context_length, self.prefix_cache, self.replays = context_length, prefix_cache, replays
+        self.rounds, self.held_tokens = rounds, held_tokens
         self.between: int | None = None
         self.pool = PagePool(num_pages)
         self.snapshot_slots = None if snapshots is None else tuple(snapshots)
@@ -199,8 +195,10 @@ class Scheduler:
             seq.in_flight += rounds
         return Plan(admit, prefill, first, rows, rounds)
 
-    def append(self, seq: Sequence, tokens: list[int], rounds: int = 1) -> None:
+    def append(self, seq: Sequence, tokens: list[int], rounds: int = 1) -> int:
         """Read the oldest rounds in flight of `seq`, all those of a program: these are its next tokens.
+
+        Returns how many of them were read before a preemption, too.
 
         **Raises:** `ValueError` if they aren't in flight, as after a preemption or `finish`: then `epoch` has moved on;
         and for more tokens than the sequence's limit leaves room for.
@@ -214,6 +212,9 @@ class Scheduler:
             raise ValueError(f"{len(tokens)} more tokens would take {seq} past its limit, for which check() found room")
         seq.tokens += tokens
         seq.in_flight -= rounds
+        known = min(seq.replayed, len(tokens))
+        seq.replayed -= known
+        return known
 
     def finish(self, seq: Sequence) -> None:
         """Done or aborted, in whatever state: its slot and pages are free at once. A second call does nothing."""
@@ -256,7 +257,7 @@ class Scheduler:
 
     def _missing(self, seq: Sequence, rounds: int) -> int:
         """Pages that `seq` lacks for that many more rounds. The last of all rounds starts below the limit."""
-        end = len(seq.tokens) - 1 + (seq.in_flight + rounds - 1) * self.width + self.lookahead
+        end = len(seq.tokens) + seq.replayed - 1 + (seq.in_flight + rounds - 1) * self.width + self.lookahead
         return max(self._pages_for(min(end, seq.limit + self.lookahead)) - len(seq.pages), 0)
 
     def _give(self, seq: Sequence, pages: int) -> None:
@@ -414,12 +415,16 @@ class Scheduler:
         return tuple(keeps)
 
     def _publish(self, seq: Sequence, end: int, leaving: bool = False) -> None:
+        end = min(end, seq.prompt_len) if self.replays else end
         if seq.node:
             seq.node = self.tree.insert(seq.tokens, seq.pages, end, seq.node, leaving=leaving)
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of the queue. All its results have been read, so only its KV is lost."""
         self._vacate(seq)
+        if self.replays:
+            seq.replayed += len(seq.tokens) - seq.prompt_len
+            del seq.tokens[seq.prompt_len :]
         seq.state = State.WAITING
         seq.preemptions += 1
         self.preemptions += 1

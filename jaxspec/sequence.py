@@ -37,8 +37,8 @@ class Sequence:
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
     read yet, of which the first token is one; `epoch`, which changes whenever slot and pages are lost, so that older
-    results are recognised; `source`, the snapshot that the first chunk starts from; `points`, positions where snapshots
-    are due.
+    results are recognised; `replayed`, tokens that were read before a preemption and aren't again yet; `source`, the
+    snapshot that the first chunk starts from; `points`, positions where snapshots are due.
     """
 
     tokens: list[int] = field(repr=False)
@@ -53,6 +53,7 @@ class Sequence:
     cached: int = 0
     in_flight: int = 0
     epoch: int = 0
+    replayed: int = 0
     state: State = State.WAITING
     preemptions: int = 0
     node: Node | None = field(default=None, repr=False)  # how far its pages are published; None: they must not be

@@ -41,6 +41,7 @@ from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.ladder import ladder_of
 from jaxspec.pallas import hopper, once
 from jaxspec.round import GREEDY, MODES
+from jaxspec.weights import Weight
 
 QWEN3_8B = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
@@ -95,6 +96,7 @@ CASES = {
     "qwen3-8b": (QWEN3_8B, {
         "none": (None, {}),
         "ngram": (None, {"num_draft_tokens": 4}),
+        "ngram-deterministic": (None, {"num_draft_tokens": 4, "deterministic": True}),
         "standalone": (QWEN3_0_6B, {}),
         "eagle3": (EAGLE3_8B, {}),
         "eagle3-tree": (EAGLE3_8B, TREE),
@@ -108,6 +110,7 @@ CASES = {
     "smollm2": (SMOLLM2, {
         "none": (None, {}),
         "ngram": (None, {}),
+        "ngram-deterministic": (None, {"deterministic": True}),
         "eagle": (EAGLE_SMALL, {}),
         "eagle3": (EAGLE3_SMALL, {}),
         "eagle3-tree": (EAGLE3_SMALL, TREE),
@@ -289,7 +292,7 @@ def programs(name: str, layers: int, modes: list[str], everything: bool, only: s
             for folder in folders:
                 folder.mkdir()
             model = abstract_model(hf, folders[0], layers)
-            spelt = draft.removesuffix("-tree")
+            spelt = draft.removesuffix("-tree").removesuffix("-deterministic")
             if draft_hf is not None:
                 own = draft_hf | {"num_hidden_layers": min(layers, draft_hf["num_hidden_layers"])}
                 folders[1].joinpath("config.json").write_text(json.dumps(own))
@@ -298,6 +301,9 @@ def programs(name: str, layers: int, modes: list[str], everything: bool, only: s
                 model=str(folders[0]), draft=spelt, load_format="dummy", dtype="bfloat16", skip_warmup=True,
                 max_total_tokens=65536, context_length=4096, **sizes,
             )  # fmt: skip
+            if options.deterministic and "head" not in model.params:  # which the runner would make of arrays
+                head = jax.eval_shape(lambda embed: Weight(embed.T), model.params["embed"])
+                model = dataclasses.replace(model, params=model.params | {"head": head})
             made = Abstract(options, model, abstract_drafter(spelt, model, options))
         ladder = ladder_of(made.shapes)
         for kind, size in ladder:

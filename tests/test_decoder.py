@@ -136,6 +136,7 @@ FIELDS = {
         "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "deterministic": (256, set()),  # a path of its own
     },
 }
 

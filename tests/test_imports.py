@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A line's modules may import those of their own line and of the lines above it here.
 LAYERS = (
     "adaptive affinity audit channel fp8 mxfp4 weights options values elsewhere measure pace pages sequence "
-    "without_torch",
+    "slices without_torch",
     "streams interrupts",
     "request pallas",
     "stats",
@@ -27,7 +27,7 @@ LAYERS = (
     "models tokenizer",
     "checkpoint cache sampling flags",
     "batch draft mixers verify scheduler executables",
-    "drafters round hosts",
+    "drafters round hosts deterministic",
     "structured ladder programs functional",
     "timing",
     "defaults runner",

@@ -40,6 +40,8 @@ WORLDS = {
     "one snapshot": dict(snapshots=[9], snapshot_interval=12, num_pages=30, page_size=2, block=3, chunk_tokens=12),
     "no snapshots": dict(snapshots=(), num_pages=22),
     "crowd": dict(num_slots=12, num_pages=70, chunk_tokens=8, held_tokens=24),
+    "replays": dict(replays=True, num_pages=19, page_size=3, context_length=48),
+    "replays, several rounds": dict(replays=True, rounds=3, num_pages=19, page_size=3, context_length=48),
     "crowd, tight": dict(num_slots=11, num_pages=30, page_size=3, context_length=48, held_tokens=99),
 }
 SEEN = Counter()

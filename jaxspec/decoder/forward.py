@@ -13,6 +13,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.decoder import deterministic
+from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.fp8_layers import FP8_ROWS
 from jaxspec.decoder.functions import normed, rope, row_of
@@ -50,6 +52,10 @@ def choose(decoder: Decoder, layers: Sequence[Weights], call: Call) -> tuple[Pat
 
     **Raises:** `NotImplementedError` if none does, which names what the plain path lacks.
     """
+    if decoder.deterministic:
+        if (reason := DETERMINISTIC.refuses(decoder, layers, call)) is not None:
+            raise NotImplementedError(f"--deterministic has no kernels for {reason}. Drop the flag")
+        return DETERMINISTIC, {}
     refused: dict[str, str] = {}
     for path in PATHS:
         if (reason := path.refuses(decoder, layers, call)) is None:
@@ -110,7 +116,10 @@ def forward(
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
     outputs, cache = path.run(decoder, layers, x, positions, mixer, cache, wanted)
-    last = normed(outputs[-1], params["norm"], decoder.norm)
+    if decoder.deterministic:
+        last = deterministic.norm(outputs[-1], params["norm"], decoder.norm.eps)
+    else:
+        last = normed(outputs[-1], params["norm"], decoder.norm)
     if wanted is not None and last.shape[1] > 1:  # of paths that compute whole layers
         last, outputs[-1] = row_of(last, wanted), row_of(outputs[-1], wanted)
     return Hidden(last, tuple([*outputs, last, x][i] for i in capture), cache, outputs[-1])
@@ -175,8 +184,13 @@ def _dtype(pages: Array | None) -> str | None:
     return None if pages is None else jnp.dtype(pages.dtype).name
 
 
-def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
-    """Final hidden states to logits, float32; of this device's part of the vocabulary."""
+def unembed(
+    params: dict[str, Any], hidden: Float[Array, "*b d"], decoder: Decoder | None = None
+) -> Float[Array, "*b v"]:
+    """Final hidden states to logits, float32; of this device's part of the vocabulary. `decoder`: whose they are, if
+    it may be deterministic."""
+    if decoder is not None and decoder.deterministic:
+        return deterministic.unembed(params["head"], hidden)
     if "head" in params:
         return matmul(hidden, params["head"], jnp.float32)
     return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)

@@ -167,7 +167,8 @@ class Layer:
 class Decoder:
     """A stack of layers, `width` wide, between embedding and head. `tied`: the head is the embedding.
 
-    `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype.
+    `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype. `deterministic`: a row has the
+    same bits whatever rows are beside it, and its attention sums so many tokens by themselves; 0: it needn't.
 
     All layers of attention have the same heads, and all of linear attention the same, since each kind shares a cache.
     """
@@ -178,6 +179,7 @@ class Decoder:
     norm: Norm
     tied: bool = False
     embed_scale: float = 1.0
+    deterministic: int = 0
 
     @property
     def attention(self) -> Attention | None:

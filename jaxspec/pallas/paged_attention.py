@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas import portable
-from jaxspec.pallas.decode_attention import decode_attention
+from jaxspec.pallas.decode_attention import MAX_ROWS, decode_attention
 from jaxspec.pallas.decode_attention import supported as decode_attention_fits
 from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.pallas.portable import attention as portable_attention
 from jaxspec.pallas.prompt_attention import prompt_attention
 from jaxspec.pallas.prompt_attention import supported as prompt_attention_fits
+from jaxspec.slices import SLICE, sliced
 
 DECODE_ROWS = 16  # up to here, rows of one request share a tile of the decode kernel whatever the model's grouping
 BLOCK_TOKENS = 128  # cached tokens that one step of the reference reads per request
@@ -38,6 +39,7 @@ def paged_attention(
     depth: Int[Array, "b _"] | None = None,
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
+    fixed: int = 0,
 ) -> Float[Array, "b t n h"]:
     """Causal attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
 
@@ -46,17 +48,20 @@ def paged_attention(
     its own: that is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
     on the mask alone says what is seen. `table[b]` lists a request's pages in order; scores are scaled by h**-0.5 and
     summed in float32. `sinks`: of each head, one more logit of its softmax, which no value belongs to.
-    `scales`: float32, by which the keys (0) and values (1) of each layer and head are multiplied.
+    `scales`: float32, by which the keys (0) and values (1) of each layer and head are multiplied. `fixed`: a row's
+    result has the same bits whatever rows and requests are beside it, as of `decode_attention`; up to `MAX_ROWS` rows
+    and more differ. There is no mask or window then.
 
     Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
     """
     named = {} if window is None else {"window": window}
     named |= {} if sinks is None else {"sinks": sinks}
     named |= {} if scales is None else {"scales": scales}
-    if mask is not None or q.shape[1] <= DECODE_ROWS:
+    if mask is not None or q.shape[1] <= (MAX_ROWS if fixed else DECODE_ROWS):
         places = 0 if mask is None else mask.shape[2]
         kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, places)
         named |= {} if mask is None else {"mask": mask, "depth": depth}
+        named |= {"fixed": fixed} if fixed else {}
     else:
         kernel, fits = prompt_attention, prompt_attention_fits(q.shape, kv.shape, kv.dtype)
     if q.dtype != jnp.bfloat16:
@@ -65,11 +70,24 @@ def paged_attention(
         tell(kernel.__name__, fits)
     if chosen(fits):
         return kernel(q, kv, layer, table, start, **named)
+    if fixed:
+        return _row_by_row(fits, q, kv, layer, table, start)
     fits = portable_attention.supported(q.shape, kv, q.dtype)
     if fits is not None:
         portable.tell("attention", fits)
     run = portable_attention.attention if portable.chosen(fits) else reference
     return run(q, kv, layer, table, start, mask, window, depth, sinks, scales)
+
+
+def _row_by_row(fits: str | None, q, kv, layer, table, start) -> Array:
+    """The reference of each row as a request of its own, a few at a time: what XLA gives may depend on shapes."""
+    if jax.default_backend() != "cpu":
+        raise NotImplementedError(f"--deterministic has no kernel for attention with {fits or 'this device'}")
+    b, t, n, h = q.shape
+    place = (start[:, None] + jnp.arange(t)).reshape(-1)
+    each = jnp.repeat(table, t, axis=0)
+    one = lambda q, table, place: reference(q, kv, layer, table, place)  # noqa: E731
+    return sliced(one, SLICE, q.reshape(b * t, 1, n, h), each, place).reshape(q.shape)
 
 
 def reference(

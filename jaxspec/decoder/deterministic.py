@@ -1,0 +1,274 @@
+"""Layers in which a row has the same bits whatever rows are beside it: the path of `--deterministic`.
+
+A sum in floating point depends on its order. Here every sum has one order, for any number of rows:
+
+- Up to 128 rows of a round go through `weight_stream` with fixed shares; more through `tile_matmul`, which sums the
+  same parts of the inputs. In a narrow model they go through `few_rows`, up to 64 at a time. Their attention has fixed
+  parts (`cache.Rows.fixed`).
+- Rows of prompts go through `tile_matmul`, which adds up one step of inputs after the other in tiles of any shape, and
+  a kernel for their norms.
+- On a CPU all rows go through XLA's products in slices of `SLICE`, so that there is one shape.
+
+Rounds and prompts don't agree with one another. So what a round computed is never computed again as a prompt: the
+prefix tree holds prompts alone, and a preempted request starts again (`scheduler`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.decoder import few_rows as narrow
+from jaxspec.decoder.functions import normed, row_of
+from jaxspec.decoder.layer import attention
+from jaxspec.decoder.matmul import reference, valid_count
+from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.padding import flat, unflat
+from jaxspec.decoder.path import Call, Path, Stack, Weights
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
+from jaxspec.pallas import few_rows, hopper, tile_matmul, weight_stream, write_heads
+from jaxspec.pallas.add_norm import UNIT, WIDEST, add_norm
+from jaxspec.pallas.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP, MAX_ROWS
+from jaxspec.pallas.prompt_attention import UNIT as PROMPT_ROWS
+from jaxspec.slices import SLICE, sliced
+from jaxspec.weights import HALF, Unquantised, Weight, matmul
+
+NARROW_SLICE = 64  # that `few_rows` does
+
+IMPLEMENTS = {
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale", "deterministic"}),
+    Layer: frozenset({"mixing", "feed", "norm"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias"}),
+    Mlp: frozenset({"width"}),
+    Norm: frozenset({"eps"}),
+    Rope: frozenset({"theta", "scaling"}),
+    **ROPE_SCALINGS,
+    Unquantised: frozenset(),
+}
+
+
+def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
+    if not call.processors and jax.default_backend() == "cpu":
+        return None
+    if call.processors < weight_stream.BLOCKS:
+        return f"{call.processors} Hopper multiprocessors; {weight_stream.BLOCKS} are needed"
+    if call.pages != "bfloat16":
+        return f"pages in {call.pages}; bfloat16 is supported"
+    a, first = decoder.attention, layers[0]
+    if len({layer.norm for layer in decoder.layers}) > 1 or len({layer.mixing.rope for layer in decoder.layers}) > 1:
+        return "layers whose norms or ropes differ"
+    if a.head_dim not in HEAD_WIDTHS or a.heads // a.kv_heads > MAX_GROUP:
+        return f"{a.heads} query heads of {a.head_dim} over {a.kv_heads} KV heads"
+    if a.qk_norm and (reason := write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16")):
+        return f"norms of q and k in prompts, with {reason}"
+    if any(each["gate_up"].layout.interleave != HALF for each in layers):
+        return f"an MLP {decoder.layers[0].feed.width} wide"
+    if decoder.width > WIDEST:
+        return f"rows of {decoder.width}; supported: up to {WIDEST}"
+    weights = [first[name] for name in ("qkv", "out", "gate_up", "down")]
+    if MAX_ROWS < call.rows < PROMPT_ROWS:
+        return f"{call.rows} rows of a request; supported: up to {MAX_ROWS}"
+    for weight in weights:
+        if reason := tile_matmul.fixed_supported(weight.dtype, weight.inputs, weight.outputs):
+            return reason
+    if _narrow(decoder):
+        return narrow.sizes_fit(decoder, layers, Call(1, NARROW_SLICE, call.pages, call.processors))
+    widths = [width for weight in weights for width in (weight.inputs, weight.outputs)]
+    return weight_stream.supported(weight_stream.MAX_ROWS, weights[0].dtype, *widths)
+
+
+def _by_xla() -> bool:
+    return not hopper.multiprocessors()
+
+
+def _narrow(decoder: Decoder) -> bool:
+    return decoder.width <= few_rows.NARROW
+
+
+def run(
+    decoder: Decoder,
+    layers: Sequence[Weights],
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    cache: Any,
+    wanted: Int[Array, " b"] | None,
+) -> Stack:
+    of = decoder, layers, x, positions, mixer, cache
+    if _by_xla() or positions.shape[1] >= PROMPT_ROWS:
+        return _layer_by_layer(*of, wanted)
+    return _narrow_round(*of) if _narrow(decoder) else _wide_round(*of)
+
+
+def norm(x: Float[Array, "*b d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
+    """`decoder.functions.rms_norm`."""
+    rows, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    if _by_xla():
+        return sliced(lambda rows: normed(rows, scale, Norm(eps)), SLICE, rows).reshape(x.shape)
+    wide = lambda a: jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -width % UNIT)])  # noqa: E731
+    return add_norm(wide(rows), None, wide(scale), eps=eps, columns=width)[1][: len(rows), :width].reshape(x.shape)
+
+
+def unembed(head: Weight, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
+    """Final hidden states to logits, float32."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if _by_xla():
+        logits = sliced(lambda rows: matmul(rows, head, jnp.float32), SLICE, rows)
+    else:
+        logits = in_turn(lambda rows: _sum(weight_stream.product_fixed(rows, head.unquantised)), rows)
+    return logits.reshape(*hidden.shape[:-1], -1)
+
+
+def in_turn(f: Callable[..., Any], *rows: Array, most: int = weight_stream.MAX_ROWS) -> Any:
+    """`f` of up to `most` rows after the other, which is a kernel of its own for each."""
+    count = len(rows[0])
+    outs = [f(*(x[at : at + most] for x in rows)) for at in range(0, count, most)]
+    return outs[0] if len(outs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x, axis=0), *outs)
+
+
+def _sum(partials: Float[Array, "s r n"]) -> Float[Array, "r n"]:
+    """In order, one after the other."""
+    total = partials[0]
+    for part in partials[1:]:
+        total = total + part
+    return total
+
+
+def _wide_round(decoder, layers, x, positions, mixer, cache) -> Stack:
+    """As `streamed.run`, with a last layer of the same kernels; more rows in tiles, with sums of the same parts."""
+    (b, t), eps, outputs = positions.shape, decoder.layers[0].norm.eps, []
+    shape = x.shape
+
+    @partial(jax.jit, static_argnums=0)
+    def attend(layer, weights, i, qkv, cache):
+        a = layer.mixing
+        if write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16"):
+            qkv = _sum(jnp.moveaxis(qkv, 1, 0))[:, None].astype(x.dtype)  # that kernel adds the parts up itself
+        qkv = jnp.moveaxis(qkv, 1, 0).reshape(qkv.shape[1], b, t, -1)
+        return attention(layer, weights, i, qkv, positions, mixer, cache, x.dtype)
+
+    @jax.jit
+    def stream(weights, following, x, mixed):
+        chain = [weights[name].unquantised for name in ("out", "gate_up", "down")]
+        scales = [weights["mlp_norm"]]
+        if following is not None:
+            chain, scales = [*chain, following["qkv"].unquantised], [*scales, following["attn_norm"]]
+
+        def one(x, mixed):
+            out, partials = weight_stream.stream_fixed(x, mixed, chain, scales, eps=eps)
+            if following is None:  # any scale: the norm isn't read
+                return add_norm(out, partials, weights["mlp_norm"], eps=eps)[0], out
+            return out, jnp.moveaxis(partials, 0, 1)
+
+        return one(x, mixed.reshape(len(x), -1))
+
+    @jax.jit
+    def tiled(weights, following, x, mixed):
+        product = partial(_in_parts, valid=valid_count(positions))
+        x = product(mixed.reshape(len(x), -1), weights["out"], residual=x)
+        rows = weight_stream.norm_fixed(x, weights["mlp_norm"], eps=eps)
+        x = product(product(rows, weights["gate_up"], gated=True), weights["down"], residual=x)
+        if following is None:
+            return x, x
+        rows = weight_stream.norm_fixed(x, following["attn_norm"], eps=eps)
+        return x, product(rows, following["qkv"])[:, None]
+
+    x = x.reshape(b * t, -1)
+    few = len(x) <= weight_stream.MAX_ROWS
+    rows, first = norm(x, layers[0]["attn_norm"], eps), layers[0]["qkv"]
+    if few:
+        qkv = jnp.moveaxis(weight_stream.product_fixed(rows, first.unquantised), 0, 1)
+    else:
+        qkv = _in_parts(rows, first, valid_count(positions))[:, None]
+    for i, (weights, following) in enumerate(itertools.pairwise([*layers, None])):
+        mixed, cache = attend(decoder.layers[i], weights, jnp.int32(i), qkv, cache)
+        x, qkv = (stream if few else tiled)(weights, following, x, mixed)
+        outputs.append(x.reshape(shape))
+    return Stack(outputs, cache)
+
+
+def _in_parts(x: Array, weight: Weight, valid: Array, residual: Array | None = None, gated: bool = False) -> Array:
+    """A product of more rows than `weight_stream` takes, with the bits that they would have there."""
+    splits = weight_stream.splits_fixed(weight.inputs, weight.outputs, gated)
+    of = x, weight.unquantised, valid, residual
+    return tile_matmul.matmul(*of, gated=gated, splits=splits, rounded=gated)
+
+
+def _narrow_round(decoder, layers, x, positions, mixer, cache) -> Stack:
+    """As `few_rows.run`, each kernel in slices of as many rows as it takes."""
+    (b, t), eps, outputs = positions.shape, decoder.layers[0].norm.eps, []
+    table = narrow.rope_table(decoder.attention, positions)
+    turn = partial(in_turn, most=NARROW_SLICE)
+
+    @partial(jax.jit, static_argnums=0)
+    def one(layer, weights, i, x, cache):
+        a = layer.mixing
+        norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
+
+        def write(kv, place, inverse):
+            made = []
+            place = place.reshape(-1)
+            for at in range(0, len(x), NARROW_SLICE):
+                rows, cos, sin, here = (y[at : at + NARROW_SLICE] for y in (x, *table, place))
+                of = [rows], [weights["attn_norm"]], weights["qkv"].unquantised, cos, sin, kv, i, here
+                q, kv = few_rows.heads(*of, norms, (), weights.get("qkv_bias"), inverse, eps=eps)
+                made.append(q)
+            return jnp.concatenate(made).reshape(b, -1, a.heads, a.head_dim), kv
+
+        mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, None)
+
+        def rest(x, mixed):
+            x = few_rows.add_product(x, mixed, weights["out"].unquantised)
+            hidden = few_rows.gated(x, weights["mlp_norm"], weights["gate_up"].unquantised, (), eps=eps)
+            return few_rows.add_product(x, hidden, weights["down"].unquantised)
+
+        return turn(rest, x, mixed.reshape(len(x), -1)), cache
+
+    x = flat(x)
+    for i, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
+        x, cache = one(layer, weights, jnp.int32(i), x, cache)
+        outputs.append(unflat(x, b, t))
+    return Stack(outputs, cache)
+
+
+def _layer_by_layer(decoder, layers, x, positions, mixer, cache, wanted) -> Stack:
+    """As the plain path, with products and norms of their own order: prompts, and all rows on a CPU."""
+    outputs = []
+
+    @partial(jax.jit, static_argnums=0)
+    def one(layer, weights, i, x, cache, row):
+        rows = norm(x, weights["attn_norm"], layer.norm.eps)
+        qkv = _product(rows, weights["qkv"], valid_count(positions))
+        mixed, cache = attention(
+            layer, weights, i, qkv, positions, mixer if row is None else mixer.only(row >= 0), cache
+        )
+        x, mixed, valid = row_of(x, row), row_of(mixed, row), valid_count(row_of(positions, row))
+        x = _product(mixed, weights["out"], valid, x)
+        rows = norm(x, weights["mlp_norm"], layer.norm.eps)
+        hidden = _product(rows, weights["gate_up"], valid, gated=True)
+        return _product(hidden, weights["down"], valid, x), cache
+
+    for i, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
+        x, cache = one(layer, weights, jnp.int32(i), x, cache, wanted if i + 1 == len(layers) else None)
+        outputs.append(x)
+    return Stack(outputs, cache)
+
+
+def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = None, gated: bool = False) -> Array:
+    """As `matmul.project`."""
+    rows = [a.reshape(-1, a.shape[-1]) for a in (x, residual) if a is not None]
+    if _by_xla():
+        out = sliced(lambda x, *before: reference(x, weight, *before or [None], gated), SLICE, *rows)
+    else:
+        out = tile_matmul.matmul(rows[0], weight.unquantised, valid, *rows[1:] or [None], gated=gated)
+    return out.reshape(*x.shape[:-1], math.prod(out.shape) // math.prod(x.shape[:-1]))
+
+
+DETERMINISTIC = Path("deterministic", IMPLEMENTS, 0, fits, run)

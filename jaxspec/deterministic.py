@@ -1,0 +1,57 @@
+"""`--deterministic`: a model whose rows have the same bits whatever is computed beside them, and what it can't be had
+with. How each part is held is in docs/determinism.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.decoder.forward import choose
+from jaxspec.decoder.path import Call
+from jaxspec.pallas import hopper, weight_stream
+from jaxspec.weights import Weight
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
+    from jaxspec.drafters import LoadedDrafter
+
+PROMPT_BLOCK = 64  # rows of a prompt's block on a GPU
+SEGMENT, SEGMENTS = 256, 32  # tokens that attention sums by themselves, and how many times it does at most
+
+
+def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model:
+    """The model with a deterministic decoder and a head of its own, if the options ask for that.
+
+    **Raises:** `ConfigError` which names what there is no fixed order of sums for.
+    """
+    if not options.deterministic:
+        return model
+    if options.tp_size > 1:
+        raise ConfigError(f"--deterministic runs on one GPU; --tp-size is {options.tp_size}. Drop one of the two")
+    if draft.drafter.topk > 1:
+        raise ConfigError(
+            f"--deterministic verifies chains; --topk {draft.drafter.topk} drafts trees, whose rows' sums have another "
+            "order. Drop one of the two"
+        )
+    segment = SEGMENT
+    while segment * SEGMENTS < (options.context_length or model.config.max_position):
+        segment *= 2
+    decoder = dataclasses.replace(model.config.decoder, deterministic=segment)
+    pages = model.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    try:
+        for rows in (1, draft.drafter.num_draft_tokens + 1, PROMPT_BLOCK):
+            choose(decoder, model.params["layers"], Call(1, rows, pages, hopper.multiprocessors()))
+    except NotImplementedError as error:
+        raise ConfigError(f"{model.name}: {error}") from error
+    params = dict(model.params)
+    if "head" not in params:  # tied: transposed once, as the kernel takes it
+        params["head"] = Weight(jax.jit(lambda embed: embed.T)(params["embed"]))
+    head = params["head"]
+    if hopper.multiprocessors():
+        reason = weight_stream.fixed_supported(head.dtype, head.inputs, head.outputs)
+        if reason is not None:
+            raise ConfigError(f"{model.name}: --deterministic has no kernel for {reason}. Drop the flag")
+    return dataclasses.replace(model, params=params, config=dataclasses.replace(model.config, decoder=decoder))

@@ -1,0 +1,96 @@
+"""On the device: a row's logits have the same bits whatever rows are beside it, in rounds and in prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache import PageLayout, Rows
+from jaxspec.checkpoint.params import dummy
+from jaxspec.config import ModelConfig
+from jaxspec.decoder.forward import forward, unembed
+from jaxspec.models import MODELS
+from jaxspec.pallas.hopper import KERNELS
+from jaxspec.weights import Weight
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.gpu
+
+PAGE, PAGES = 64, 6  # of each request
+SIZES = {
+    "wide": ("qwen3", dict(hidden_size=2560, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=4,
+                           head_dim=128)),
+    "narrow": ("llama", dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)),
+}  # fmt: skip
+
+
+class Model:
+    """A decoder of two layers, its parameters with a head, and pages of 130 requests with anything in them."""
+
+    def __init__(self, which: str):
+        family, sizes = SIZES[which]
+        config = ModelConfig.from_hf(tiny_config(family, vocab_size=1024, num_hidden_layers=2, **sizes))
+        self.decoder = dataclasses.replace(config.decoder, deterministic=256)
+        self.params = dummy(MODELS[family].tensors(config.decoder), "bfloat16", seed=3)
+        self.params.setdefault("head", Weight(self.params["embed"].T))
+        shape = PageLayout(1 + 130 * PAGES, PAGE, "bfloat16").kv(config).shape
+        self.kv = jax.random.normal(jax.random.key(1), shape).astype("bfloat16")
+
+    def logits(self, requests: list[tuple[int, int]], t: int) -> np.ndarray:
+        """Of t rows of each request (number, position of the first row); a request's tokens are its own."""
+        number, start = (jnp.array(x) for x in zip(*requests, strict=True))
+        table = 1 + PAGES * number[:, None] + jnp.arange(PAGES)
+        rows = Rows(start, jnp.full(len(requests), t), table, fixed=256)
+
+        @jax.jit
+        def run(params, kv, rows, number):
+            positions = rows.positions(t)
+            said = (positions * 7 + number[:, None] * 31) % 1000
+            hidden = forward(self.decoder, params, said, positions, rows, kv)
+            return unembed(params, hidden.last, self.decoder)
+
+        return np.asarray(run(self.params, self.kv, rows, number))
+
+
+@pytest.fixture(scope="module", params=list(SIZES))
+def model(request):
+    return Model(request.param)
+
+
+def test_a_rows_bits_in_rounds_depend_on_no_other_row(model):
+    before = KERNELS["decode_attention"]
+    alone = {at: model.logits([(7, at)], 1)[0, 0] for at in (0, 200, 333)}
+    assert KERNELS["decode_attention"] > before
+    for count, t in ((33, 1), (128, 1), (40, 4), (2, 16)):  # up to 128 rows and more
+        for at, expected in alone.items():
+            others = [(i + 10, (i * 37) % 300) for i in range(count - 1)]
+            where = count // 2
+            got = model.logits([*others[:where], (7, at), *others[where:]], t)
+            assert np.isfinite(got).all()
+            assert (got[where, 0] == expected).all(), f"{count} requests of {t} rows, at {at}"
+
+
+def test_a_later_row_of_a_round_is_a_row_by_itself(model):
+    """The second of two rows sees what the first one wrote, wherever a round begins."""
+    two = model.logits([(7, 127)], 2)[0]
+    five = model.logits([(9, 3), (7, 127), (11, 250)], 5)[1]
+    assert (five[:2] == two).all()
+
+
+def test_a_prompts_rows_depend_on_no_other_block(model):
+    alone = model.logits([(7, 128)], 64)[0]
+    for others in ([(7, 64)], [(7, 64), (20, 0), (21, 17)], [(i + 30, 5) for i in range(20)]):
+        got = model.logits([*others, (7, 128)], 64)
+        if others[0][0] == 7:  # which wrote what this block sees
+            alone_after = model.logits([(7, 64), (7, 128)], 64)[1]
+            assert (got[-1] == alone_after).all()
+        else:
+            assert (got[-1] == alone).all()
+    # Blocks that begin elsewhere: the same rows, over keys and values that blocks before them wrote.
+    whole = model.logits([(7, 0), (7, 64), (7, 128)], 64)
+    parted = model.logits([(7, 0), (7, 48), (7, 112)], 64)
+    assert (np.concatenate(whole)[112:176] == parted[2]).all()
