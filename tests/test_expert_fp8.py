@@ -14,7 +14,7 @@ from jaxspec.fp8 import E4M3
 from jaxspec.pallas import expert_fp8, expert_plan, experts, hopper
 from jaxspec.pallas.expert_fp8 import MAX_ROWS, Stage, mix, supported
 from jaxspec.pallas.expert_rows import FEWEST
-from jaxspec.pallas.expert_stream import COUNT, SOURCE
+from jaxspec.pallas.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
 from jaxspec.weights import Fp8, Mxfp4, Weight
 from tests.quantised import quantised
@@ -65,6 +65,17 @@ def test_a_mixture_matches_numpy(interpreted, t, e, k, more):
         got = jax.jit(experts.experts_mlp)(*case)
     assert chosen == {"expert_fp8": 1}
     assert_close(got, naive(*whole))
+
+
+def test_one_token_alone_needs_no_plan(interpreted):
+    """Its row comes with others that are padding, and one of its experts is nobody."""
+    (x, stacks, ids, _), _ = fp8_case(1, 4, 3, d=128)
+    ids, rows = ids.at[0, 1].set(experts.NOBODY), jnp.pad(x, ((0, 7), (0, 0)), constant_values=1)
+    items = Items(jnp.pad(ids, ((0, 0), (0, 5))), ALIGN, 3 * ALIGN, 3)
+    got = expert_fp8.mix(rows, stacks, items)[::ALIGN]
+    planned, items, place = experts.plan(x, ids, 4, 3)
+    expected = jax.jit(experts.reference)(planned, stacks, items)[place[0]]
+    assert_close(got[jnp.array([0, 2])], expected[jnp.array([0, 2])])
 
 
 def test_items_write_their_own_rows_alone(interpreted):

@@ -17,7 +17,7 @@ from jaxspec.fp8 import E4M3
 from jaxspec.pallas import expert_mxfp4, expert_plan, experts, hopper
 from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, TILE, Stage, mix, supported
 from jaxspec.pallas.expert_rows import FEWEST
-from jaxspec.pallas.expert_stream import COUNT, SOURCE
+from jaxspec.pallas.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
 from jaxspec.weights import Fp8, Mxfp4, Weight
 from tests.test_expert_stream import assert_close
@@ -91,6 +91,15 @@ def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
         got = jax.jit(partial(experts.experts_mlp, gating=function))(x, stacks, ids, weights)
     assert chosen == {"expert_mxfp4": 1}
     assert_close(got, naive(x, ids, weights, whole, activation))
+
+
+def test_one_token_alone_needs_no_plan(interpreted):
+    """Its row comes with others that are padding."""
+    (x, stacks, ids, _), _ = mxfp4_case(1, 3, 2)
+    items = Items(jnp.pad(ids, ((0, 0), (0, 6))), ALIGN, 2 * ALIGN, 2)
+    got = expert_mxfp4.mix(jnp.pad(x, ((0, 7), (0, 0)), constant_values=1), stacks, items, gating(GPT_OSS))[::ALIGN]
+    planned, items, place = experts.plan(x, ids, 3, 2)
+    assert_close(got, experts.reference(planned, stacks, items, gating(GPT_OSS))[place[0]])
 
 
 def test_items_write_their_own_rows_alone(interpreted):

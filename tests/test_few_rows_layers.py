@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import mxfp4
 from jaxspec.batch import empty_slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
@@ -18,6 +19,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder import matmul as matmul_module
+from jaxspec.decoder import mixture_rows
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.path import Call
@@ -25,10 +27,10 @@ from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters import dflash, eagle, mtp
 from jaxspec.mixers import Cache, RoundRows, empty_cache
 from jaxspec.models import MODELS, llama
+from jaxspec.pallas import expert_add, hopper, router
 from jaxspec.pallas import few_rows as op
-from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Weight
+from jaxspec.weights import Mxfp4, Weight
 from tests.sample import rare
 from tests.test_few_rows import INTERPRET, PAGE, normal
 from tests.test_weight_stream import assert_close
@@ -61,9 +63,9 @@ def rounds(tree: bool) -> Rows:
 
 
 def forward(config, params, rows: Rows):
-    """Of three rows of each request, or four each of two."""
+    """Of three rows of each request, four each of two, or one of one."""
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, PAGE, "bfloat16").kv(config).shape)
-    tokens = jnp.arange(9).reshape(3, 3) if len(rows.count) == 3 else jnp.arange(8).reshape(2, 4)
+    tokens = {3: jnp.arange(9).reshape(3, 3), 2: jnp.arange(8).reshape(2, 4), 1: jnp.ones((1, 1), int)}[len(rows.count)]
     positions = rows.marked_positions(tokens.shape[1])
     return forward_module.forward(config.decoder, params, tokens, positions, rows, kv.astype("bfloat16"), (0, 2))
 
@@ -110,12 +112,58 @@ EXPERTS = {
 }
 
 
+def small_gpt_oss(width: int):
+    """With experts in MXFP4, and wide enough for sums that come scaled."""
+    sizes = dict(hidden_size=width, intermediate_size=576, num_local_experts=8, num_experts_per_tok=2)
+    config, params = small_model("gpt_oss", num_hidden_layers=2, **sizes)
+    for layer in params["layers"]:
+        for name in ("experts_gate_up", "experts_down"):
+            values, scales = mxfp4.quantise(8 * layer[name].values)
+            layer[name] = layer[name].replace(values=values, scales=scales, format=Mxfp4())
+    return config, params
+
+
+def take_mixtures(monkeypatch) -> list[str]:
+    """The kernels around a mixture's experts serve, too, interpreted; the names of those that have been called."""
+    calls = []
+
+    def note(name, function):
+        return lambda *given, **named: calls.append(name) or function(*given, **named, **INTERPRET)
+
+    monkeypatch.setattr(mixture_rows, "chosen", lambda reason: reason is None)
+    monkeypatch.setattr(mixture_rows, "experts_scaled", lambda x, each: True)
+    monkeypatch.setattr(expert_add, "add_scaled", note("add", expert_add.add_scaled))
+    monkeypatch.setattr(router, "router", note("router", partial(router.router, splits=1)))
+    return calls
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", rare("qwen3_moe")])
+def test_norm_router_and_choice_are_one_kernel_and_sums_come_scaled(monkeypatch, family):
+    width = 17 * 64  # which nothing divides
+    config, params = small_gpt_oss(width) if family == "gpt_oss" else small_model(
+        family, hidden_size=width, num_hidden_layers=2, **EXPERTS[family]
+    )  # fmt: skip
+    expected = forward(config, params, two_requests())
+    take_few_rows(monkeypatch)
+    calls = take_mixtures(monkeypatch)
+    assert_same_forward(forward(config, params, two_requests()), expected, two_requests(), 2e-2)
+    assert set(calls) == {"add", "router"}
+
+
+def one_request() -> Rows:
+    return Rows(jnp.array([15]), jnp.array([1]), jnp.array([[1, 2]]))
+
+
+def two_requests() -> Rows:
+    return Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
+
+
 @pytest.mark.parametrize("family", [rare("qwen3"), rare("qwen3_moe"), "gpt_oss"])
 def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     """Their rows come scaled from one kernel to the next; of a width whose inputs nothing divides."""
     experts = EXPERTS.get(family, {})
     config, params = small_model(family, hidden_size=17 * 64, num_hidden_layers=3, **experts)
-    rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
+    rows = two_requests()
     expected = forward(config, params, rows)
     take_few_rows(monkeypatch)
     assert_same_forward(forward(config, params, rows), expected, rows, 2e-2)
@@ -171,7 +219,12 @@ def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, fam
 
     monkeypatch.setattr(RoundRows, "recur", anything)
     mixed = equations.experts_mlp
-    monkeypatch.setattr(equations, "experts_mlp", lambda rows, *rest: counted.append(len(rows)) or mixed(rows, *rest))
+
+    def count(rows, *rest, tokens, **named):
+        counted.append(len(rows[:tokens]))
+        return mixed(rows, *rest, tokens=tokens, **named)
+
+    monkeypatch.setattr(equations, "experts_mlp", count)
     alone, among = (hybrid_round(config, params, t, requests) for requests in (1, 8 // t))
     assert set(counted) == ({t, 8 // t * t} if family == "qwen3_5_moe" else set())
     for got, padded, expected in zip(alone, among, plain, strict=True):

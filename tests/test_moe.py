@@ -127,7 +127,7 @@ def test_router_probabilities_are_float32_whatever_the_dtype(norm):
 def test_padding_reads_no_experts(monkeypatch):
     """The rows of a program that aren't real are marked all the way down to their experts."""
     seen = []
-    noted = lambda x, stacks, ids, weights, each, residual, gating: seen.append(ids) or residual  # noqa: E731
+    noted = lambda x, stacks, ids, weights, each, residual, *_, **named: seen.append(ids) or residual  # noqa: E731
     monkeypatch.setattr(equations, "experts_mlp", noted)
     model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
     rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))

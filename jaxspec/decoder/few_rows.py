@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import cos_sin
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.mixture_rows import Given, add, mixture
+from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture
 from jaxspec.decoder.padding import flat, padded, unflat, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, Rope
@@ -105,9 +105,7 @@ def run(
         return run_flat(layer, weights, i, [given], x, b, table, mixer, cache, following, valid)
 
     x, first = flat(x), layers[0]
-    given = x, first["attn_norm"]
-    if decoder.width > few_rows.NARROW and "down" in first:  # what a mixture makes isn't scaled
-        given = few_rows.scale_rows(*given)
+    given = given_first(decoder.layers[0], first, x, first["attn_norm"])
     for i, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
         following = layers[(i + 1) % len(layers)]  # after the last, the next round's first
         following = {name: following[name] for name in ("qkv", "attn_norm")}
@@ -166,8 +164,7 @@ def run_flat(
     mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, a.window, **equations.sinks(a, weights))
     mixed = mixed.reshape(len(x), -1)
     if isinstance(layer.feed, Mixture):
-        x = mixture(layer, weights, x, mixed, *valid)
-        return x, (x, after), cache
+        return *mixture(layer, weights, x, mixed, *valid, after), cache
     bias = weights.get("out_bias")
     x, given = add(x, mixed, weights["out"], weights["mlp_norm"], bias=bias, ahead=weights["gate_up"])
     ahead = [following["qkv"].unquantised] if small and following else []

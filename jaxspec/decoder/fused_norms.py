@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.layer import feed, mix, projections
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.mixture_rows import mixture
+from jaxspec.decoder.mixture_rows import Given, given_first, mixture
 from jaxspec.decoder.padding import flat, pad, padded, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
@@ -70,12 +70,15 @@ def run(
     x, t, outputs, counts = pad(x), positions.shape[1], [], Counter()
 
     @partial(jax.jit, static_argnums=0)  # one trace and one lowering for all layers alike: the index is data
-    def one(layer, weights, i, x, cache):
-        return run_padded(layer, weights, i, x, positions, mixer, cache)
+    def one(layer, weights, after, i, given, x, cache):
+        return run_padded(layer, weights, i, given, x, positions, mixer, cache, after)
 
-    for layer, weights in zip(decoder.layers, layers, strict=True):
-        kind = type(layer.mixing)
-        x, cache = one(layer, weights, jnp.int32(counts[kind]), x, cache)
+    given = flat_rows(x), layers[0]["attn_norm"]
+    if isinstance(decoder.layers[0].feed, Mixture):
+        given = given_first(decoder.layers[0], layers[0], *given)
+    for at, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
+        kind, after = type(layer.mixing), layers[(at + 1) % len(layers)]["attn_norm"]  # at last, the next round's first
+        x, given, cache = one(layer, weights, after, jnp.int32(counts[kind]), given, x, cache)
         counts[kind] += 1
         outputs.append(x[:, :t])
     return Stack(outputs, cache)
@@ -92,33 +95,45 @@ def run_one(
     wanted: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b _ d"], Any]:
     """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
-    return run_padded(decoder.layers[0], weights, jnp.int32(0), pad(x), positions, mixer, cache)
+    x = pad(x)
+    given = flat_rows(x), weights["attn_norm"]
+    x, _, cache = run_padded(decoder.layers[0], weights, jnp.int32(0), given, x, positions, mixer, cache)
+    return x, cache
+
+
+def flat_rows(x: Float[Array, "b r d"]) -> Float[Array, "n d"]:
+    return x.reshape(-1, x.shape[-1])
 
 
 def run_padded(
     layer: Layer,
     weights: Weights,
     i: Int[Array, ""],
-    x: Float[Array, "b r d"],
+    given: Given,
+    x: Float[Array, "b p d"],
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-) -> tuple[Float[Array, "b r d"], Any]:
-    """A layer over padded rows: the residual stream after it, and the cache."""
-    names, rows, t = projections(layer), x.reshape(-1, x.shape[-1]), positions.shape[1]
+    after: Float[Array, " d"] | None = None,
+) -> tuple[Float[Array, "b p d"], Given, Any]:
+    """A layer over padded rows: the residual stream after it, what is given to the norm that follows, of the scale
+    `after`, and the cache. `given`: to this layer's first norm."""
+    names, rows, t = projections(layer), flat_rows(x), positions.shape[1]
     dtypes = tuple("float32" if name == "ba" else str(x.dtype) for name in names)
     norm = {"eps": layer.norm.eps, "centred": layer.norm.centred}
     projecting = [weights[name].unquantised for name in names]
-    made = few_rows.normed(rows, weights["attn_norm"], projecting, dtypes=dtypes, **norm)
+    made = few_rows.normed(*given, projecting, dtypes=dtypes, **norm)
     made = [out.reshape(*x.shape[:2], -1) for out in made]
     if isinstance(layer.mixing, Attention):
         made = [out[:, :t] for out in made]
     mixed, cache = mix(layer, weights, i, made, positions, mixer, cache)
     mixed = flat(mixed)
     if isinstance(layer.feed, Mixture):
-        return mixture(layer, weights, rows, mixed, *valid_rows(positions)).reshape(x.shape), cache
+        out, given = mixture(layer, weights, rows, mixed, *valid_rows(positions), after)
+        return out.reshape(x.shape), given, cache
     x = few_rows.add_product(rows, mixed, weights["out"].unquantised).reshape(x.shape)
-    return feed(layer, weights, x, positions), cache
+    x = feed(layer, weights, x, positions)
+    return x, (flat_rows(x), after), cache
 
 
 FUSED_NORMS = Path("fused_norms", IMPLEMENTS, 1, fits, run, run_one)

@@ -284,7 +284,6 @@ def mixture(
     return mix_experts(m, weights, rows, logits, positions, x).reshape(shape)
 
 
-@jax.named_scope("experts")
 def mix_experts(
     m: Mixture,
     weights: Weights,
@@ -292,21 +291,37 @@ def mix_experts(
     logits: Float[Array, "r e"],
     positions: Int[Array, "*b"],
     residual: Float[Array, "r d"] | None,
+    **further: Any,
+) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Any]:
+    """The same of flat rows from the router's logits; all else as in `mix_chosen`."""
+    shared = (rows, weights["shared_gate"].dequantised(rows.dtype)) if m.shared else None
+    with jax.named_scope("experts"):
+        ids, scores = top_experts(logits, positions.reshape(-1), shared, m.per_token, m.renormalised)
+    return mix_chosen(m, weights, rows, ids, scores, residual, **further)
+
+
+@jax.named_scope("experts")
+def mix_chosen(
+    m: Mixture,
+    weights: Weights,
+    rows: Float[Array, "r d"],
+    ids: Int[Array, "r w"],
+    scores: Float[Array, "r w"],
+    residual: Float[Array, "n d"] | None,
     valid: int | None = None,
-) -> Float[Array, "r d"]:
-    """The same of flat rows from the router's logits; of the first `valid` rows alone, if that is given."""
-    positions, each = positions.reshape(-1), m.per_token
+    **norm: Any,
+) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Any]:
+    """The same of flat rows whose experts are chosen; of the first `valid` rows alone, if that is given. `norm`: the
+    norm after it (`scale`, `centred`, `eps`), as in `experts_mlp`."""
     biases = (weights["experts_gate_up_bias"], weights["experts_down_bias"]) if m.bias else ()
-    stacks, shared = [(weights["experts_gate_up"], weights["experts_down"], *biases)], None
+    stacks, each = [(weights["experts_gate_up"], weights["experts_down"], *biases)], m.per_token
     if m.shared:  # one expert more, that every token chooses
         stacks.append((weights["shared_gate_up"], weights["shared_down"]))
-        shared, each = (rows, weights["shared_gate"].dequantised(rows.dtype)), each + 1
-    ids, scores = top_experts(logits, positions, shared, m.per_token, m.renormalised)
+        each += 1
     if m.groups > 1:
         ids = own_experts(ids, m.experts, m.groups)
-    rows, ids, scores = (a[:valid] for a in (rows, ids, scores))
     other = None if m.activation == "silu" else gating(m.activation)
-    return experts_mlp(rows, stacks, ids, scores, each, residual, other)
+    return experts_mlp(rows, stacks, ids, scores, each, residual, other, tokens=valid, **norm)
 
 
 def own_experts(ids: Int[Array, "t w"], experts: int, groups: int) -> Int[Array, "t w"]:

@@ -8,11 +8,14 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.path import Weights
-from jaxspec.decoder.spec import Layer
+from jaxspec.decoder.spec import Layer, Mixture
 from jaxspec.pallas import few_rows
+from jaxspec.pallas import router as one_router
+from jaxspec.pallas.experts import scaled as experts_scaled
+from jaxspec.pallas.hopper import chosen
 from jaxspec.peers import summed
 from jaxspec.sharding import devices
-from jaxspec.weights import Weight
+from jaxspec.weights import Unquantised, Weight
 
 Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled  # rows and their norm's scale
 
@@ -51,22 +54,56 @@ def mixture(
     mixed: Float[Array, "r k"],
     positions: Int[Array, "1 r"],
     valid: int,
-) -> Float[Array, "r d"]:
+    after: Float[Array, " d"] | None = None,
+) -> tuple[Float[Array, "r d"], Given]:
     """The output projection of what was mixed, and the mixture of experts, each added to the residual stream.
 
     Norm and router are one kernel where that serves. Only the first `valid` rows go through the mixture, of those the
     ones that aren't padding, whose positions are negative: one token alone has an experts' kernel that looks for no
-    other.
+    other. After the residual stream comes what is given to the norm that follows, of the scale `after`.
     """
-    norm, router, bias = layer.norm, weights["router"].unquantised, weights.get("router_bias")
+    m, norm, router, bias = layer.feed, layer.norm, weights["router"].unquantised, weights.get("router_bias")
     x, given = add(x, mixed, weights["out"], weights["mlp_norm"], norm.centred, weights.get("out_bias"))
-    experts = router.shape[1]
+    experts, scale = router.shape[1], after if after is not None and scaled_sums(layer, weights, x) else None
     if lacking := -experts % few_rows.TILE:  # to a whole tile of columns: gpt-oss-20b has 32 experts
         router = jnp.pad(router, ((0, 0), (0, lacking)))
         bias = None if bias is None else jnp.pad(bias, (0, lacking))
-    if few_rows.normed_supported(*x.shape, [router.shape[1]], router.dtype) is not None:
+    width = router.shape[1]
+    if few_rows.normed_supported(*x.shape, [width], router.dtype) is not None:
         rows = normed(x[None], weights["mlp_norm"], norm)
-        return equations.mixture(layer.feed, weights, x[None], rows, positions)[0]
-    options = dict(eps=norm.eps, dtypes=("float32",), centred=norm.centred, keep=True)
-    logits, rows = few_rows.normed(*given, [router], bias, **options)
-    return equations.mix_experts(layer.feed, weights, rows, logits[:, :experts], positions, x, valid)
+        x = equations.mixture(m, weights, x[None], rows, positions)[0]
+        return x, (x, after)
+    further = dict(residual=x, valid=valid, scale=scale, centred=norm.centred)
+    one_kernel = one_router.supported(*x.shape, width, m.per_token, m.shared, router.dtype)
+    if isinstance(given, few_rows.Scaled) and chosen(one_kernel):
+        gate = weights["shared_gate"].dequantised(x.dtype) if m.shared else None
+        options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, real=experts)
+        of = given, router, positions.reshape(-1), bias, gate, shared_expert(weights)
+        ids, scores, rows = one_router.router(*of, **options)
+        x = equations.mix_chosen(m, weights, rows, ids, scores, **further)
+    else:
+        options = dict(eps=norm.eps, dtypes=("float32",), centred=norm.centred, keep=True)
+        logits, rows = few_rows.normed(*given, [router], bias, **options)
+        x = equations.mix_experts(m, weights, rows, logits[:, :experts], positions, **further)
+    return x if scale is not None else (x, (x, after))
+
+
+def shared_expert(weights: Weights) -> list[Array]:
+    """The matrices of the expert that all tokens share, if there is one: what a router's kernel can prefetch."""
+    names = [name for name in ("shared_gate_up", "shared_down") if name in weights]
+    return [weights[name].values.reshape(-1, weights[name].values.shape[2]) for name in names]
+
+
+def given_first(layer: Layer, weights: Weights, x: Float[Array, "r d"], scale: Float[Array, " d"]) -> Given:
+    """What is given to the first layer's first norm: as layers like it give it to the next, so that all are traced
+    once."""
+    return few_rows.scale_rows(x, scale, layer.norm.centred) if scaled_sums(layer, weights, x) else (x, scale)
+
+
+def scaled_sums(layer: Layer, weights: Weights, x: Float[Array, "r d"]) -> bool:
+    """Whether a layer gives its sums of rows like these as `Scaled`, if a norm follows."""
+    if x.shape[1] <= few_rows.NARROW or not isinstance(layer.feed, Mixture):
+        return x.shape[1] > few_rows.NARROW
+    if isinstance(weights["experts_down"].format, Unquantised):  # their kernel adds up itself
+        return False
+    return experts_scaled(x, layer.feed.per_token + bool(layer.feed.shared))

@@ -85,7 +85,8 @@ def mix(
 @lower_once("expert_fp8")
 def _mix(rows, parts, items, *, interpret):
     for name, source, weights in zip(("up", "down"), (SOURCE, TARGET), parts, strict=True):
-        stage = Stage.of(name, source, [values.shape for values, _ in weights], weights[0][1].shape, items.rows)
+        shapes = [values.shape for values, _ in weights]
+        stage = Stage.of(name, source, shapes, weights[0][1].shape, items.rows, items.alone > 0)
         rows = _launch(stage, rows, weights, items, interpret)
     return rows
 
@@ -95,7 +96,7 @@ class Stage:
     """One of the two kernels. Column `source` of the items says where their rows are.
 
     `width`: of its result. `unit`: outputs that share a scale. `stacks`: how many experts each has. `rows`: of an item
-    at most.
+    at most. `alone`: as of `Items`.
     """
 
     name: str
@@ -105,14 +106,16 @@ class Stage:
     unit: int
     stacks: tuple[int, ...]
     rows: int
+    alone: bool = False
     piece = BLOCK
     groups = GROUPS
 
     @classmethod
-    def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int) -> Stage:
+    def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int, alone: bool = False) -> Stage:
         _, outputs, inputs = shapes[0]
         width = outputs // GROUPS if name == "up" else outputs
-        return cls(name, source, inputs, width, outputs // scales[1], tuple(shape[0] for shape in shapes), rows)
+        unit, stacks = outputs // scales[1], tuple(shape[0] for shape in shapes)
+        return cls(name, source, inputs, width, unit, stacks, rows, alone)
 
     @property
     def parts(self) -> int:
@@ -160,7 +163,7 @@ def _launch(stage, rows, weights, items, interpret):
         partial(_block, stage),
         kernel_name=f"expert_fp8_{stage.name}",
         out_type=jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype),
-        grid=(len(items.table) * stage.tiles,),
+        grid=(items.most * stage.tiles,),
         grid_names=("unit",),
         num_threads=stage.warpgroups,
         thread_name="warpgroup",

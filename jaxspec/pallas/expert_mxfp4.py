@@ -36,6 +36,7 @@ from jaxspec import mxfp4
 from jaxspec.mxfp4 import BLOCK, MASK
 from jaxspec.pallas.expert_stream import SOURCE, TARGET, Items
 from jaxspec.pallas.expert_tile import TILE, Tile
+from jaxspec.pallas.hopper import MULTIPROCESSORS
 from jaxspec.pallas.once import lower_once
 from jaxspec.weights import Mxfp4, Weight
 
@@ -49,6 +50,7 @@ TURNS_ROWS = 8  # of items whose blocks have two warpgroups, and the larger piec
 FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
 RESERVED = 2 * 1024  # of a block, for its barriers and what the driver takes
+SPLIT_UNITS = 2 * MULTIPROCESSORS  # columns of items; so few leave some multiprocessors twice what others have
 LESS = 64  # sums are divided by 2 to this
 # Twice: a scale s times the first, plus the second, is 2^(s - 127 - LESS) times 2^126, which E2M1's bits lack.
 SCALE, BIAS = 0x00800080, 0x1F001F00
@@ -111,7 +113,10 @@ def _mix(rows, up, down, items, *, gating, interpret):
     for name, source, stacks in (("up", SOURCE, up), ("down", TARGET, down)):
         _, outputs, half = stacks[0][0].shape
         width = outputs // 2 if name == "up" else outputs
-        stage = Stage(name, source, 2 * half, width, tuple(len(stack[0]) for stack in stacks), items.rows)
+        units, turns = items.most * (width // TILE), items.rows <= TURNS_ROWS
+        split = turns and units <= SPLIT_UNITS and not interpret  # which can't send anything between blocks
+        sizes = 2 * half, width, tuple(len(stack[0]) for stack in stacks), items.rows
+        stage = Stage(name, source, *sizes, split, items.alone > 0)
         rows = _launch(stage, rows, stacks, items, gating, interpret)
     return rows
 
@@ -120,7 +125,9 @@ def _mix(rows, up, down, items, *, gating, interpret):
 class Stage:
     """One of the two kernels. Column `source` of the items says where their rows are.
 
-    `width`: of its result. `stacks`: how many experts each has. `rows`: of an item at most.
+    `width`: of its result. `stacks`: how many experts each has. `rows`: of an item at most. `split`: the two sums of
+    items of few rows are made by two blocks, which are a cluster, rather than by two warpgroups of one. `alone`: as of
+    `Items`.
     """
 
     name: str
@@ -129,6 +136,8 @@ class Stage:
     width: int
     stacks: tuple[int, ...]
     rows: int
+    split: bool = False
+    alone: bool = False
 
     @property
     def piece(self) -> int:
@@ -155,22 +164,35 @@ class Stage:
         return self.inputs // self.piece
 
     @property
+    def shared(self) -> bool:
+        """Whether two warpgroups make the two sums, which the first adds up."""
+        return self.rows <= TURNS_ROWS
+
+    @property
     def warpgroups(self) -> int:
-        return TURNS if self.rows <= TURNS_ROWS else 1
+        return TURNS if self.shared and not self.split else 1
+
+    @property
+    def stride(self) -> int:
+        """From a piece of a block to its next one."""
+        return TURNS if self.split else 1
 
     @property
     def blocks(self) -> int:
         """That share a multiprocessor."""
+        if self.split:
+            return 4
         return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
 
     @property
     def slots(self) -> int:
         """Of the ring, as many for each warpgroup."""
-        results = 2 * self.rows * TILE + (self.warpgroups - 1) * 4 * self.groups * TILE * self.rows
+        results = 2 * self.rows * TILE + self.shared * 4 * self.groups * TILE * self.rows
         room = SHARED_BYTES // self.blocks - RESERVED - results
         slot = self.groups * TILE * (self.piece // 2 + self.scales) + 2 * self.piece * self.rows
         each = room // slot // self.warpgroups
-        return self.warpgroups * min(-(-self.steps // self.warpgroups), max(2, each))
+        most = -(-self.steps // (TURNS if self.shared else 1))
+        return self.warpgroups * min(most, max(2, each))
 
     @property
     def heights(self) -> list[int]:
@@ -190,13 +212,18 @@ class Stage:
 
 
 def _launch(stage, rows, stacks, items, gating, interpret):
-    others, i8, arrays = stage.warpgroups > 1, jnp.int8, [array for stack in stacks for array in stage.by_group(stack)]
+    i8, arrays = jnp.int8, [array for stack in stacks for array in stage.by_group(stack)]
+    arrivals = stage.groups if stage.split else 1
+    shared = dict(
+        sums_s=plgpu.SMEM((stage.groups, TILE, stage.rows), _f32), summed=plgpu.Barrier(num_arrivals=arrivals)
+    )
     return plgpu.kernel(
         partial(_block, stage, gating),
         kernel_name=f"expert_mxfp4_{stage.name}",
         out_type=jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype),
-        grid=(len(items.table) * stage.tiles,),
+        grid=(items.most * stage.tiles,),
         grid_names=("unit",),
+        **({"cluster": (TURNS,), "cluster_names": ("half",)} if stage.split else {}),
         num_threads=stage.warpgroups,
         thread_name="warpgroup",
         scratch_types=dict(
@@ -205,11 +232,7 @@ def _launch(stage, rows, stacks, items, gating, interpret):
             rows_s=plgpu.SMEM((stage.slots, stage.rows, stage.piece), rows.dtype),
             out_s=plgpu.SMEM((1, stage.rows, TILE), rows.dtype),
             ready=plgpu.Barrier(num_arrivals=3, num_barriers=stage.slots),
-            **(
-                {"sums_s": plgpu.SMEM((stage.groups, TILE, stage.rows), _f32), "summed": plgpu.Barrier()}
-                if others
-                else {}
-            ),
+            **(shared if stage.shared else {}),
             # Interpret mode takes a matmul's left operand from shared memory alone.
             **({"staged_s": plgpu.SMEM((stage.warpgroups, TILE, UNIT), rows.dtype)} if interpret else {}),
         ),
@@ -225,6 +248,8 @@ def _block(stage, gating, rows_g, items_g, *refs, **scratch):
     weights = [tuple(arrays[i : i + each]) for i in range(0, len(arrays), each)]
     tile = _Tile(stage, rows_g, items_g, weights, out_g, scratch)
     tile.gating = gating
+    if stage.split:
+        tile.turn = lax.axis_index("half")
     tile.run()
 
 
@@ -237,7 +262,7 @@ class _Tile(Tile):
         """Even turns and odd ones are summed apart, whether two warpgroups have them or one has both: so a row's result
         doesn't depend on how many others an item may have."""
         stage, expert = self.stage, self.expert
-        apart, pieces = TURNS // stage.warpgroups, TURN // stage.piece
+        apart, pieces = 1 if stage.shared else TURNS, TURN // stage.piece
         self.fetch_first(height, expert)
 
         def accumulate(*sums):
@@ -248,10 +273,10 @@ class _Tile(Tile):
                     @pl.loop(_i32(0), _i32(pieces))
                     def _(piece, n=n):
                         i = (turn * TURNS + self.turn + n) * pieces + piece
-                        slot = lax.rem(i, _i32(stage.slots))
+                        slot = lax.rem(lax.div(i, _i32(stage.stride)), _i32(stage.slots))
                         self.multiply(height, slot, sums[n * stage.groups : (n + 1) * stage.groups])
-                        more = partial(self.refill, height, expert, i + stage.slots, slot)
-                        pl.when(i + stage.slots < stage.steps)(more)
+                        following = i + stage.slots * stage.stride
+                        pl.when(following < stage.steps)(partial(self.refill, height, expert, following, slot))
 
             each = [sum_of[...] for sum_of in sums]
             return [sum(each[g + stage.groups :: stage.groups], each[g]) for g in range(stage.groups)]
@@ -265,11 +290,32 @@ class _Tile(Tile):
             rows = self.scratch["rows_s"].at[slot, pl.ds(0, height), pl.ds(unit * UNIT, UNIT)].transpose((1, 0))
             for g, total in enumerate(sums):
                 plgpu.wgmma(total, self.numbers(slot, g, unit), rows)
+                plgpu.wgmma_wait(1)  # until then its numbers take registers, of which two blocks need half each
         plgpu.wgmma_wait(0)
 
-    def refill(self, *piece):
-        plgpu.commit_smem()  # all warps have read what was in the slot
-        self.fetch(*piece)
+    def fetch_first(self, height, expert):
+        if not self.stage.split:
+            return super().fetch_first(height, expert)
+        for slot in range(self.stage.slots):
+            i = slot * TURNS + self.turn
+            pl.when(i < self.stage.steps)(partial(self.fetch, height, expert, i, slot))
+
+    def _run(self, height):
+        if not self.stage.split:
+            return super()._run(height)
+        totals, sums_s, summed = self.sums(height), self.scratch["sums_s"], self.scratch["summed"]
+
+        @pl.when(self.turn == 1)
+        def _():
+            for g, total in enumerate(totals):
+                where = dict(cluster_idx=_i32(0), cluster_dim="half", optimized=False)
+                plgpu.async_store_smem(total, sums_s.at[g], summed, **where)
+
+        @pl.when(self.turn == 0)
+        def _():
+            plgpu.barrier_wait(summed)
+            others = [plgpu.load(sums_s.at[g], layout=plgpu.Layout.WGMMA, optimized=False) for g in range(len(totals))]
+            self._store(height, self.finished([a + b for a, b in zip(totals, others, strict=True)]))
 
     def numbers(self, slot, g, unit):
         """A unit of a group's piece in bfloat16, [TILE, UNIT], 2^-LESS of what it stands for."""

@@ -48,11 +48,20 @@ class Items:
     Results go to rows `ALIGN * TARGET` and on of `capacity` rows. The first `COUNT` items, as the first row has it, are
     real, and of those some may have no blocks, so nothing to do; other rows of the table may hold anything. From an
     item's first row on, there are `rows` rows to read.
+
+    `alone`: there is one token, and in place of a table the numbers of its experts, so many, which need no plan. All
+    items multiply the first `ALIGN` rows, and item i's results go to rows `ALIGN * i` and on.
     """
 
-    table: Int[Array, "i 5"]
+    table: Int[Array, "i 5"] | Int[Array, "1 w"]
     rows: int = flax.struct.field(pytree_node=False)
     capacity: int = flax.struct.field(pytree_node=False)
+    alone: int = flax.struct.field(pytree_node=False, default=0)
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return self.alone or len(self.table)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, TARGET
+from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET
 from jaxspec.pallas.hopper import WGMMA_ROWS
 
 TILE = WGMMA_ROWS  # rows of weights in a group
@@ -26,16 +26,23 @@ class Tile:
     """What a block makes: its groups of columns of an item's rows.
 
     `stage` has the sizes: `source` (the items' column), `piece` (inputs), `steps`, `slots`, `tiles`, `heights`,
-    `warpgroups`, `stacks` (experts of each) and the `groups` of a block. `weights` are the references of each stack.
+    `warpgroups`, `stacks` (experts of each), the `groups` of a block and whether a token is `alone`. `weights` are the
+    references of each stack.
     """
 
     def __init__(self, stage: Any, rows_g: Any, items_g: Any, weights: list[Any], out_g: Any, scratch: dict[str, Any]):
         unit = lax.axis_index("unit")
         item = lax.div(unit, _i32(stage.tiles))
-        self.stage, self.tile, self.item_g = stage, unit - item * stage.tiles, items_g.at[item]
+        self.stage, self.tile = stage, unit - item * stage.tiles
         # All at once, and not again for each piece: each would take its time.
-        self.expert, self.source, self.target = (self.item_g[i] for i in (EXPERT, stage.source, TARGET))
-        self.blocks = jnp.where(item < items_g[0, COUNT], self.item_g[ROW_BLOCKS], 0)
+        if stage.alone:
+            self.expert, self.target = items_g[0, item], item
+            self.source = _i32(0) if stage.source == SOURCE else item
+            self.blocks = (self.expert < sum(stage.stacks)).astype(_i32)
+        else:
+            item_g = items_g.at[item]
+            self.expert, self.source, self.target = (item_g[i] for i in (EXPERT, stage.source, TARGET))
+            self.blocks = jnp.where(item < items_g[0, COUNT], item_g[ROW_BLOCKS], 0)
         self.rows_g, self.weights, self.out_g = rows_g, weights, out_g
         self.scratch, self.turn = scratch, lax.axis_index("warpgroup")
         self.groups = [stage.group(self.tile, g) for g in range(stage.groups)]
@@ -87,6 +94,11 @@ class Tile:
         """How many pieces this warpgroup has: all, or every second."""
         apart = self.stage.warpgroups
         return lax.div(self.stage.steps - self.turn + (apart - 1), _i32(apart))
+
+    def refill(self, *piece: Any) -> None:
+        """Fetch a piece to a slot that had another, where a kernel has no barriers but those written out."""
+        plgpu.commit_smem()  # all warps have read what was there
+        self.fetch(*piece)
 
     def fetch(self, height: int, expert: Any, i: Any, slot: Any) -> None:
         """The i-th piece of the item's rows and of the weights, from the stack that has the expert."""

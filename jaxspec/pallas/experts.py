@@ -4,7 +4,8 @@ A (token, expert) pair is a row of work. Rows of one expert stand together, from
 bulk copy can start), and are cut into items of at most n rows, which go through that expert's weights. The work is
 proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
-Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`). Unquantised weights are multiplied by
+Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`); few tokens' sums are added up for the
+norm after them (`expert_add`), and one token alone needs no plan there. Unquantised weights are multiplied by
 `expert_stream`, or up to eight tokens by `expert_few`, which needs no items. FP8 weights are multiplied by
 `expert_fp8` and MXFP4 ones by `expert_mxfp4`, however many tokens there are. XLA multiplies all others, item by item.
 """
@@ -19,8 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import expert_few, expert_fp8, expert_mxfp4, expert_plan, expert_rows, expert_stream, portable
+from jaxspec.pallas import (
+    expert_add,
+    expert_few,
+    expert_fp8,
+    expert_mxfp4,
+    expert_plan,
+    expert_rows,
+    expert_stream,
+    portable,
+)
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items
+from jaxspec.pallas.few_rows import Scaled
 from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.pallas.portable import experts as portable_experts
 from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
@@ -43,7 +54,11 @@ def experts_mlp(
     each: int | None = None,
     residual: Float[Array, "n d"] | None = None,
     gating: Gating | None = None,
-) -> Float[Array, "n d"]:
+    scale: Float[Array, " d"] | None = None,
+    centred: bool = False,
+    tokens: int | None = None,
+    eps: float | None = None,
+) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled | Float[Array, "p d"]]:
     """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype,
     added to `residual`, whose rows from t on stay as they are. `gating`: another function of gate and up.
 
@@ -51,12 +66,17 @@ def experts_mlp(
     and [e, d] after them, which are added to the products. A token's must be distinct, or `NOBODY`. Each expert's
     result is rounded to x's dtype before it is weighted, and the sum, in float32, at last. Columns from `each` on, if
     it is given, hold nobody.
+
+    With the `scale` of the norm after it the sums come as `Scaled` rows, too (`centred`: as in `few_rows.add_product`).
+    That is for rows where `scaled` is true. With its `eps` as well, they come as its normed rows instead, as
+    `expert_add.add_normed` makes them. `tokens`: how many rows of `x`, `ids` and `weights` are tokens, if not all.
     """
-    each = each or ids.shape[1]
+    each, whole = each or ids.shape[1], x
+    x, ids, weights = (array[:tokens] for array in (x, ids, weights))
     unread = _unread(stacks, gating)
     arrays = [] if unread else [(gate_up.unquantised, down.unquantised) for gate_up, down in stacks]
     few = unread or expert_few.supported(len(x if residual is None else residual), each, x.dtype, arrays)
-    if chosen(few, x.shape[1] // expert_few.COLUMNS):
+    if scale is None and chosen(few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, arrays, ids, weights, residual, each=each)
     packed = Mxfp4() in formats(stacks)
     ported = (portable_mxfp4 if packed else portable_experts).supported(x.dtype, stacks)
@@ -74,8 +94,12 @@ def experts_mlp(
     if fits is not None and quantised is not None:
         tell("a mixture of experts", fits if unread is None else quantised)
     experts = sum(len(stack[1].values) for stack in stacks)
+    alone = len(x) == 1 and len(whole) >= ALIGN and scale is not None and chosen(quantised)
     smaller = chosen(quantised) or (packed and portable.chosen(ported))
-    rows, items, place = plan(x, ids, experts, each, highest if smaller else ITEM_ROWS[-1])
+    if alone:
+        rows, items, place = whole, Items(ids, ALIGN, each * ALIGN, each), ids
+    else:
+        rows, items, place = plan(x, ids, experts, each, highest if smaller else ITEM_ROWS[-1])
     if chosen(quantised):
         out = expert_mxfp4.mix(rows, stacks, items, gating) if packed else expert_fp8.mix(rows, stacks, items)
     elif chosen(fits, expert_stream.BLOCKS):
@@ -85,11 +109,21 @@ def experts_mlp(
         out = run(rows, stacks[0] if packed else unquantised, items, gating)
     else:
         out = reference(rows, stacks, items, gating)
-    return _added(residual, combine(out, place, weights[:, :each]))
+    if scale is None:
+        return _added(residual, combine(out, place, weights[:, :each]))
+    named = {"each": each, "centred": centred, "alone": experts if alone else 0}
+    if eps is not None:
+        return expert_add.add_normed(out, place, weights, residual, scale, eps=eps, **named)
+    return expert_add.add_scaled(out, place, weights, residual, scale, **named)
 
 
 def _added(residual: Float[Array, "n d"] | None, mixed: Float[Array, "t d"]) -> Float[Array, "n d"]:
     return mixed if residual is None else residual + jnp.pad(mixed, ((0, len(residual) - len(mixed)), (0, 0)))
+
+
+def scaled(residual: Float[Array, "n d"], each: int) -> bool:
+    """Whether `experts_mlp` can give sums of rows like these, of so many experts each, as `Scaled` rows as well."""
+    return chosen(expert_add.supported(len(residual), each, residual.shape[1], residual.dtype))
 
 
 def _unread(stacks: list[Stack], gating: Gating | None) -> str | None:

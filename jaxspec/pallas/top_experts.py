@@ -92,8 +92,13 @@ def supported(experts: int, k: int, shared: Shared | None = None) -> str | None:
         return f"{experts} experts, more than {MOST_EXPERTS}"
     if shared is not None and shared[0].shape[1] % LANES:
         return f"rows {shared[0].shape[1]} wide, not a multiple of {LANES}"
-    most = LANES if shared is None else LANES - 1
+    most = most_chosen(shared is not None)
     return f"{k} experts a token, more than {most}" if k > most else None
+
+
+def most_chosen(shared: bool) -> int:
+    """How many experts a token's columns hold beside one that is `shared`."""
+    return LANES - 1 if shared else LANES
 
 
 @lower_once("top_experts", "k", "renormalised")
@@ -127,17 +132,32 @@ def select(
 
 def _tokens(experts, k, renormalised, logits_g, positions_g, *refs):
     *shared, ids_g, weights_g = refs
-    tokens, width = pl.ds(lax.axis_index("group") * WARPS, WARPS), logits_g.shape[1]
-    each, wide = (WARPS, width), (WARPS, LANES)
-    across = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
+    tokens = pl.ds(lax.axis_index("group") * WARPS, WARPS)
     load = partial(plgpu.load, optimized=False)
-    expert = plgpu.broadcasted_iota(_i32, each, 1, layout=LAYOUT)
-    lane = plgpu.broadcasted_iota(_i32, wide, 1, layout=LAYOUT)
     logits = load(logits_g.at[tokens], layout=LAYOUT)
     position = load(positions_g.at[tokens], layout=LAYOUT.reduce(1))
-    gate = _gate(*shared, tokens) if shared else None
-    logits = jnp.where(expert < experts, jnp.where(logits > LEAST, logits, LEAST), -jnp.inf)
+    product = gate_product(shared[0].at[tokens], shared[1]) if shared else None
+    ids, weights = choose(logits, experts, k, renormalised)
+    if shared:
+        lane = plgpu.broadcasted_iota(_i32, ids.shape, 1, layout=LAYOUT)
+        gate = 1 / (1 + jnp.exp(-product))
+        ids, weights = jnp.where(lane == k, experts, ids), jnp.where(lane == k, across(gate, ids.shape), weights)
+    ids_g[tokens] = jnp.where(across(position, ids.shape) >= 0, ids, NOBODY)
+    weights_g[tokens] = weights
 
+
+def across(x, shape):
+    """A number for each token, in all columns."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def choose(logits, experts, k, renormalised):
+    """The k likeliest of so many experts and their probabilities, of logits in `LAYOUT`, in `LANES` columns."""
+    (tokens, width), wide = logits.shape, (logits.shape[0], LANES)
+    expert = plgpu.broadcasted_iota(_i32, (tokens, width), 1, layout=LAYOUT)
+    lane = plgpu.broadcasted_iota(_i32, wide, 1, layout=LAYOUT)
+    each = logits.shape
+    logits = jnp.where(expert < experts, jnp.where(logits > LEAST, logits, LEAST), -jnp.inf)
     best = top = jnp.max(logits, axis=1)
     total = None if renormalised else jnp.sum(jnp.exp(logits - across(top, each)), axis=1)
     ids, weights = jnp.zeros_like(lane) + NOBODY, jnp.zeros_like(lane).astype(jnp.float32)
@@ -151,20 +171,16 @@ def _tokens(experts, k, renormalised, logits_g, positions_g, *refs):
         if j + 1 < k:
             logits = jnp.where(expert == across(which, each), -jnp.inf, logits)
             best = jnp.max(logits, axis=1)
-    weights = weights / across(total, wide)
-    if shared:
-        ids, weights = jnp.where(lane == k, experts, ids), jnp.where(lane == k, across(gate, wide), weights)
-    ids_g[tokens] = jnp.where(across(position, wide) >= 0, ids, NOBODY)
-    weights_g[tokens] = weights
+    return ids, weights / across(total, wide)
 
 
-def _gate(rows_g, gate_g, tokens):
-    """The sigmoid of each row's product with the gate."""
+def gate_product(rows_g, gate_g):
+    """Each row's product with the gate."""
     total = None
     for first in range(0, rows_g.shape[1], LANES):
         inputs = pl.ds(first, LANES)
-        rows = plgpu.load(rows_g.at[tokens, inputs], layout=LAYOUT, optimized=False).astype(jnp.float32)
+        rows = plgpu.load(rows_g.at[:, inputs], layout=LAYOUT, optimized=False).astype(jnp.float32)
         gate = plgpu.load(gate_g.at[inputs], layout=LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
         product = rows * lax.broadcast_in_dim(gate, rows.shape, [1])
         total = product if total is None else total + product
-    return 1 / (1 + jnp.exp(-jnp.sum(total, axis=1)))
+    return jnp.sum(total, axis=1)

@@ -89,6 +89,16 @@ def test_items_of_every_height_keep_to_their_rows(highest):
         assert_close(got[place], experts.reference(rows, stacks, items, ACT)[place], 1e-2)
 
 
+def test_one_token_alone_needs_no_plan():
+    """Padding rows come with it. Its sums come scaled, too."""
+    x, stacks, ids, weights = draw("gpt-oss-120b", 1, 0.0, 0)
+    rows, wide_ids, wide = (jnp.pad(a, ((0, 7), (0, more))) for a, more in ((x, 0), (ids, 124), (weights, 124)))
+    named = dict(each=4, residual=jnp.zeros_like(rows), scale=jnp.ones(x.shape[1], jnp.bfloat16), tokens=1)
+    got, scaled = jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT, **named))(rows, stacks, wide_ids, wide)
+    assert_close(got[:1], jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT))(x, stacks, ids, weights), 1e-2)
+    np.testing.assert_array_equal(scaled.rows, got)
+
+
 def test_a_token_gets_the_same_in_any_company():
     """Bit for bit, whether one warpgroup or two have summed up. More than 512 tokens are added up by another kernel."""
     x, stacks, ids, weights = draw("gpt-oss-20b", 500, 0.0, 0)

@@ -127,6 +127,21 @@ def test_layers_are_those_of_the_model(monkeypatch, tree):
     layers.assert_same_forward(got, layers.forward(config, params, layers.rounds(tree)), layers.rounds(tree), 2e-2)
 
 
+@pytest.mark.parametrize("requests", [1, 2])
+def test_gpt_oss_layers_are_those_of_the_model(monkeypatch, requests):
+    """Biases, sinks, a router of 64, and MXFP4 experts that are added up for the norm after them."""
+    config, params = layers.small_gpt_oss(1152)
+    rows = layers.two_requests() if requests == 2 else layers.one_request()
+    before = [KERNELS[name] for name in ("few_rows_heads", "expert_add", "expert_mxfp4")]
+    got = layers.forward(config, params, rows)
+    assert all(
+        KERNELS[name] > n for name, n in zip(("few_rows_heads", "expert_add", "expert_mxfp4"), before, strict=True)
+    )
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
+    jax.clear_caches()
+    layers.assert_same_forward(got, layers.forward(config, params, rows), rows, 3e-2)
+
+
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_drafts_are_those_of_plain_layers(monkeypatch, method):
     drafter, params = layers.small_drafter(method)

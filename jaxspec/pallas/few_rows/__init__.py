@@ -5,9 +5,11 @@ from jaxspec.pallas.few_rows.share import (
     GROUP,
     NARROW,
     TILE,
+    WIDE_ROWS,
     normed_supported,
     product_supported,
     supported,
+    tiles_of_squares,
     top_supported,
 )
 from jaxspec.pallas.few_rows.top import top_tokens
@@ -16,6 +18,7 @@ __all__ = [
     "GROUP",
     "NARROW",
     "TILE",
+    "WIDE_ROWS",
     "Scaled",
     "add_product",
     "gated",
@@ -27,6 +30,7 @@ __all__ = [
     "product_supported",
     "scale_rows",
     "supported",
+    "tiles_of_squares",
     "top_supported",
     "top_tokens",
 ]

@@ -1,0 +1,173 @@
+"""Few tokens' experts added up, to the residual stream and for the norm after it, on Hopper.
+
+A Mosaic GPU kernel. A block takes `TILE` columns of all tokens: it weighs and adds their experts' rows, adds that to
+the residual stream, and makes of the sums what `few_rows.scale_rows` makes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import add_norm
+from jaxspec.pallas.expert_stream import ALIGN
+from jaxspec.pallas.few_rows import GROUP, TILE, WIDE_ROWS, Scaled, tiles_of_squares
+from jaxspec.pallas.few_rows.block import by_row, one_row, params
+from jaxspec.pallas.once import lower_once
+
+MOST = 16  # rows of a token
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+def supported(rows: int, each: int, width: int, dtype: Any) -> str | None:
+    """Why the kernel can't serve `rows` rows of this width, of up to `each` experts, or None if it can."""
+    if dtype != jnp.bfloat16:
+        return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
+    if rows % GROUP or rows > WIDE_ROWS:
+        return f"{rows} rows; supported: multiples of {GROUP} up to {WIDE_ROWS}"
+    if each > MOST:
+        return f"{each} experts a token; supported: up to {MOST}"
+    return f"rows {width} wide; supported: multiples of {TILE}" if width % TILE else None
+
+
+def normed_supported(rows: int, each: int, width: int, dtype: Any) -> str | None:
+    """Why `add_normed` can't serve so many rows of up to `each` experts, or None if it can."""
+    if rows > WIDE_ROWS:
+        return f"{rows} rows; supported: up to {WIDE_ROWS}"
+    if each > MOST:
+        return f"{each} experts a token; supported: up to {MOST}"
+    return add_norm.supported(width, dtype)
+
+
+@lower_once("expert_add", "eps", "each", "centred", "alone")
+def add_normed(
+    rows: Float[Array, "r d"],
+    place: Int[Array, "t _"],
+    weights: Float[Array, "t _"],
+    residual: Float[Array, "t d"],
+    scale: Float[Array, " d"],
+    *,
+    eps: float,
+    each: int | None = None,
+    centred: bool = False,
+    alone: int = 0,
+    interpret: Any = False,
+) -> tuple[Float[Array, "t d"], Float[Array, "p d"]]:
+    """The sums of `add_scaled`, and their norms, of `GROUP` rows: those from t on hold the last token's again."""
+    t, width = residual.shape
+    shapes = [jax.ShapeDtypeStruct((count, width), residual.dtype) for count in (t, GROUP)]
+    return tuple(
+        plgpu.kernel(
+            partial(_row, eps, each or place.shape[1], centred, alone),
+            kernel_name="expert_add",
+            out_type=shapes,
+            grid=(GROUP,),
+            grid_names=("row",),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=interpret,
+        )(rows, place, weights, residual, scale)
+    )
+
+
+def _row(eps, each, centred, alone, rows_g, place_g, weights_g, residual_g, scale_g, out_g, normed_g):
+    row, (tokens, width) = lax.axis_index("row"), residual_g.shape
+    token = jnp.minimum(row, tokens - 1)
+    load = partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((width,), add_norm.VECTOR), optimized=False)
+    x, scale = load(residual_g.at[token]), load(scale_g).astype(_f32)
+    places = [_place(place_g[token, j], j, alone) for j in range(each)]
+    column = plgpu.broadcasted_iota(_i32, (width,), 0, layout=plgpu.Layout.WG_STRIDED((width,), add_norm.VECTOR))
+    total = jnp.zeros_like(x).astype(_f32)
+    for j, place in enumerate(places):
+        # Chosen, not multiplied by zero: what nobody wrote may not be a number.
+        wanted = column < jnp.where(place >= 0, _i32(width), _i32(0))
+        total = total + jnp.where(
+            wanted, load(rows_g.at[jnp.maximum(place, 0)]).astype(_f32) * weights_g[token, j], 0.0
+        )
+    x = (x.astype(_f32) + total.astype(x.dtype).astype(_f32)).astype(x.dtype)
+
+    @pl.when(row < tokens)
+    def _():
+        out_g[row] = x
+
+    wide = x.astype(_f32)
+    wide = wide * lax.rsqrt(jnp.sum(wide * wide) / width + eps)
+    wide = wide * (1 + scale) if centred else wide.astype(x.dtype).astype(_f32) * scale
+    normed_g[row] = wide.astype(x.dtype)
+
+
+def _place(number, j, alone):
+    """The row of a token's j-th expert, -1 if there is none, of what its column of `place` says."""
+    return jnp.where(number < alone, ALIGN * j, -1) if alone else number
+
+
+@lower_once("expert_add", "each", "centred", "alone")
+def add_scaled(
+    rows: Float[Array, "r d"],
+    place: Int[Array, "t _"],
+    weights: Float[Array, "t _"],
+    residual: Float[Array, "n d"],
+    scale: Float[Array, " d"],
+    *,
+    each: int | None = None,
+    centred: bool = False,
+    alone: int = 0,
+    interpret: Any = False,
+) -> tuple[Float[Array, "n d"], Scaled]:
+    """`residual` and, in its first t rows, the sum over j of `weights[i, j] * rows[place[i, j]]`; also `Scaled`.
+
+    Sums over j are float32 and rounded before they are added. Row -1 counts as zeros. `each`: how many
+    columns of `place` and `weights` count, if not all of `place`. `centred`: as in `few_rows.add_product`. `alone`: of
+    so many experts, `place` names a token's, whose rows are those of `Items.alone`.
+    """
+    (n, width), tiles = residual.shape, residual.shape[1] // TILE
+    like = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
+    out, *scaled = plgpu.kernel(
+        partial(_tile, tiles, each or place.shape[1], centred, alone),
+        kernel_name="expert_add",
+        out_type=[like, like, jax.ShapeDtypeStruct((tiles_of_squares(width), n), _f32)],
+        grid=(tiles,),
+        grid_names=("tile",),
+        scratch_types=dict(mixed_s=plgpu.SMEM((n, TILE), rows.dtype)),
+        compiler_params=params(),
+        interpret=interpret,
+    )(rows, place, weights, residual, scale)
+    return out, Scaled(*scaled)
+
+
+def _tile(tiles, each, centred, alone, *refs, mixed_s):
+    rows_g, place_g, weights_g, residual_g, scale_g, out_g, scaled_g, squares_g = refs
+    tile, (n, _), tokens = lax.axis_index("tile"), residual_g.shape, place_g.shape[0]
+    columns, load = pl.ds(tile * TILE, TILE), partial(plgpu.load, optimized=False)
+    before = [load(residual_g.at[pl.ds(at, GROUP), columns], layout=by_row(4)) for at in range(0, n, GROUP)]
+    scale = load(scale_g.at[columns], layout=by_row(4).reduce(0)).astype(_f32)
+    scale = 1 + scale if centred else scale
+    places = [[_place(place_g[i, j], j, alone) for j in range(each)] for i in range(tokens)]
+    loaded = [[load(rows_g.at[jnp.maximum(p, 0), columns], layout=one_row(TILE)) for p in some] for some in places]
+    column = plgpu.broadcasted_iota(_i32, (TILE,), 0, layout=one_row(TILE))
+    for i in range(n):
+        total = plgpu.layout_cast(jnp.zeros((TILE,), _f32), one_row(TILE))
+        for j in range(each if i < tokens else 0):
+            # Chosen, not multiplied by zero: what nobody wrote may not be a number.
+            wanted = column < jnp.where(places[i][j] >= 0, _i32(TILE), _i32(0))
+            total = total + jnp.where(wanted, loaded[i][j].astype(_f32) * weights_g[i, j], 0.0)
+        mixed_s[i] = total.astype(mixed_s.dtype)
+    plgpu.commit_smem()
+    for at, x in zip(range(0, n, GROUP), before, strict=True):
+        group = pl.ds(at, GROUP)
+        x = (x.astype(_f32) + load(mixed_s.at[group], layout=by_row(4)).astype(_f32)).astype(out_g.dtype)
+        out_g[group, columns] = x
+        x = x.astype(_f32)
+        scaled_g[group, columns] = (x * lax.broadcast_in_dim(scale, x.shape, [1])).astype(scaled_g.dtype)
+        squares_g[tile, group] = jnp.sum(x * x, axis=1)
+        for more in range(tiles, squares_g.shape[0], tiles):  # those past the width are zero
+
+            @pl.when(tile + more < squares_g.shape[0])
+            def _(group=group, more=more):
+                squares_g[tile + more, group] = plgpu.layout_cast(jnp.zeros((GROUP,), _f32), by_row(4).reduce(1))

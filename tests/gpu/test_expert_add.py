@@ -1,0 +1,24 @@
+"""Few tokens' experts added up, on the device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.test_expert_add import check, check_alone, check_normed
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("t", [1, 3, 8])
+@pytest.mark.parametrize("k,d", [(4, 2880), (9, 2048)])
+def test_rows_are_added_up(t, k, d):
+    check(t, k, d)
+
+
+def test_one_tokens_rows_need_no_places():
+    check_alone(9, 2048)
+
+
+@pytest.mark.parametrize("t", [1, 3, 8])
+def test_rows_are_added_up_and_normed(t):
+    check_normed(t, 9, 2048, centred=t == 1)

@@ -1,0 +1,94 @@
+"""Few tokens' experts added up for the norm after it: interpreted, lowered for CUDA, and what it leaves to others."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.decoder.functions import centred_rms_norm, rms_norm
+from jaxspec.pallas import experts, few_rows
+from jaxspec.pallas.expert_add import MOST, add_normed, add_scaled, normed_supported, supported
+from jaxspec.pallas.experts import NOBODY
+from tests.test_weight_stream import assert_close
+
+
+def operands(t: int, k: int, d: int):
+    """The first row of the experts' isn't a number, and is no token's."""
+    keys = jax.random.split(jax.random.key(t), 5)
+    rows = jax.random.normal(keys[0], (t * k + 9, d)).astype(jnp.bfloat16).at[0].set(jnp.nan)
+    place = jax.random.randint(keys[1], (t, k), 1, t * k + 9).at[-1, -1].set(-1)
+    residual = jax.random.normal(keys[3], (8, d)).astype(jnp.bfloat16)
+    scale = (1 + 0.1 * jax.random.normal(keys[4], (d,))).astype(jnp.bfloat16)
+    return rows, place, jax.random.uniform(keys[2], (t, k)), residual, scale
+
+
+def check(t: int, k: int, d: int, **options):
+    rows, place, weights, residual, scale = given = operands(t, k, d)
+    got, scaled = add_scaled(*given, **options)
+    assert_close(got[:t], residual[:t] + experts.combine(rows, place, weights))
+    np.testing.assert_array_equal(got[t:], residual[t:])
+    expected = few_rows.scale_rows(got, scale)
+    np.testing.assert_array_equal(scaled.rows, expected.rows)
+    np.testing.assert_allclose(scaled.squares, expected.squares, rtol=1e-5)
+
+
+@pytest.mark.parametrize("t,k,d", [(1, 4, 192), (8, 2, 1088)])
+def test_rows_are_added_up(t, k, d):
+    check(t, k, d, interpret=plgpu.InterpretGPUParams())
+
+
+def check_alone(k: int, d: int, **options):
+    """One token, whose experts are given by number, the last of them none; each has eight rows, of which one counts."""
+    rows, _, weights, residual, scale = operands(1, k, d)
+    rows = jnp.tile(rows.at[0].set(1), (8, 1))[: 8 * k]
+    ids = jnp.full((1, 128), NOBODY).at[0, : k - 1].set(jnp.arange(k - 1))
+    wide = jnp.pad(weights, ((0, 0), (0, 128 - k)))
+    place = jnp.where(jnp.arange(k) < k - 1, 8 * jnp.arange(k), -1)[None]
+    got, scaled = add_scaled(rows, ids, wide, residual, scale, each=k, alone=k, **options)
+    expected, more = add_scaled(rows, place, weights, residual, scale, **options)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(scaled.rows, more.rows)
+
+
+def test_one_tokens_rows_need_no_places():
+    check_alone(4, 192, interpret=plgpu.InterpretGPUParams())
+
+
+def check_normed(t: int, k: int, d: int, centred: bool, **options):
+    rows, place, weights, residual, scale = operands(t, k, d)
+    residual = residual[:t]
+    got, normed = add_normed(rows, place, weights, residual, scale, eps=1e-6, centred=centred, **options)
+    assert_close(got, residual + experts.combine(rows, place, weights))
+    norm = centred_rms_norm if centred else rms_norm
+    expected = norm(got[jnp.minimum(jnp.arange(8), t - 1)], scale, 1e-6)
+    assert normed.shape == (8, d)
+    assert_close(normed, expected)
+
+
+@pytest.mark.parametrize("t,k,centred", [(1, 3, True), (3, 2, False)])
+def test_rows_are_added_up_and_normed(t, k, centred):
+    check_normed(t, k, 512, centred, interpret=plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize("t", [1, 8])
+def test_lowers_for_cuda(t):
+    given = jax.eval_shape(lambda: operands(t, 4, 2880))
+    text = jax.jit(add_scaled).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    given = jax.eval_shape(lambda: operands(t, 9, 2048))
+    run = lambda *given: add_normed(*given[:3], given[3][:t], given[4], eps=1e-6)  # noqa: E731
+    text = jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_what_it_leaves_to_others_is_named():
+    assert supported(8, 4, 2880, jnp.bfloat16) is None
+    assert "float32" in supported(8, 4, 2880, jnp.float32)
+    assert "16 rows" in supported(16, 4, 2880, jnp.bfloat16)
+    assert f"up to {MOST}" in supported(8, 17, 2880, jnp.bfloat16)
+    assert "9 rows" in normed_supported(9, 4, 2048, jnp.bfloat16)
+    assert "rows of 2880" in normed_supported(8, 4, 2880, jnp.bfloat16)
+    assert "rows 100 wide" in supported(8, 4, 100, jnp.bfloat16)
