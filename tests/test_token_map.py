@@ -27,7 +27,7 @@ def write(path, ids):
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["eagle", rare("dflash"), rare("dspark"), "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", rare("dflash"), rare("dspark"), rare("mtp")])
 def test_drafts_are_the_likeliest_of_the_tokens_that_the_map_has(kind, tmp_path):
     """By the drafter with all tokens: the first draft's logits are the same at these ids."""
     target, draft = drafting(kind)
@@ -50,7 +50,7 @@ def _head(params):
     return head["head"] if "head" in head else head["embed"]
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+@pytest.mark.parametrize("kind", [rare("dspark"), "dflash2"])
 def test_drafts_follow_one_another_by_the_targets_ids(kind, tmp_path):
     """With a map, drafts are those of the whole drafter whose other tokens' logits are minus infinity."""
     target, draft = drafting(kind)

@@ -126,6 +126,7 @@ def test_attention_only_needs_a_hybrid(tiny, capsys):
     assert "has no linear attention to compare with" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_prefill_says_how_memory_grew_and_what_was_planned(tiny, tmp_path, monkeypatch):
     """A device whose memory in use grows by a megabyte whenever it is asked, which a CPU doesn't say."""
     used = iter(range(10**9, 2 * 10**9, 10**6))
