@@ -14,6 +14,8 @@ will write. Nothing of it is defined here: layers are those that serving runs (`
 the drafter (`jaxspec.drafters.mtp`), unrolled on its own outputs as EAGLE-3's training does it, and loop and export are
 the trainer's. The folder is in the public layout, with the module as its tensors `mtp.*`.
 
+`--experts 4` makes a mixture of it. For other drafters than the module, docs/training.md has the commands.
+
 The same command again goes on where it was: texts, then steps.
 """
 
@@ -227,6 +229,9 @@ def main(argv: list[str] | None = None) -> None:
     texts = write_texts(args.folder / "texts.jsonl", args.model, prompts, args.max_tokens)
     held_out = prompts[::HELD_OUT]
     texts = [text for text in texts if text["prompt"] not in held_out]
+    for name, some in (("prompts", [text["prompt"] for text in texts]), ("held_out", held_out)):
+        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in some)
+        (args.folder / f"{name}.jsonl").write_text("".join(lines))  # to train and try other drafters on
     make_tokenizer(args.folder, texts, args.vocab_size)
     write_config(args.folder, args.vocab_size, args.width, args.experts)
     train(args.folder, texts, loop.Settings(steps=args.steps, learning_rate=5e-3, warm_up=50))
