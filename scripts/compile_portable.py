@@ -28,7 +28,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from jaxspec.decoder.matmul import gating
 from jaxspec.decoder.spec import ClampedSwiglu
 from jaxspec.pallas import experts, gated_delta, portable, top_experts
-from jaxspec.pallas.portable import attention, delta
+from jaxspec.pallas.portable import attention, delta, fp8
 from jaxspec.weights import Mxfp4, Weight
 
 DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
@@ -144,6 +144,9 @@ def cases() -> Iterator[tuple[str, tuple]]:
     for tokens in (1, 8, 32, 128, 2048):
         yield f"experts, {tokens} tokens", mixes(tokens)
     yield "experts 768 wide, 2048 tokens", mixes(2048, f=768, e=128, shared=0)
+    for rows in (1, 32, 128):
+        widths = shape((rows, 4096), jnp.bfloat16), shape((6144, 4096), FP8), shape((48, 32), jnp.float32)
+        yield f"FP8 weight, {rows} rows", (fp8.product, *widths)
     for tokens in (1, 2048):
         yield f"experts in MXFP4, {tokens} tokens", packed(tokens)
     rows, gate = shape((32, 2048), jnp.bfloat16), shape((2048, 1), jnp.bfloat16)

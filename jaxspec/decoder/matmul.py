@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from jaxtyping import Array, Float, Int
 from jaxspec import fp8
 from jaxspec.decoder.padding import flat, padded, unflat
 from jaxspec.decoder.spec import ClampedSwiglu
-from jaxspec.pallas import few_rows, fp8_rows, fp8_tiles, tile_matmul
+from jaxspec.pallas import few_rows, fp8_rows, fp8_tiles, portable, tile_matmul
 from jaxspec.pallas.hopper import chosen
+from jaxspec.pallas.portable import fp8 as portable_fp8
 from jaxspec.weights import Fp8, Unquantised, Weight, matmul
 
 
@@ -38,6 +40,8 @@ def project(
         return _finished(_fp8_product(x, weight), weight, residual, gated)
     elif chosen(_not_fp8_tiled(rows, weight)):
         out = _fp8_tiled(rows, weight, valid, before, gated)
+    elif portable.chosen(_not_fp8_rows(rows, weight, portable_fp8)):
+        return _finished(_fp8_product(x, weight, portable_fp8), weight, residual, gated)
     else:
         return reference(x, weight, residual, gated)
     return out.reshape(*x.shape[:-1], -1)
@@ -66,19 +70,19 @@ def _finished(product, weight, residual, gated):
     return product if residual is None else residual + product
 
 
-def _not_fp8_rows(rows: Float[Array, "r k"], weight: Weight) -> str | None:
-    """Why `fp8_rows` can't multiply these rows by this weight, or None if it can."""
+def _not_fp8_rows(rows: Float[Array, "r k"], weight: Weight, by: ModuleType = fp8_rows) -> str | None:
+    """Why `fp8_rows`, or the portable one, can't multiply these rows by this weight, or None if it can."""
     match weight.format:
         case Fp8(None):
-            return fp8_rows.supported(len(rows), rows.dtype, fp8.BLOCK, weight.outputs, weight.inputs, weight.outputs)
+            return by.supported(len(rows), rows.dtype, fp8.BLOCK, weight.outputs, weight.inputs, weight.outputs)
         case Fp8(block, activations=False):
             unit = weight.outputs // len(weight.scales)
-            return fp8_rows.supported(len(rows), rows.dtype, block, weight.outputs, weight.inputs, unit)
+            return by.supported(len(rows), rows.dtype, block, weight.outputs, weight.inputs, unit)
     return f"a weight in {weight.format}"
 
 
-def _fp8_product(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"]:
-    """The product by `fp8_rows`, rounded to x's dtype. Scales for all inputs multiply what it gives."""
+def _fp8_product(x: Float[Array, "*b k"], weight: Weight, by: ModuleType = fp8_rows) -> Float[Array, "*b n"]:
+    """The product by `fp8_rows`, or the portable one, rounded to x's dtype. Scales for all inputs come last."""
     rows, scales, by_row, by_output = x.reshape(-1, x.shape[-1]), weight.scales, 1.0, 1.0
     if weight.format.block is None:
         by_output = jnp.repeat(scales[:, 0], weight.outputs // len(scales))
@@ -86,7 +90,7 @@ def _fp8_product(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"
     if weight.format.activations:
         quantised, by_row = fp8.quantise_rows(rows, None)
         rows = quantised.astype(rows.dtype)  # which is exact
-    out = fp8_rows.product(rows, weight.values, scales) * by_row * by_output
+    out = by.product(rows, weight.values, scales) * by_row * by_output
     return out.astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
@@ -160,6 +164,8 @@ def product(rows: Sequence[Float[Array, "b _ _"]], weight: Weight, keep_padding:
     whole_rows = whole.reshape(b * t, -1)
     if chosen(_not_fp8_rows(whole_rows, weight)):
         return _fp8_product(whole, weight)
+    if portable.chosen(_not_fp8_rows(whole_rows, weight, portable_fp8)):
+        return _fp8_product(whole, weight, portable_fp8)
     if chosen(_not_fp8_tiled(whole_rows, weight)):
         return _fp8_tiled(whole_rows, weight, jnp.array([b * t], jnp.int32)).reshape(b, t, -1)
     return matmul(whole, weight)

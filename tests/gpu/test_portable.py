@@ -4,18 +4,20 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.decoder.matmul import gating
 from jaxspec.pallas import experts, hopper, top_experts
-from jaxspec.pallas.portable import router
+from jaxspec.pallas.portable import fp8, router
 from tests.gpu.test_lossless import NEAR_TIE, logit_gap
 from tests.portable import outputs
 from tests.test_decode_attention import CASES, Case
 from tests.test_delta_step import CASES as DELTA
 from tests.test_expert_mxfp4 import GPT_OSS, mxfp4_case, naive
 from tests.test_expert_stream import assert_close, bfloat16
+from tests.test_fp8_rows import operands
 from tests.test_moe import random_case
 from tests.test_portable_attention import PROMPTS, check
 from tests.test_portable_delta import check as delta_check
@@ -90,3 +92,12 @@ def test_a_mixture_in_mxfp4_matches_numpy(t, e, k):
         got = jax.jit(partial(experts.experts_mlp, gating=gating(GPT_OSS)))(x, stacks, ids, weights)
     assert chosen["portable_mxfp4"]
     assert_close(got, naive(x, ids, weights, whole, GPT_OSS))
+
+
+@pytest.mark.parametrize("rows,outputs,inputs", [(1, 6144, 4096), (32, 4096, 12288), (128, 4096, 4096)])
+def test_fp8_weights_match_numpy(rows, outputs, inputs):
+    x, values, scales, whole = operands(rows, outputs, inputs)
+    expected = np.asarray(x, np.float64) @ whole.T.astype(np.float64)
+    for each in (values, values.view(jnp.int8)):  # as GPUs from Ada on have it, and as those before
+        got = fp8._product(x, each, scales, parts=1, interpret=False).sum(0)
+        np.testing.assert_allclose(np.asarray(got), expected, atol=1e-3 * np.abs(expected).max())

@@ -3,8 +3,6 @@
 A program has a tile of a request's rows that share a KV head: new tokens by query heads, so that products go to tensor
 cores. It walks over the pages that these rows see, a step of tokens at a time, with a running maximum and sum. With few
 requests, several programs divide a request's steps (`Plan.parts`), and a second kernel combines what they leave.
-
-Keys and values in e4m3 become float16's bits, shifted, and are multiplied by 2^8 to what they were: exact on any GPU.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.fp8 import E4M3 as FP8
 from jaxspec.pallas import hopper, portable
+from jaxspec.pallas.portable import fp8
 
 HEAD_WIDTHS = (16, 32, 64, 128, 256)
 LEAST_PAGE, LEAST_ROWS = 16, 16  # the narrowest sides of a product
-FP8 = jnp.float8_e4m3fn
 MAX_PARTS = 16
 LOG2E = math.log2(math.e)
 NARROW_INDEX = range(2**31 + 1, 2**32 + 1)  # bytes: jax indexes such arrays by 32 bits, with a sign
@@ -132,7 +131,7 @@ def attention(
     plan = replace(plan, parts=parts or division(plan))
     given = dict(q=q.reshape(-1), table=table, start=start, layer=layer.reshape(1))
     if kv.dtype == FP8:
-        kv = lax.bitcast_convert_type(kv, jnp.int8)
+        kv = fp8.bits(kv)
     given["kv"] = kv.reshape(-1, h)
     if mask is not None:
         given["mask"] = mask.astype(jnp.int8).reshape(-1)
@@ -282,7 +281,7 @@ def _step(plan, ref, rows, q, b, head, masked, i, carry):
     def bring(kind):
         of = ((layer * plan.pages + page) * 2 + kind) * plan.m + head
         x = ref["kv"].at[pl.ds(of * plan.page + within, plan.step), :][...]
-        return _from_e4m3(x, q.dtype) if x.dtype == jnp.int8 else x
+        return x if x.dtype == q.dtype else fp8.numbers(x, q.dtype)
 
     scale = plan.h**-0.5 * LOG2E
     if "scales" in ref:
@@ -310,14 +309,6 @@ def _seen(plan: Plan, ref: dict[str, Any], rows: _Rows, b: Array, i: Array) -> B
     at = rows.token[:, None] * plan.places + jnp.where(listed, new, 0)[None]
     given = _load(ref["mask"].at[at], rows.valid[:, None] & listed[None], 0)
     return old | (given != 0)
-
-
-def _from_e4m3(bits: Int[Array, "s h"], dtype: Any) -> Float[Array, "s h"]:
-    """e4m3 numbers, exactly."""
-    wide = bits.astype(jnp.int32)
-    shifted = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    half = lax.bitcast_convert_type(shifted.astype(jnp.int16), jnp.float16)
-    return (half.astype(jnp.float32) * 256).astype(dtype)
 
 
 def _combine(plan: Plan, parts_ref: Any, sums_ref: Any, *refs: Any) -> None:
