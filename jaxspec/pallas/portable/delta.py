@@ -35,7 +35,7 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], *dtypes: Any) 
 def scan_supported(states: Any, dtype: Any) -> str | None:
     """Why the kernel can't run states [l, r, n, v, k] through a prompt's blocks of keys in `dtype`, or None if it can.
 
-    Training, in float32, needs derivatives, which it hasn't.
+    Models in float32 want products that are more exact.
     """
     if states.dtype not in STATES or jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"states in {states.dtype.name} and keys in {jnp.dtype(dtype).name}"
