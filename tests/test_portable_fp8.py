@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.decoder.matmul import project, reference
 from jaxspec.fp8 import E4M3
-from jaxspec.pallas import portable
+from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import fp8 as op
 from jaxspec.weights import Fp8, Weight
@@ -36,15 +36,18 @@ def test_every_number_is_exact():
 
 
 @pytest.mark.parametrize("block", [128, None])
-def test_projections_take_it_on_a_gpu_that_is_not_hopper(block, monkeypatch):
+def test_projections_take_it_where_it_is_asked_for(block, monkeypatch):
     monkeypatch.setattr(portable, "kernels_here", lambda: None)
     monkeypatch.setattr(op, "product", partial(op.product, interpret=True))
     x, values, scales, _ = operands(8, 128, 256, 128)
     scales = scales if block else jnp.linspace(0.5, 2, 128)[:, None]
     weight = Weight(values, Fp8(block), scales=scales)
-    with counting() as kernels:
+    with counting() as kernels, hopper.using("portable"):
         got = project(x, weight, jnp.array([8]))
     assert kernels == {"portable_fp8": 1}
+    with counting() as kernels:
+        project(x, weight, jnp.array([8]))
+    assert not kernels  # no GPU has run it yet, so it must be asked for
     expected = np.float32(reference(x, weight))
     np.testing.assert_allclose(np.float32(got), expected, atol=0.01 * np.abs(expected).max())
 

@@ -40,7 +40,7 @@ def project(
         return _finished(_fp8_product(x, weight), weight, residual, gated)
     elif chosen(_not_fp8_tiled(rows, weight)):
         out = _fp8_tiled(rows, weight, valid, before, gated)
-    elif portable.chosen(_not_fp8_rows(rows, weight, portable_fp8)):
+    elif portable.chosen(_not_fp8_rows(rows, weight, portable_fp8), portable_fp8.SEEN):
         return _finished(_fp8_product(x, weight, portable_fp8), weight, residual, gated)
     else:
         return reference(x, weight, residual, gated)
@@ -164,7 +164,7 @@ def product(rows: Sequence[Float[Array, "b _ _"]], weight: Weight, keep_padding:
     whole_rows = whole.reshape(b * t, -1)
     if chosen(_not_fp8_rows(whole_rows, weight)):
         return _fp8_product(whole, weight)
-    if portable.chosen(_not_fp8_rows(whole_rows, weight, portable_fp8)):
+    if portable.chosen(_not_fp8_rows(whole_rows, weight, portable_fp8), portable_fp8.SEEN):
         return _fp8_product(whole, weight, portable_fp8)
     if chosen(_not_fp8_tiled(whole_rows, weight)):
         return _fp8_tiled(whole_rows, weight, jnp.array([b * t], jnp.int32)).reshape(b, t, -1)

@@ -95,7 +95,9 @@ def experts_mlp(
         tell("a mixture of experts", fits if unread is None else quantised)
     experts = sum(len(stack[1].values) for stack in stacks)
     alone = len(x) == 1 and len(whole) >= ALIGN and scale is not None and chosen(quantised)
-    smaller = chosen(quantised) or (packed and portable.chosen(ported))
+    smaller = chosen(quantised)
+    if packed and portable.chosen(ported):
+        smaller, highest = True, portable_mxfp4.MAX_ROWS
     if alone:
         rows, items, place = whole, Items(ids, ALIGN, each * ALIGN, each), ids
     else:

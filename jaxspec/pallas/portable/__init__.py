@@ -66,9 +66,12 @@ def operands_stay() -> bool:
     return 9 <= capability() < 12
 
 
-def chosen(reason: str | None) -> bool:
-    """Whether a portable kernel runs, given `reason` why it can't take these shapes (None: it can)."""
-    return reason is None and kernels_here() is None
+def chosen(reason: str | None, seen: bool = True) -> bool:
+    """Whether a portable kernel runs, given `reason` why it can't take these shapes (None: it can).
+
+    `seen`: a GPU has run it, and what it computed was compared. Others are for those who ask for them.
+    """
+    return reason is None and kernels_here() is None and (seen or hopper.asked() == "portable")
 
 
 @functools.cache

@@ -131,7 +131,7 @@ def attention(
     plan = replace(plan, parts=parts or division(plan))
     given = dict(q=q.reshape(-1), table=table, start=start, layer=layer.reshape(1))
     if kv.dtype == FP8:
-        kv = fp8.bits(kv)
+        kv = lax.bitcast_convert_type(kv, jnp.int8)  # which every card converts: see `fp8.numbers`
     given["kv"] = kv.reshape(-1, h)
     if mask is not None:
         given["mask"] = mask.astype(jnp.int8).reshape(-1)
