@@ -92,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tp-size", type=positive, default=1, metavar="N", help="devices that a program is dispatched to (%(default)s)"
     )
+    add(
+        "--num-continuous-decode-steps",
+        type=positive,
+        default=1,
+        metavar="K",
+        help="rounds in a program; figures stay a round's (%(default)s)",
+    )
     add("--sampled", action="store_true", help="sample at temperature 1")
 
 
@@ -125,7 +132,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
         max_running_requests=most,
         max_total_tokens=2 * most * (longest + 64),  # as much again for the prefix tree to keep
         chunked_prefill_size=2048,
-        num_continuous_decode_steps=1,  # so that a step of the loop is a round
+        num_continuous_decode_steps=args.num_continuous_decode_steps,
         seed=0,
         disable_structured_output=True,  # their programs have no empty ones
         skip_warmup=True,  # the real programs are never compiled
@@ -187,6 +194,7 @@ class EmptyPrograms(Programs):
             "score": prefill,  # of the ladder, so compiled; no request here wants its prompt scored
             **{f"first_{mode}": jit(partial(_empty_round, 1)) for mode in MODES},
             **{f"round_{mode}": jit(partial(_empty_round, runner.width)) for mode in MODES},
+            **{f"rounds_{mode}": jit(partial(_empty_rounds, runner.width, runner.shapes.rounds)) for mode in MODES},
         }
 
 
@@ -210,6 +218,13 @@ def _empty_round(
     counts = jnp.stack([emitted, accepted, jnp.full_like(ids, width - 1), done.astype(jnp.int32)], axis=1)
     slots = slots.replace(length=slots.length.at[ids].set(length + emitted), done=slots.done.at[ids].set(done))
     return state.replace(slots=slots), jnp.concatenate([counts, tokens], axis=1)
+
+
+def _empty_rounds(
+    width: int, rounds: int, params: Any, draft_params: Any, state: State, packed: jax.Array
+) -> tuple[State, jax.Array]:
+    """`round.decode_rounds` with made-up tokens."""
+    return jax.lax.scan(lambda state, _: _empty_round(width, None, None, state, packed), state, length=rounds)
 
 
 class Load:
@@ -253,8 +268,8 @@ class Load:
         return {"requests": count, "rounds": rounds, "tokens_per_s": tokens / seconds} | figures
 
     def _step(self, count: int) -> Counter:
-        """One turn of the loop; seconds by phase."""
-        engine, spent = self.engine, self._spent
+        """One turn of the loop; seconds by phase, of each round that it read."""
+        engine, spent, before = self.engine, self._spent, self.engine.totals["rounds"]
         new = [self._request() for _ in range(count - len(engine.requests))]
         spent.clear()
         started, cpu = time.perf_counter(), time.thread_time()
@@ -265,7 +280,8 @@ class Load:
         spent["cpu"] = time.thread_time() - cpu
         spent["total"] = time.perf_counter() - started
         spent["read"] = spent["total"] - sum(spent[name] for name in PHASES if name != "read")
-        return spent.copy()
+        rounds = max(engine.totals["rounds"] - before, 1)
+        return Counter({name: seconds / rounds for name, seconds in spent.items()})
 
     def _request(self) -> tuple[list[int], SamplingParams]:
         new = int(self._rng.integers(self._new_tokens // 2, self._new_tokens * 3 // 2 + 1))
