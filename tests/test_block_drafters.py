@@ -109,7 +109,7 @@ def test_greedy_output_equals_plain_and_drafts_are_a_cold_starts(method, watched
     assert int(state["wrong"]) == 0 and int(state["right"]) > 400, (state["right"], state["wrong"])
 
 
-@pytest.mark.parametrize("method", [rare("dspark"), rare("dflash2")])
+@pytest.mark.parametrize("method", [rare("dspark"), "dflash2"])
 def test_sampled_output_has_the_targets_distribution(method, monkeypatch, tmp_path):
     """Of DSpark: drafts along the chain, from nine of the twelve tokens, and ended by confidence. Of DFlash 2: with a
     token map."""

@@ -214,7 +214,9 @@ def test_a_seed_gives_the_text_of_plain_decoding():
 
 def test_other_drafters_draw_no_trees():
     for draft in ("ngram", f"standalone:{lossless.checkpoint('qwen3')}", "tests.test_lossless:Guess"):
-        with pytest.raises(ConfigError, match=r"--topk 2: --draft .* drafts chains, not trees; eagle, eagle3 and dflash"):
+        with pytest.raises(
+            ConfigError, match=r"--topk 2: --draft .* drafts chains, not trees; eagle, eagle3 and dflash"
+        ):
             load_drafter(draft, target(), EngineConfig(draft=draft, topk=2))
 
 
