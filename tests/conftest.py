@@ -135,10 +135,12 @@ LRUCache.put = _put
 
 
 def pytest_configure(config):
-    """Keep the newest of the compiled programs, up to a limit. Before workers start: none is read meanwhile."""
+    """Keep the newest of the compiled programs, up to a limit. Before workers start: they read none meanwhile."""
     if hasattr(config, "workerinput") or not COMPILED.is_dir():
         return
-    files = [(entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in os.scandir(COMPILED)]
+    # Not those that are being written: a test of another run may start a Python that comes here.
+    whole = [entry for entry in os.scandir(COMPILED) if entry.name.endswith("-cache")]
+    files = [(entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in whole]
     total = itertools.accumulate(size for _, size, _ in sorted(files, reverse=True))
     for kept, (_, _, path) in zip(total, sorted(files, reverse=True), strict=True):
         if kept > MOST_BYTES:
