@@ -24,7 +24,8 @@ PAGE, PAGES = 64, 6  # of each request
 SIZES = {
     "wide": ("qwen3", dict(hidden_size=2560, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=4,
                            head_dim=128)),
-    "narrow": ("llama", dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)),
+    "narrow": ("llama", dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
+                             head_dim=64)),
 }  # fmt: skip
 
 
