@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec import fp8
 from jaxspec.decoder.matmul import gate, product, project, reference
-from jaxspec.pallas import fp8_rows, fp8_tiles, hopper, tile_matmul, tiles
+from jaxspec.pallas import fp8_quantise, fp8_rows, fp8_tiles, hopper, tile_matmul, tiles
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tiles import Tiling
 from jaxspec.weights import HALF, Fp8, Layout, Weight
@@ -91,6 +91,21 @@ def test_the_rings_come_round(monkeypatch):
     check(128, 128, 128 * 7, 192, 128, 64, tiling=Tiling(128, 64), interpret=INTERPRET)
 
 
+def test_rows_are_quantised_as_in_plain_jnp():
+    """A row of zeros, and groups of other sizes beside each other. The last block begins among the rows of another."""
+    x = jax.random.normal(jax.random.key(0), (72, 384), jnp.bfloat16).at[3].set(0).at[:, 200:210].multiply(300)
+    got, expected = fp8_quantise.quantise_rows(x, interpret=INTERPRET), fp8.quantise_rows(x, 128)
+    assert got[0].dtype == fp8.E4M3
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+
+
+def test_quantising_lowers_for_cuda():
+    x = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16)
+    lowered = jax.jit(fp8_quantise.quantise_rows).trace(x).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+
+
 def test_few_quantised_rows_are_padded(monkeypatch):
     monkeypatch.setattr(tiles, "BLOCKS", 1)
     check(3, 3, 256, 128, 128, 64, interpret=INTERPRET)
@@ -122,11 +137,14 @@ def kernels_in_interpret_mode(monkeypatch) -> None:
     for module in (fp8_tiles, tile_matmul):
         monkeypatch.setattr(module, "matmul", partial(module.matmul, interpret=INTERPRET))
     monkeypatch.setattr(fp8_rows, "product", partial(fp8_rows.product, interpret=INTERPRET))
+    of = partial(fp8_quantise.quantise_rows, interpret=INTERPRET)
+    monkeypatch.setattr(fp8_quantise, "quantise_rows", of)
 
 
 @pytest.mark.parametrize("rows,block,activations,kernel", [
     (136, 128, False, "tile_matmul"),
-    (16, 128, True, "fp8_tiles"),
+    (72, 128, True, "fp8_tiles"),
+    rare(16, 128, True, "fp8_tiles"),
     rare(16, None, True, "fp8_rows"),
     (16, None, False, "fp8_rows"),
 ])  # fmt: skip
@@ -140,6 +158,7 @@ def test_projections_choose_one_and_have_gradients(monkeypatch, rows, block, act
     kernels_in_interpret_mode(monkeypatch)
     with counting() as chosen:
         got = of(lambda x: project(x, *given[1:]))
+    chosen.pop("fp8_quantise", None)
     assert chosen == {kernel: 1}
     np.testing.assert_allclose(got[0], expected[0], rtol=2e-2, atol=1.0)
     np.testing.assert_array_equal(np.asarray(got[1], np.float32), np.asarray(expected[1], np.float32))
@@ -151,6 +170,10 @@ def test_projections_choose_one_and_have_gradients(monkeypatch, rows, block, act
 
 
 def test_what_is_not_for_them_is_named():
+    assert fp8_quantise.supported(64, jnp.bfloat16, 128) is None
+    assert "63 rows" in fp8_quantise.supported(63, jnp.bfloat16, 128)
+    assert "float32" in fp8_quantise.supported(64, jnp.float32, 128)
+    assert "128 inputs each" in fp8_quantise.supported(64, jnp.bfloat16, None)
     sizes = jnp.bfloat16, 128, 4096, 4096, 128
     assert fp8_tiles.supported(*sizes) is None
     assert fp8_tiles.supported(jnp.bfloat16, None, 4096, 4096, 1) is None

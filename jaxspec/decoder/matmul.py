@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import fp8
 from jaxspec.decoder.padding import flat, padded, unflat
 from jaxspec.decoder.spec import ClampedSwiglu
-from jaxspec.pallas import few_rows, fp8_rows, fp8_tiles, portable, tile_matmul
+from jaxspec.pallas import few_rows, fp8_quantise, fp8_rows, fp8_tiles, portable, tile_matmul
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.portable import fp8 as portable_fp8
 from jaxspec.weights import Fp8, Unquantised, Weight, matmul
@@ -110,8 +110,10 @@ def _fp8_tiled(rows, weight, valid, residual=None, gated=False):
     if not weight.format.activations:  # converting in the kernel was slower: each tile of rows converts anew
         return tile_matmul.matmul(rows, weight.dequantised(rows.dtype), valid, residual, gated=gated)
     block = weight.format.block
-    of = *fp8.quantise_rows(rows, block), weight.values, weight.scales
-    return fp8_tiles.matmul(*of, valid, residual, block=block, gated=gated)
+    # What is added to the residual stream is of rows that a kernel wrote. Others are normed and quantised by XLA.
+    ours = residual is not None and chosen(fp8_quantise.supported(len(rows), rows.dtype, block))
+    quantised = fp8_quantise.quantise_rows(rows) if ours else fp8.quantise_rows(rows, block)
+    return fp8_tiles.matmul(*quantised, weight.values, weight.scales, valid, residual, block=block, gated=gated)
 
 
 def _forward(x, weight, valid, residual, gated):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import fp8
 from jaxspec.bench import profile
 from jaxspec.decoder.matmul import project
+from jaxspec.pallas import fp8_quantise
 from jaxspec.pallas.tiles import Tiling
 from jaxspec.weights import HALF, Fp8, Layout, Weight
 from tests.test_fp8_many import check, operands, run
@@ -54,6 +58,14 @@ def test_a_row_gets_the_same_in_any_company():
     expected = of(256, 256)
     for rows, real in ((136, 136), (512, 300), (2048, 2048), (256, 256)):
         np.testing.assert_array_equal(of(rows, real), expected)
+
+
+@pytest.mark.parametrize("rows,inputs", [(64, 4096), (100, 12288), (2048, 4096)])
+def test_rows_are_quantised_as_in_plain_jnp(rows, inputs):
+    x = operands(rows, inputs, 128, 128, 128)[0]
+    got, expected = jax.jit(fp8_quantise.quantise_rows)(x), jax.jit(partial(fp8.quantise_rows, block=128))(x)
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=1e-6)
 
 
 RATES = {  # TFLOP/s at least, quantising and dequantising included, of gate and up at 2,048 rows
