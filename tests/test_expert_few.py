@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import experts, hopper
+from jaxspec.pallas import experts, few_rows, hopper
 from jaxspec.pallas.expert_few import mix, plan, supported
 from jaxspec.pallas.expert_few.plan import COLUMNS, MOST, PARTS, ROWS, STEP, TILE, Plan, Work
 from jaxspec.pallas.experts import NOBODY
@@ -48,6 +48,29 @@ def test_is_added_to_the_residual_stream(few_blocks):
     residual = jax.random.normal(jax.random.key(0), (8, 256), jnp.bfloat16).at[1:].set(jnp.inf)
     got = interpreted(*case, residual)
     assert (got == residual + jnp.pad(interpreted(*case), ((0, 7), (0, 0)))).all()
+
+
+def residual_and_scale(width: int):
+    keys = jax.random.split(jax.random.key(width))
+    residual, scale = (jax.random.normal(key, shape) for key, shape in zip(keys, ((8, width), (width,)), strict=True))
+    return residual.astype(jnp.bfloat16), (1 + 0.1 * scale).astype(jnp.bfloat16)
+
+
+def assert_scaled(scaled, rows, scale, centred=False):
+    """What `few_rows.scale_rows` makes of the rows, its squares summed over fewer columns."""
+    expected = few_rows.scale_rows(rows, scale, centred)
+    wide = lambda x: np.asarray(x, np.float32)  # noqa: E731
+    # Interpreted, XLA may leave out a rounding before it.
+    np.testing.assert_allclose(wide(scaled.rows), wide(expected.rows), rtol=2**-7)
+    np.testing.assert_allclose(scaled.squares.sum(0), expected.squares.sum(0), rtol=1e-3)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_sums_come_scaled_for_the_norm_after_them(few_blocks, centred):
+    case, (residual, scale) = bfloat16(random_case(3, 5, 2, d=256, f=256, seed=1)), residual_and_scale(256)
+    got, scaled = interpreted(*case, residual, scale, centred=centred)
+    np.testing.assert_array_equal(got, interpreted(*case, residual))
+    assert_scaled(scaled, got, scale, centred)
 
 
 @pytest.mark.parametrize("t,nobody,rows", [rare(1, 0, 1), rare(3, 0, 3), (3, 2, 8)])
@@ -97,7 +120,9 @@ def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, monkeypatch):
     stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
     before = KERNELS["expert_few"]
-    traced = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
+    given = shape((tokens, d), jnp.bfloat16), stacks, *routing, k + shared, shape((8, d), jnp.bfloat16)
+    run = lambda *given: experts.experts_mlp(*given[:-1], scale=given[-1])  # noqa: E731
+    traced = jax.jit(run, static_argnums=4).trace(*given, shape((d,), jnp.bfloat16))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert KERNELS["expert_few"] == before + 1
     assert text.count("custom_call @mosaic_gpu") == 1 and "gather" not in text and "stablehlo.pad" not in text

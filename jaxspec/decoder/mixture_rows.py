@@ -9,7 +9,7 @@ from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import Layer, Mixture
-from jaxspec.pallas import few_rows
+from jaxspec.pallas import expert_few, few_rows
 from jaxspec.pallas import router as one_router
 from jaxspec.pallas.experts import scaled as experts_scaled
 from jaxspec.pallas.hopper import chosen
@@ -64,7 +64,7 @@ def mixture(
     """
     m, norm, router, bias = layer.feed, layer.norm, weights["router"].unquantised, weights.get("router_bias")
     x, given = add(x, mixed, weights["out"], weights["mlp_norm"], norm.centred, weights.get("out_bias"))
-    experts, scale = router.shape[1], after if after is not None and scaled_sums(layer, weights, x) else None
+    experts, scale = router.shape[1], after if after is not None and scaled_sums(layer, x) else None
     if lacking := -experts % few_rows.TILE:  # to a whole tile of columns: gpt-oss-20b has 32 experts
         router = jnp.pad(router, ((0, 0), (0, lacking)))
         bias = None if bias is None else jnp.pad(bias, (0, lacking))
@@ -74,12 +74,11 @@ def mixture(
         x = equations.mixture(m, weights, x[None], rows, positions)[0]
         return x, (x, after)
     further = dict(residual=x, valid=valid, scale=scale, centred=norm.centred)
-    one_kernel = one_router.supported(*x.shape, width, m.per_token, m.shared, router.dtype)
+    one_kernel = one_router.supported(*x.shape, width, m.per_token, False, router.dtype)
+    one_kernel = "a shared expert, with which two kernels are faster" if m.shared else one_kernel
     if isinstance(given, few_rows.Scaled) and chosen(one_kernel):
-        gate = weights["shared_gate"].dequantised(x.dtype) if m.shared else None
         options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, real=experts)
-        of = given, router, positions.reshape(-1), bias, gate, shared_expert(weights)
-        ids, scores, rows = one_router.router(*of, **options)
+        ids, scores, rows = one_router.router(given, router, positions.reshape(-1), bias, **options)
         x = equations.mix_chosen(m, weights, rows, ids, scores, **further)
     else:
         options = dict(eps=norm.eps, dtypes=("float32",), centred=norm.centred, keep=True)
@@ -97,13 +96,16 @@ def shared_expert(weights: Weights) -> list[Array]:
 def given_first(layer: Layer, weights: Weights, x: Float[Array, "r d"], scale: Float[Array, " d"]) -> Given:
     """What is given to the first layer's first norm: as layers like it give it to the next, so that all are traced
     once."""
-    return few_rows.scale_rows(x, scale, layer.norm.centred) if scaled_sums(layer, weights, x) else (x, scale)
+    if not scaled_sums(layer, x):
+        return x, scale
+    rows, squares = few_rows.scale_rows(x, scale, layer.norm.centred)
+    if isinstance(layer.feed, Mixture) and isinstance(weights["experts_down"].format, Unquantised):
+        squares = jnp.pad(squares, ((0, max(0, x.shape[1] // expert_few.COLUMNS - len(squares))), (0, 0)))
+    return few_rows.Scaled(rows, squares)
 
 
-def scaled_sums(layer: Layer, weights: Weights, x: Float[Array, "r d"]) -> bool:
+def scaled_sums(layer: Layer, x: Float[Array, "r d"]) -> bool:
     """Whether a layer gives its sums of rows like these as `Scaled`, if a norm follows."""
     if x.shape[1] <= few_rows.NARROW or not isinstance(layer.feed, Mixture):
         return x.shape[1] > few_rows.NARROW
-    if isinstance(weights["experts_down"].format, Unquantised):  # their kernel adds up itself
-        return False
     return experts_scaled(x, layer.feed.per_token + bool(layer.feed.shared))

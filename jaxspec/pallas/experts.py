@@ -76,8 +76,8 @@ def experts_mlp(
     unread = _unread(stacks, gating)
     arrays = [] if unread else [(gate_up.unquantised, down.unquantised) for gate_up, down in stacks]
     few = unread or expert_few.supported(len(x if residual is None else residual), each, x.dtype, arrays)
-    if scale is None and chosen(few, x.shape[1] // expert_few.COLUMNS):
-        return expert_few.mix(x, arrays, ids, weights, residual, each=each)
+    if chosen(few, x.shape[1] // expert_few.COLUMNS):
+        return expert_few.mix(x, arrays, ids, weights, residual, scale, each=each, centred=centred)
     packed = Mxfp4() in formats(stacks)
     ported = (portable_mxfp4 if packed else portable_experts).supported(x.dtype, stacks)
     if ported is not None:

@@ -10,6 +10,7 @@ import pytest
 from jaxspec.pallas import experts
 from jaxspec.pallas.expert_few import ROWS, mix
 from jaxspec.pallas.experts import NOBODY
+from tests import test_expert_few as cpu
 from tests.gpu.test_expert_stream import draw
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
 from tests.test_moe import arrays, random_case
@@ -46,6 +47,16 @@ def test_is_added_to_the_residual_stream(tokens, rows):
     alone = run(*case)
     got = run(*case, residual)
     np.testing.assert_array_equal(got, residual + jnp.pad(alone, ((0, rows - tokens), (0, 0))))
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_sums_come_scaled_for_the_norm_after_them(model, tokens):
+    case = draw(model, tokens, 0.0, 0)
+    residual, scale = cpu.residual_and_scale(case[0].shape[1])
+    got, scaled = run(*case, residual, scale)
+    np.testing.assert_array_equal(got, run(*case, residual))
+    cpu.assert_scaled(scaled, got, scale)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8])

@@ -43,6 +43,7 @@ from jaxspec.pallas.expert_few.plan import (
     supported,
 )
 from jaxspec.pallas.expert_stream import Stack
+from jaxspec.pallas.few_rows.layer import Scaled
 from jaxspec.pallas.once import lower_once
 
 __all__ = ["COLUMNS", "ROWS", "mix", "supported"]
@@ -56,12 +57,17 @@ def mix(
     ids: Int[Array, "t w"],
     weights: Float[Array, "t w"],
     residual: Float[Array, "n d"] | None = None,
+    scale: Float[Array, " d"] | None = None,
     *,
     each: int | None = None,
+    centred: bool = False,
     fused: bool = True,
     interpret: Any = False,
-) -> Float[Array, "n d"]:
+) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled]:
     """What `experts.experts_mlp` says. An id that is no expert's number counts for nothing.
+
+    With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well, whose squares are summed over
+    `COLUMNS`; there must be a residual stream of `ROWS` rows then. `centred`: as in `few_rows.add_product`.
 
     `fused=False` makes each of the two matmuls a kernel of its own: what interpret mode, which has no counters between
     blocks, can run.
@@ -72,17 +78,21 @@ def mix(
     if reason := supported(len(x if residual is None else residual), each, x.dtype, stacks):
         raise ValueError(f"the kernel for a few tokens' experts can't run: {reason}")
     gate_ups, downs = (list(part) for part in zip(*stacks, strict=True))
-    launch = partial(_launch, ids, weights, shape=(len(x), each), interpret=interpret)
+    if scale is not None and (residual is None or len(residual) != ROWS):
+        raise ValueError(f"a norm's scale goes with a residual stream of {ROWS} rows, not with {residual}")
+    launch = partial(_launch, ids, weights, shape=(len(x), each), centred=centred, interpret=interpret)
     if fused:
-        return launch(up=(x, gate_ups), down=(None, downs, residual))[-1]
-    (hidden,) = launch(up=(x, gate_ups), down=None)
-    return launch(up=None, down=(hidden, downs, residual))[0]
+        _, out, *scaled = launch(up=(x, gate_ups), down=(None, downs, residual, scale))
+    else:
+        (hidden,) = launch(up=(x, gate_ups), down=None)
+        out, *scaled = launch(up=None, down=(hidden, downs, residual, scale))
+    return (out, Scaled(*scaled)) if scaled else out
 
 
-@lower_once("expert_few", "shape")
-def _launch(ids, weights, *, up, down, shape, interpret):
+@lower_once("expert_few", "shape", "centred")
+def _launch(ids, weights, *, up, down, shape, centred, interpret):
     """Hidden rows, which `up`, (tokens' rows, weights), makes; what `down`, (hidden rows, weights, the residual stream
-    or None), makes of them, of up's if it has none."""
+    or None, the scale of a norm or None), makes of them, of up's if it has none."""
     if up is None:
         (f, d), stacks = down[1][0].shape[:0:-1], down[1]
     else:
@@ -93,14 +103,16 @@ def _launch(ids, weights, *, up, down, shape, interpret):
         outs["hidden"] = jax.ShapeDtypeStruct((plan.groups * plan.beside, f), dtype)
     if down:
         outs["out"] = jax.ShapeDtypeStruct((plan.t if down[2] is None else len(down[2]), d), dtype)
+        if down[3] is not None:
+            outs |= {"scaled": outs["out"], "squares": jax.ShapeDtypeStruct((plan.blocks, ROWS), _f32)}
     held = {"ids": ids, "weights": weights if down else None, "x": up and up[0], "hidden": down and down[0]}
-    held["residual"] = down and down[2]
+    held |= {"residual": down and down[2], "scale": down and down[3]}
     held |= {f"up{i}": stack for i, stack in enumerate(up[1] if up else ())}
     held |= {f"down{i}": stack for i, stack in enumerate(down[1] if down else ())}
     held = {name: value for name, value in held.items() if value is not None}
     barrier = partial(plgpu.Barrier, num_barriers=plan.slots)
     return plgpu.kernel(
-        partial(kernel, plan, tuple(held), tuple(outs)),
+        partial(kernel, plan, centred, tuple(held), tuple(outs)),
         kernel_name="expert_few",
         out_type=list(outs.values()),
         grid=(plan.blocks,),

@@ -31,16 +31,19 @@ from jaxspec.pallas.expert_few.ring import drain, fill
 _i32, _f32 = jnp.int32, jnp.float32
 
 
-def kernel(plan, held, outs, *refs, **scratch):
+def kernel(plan, centred, held, outs, *refs, **scratch):
     """`held` and `outs` name the references, operands and results."""
     block = _Block(plan, dict(zip((*held, *outs), refs, strict=True)), scratch)
+    block.centred = centred
     pl.when(block.warpgroup == 1)(lambda: _Weights(block).produce())
     pl.when(block.warpgroup == 2)(lambda: _produce_rows(block))
     pl.when(block.warpgroup == 0)(lambda: _consume(block))
 
 
 class _Block:
-    """What the warpgroups of a block share."""
+    """What the warpgroups of a block share. `centred`: of the norm that follows."""
+
+    centred: bool
 
     def __init__(self, plan: Plan, refs: dict[str, Any], scratch: dict[str, Any]):
         self.plan, self.refs, self.scratch = plan, refs, scratch
@@ -196,7 +199,8 @@ def _consume(block: _Block):
 
         step = lax.fori_loop(_i32(0), work.tiles, tile, step)
     if block.downs:
-        _write_out(block, _sum_up(block, work, step))
+        scale = _load_scale(block)  # before anything is waited for
+        _write_out(block, _sum_up(block, work, step), scale)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -216,8 +220,17 @@ def _sum_up(block: _Block, work: Work, step):
     return lax.fori_loop(_i32(0), work.groups, group, (step, total))[1]
 
 
-def _write_out(block: _Block, total):
-    """Write the block's columns, added to the residual stream if there is one."""
+def _load_scale(block: _Block):
+    """Of the block's columns, that of the norm that comes next, or None."""
+    if "scale" not in block.refs:
+        return None
+    of_columns = block.refs["scale"].at[block.columns]
+    scale = plgpu.load(of_columns, layout=everywhere(COLUMNS).reduce(0), optimized=False).astype(_f32)
+    return 1 + scale if block.centred else scale
+
+
+def _write_out(block: _Block, total, scale):
+    """Write the block's columns, added to the residual stream if there is one. `scale`: of the norm after it."""
     plan, refs, scratch = block.plan, block.refs, block.scratch
     out_s = scratch["out_s"]
     out = total.astype(out_s.dtype)
@@ -227,6 +240,11 @@ def _write_out(block: _Block, total):
         is_token = plgpu.broadcasted_iota(_i32, (ROWS, COLUMNS), 0, layout=everywhere(COLUMNS)) < plan.t
         out = before + jnp.where(is_token, out, jnp.zeros_like(out))
         plgpu.commit_smem()  # all have read what was there before
+    if scale is not None:
+        wide = out.astype(_f32)
+        scaled = wide * lax.broadcast_in_dim(scale, wide.shape, [1])
+        refs["scaled"][:, block.columns] = scaled.astype(out.dtype)
+        refs["squares"][block.number] = jnp.sum(wide * wide, axis=1)
     out_s[...] = out
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, refs["out"].shape[0])], refs["out"].at[:, block.columns])
