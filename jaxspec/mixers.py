@@ -192,6 +192,14 @@ class RoundRows(_OverPages):
         out, delta = gated_delta.step(cache.states.delta, layer, self.slots, self.replay, q, k, v, decay, beta, filled)
         return out, cache.replace(states=cache.states.replace(delta=delta))
 
+    def unnormed(self, cache, q, v):
+        return gated_delta.unnormed(cache.states.delta, q.shape, v.shape, q.dtype, v.dtype)
+
+    def recur_normed(self, cache, layer, q, k, v, around, eps):
+        slots = self.slots, self.replay
+        out, delta = gated_delta.normed_step(cache.states.delta, layer, *slots, q, k, v, around, eps)
+        return out, cache.replace(states=cache.states.replace(delta=delta))
+
 
 def _filled(x: Array, rows: int) -> Array:
     """[b, t, ...] with zeros up to so many rows a request."""

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.pallas import delta_around, gated_delta
 from jaxspec.pallas import delta_step as op
-from jaxspec.pallas import gated_delta
+from jaxspec.pallas.delta_around import Around
 
 LAYERS, LAYER = 2, 1
 
@@ -82,6 +83,35 @@ def check(case: Case, interpret=False):
         np.testing.assert_array_equal(was[LAYER, others], now[LAYER, others])
 
 
+def around_of(case: Case) -> Around:
+    b, n = len(case.replay), case.key_heads * case.group
+    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)  # noqa: E731
+    rows = normal(3, b, case.filled or case.t, (2 * case.key_heads + 2 * n) * op.WIDTH).astype("bfloat16")
+    gates = normal(0, b, case.filled or case.t, 2 * n), normal(1, n), normal(2, n)
+    return Around(*gates, rows, (1 + 0.1 * normal(4, op.WIDTH)).astype("bfloat16"))
+
+
+def check_around(case: Case, interpret=False):
+    """With gates made before it, and the norm after it: as the plain step with the plain form of these."""
+    pool, slots, (replay, q, k, v, *_) = case.inputs()
+    around, eps, n = around_of(case), 1e-6, v.shape[2]
+    decay, beta, z = delta_around.plain(around, case.t)
+    read, wanted = jax.jit(gated_delta.reference_step)(pool, LAYER, slots, replay, q, k, v, decay, beta)
+    wide = np.asarray(read, np.float32)
+    wide /= np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + eps)
+    expected = wide * np.asarray(around.scale, np.float32) * np.asarray(z)[:, : case.t].reshape(*wide.shape[:2], n, -1)
+    arrays = pool.state, pool.keys, pool.updates, pool.decay
+    division = case.division and op.Division(*case.division)
+    named = dict(around=around, eps=eps, division=division, filled=case.filled, interpret=interpret)
+    out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, replay, q, k, v, **named)
+    assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.filled or case.t)
+    after = gated_delta.DeltaPool(*arrays)
+    near(out[:, : case.t], expected, 0.015)
+    near(after.state[LAYER], wanted.state[LAYER], 1e-6)
+    near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
+    near(after.decay[LAYER, slots, :, : case.t], wanted.decay[LAYER, slots, :, : case.t], 1e-6)
+
+
 def near(actual, expected, tolerance):
     actual, expected = (np.asarray(x).astype(np.float32) for x in (actual, expected))
     assert np.isfinite(actual).all()
@@ -106,6 +136,37 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_plain_step(case):
     check(case, interpret=plgpu.InterpretGPUParams())
+
+
+AROUND = [
+    Case("one row, a head in a block", t=1, rows=1, replay=(1, 0), group=2),
+    Case("two heads in a block, and room", t=3, replay=(1, 3), group=2, division=(1, 3), filled=4),
+    Case("a row in each warp", replay=(2,), group=2, division=(1, 3)),
+]
+
+
+@pytest.mark.parametrize("case", AROUND, ids=lambda case: case.name)
+def test_gates_and_norm_around_it_are_the_plain_ones(case):
+    check_around(case, interpret=plgpu.InterpretGPUParams())
+
+
+def test_what_has_gates_and_norm_of_its_own_is_named():
+    pool, _, (_, q, _, v, *_) = Case("", 2, 2, (0, 0), 2, 2).inputs()
+    reason = lambda q, v: gated_delta.unnormed(pool, q.shape, v.shape, q.dtype, v.dtype)  # noqa: E731
+    assert reason(q, v) is None
+    assert "10 requests" in reason(jnp.tile(q, (5, 1, 1, 1)), jnp.tile(v, (5, 1, 1, 1)))
+    assert "4 rows over records of 2" in reason(jnp.tile(q, (1, 2, 1, 1)), jnp.tile(v, (1, 2, 1, 1)))
+    assert "float32" in reason(q.astype("float32"), v)
+
+
+@pytest.mark.parametrize("t,group", [(1, 2), (4, 3)])
+def test_lowers_with_gates_and_norm(t, group):
+    case = Case("", t, t, (0,), 16, group, division=None, filled=8)
+    pool, slots, (replay, q, k, v, *_) = case.inputs()
+    run = lambda pool, slots, *rest: gated_delta.normed_step(pool, jnp.int32(1), slots, *rest, 1e-6)  # noqa: E731
+    traced = jax.jit(run, donate_argnums=0).trace(pool, slots, replay, q, k, v, around_of(case))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize("t,group,dtype", [

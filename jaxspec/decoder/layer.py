@@ -22,10 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, row_of
 from jaxspec.decoder.matmul import gate, gating, matmul, project, valid_count
-from jaxspec.decoder.mixer import LinearMixer, Mixer, PagedMixer
+from jaxspec.decoder.mixer import LinearMixer, Mixer, NormingMixer, PagedMixer
 from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, beyond
 from jaxspec.pallas import write_heads
+from jaxspec.pallas.delta_around import Around
 from jaxspec.pallas.experts import NOBODY, experts_mlp
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.top_experts import top_experts
@@ -191,9 +192,13 @@ def delta_rule(
     """
     rule: DeltaRule = layer.mixing
     (b, r, _), t = qkvz.shape, positions.shape[1]
+    (q, k, v), cache = mixer.convolve(cache, i, qkvz[:, :t], weights["conv"], rule)
+    if isinstance(mixer, NormingMixer) and chosen(mixer.unnormed(cache, q, v)):
+        around = Around(ba, weights["decay_log"], weights["decay_bias"], qkvz, weights["read_norm"])
+        read, cache = mixer.recur_normed(cache, i, q, k, v, around, layer.norm.eps)
+        return read.reshape(b, r, -1), cache
     beta, a = jnp.split(ba[:, :t], 2, axis=-1)
     decay = jnp.exp(-jnp.exp(weights["decay_log"]) * jax.nn.softplus(a + weights["decay_bias"]))
-    (q, k, v), cache = mixer.convolve(cache, i, qkvz[:, :t], weights["conv"], rule)
     read, cache = mixer.recur(cache, i, q, k, v, decay, jax.nn.sigmoid(beta), r)
     z = jax.nn.silu(qkvz[..., rule.channels :].astype(jnp.float32).reshape(read.shape))
     read = rms_norm(read.astype(jnp.float32), weights["read_norm"].astype(jnp.float32), layer.norm.eps) * z

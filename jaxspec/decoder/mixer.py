@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.decoder.spec import DeltaRule
+from jaxspec.pallas.delta_around import Around
 
 
 @runtime_checkable
@@ -78,6 +79,28 @@ class LinearMixer(Mixer, Protocol):
 
         The result has r = `filled` rows a request, of which those from t on are padding and may hold anything.
         """
+        ...
+
+
+@runtime_checkable
+class NormingMixer(LinearMixer, Protocol):
+    """One whose rule may come with the gates before it and the norm after it, in one kernel."""
+
+    def unnormed(self, cache: Any, q: Float[Array, "b t m k"], v: Float[Array, "b t n v"]) -> str | None:
+        """Why `recur_normed` can't serve, or None if it can."""
+        ...
+
+    def recur_normed(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        q: Float[Array, "b t m k"],
+        k: Float[Array, "b t m k"],
+        v: Float[Array, "b t n v"],
+        around: Around,
+        eps: float,
+    ) -> tuple[Float[Array, "b r n v"], Any]:
+        """As `recur`, with gates made of `around`, and what is read normed, with this `eps`, and gated."""
         ...
 
 

@@ -31,6 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import delta_around
+from jaxspec.pallas.delta_around import Around
 from jaxspec.pallas.hopper import WGMMA_ROWS
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.pieces import product
@@ -69,6 +71,7 @@ class _Plan:
     division: Division
     pieces: int
     interpreted: bool
+    eps: float | None = None  # of the norm around it, if it is part of this
 
     @property
     def share(self) -> int:
@@ -125,9 +128,9 @@ def delta_step(
     q: Float[Array, "b t m k"],
     k: Float[Array, "b t m k"],
     v: Float[Array, "b t n v"],
-    decay: Float[Array, "b t n"],
-    beta: Float[Array, "b t n"],
-    *,
+    *gates: Float[Array, "b t n"],
+    around: Around | None = None,
+    eps: float = 0.0,
     interpret: Any = False,
     division: Division | None = None,
     pieces: int = PIECES,
@@ -137,7 +140,8 @@ def delta_step(
 
     `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
     `plgpu.kernel`. `division`: by default, what keeps all multiprocessors busy. `filled`: as in `gated_delta.step`;
-    nothing is written to the rows from t on.
+    nothing is written to the rows from t on. `gates` are decay and beta; or none, if there is `around`, with the `eps`
+    of its norm: then the results are normed and gated (`delta_around`).
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
@@ -152,8 +156,8 @@ def delta_step(
         q,
         k,
         v,
-        decay,
-        beta,
+        gates if around is None else around,
+        eps=eps,
         interpret=interpret,
         division=division,
         pieces=pieces,
@@ -161,13 +165,14 @@ def delta_step(
     )
 
 
-@lower_once("delta_step", "division", "pieces", "filled")
-def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, division, pieces, filled):
+@lower_once("delta_step", "division", "pieces", "filled", "eps")
+def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, pieces, filled):
     b, t, n, _ = v.shape
     m = q.shape[2]
     rows, dtype = pool[1].shape[2], pool[0].dtype
-    division = division or _division(b * m, n // m, t, rows, dtype)
-    plan = _Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret))
+    around = isinstance(gates, Around)
+    division = division or _division(b * m, n // m, t, rows, dtype, around)
+    plan = _Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret), eps if around else None)
     refs = [jax.new_ref(x) for x in pool]
     out = plgpu.kernel(
         partial(_block, plan),
@@ -181,18 +186,19 @@ def _step(pool, layer, slots, replay, q, k, v, decay, beta, *, interpret, divisi
         # Safe here: what one thread writes and another reads is committed in between, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
-    )(layer.reshape(1), slots, replay, q, k, v, decay, beta, *refs)
+    )(layer.reshape(1), slots, replay, q, k, v, *gates, *refs)
     return out, tuple(jax.freeze(ref) for ref in refs)
 
 
-def _division(key_heads: int, group: int, t: int, rows: int, dtype) -> Division:
+def _division(key_heads: int, group: int, t: int, rows: int, dtype, whole: bool = False) -> Division:
     """For so many key heads of all requests: few blocks with many tiles each, if that is enough, and so many parts on
     their way that two or three blocks share a multiprocessor.
 
-    Then what a key head's blocks have in common is done once, and none waits for the others of its cluster.
+    Then what a key head's blocks have in common is done once, and none waits for the others of its cluster. `whole`: no
+    block has half a value head.
     """
     tiles = group * HALVES
-    splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), tiles)
+    splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), group if whole else tiles)
     one = _Plan(1, t, rows, 1, group, dtype, Division(splits, 1), PIECES, False)
     taken = sum(
         -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024 for shape, dtype in _beside(one).values()
@@ -232,10 +238,10 @@ def _scratch(plan: _Plan) -> dict:
     return scratch
 
 
-def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta_g, state_g, keys_g, updates_g,
-           decays_g, out_g, *, rows_s, kq_s, keys_s, among_s, state_s, updates_s, decays_s, gates_s, values_s, brought,
-           shared, ready, read=None):  # fmt: skip
+def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, rows_s, kq_s, keys_s, among_s, state_s,
+           updates_s, decays_s, gates_s, values_s, brought, shared, ready, read=None):  # fmt: skip
     """What one block, of one warpgroup, does."""
+    *gates_g, state_g, keys_g, updates_g, decays_g, out_g = refs
     b, m, split = (lax.axis_index(name) for name in ("b", "m", "split"))
     layer, slot, replay = layer_g[0], slots_g[b], replay_g[b]
     t, columns, stages = plan.t, plan.division.columns, plan.division.stages
@@ -256,7 +262,8 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta
     plgpu.copy_gmem_to_smem(k_g.at[b, :, m], rows_s.at[pl.ds(0, t)], brought)  # first: they needn't wait for the slot
     plgpu.copy_gmem_to_smem(q_g.at[b, :, m], rows_s.at[pl.ds(t, t)], brought)
     bring = partial(plgpu.copy_gmem_to_smem, barrier=shared)
-    gates = _load_gates(plan, decay_g.at[b], beta_g.at[b], head)
+    gates = _load_gates(plan, gates_g, b, head)
+    z = None if plan.eps is None else delta_around.load_z(gates_g, b, t, plan.heads, head, plan.m * plan.group)
     bring(v_g.at[b, :, heads, rows], values_s)
     bring(keys_g.at[layer, slot, :, m], keys_s)
     bring(updates_g.at[layer, slot, :, heads, rows], updates_s)
@@ -303,14 +310,23 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, decay_g, beta
     if plan.division.splits > 1:
         plgpu.barrier_wait(read)
     new = pl.ds(0, t)
-    plgpu.copy_smem_to_gmem(updates_s.at[new], updates_g.at[layer, slot, new, heads, rows])
-    plgpu.copy_smem_to_gmem(values_s, out_g.at[b, new, heads, rows])
-
-    pl.when(lax.rem(first, _i32(HALVES)) == 0)(  # of two blocks with half a head, one
-        lambda: _write_decays(plan, gates_s, [decays_g.at[layer, slot, head + h] for h in range(plan.heads)])
-    )
-    pl.when(split == 0)(lambda: plgpu.copy_smem_to_gmem(rows_s.at[new], keys_g.at[layer, slot, new, m]))
+    decays_g = [decays_g.at[layer, slot, head + h] for h in range(plan.heads)]
+    records = keys_g.at[layer, slot, new, m], updates_g.at[layer, slot, new, heads, rows], decays_g
+    _write_records(plan, split, first, (rows_s.at[new], updates_s.at[new], gates_s), records)
+    if plan.eps is None:
+        plgpu.copy_smem_to_gmem(values_s, out_g.at[b, new, heads, rows])
+    else:
+        delta_around.write_normed(values_s, out_g.at[b], *z, head, plan.eps)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _write_records(plan: _Plan, split, first, made, records):
+    """The new rows' keys, updates and decays, which no other block of the cluster reads any more, into the records."""
+    (keys_s, updates_s, gates_s), (keys_g, updates_g, decays_g) = made, records
+    plgpu.copy_smem_to_gmem(updates_s, updates_g)
+    # Of two blocks with half a head, one.
+    pl.when(lax.rem(first, _i32(HALVES)) == 0)(lambda: _write_decays(plan, gates_s, decays_g))
+    pl.when(split == 0)(lambda: plgpu.copy_smem_to_gmem(keys_s, keys_g))
 
 
 def _write_decays(plan: _Plan, gates_s, decays_g):
@@ -334,12 +350,16 @@ def _lanes():
     )
 
 
-def _load_gates(plan: _Plan, decay_g, beta_g, head):
+def _load_gates(plan: _Plan, gates_g, b, head):
     """The decay and the beta of each row of each of the block's value heads, by head and row.
 
     All are asked for before the first is needed. No copy could bring them: a head's are apart by a row of heads.
     """
     each = [(h, t) for h in range(plan.heads) for t in range(plan.t)]
+    if plan.eps is not None:
+        ba_g, log_g, bias_g, *_ = gates_g
+        return {(h, t): delta_around.gates(ba_g.at[b], log_g, bias_g, t, head + h) for h, t in each}
+    decay_g, beta_g = (gate_g.at[b] for gate_g in gates_g)
     return {(h, t): (decay_g[t, head + h], beta_g[t, head + h]) for h, t in each}
 
 

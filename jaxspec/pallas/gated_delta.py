@@ -18,6 +18,7 @@ round or a block of a prompt, so the division of a prompt into programs doesn't 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
@@ -25,12 +26,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import portable
+from jaxspec.pallas.delta_around import Around
 from jaxspec.pallas.delta_chunk import delta_chunk
 from jaxspec.pallas.delta_chunk import supported as delta_chunk_fits
 from jaxspec.pallas.delta_step import delta_step
 from jaxspec.pallas.delta_step import supported as delta_step_fits
 from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.pallas.portable import delta as portable_delta
+
+NORMED_REQUESTS = 8  # whose gates and norm are part of the kernel
 
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -112,6 +116,39 @@ def step(
         return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0))), pool
     out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta, filled=filled)
     return out, DeltaPool(*arrays)
+
+
+def normed_step(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    around: Around,
+    eps: float,
+) -> tuple[Float[Array, "b r n v"], DeltaPool]:
+    """`step` by the kernel, with what a layer does around it (`delta_around`): gates before, and a norm of this `eps`
+    after it. The result has as many rows a request as `around` has.
+
+    **Raises:** `ValueError` if `unnormed` has a reason.
+    """
+    if reason := unnormed(pool, q.shape, v.shape, q.dtype, v.dtype):
+        raise ValueError(f"delta_step doesn't support {reason}")
+    arrays, filled = (pool.state, pool.keys, pool.updates, pool.decay), around.rows.shape[1]
+    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, around=around, eps=eps, filled=filled)
+    return out, DeltaPool(*arrays)
+
+
+def unnormed(pool: DeltaPool, q_shape: tuple[int, ...], v_shape: tuple[int, ...], *dtypes: Any) -> str | None:
+    """Why `normed_step` can't serve such queries and values, or None if it can."""
+    rows = pool.keys.shape[2]
+    if q_shape[0] > NORMED_REQUESTS:
+        return f"{q_shape[0]} requests; supported: up to {NORMED_REQUESTS}"  # with more it wasn't measured
+    if q_shape[1] > rows:
+        return f"{q_shape[1]} rows over records of {rows}"
+    return delta_step_fits(q_shape, v_shape, rows, pool.state.dtype, pool.keys.dtype, *dtypes)
 
 
 def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Array, DeltaPool]:

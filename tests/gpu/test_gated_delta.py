@@ -33,6 +33,11 @@ def test_a_round_equals_the_plain_one(case):
     test_delta_step.check(case)
 
 
+@pytest.mark.parametrize("case", [*test_delta_step.AROUND, *STEPS[:-1]], ids=lambda case: case.name)
+def test_gates_and_norm_around_a_round_are_the_plain_ones(case):
+    test_delta_step.check_around(case)
+
+
 @pytest.mark.parametrize("case", [*test_delta_chunk.CASES, *CHUNKS], ids=lambda case: case.name)
 def test_prompts_equal_the_plain_form(case):
     test_delta_chunk.check(case)

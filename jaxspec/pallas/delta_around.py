@@ -1,0 +1,79 @@
+"""What a layer of gated delta-rule attention does around its rule, inside `delta_step`: gates before, norm after.
+
+    beta = sigmoid(b);  alpha = exp(-exp(decay_log) softplus(a + decay_bias));  out = norm(read) silu(z)
+
+XLA makes three or four kernels of this, each of which takes as long as it takes to start.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jaxspec.pallas.hopper import WARPS
+
+WIDTH = 128  # of a head
+_f32 = jnp.float32
+
+
+class Around(NamedTuple):
+    """For t rows of n heads: each head's b, then each one's a, float32; the weights of its decay, float32; rows that
+    end in z, a head after the other; and the scale of the norm."""
+
+    ba: Float[Array, "b r n2"]
+    decay_log: Float[Array, " n"]
+    decay_bias: Float[Array, " n"]
+    rows: Float[Array, "b r w"]
+    scale: Float[Array, " v"]
+
+
+def plain(around: Around, t: int) -> tuple[Float[Array, "b t n"], Float[Array, "b t n"], Float[Array, "b r nv"]]:
+    """Decays, betas and silu(z) in plain jnp, all float32: what the kernel is held to."""
+    beta, a = jnp.split(around.ba[:, :t], 2, axis=-1)
+    softplus = jnp.logaddexp(a + around.decay_bias, 0.0)
+    decay = jnp.exp(-jnp.exp(around.decay_log) * softplus)
+    z = around.rows[..., around.rows.shape[2] - len(around.decay_log) * len(around.scale) :].astype(_f32)
+    return decay, 1 / (1 + jnp.exp(-beta)), z / (1 + jnp.exp(-z))
+
+
+def gates(ba_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any) -> tuple[Any, Any]:
+    """The decay and the beta of a row and head: two numbers."""
+    heads = log_g.shape[0]
+    beta, a = ba_g[t, head], ba_g[t, heads + head] + bias_g[head].astype(_f32)
+    softplus = jnp.maximum(a, 0.0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
+    return jnp.exp(-jnp.exp(log_g[head].astype(_f32)) * softplus), 1 / (1 + jnp.exp(-beta))
+
+
+def _layout(rows: int) -> Any:
+    """Of so many rows, one in each warp, or the same in all."""
+    if rows % WARPS == 0:
+        return plgpu.Layout.TILED(plgpu.Tiling(((WARPS, WIDTH), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((1, WIDTH), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    )
+
+
+def load_z(around_g: Any, b: Any, t: int, heads: int, head: Any, of: int) -> tuple[list[Any], Any]:
+    """z of t rows of request b for each of so many heads from `head` on, `of` all; and the norm's scale."""
+    *_, rows_g, scale_g = around_g
+    layout, load, rows_g = _layout(t), partial(plgpu.load, optimized=False), rows_g.at[b]
+    begin = rows_g.shape[1] - of * WIDTH
+    each = [rows_g.at[pl.ds(0, t), pl.ds(begin + (head + h) * WIDTH, WIDTH)] for h in range(heads)]
+    return [load(z, layout=layout) for z in each], load(scale_g, layout=layout.reduce(0)).astype(_f32)
+
+
+def write_normed(values_s: Any, out_g: Any, z: list[Any], scale: Any, head: Any, eps: float) -> None:
+    """norm(read) silu(z) of each head, from shared memory to memory."""
+    t = values_s.shape[0]
+    for h, gate in enumerate(z):
+        read = plgpu.load(values_s.at[:, h], layout=_layout(t), optimized=False).astype(_f32)
+        factor = lax.rsqrt(jnp.sum(read * read, axis=1) / WIDTH + eps)
+        read = read * lax.broadcast_in_dim(factor, read.shape, [0]) * lax.broadcast_in_dim(scale, read.shape, [1])
+        gate = gate.astype(_f32)
+        out_g[pl.ds(0, t), head + h] = (read * (gate / (1 + jnp.exp(-gate)))).astype(out_g.dtype)
