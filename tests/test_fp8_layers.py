@@ -23,6 +23,7 @@ from jaxspec.decoder.spec import Norm
 from jaxspec.mixers import WholeTexts
 from jaxspec.models import MODELS
 from jaxspec.pallas import add_norm as norm_module
+from jaxspec.pallas import expert_add, router
 from jaxspec.pallas.add_norm import add_norm, supported
 from jaxspec.weights import is_param
 from tests.tiny import tiny_config
@@ -39,11 +40,12 @@ def declared(family: str, **more):
     return config, in_format(MODELS[family].tensors(config.decoder), None, "fp8", "dummy", False)
 
 
-def check_layers(monkeypatch, family: str, path: Path, requests: int = 2, **sizes) -> None:
-    """What the path makes of three tokens a request is what the plain one does; its kernels are interpreted already."""
+def check_layers(monkeypatch, family: str, path: Path, requests: int = 2, rows: int = 3, **sizes) -> None:
+    """What the path makes of some tokens a request is what the plain one does; its kernels are interpreted already."""
     config, tensors = declared(family, **sizes)
     params = dummy(tensors, "bfloat16", 0)
-    tokens, positions = (jnp.arange(3 * requests).reshape(requests, 3) % each for each in (config.vocab_size, 3))
+    tokens = jnp.arange(rows * requests).reshape(requests, rows) % config.vocab_size
+    positions = jnp.broadcast_to(jnp.arange(rows), tokens.shape)
 
     def run():
         return jax.jit(
@@ -67,6 +69,24 @@ def test_layers_are_those_of_the_plain_path(monkeypatch, family):
     monkeypatch.setattr(fp8_layers, "add_norm", partial(add_norm, **INTERPRET))
     monkeypatch.setattr(fp8_layers.fp8_rows, "parts", partial(fp8_layers.fp8_rows.parts, **INTERPRET))
     check_layers(monkeypatch, family, FP8_ROWS)
+
+
+@pytest.mark.parametrize("family", [
+    "qwen3_5_moe", pytest.param("qwen3_moe", marks=pytest.mark.exhaustive)
+])  # fmt: skip
+def test_one_rows_router_is_one_kernel_and_sums_are_one_with_the_norm(monkeypatch, family):
+    calls = []
+
+    def note(name, function):
+        return lambda *given, **named: calls.append(name) or function(*given, **named, **INTERPRET)
+
+    monkeypatch.setattr(fp8_layers, "add_norm", partial(add_norm, **INTERPRET))
+    monkeypatch.setattr(fp8_layers.fp8_rows, "parts", partial(fp8_layers.fp8_rows.parts, **INTERPRET))
+    monkeypatch.setattr(fp8_layers, "chosen", lambda reason: reason is None)
+    monkeypatch.setattr(router, "router", note("router", partial(router.router, splits=1)))
+    monkeypatch.setattr(expert_add, "add_normed", note("add", expert_add.add_normed))
+    check_layers(monkeypatch, family, FP8_ROWS, 1, 1, num_experts=64)
+    assert set(calls) == {"router", "add"}
 
 
 @pytest.mark.parametrize("rows,width,splits", [(1, 512, 3), (9, 1024, 1), (2, 512, None)])
