@@ -387,8 +387,7 @@ class EngineConfig:
     disable_prefix_cache: bool = option(False, "don't share the KV of common prefixes", group=MEMORY)
     num_continuous_decode_steps: int | None = option(
         None,
-        "rounds in one program while no request can be admitted; worth it where a round is shorter than its dispatch. "
-        "Tokens are streamed that many rounds apart",
+        "rounds in one program while no request can be admitted; tokens are streamed that many rounds apart",
         "K",
         group=RUNNING,
         shown="on a GPU 8 for weights under 1 GiB, 2 over several GPUs; else 1",
@@ -404,15 +403,12 @@ class EngineConfig:
     few_programs: bool = option(False, "compile for one batch size: ready sooner, slower at low load", group=RUNNING)
     kernels: str = option(
         "auto",
-        "auto: those written for Hopper on an H100 or H200, portable ones on other NVIDIA GPUs; portable: on Hopper, "
-        "too; plain: none",
+        "auto: Hopper's on an H100 or H200, else portable ones; portable: those on Hopper, too; plain: none",
         "WHICH",
         group=RUNNING,
         choices=("auto", "portable", "plain"),
     )
-    decode_log_interval: int = option(
-        40, "rounds between two decode log lines; 0 turns them off", "ROUNDS", group=RUNNING, least=0
-    )
+    decode_log_interval: int = option(40, "rounds between two decode log lines; 0: none", "N", group=RUNNING, least=0)
 
     def __post_init__(self):
         check(self)
