@@ -71,7 +71,7 @@ def test_a_draft_is_one_of_its_places_likeliest():
 
 
 @pytest.mark.parametrize("given", [
-    dict(topk=4, num_draft_tokens=12),
+    pytest.param(dict(topk=4, num_draft_tokens=12), marks=pytest.mark.exhaustive),
     dict(topk=8, num_steps=2, num_draft_tokens=20),  # verifying takes more places than the block
     pytest.param(dict(topk=2, num_steps=7), marks=pytest.mark.exhaustive),
 ])  # fmt: skip

@@ -51,7 +51,7 @@ class Slow:
         return ""
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("path", [CHAT, pytest.param(TEXT, marks=pytest.mark.exhaustive)])
 def test_nothing_is_encoded_for_clients_that_left(url, fake, path):
     fake.tokenizer = slow = Slow()
     body = {"prompt": LONG} if path == TEXT else {"messages": [{"role": "user", "content": LONG}]}

@@ -209,6 +209,7 @@ def test_drafts_that_are_drawn_as_plain_decoding_draws_give_its_text():
     assert said(run(engine("ngram"), load(1.0))) == said(run(engine("none"), load(1.0)))
 
 
+@pytest.mark.exhaustive  # grammars and hybrids by themselves are in the tests above and in test_hybrid
 def test_a_hybrid_with_its_module():
     source = hybrids.checkpoint("qwen3_5", lossless.VOCAB)
     folder = source.with_name(source.name + "-bytes")

@@ -35,8 +35,8 @@ exhaustive = pytest.mark.exhaustive
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("method", "family"), [
-    ("dspark", "gpt_oss"),
     *(pytest.param(*case, marks=exhaustive) for case in [
+        ("dspark", "gpt_oss"),
         ("eagle3", "qwen3_5"), ("dflash", "qwen3_5"), ("dspark", "qwen3_5"), ("eagle3", "qwen3_5_moe"),
         ("dflash", "qwen3_5_moe"), ("eagle3", "qwen3_moe"), ("dflash", "qwen3_moe"), ("dspark", "qwen3_moe"),
         ("eagle3", "gpt_oss"), ("dflash", "gpt_oss"),
