@@ -15,9 +15,16 @@ from jaxspec.pallas.experts import scaled as experts_scaled
 from jaxspec.pallas.hopper import chosen
 from jaxspec.peers import summed
 from jaxspec.sharding import devices
-from jaxspec.weights import Unquantised, Weight
+from jaxspec.weights import Fp8, Unquantised, Weight
 
 Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled  # rows and their norm's scale
+
+
+def operand(weight: Weight) -> Float[Array, "k n"] | few_rows.Fp8Weight:
+    """A weight as `pallas.few_rows` takes it."""
+    if isinstance(weight.format, Fp8):
+        return few_rows.Fp8Weight(weight.values, weight.scales)
+    return weight.unquantised
 
 
 def add(
@@ -42,8 +49,8 @@ def add(
         out = summed(part, x, scale if scaled else None, following, centred=centred)
         return out if scaled else (out, (out, scale))
     if x.shape[1] > few_rows.NARROW and scale is not None:
-        return few_rows.add_product(x, rows, weight.unquantised, scale, bias, centred=centred)
-    x = few_rows.add_product(x, rows, weight.unquantised, None, bias)
+        return few_rows.add_product(x, rows, operand(weight), scale, bias, centred=centred)
+    x = few_rows.add_product(x, rows, operand(weight), None, bias)
     return x, (x, scale)
 
 

@@ -179,8 +179,9 @@ def test_few_rows_layer(monkeypatch, width, normed):
     assert row["flops"] == 2 * 8 * weights and row["bytes"] == 2 * (weights + 8 * (2 * 192 + 4 * width))
 
 
-def test_few_rows_layer_calls_the_kernels_as_they_are():
-    case = matmuls.few_rows_layer(8, 2048, 8, 2, 128, 512, True, layers=1)
+@pytest.mark.parametrize("quantised", [False, True])
+def test_few_rows_layer_calls_the_kernels_as_they_are(quantised):
+    case = matmuls.few_rows_layer(8, 2048, 8, 2, 128, 512, True, layers=1, quantised=quantised)
     shared, own = jax.eval_shape(case.build, jax.random.key(0))
     lowered = jax.jit(partial(case.op, 0)).trace(shared, own).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 4

@@ -19,9 +19,10 @@ WINDOWS = {  # by tokens, how many of them a row sees (None: all): a window shou
     8192: (128, 1024, 4096, None),
     32768: (128, 1024, 4096, None),
 }
+QWEN3 = 4096, 32, 8, 128, 12288, True
 FEW_ROWS = {  # model width, query heads, KV heads, their width, MLP width, whether queries and keys are normed
     (576, 9, 3, 64, 1536, False): (8, 32, 64),  # SmolLM2-135M's
-    (4096, 32, 8, 128, 12288, True): (8,),  # Qwen3-8B's
+    QWEN3: (8,),  # Qwen3-8B's
 }
 LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
 ROWS = (1, 8, 9, 12, 16, 32, 128)
@@ -94,5 +95,6 @@ def make_cases(small: bool) -> list[Case]:
         cases += [matmuls.layer_matmuls(rows, *LAYER, layers=8, quantised=True) for rows in (32, 64, 128)]
         few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]
         cases += [matmuls.few_rows_layer(rows, *widths, layers=layers) for rows, widths in few]
+        cases.append(matmuls.few_rows_layer(8, *QWEN3, layers=8, quantised=True))
         cases += divided.make_cases()
     return cases

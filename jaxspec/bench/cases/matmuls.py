@@ -11,6 +11,7 @@ from jaxspec import fp8
 from jaxspec.bench.cases.case import PAGE, Case
 from jaxspec.decoder import matmul
 from jaxspec.decoder.functions import rms_norm
+from jaxspec.decoder.mixture_rows import operand
 from jaxspec.pallas import few_rows, weight_stream
 from jaxspec.weights import HALF, Format, Fp8, Layout, Unquantised, Weight
 
@@ -52,10 +53,21 @@ def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int, quantised: boo
     )
 
 
-def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: int, normed: bool, layers: int) -> Case:
+def few_rows_layer(
+    rows: int,
+    d: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    f: int,
+    normed: bool,
+    layers: int,
+    quantised: bool = False,
+) -> Case:
     """A layer at few rows but for its attention, whose place the queries take: four kernels, one after the other.
 
     Heads are `width` wide, `normed` or not; a narrow model's weights are brought ahead, as in its forward.
+    `quantised`: with FP8 weights.
     """
     narrow = d <= few_rows.NARROW
     shapes = {
@@ -73,6 +85,9 @@ def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: 
             keys = jax.random.split(key, len(shapes))
             pairs = zip(keys, shapes.items(), strict=True)
             matrices = {name: jax.random.normal(k, shape, "bfloat16") * shape[0] ** -0.5 for k, (name, shape) in pairs}
+            if quantised:
+                layouts = {"gate_up": Layout(interleave=HALF)}
+                matrices = {name: _fp8(matrix, layouts.get(name, GIVEN)) for name, matrix in matrices.items()}
             return matrices | {"scale": jnp.ones(d, "bfloat16"), "norms": [jnp.ones(width, "bfloat16")] * 2 * normed}
 
         x = jax.random.normal(key, (rows, d), "bfloat16")
@@ -82,6 +97,7 @@ def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: 
 
     def op(i, own, carried):
         (x, scaled, kv), layer = carried, own[i]
+        weights = {name: operand(layer[name]) if quantised else layer[name] for name in shapes}
 
         def add(x, rows, weight):  # what is given to the norm after it, too
             if narrow:
@@ -91,15 +107,17 @@ def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: 
         rows, of = scaled or (x, layer["scale"])
         ahead = [layer["out"], layer["gate_up"], layer["down"], own[(i + 1) % layers]["qkv"]] if narrow else []
         q, kv = few_rows.heads(
-            [rows], [of], layer["qkv"], cos, sin, kv, jnp.int32(i), place, layer["norms"], ahead[:3], eps=EPS
+            [rows], [of], weights["qkv"], cos, sin, kv, jnp.int32(i), place, layer["norms"], ahead[:3], eps=EPS
         )
-        x, scaled = add(x, q, layer["out"])
-        hidden = few_rows.gated(*(scaled or (x, layer["scale"])), layer["gate_up"], ahead[3:], eps=EPS)
-        x, scaled = add(x, hidden, layer["down"])
+        x, scaled = add(x, q, weights["out"])
+        hidden = few_rows.gated(*(scaled or (x, layer["scale"])), weights["gate_up"], ahead[3:], eps=EPS)
+        x, scaled = add(x, hidden, weights["down"])
         return x, (x, scaled, kv)
 
     def plain(i, own, carried):
         (x, scaled, kv), layer = carried, own[i]
+        whole = lambda each: each.dequantised(x.dtype) if isinstance(each, Weight) else each  # noqa: E731
+        layer = {name: whole(each) for name, each in layer.items()}
         qkv = (rms_norm(x, layer["scale"], EPS) @ layer["qkv"]).reshape(rows, -1, width)
         if normed:
             qkv = jnp.concatenate([rms_norm(qkv[:, :-kv_heads], layer["norms"][0], EPS), qkv[:, -kv_heads:]], axis=1)
@@ -116,13 +134,13 @@ def few_rows_layer(rows: int, d: int, heads: int, kv_heads: int, width: int, f: 
         return x, (x, scaled, kv)
 
     return Case(
-        name=f"layer of width {d}, {rows} rows",
+        name=f"{'FP8 ' * quantised}layer of width {d}, {rows} rows",
         group="few rows' layer",
         layers=layers,
         build=build,
         op=op,
         plain=plain,
-        size=2 * (weights + rows * (2 * d + (heads + 2 * kv_heads) * width)),
+        size=(2 - quantised) * weights + 2 * rows * (2 * d + (heads + 2 * kv_heads) * width),
         flops=2 * rows * weights,
         kernel="few_rows",
         in_place=True,

@@ -1,11 +1,13 @@
 """The matmuls of a layer at few rows, each with the operations before and after it, on Hopper: see `layer`."""
 
+from jaxspec.pallas.few_rows.fp8 import Fp8Weight
 from jaxspec.pallas.few_rows.layer import Scaled, add_product, gated, heads, keys_values, normed, product, scale_rows
 from jaxspec.pallas.few_rows.share import (
     GROUP,
     NARROW,
     TILE,
     WIDE_ROWS,
+    fp8_supported,
     normed_supported,
     product_supported,
     supported,
@@ -19,8 +21,10 @@ __all__ = [
     "NARROW",
     "TILE",
     "WIDE_ROWS",
+    "Fp8Weight",
     "Scaled",
     "add_product",
+    "fp8_supported",
     "gated",
     "heads",
     "keys_values",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -11,7 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.few_rows.share import GROUP, TILE, Share, largest, tiles_of
+from jaxspec.fp8 import BLOCK
+from jaxspec.pallas.few_rows.fp8 import Scales, fp8_sums, outputs
+from jaxspec.pallas.few_rows.share import COPY_GROUPS, GROUP, TILE, Share, largest, split_of, tiles_of, turn_of
 
 AT_ONCE = 4  # groups of rows that are loaded before the first is normed
 PIECE = 1024  # columns that are normed together
@@ -46,25 +49,30 @@ def params(across_warps: bool = False) -> plgpu.CompilerParams:
 def grid_of(share: Share) -> dict[str, Any]:
     """A block for each tile, or a cluster of them if its inputs are split."""
     cluster = {"cluster": (share.splits,), "cluster_names": ("split",)} if share.splits > 1 else {}
-    return {"grid": (share.tiles,), "grid_names": ("tile",)} | cluster
+    threads = {"num_threads": share.warpgroups, "thread_name": "warpgroup"} if share.warpgroups > 1 else {}
+    return {"grid": (share.tiles,), "grid_names": ("tile",)} | cluster | threads
 
 
-def split_of(share: Share) -> Any:
-    """Which part of a tile's inputs is this block's."""
-    return lax.axis_index("split") if share.splits > 1 else _i32(0)
-
-
-def scratch_of(share: Share) -> dict[str, Any]:
+def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
     rows, groups = share.rows, share.groups
+    weight = (share.slots, groups, share.chunk, TILE), jnp.bfloat16
     scratch = dict(
-        weight_s=plgpu.SMEM((share.slots, groups, share.chunk, TILE), jnp.bfloat16),
+        weight_s=plgpu.SMEM(*((share.slots, groups * TILE, share.chunk), jnp.int8) if share.fp8 else weight),
         rows_s=plgpu.SMEM((share.chunks if share.normed else share.slots, rows, share.chunk), jnp.bfloat16),
-        ready=plgpu.Barrier(num_arrivals=groups + (not share.normed), num_barriers=share.slots),
+        ready=plgpu.Barrier(num_arrivals=share.copies + (not share.normed), num_barriers=share.slots),
     )
     if share.splits > 1:
         scratch["parts_s"] = plgpu.SMEM((share.splits, groups, TILE, rows), _f32)
         scratch["sent"] = plgpu.Barrier(num_arrivals=share.splits * groups)
+    if share.warpgroups > 1:
+        scratch["empty"] = plgpu.Barrier(num_arrivals=share.warpgroups, num_barriers=share.slots)
+        scratch["sums_s"] = plgpu.SMEM((share.warpgroups - 1, share.own[0], TILE, rows), _f32)
+        scratch["summed"] = plgpu.Barrier(num_arrivals=share.warpgroups - 1)
+    if share.fp8:
+        scratch["scales_s"] = plgpu.SMEM((share.warpgroups, share.own[0], share.scales), _f32)
+    if share.fp8 and interpret:
+        scratch["staged_s"] = plgpu.SMEM((share.warpgroups, TILE, BLOCK), jnp.bfloat16)
     return scratch
 
 
@@ -75,21 +83,25 @@ def out_of(share: Share) -> dict[str, Any]:
 
 def ranges(share, weights_g):
     """Each weight, its first tile, and the one after its last."""
+    if share.fp8:
+        return [(weights_g[0], 0, share.tiles)]
     ends = [sum(tiles_of(w, share.groups) for w in weights_g[: i + 1]) for i in range(len(weights_g))]
     return list(zip(weights_g, [0, *ends[:-1]], ends, strict=True))
 
 
 def group_of(share, weight_g, tile, g):
     """The group of columns that is number g in a tile; in a tile with fewer the last one again."""
-    last, group = weight_g.shape[1] // TILE - 1, tile * share.groups + g
+    last, group = outputs(weight_g) // TILE - 1, tile * share.groups + g
     return group if (last + 1) % share.groups == 0 else jnp.minimum(group, last)
 
 
-def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **_):
-    """Begin to copy a block's weights, and the rows' inputs unless it makes them; what copies chunk i to a slot.
+def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
+    """Begin to copy a block's weights, and the rows' inputs unless it makes them.
 
-    Of several weights, the tiles of the first come first.
+    Returns what copies chunk i to a slot, and an FP8 weight's `Scales`. Of several weights, the tiles of the first come
+    first.
     """
+    scales = Scales(share, *weights_g, interpret="staged_s" in others) if share.fp8 else None
     tile, split, rows_g = lax.axis_index("tile"), split_of(share), () if share.normed else rows_g
 
     def fetch(i, slot):
@@ -98,7 +110,11 @@ def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **_):
         for weight_g, first, end in ranges(share, weights_g):
 
             def copy_weight(weight_g=weight_g, first=first):
-                for g in range(share.groups):
+                for at in range(0, share.groups if share.fp8 else 0, COPY_GROUPS):
+                    size = min(COPY_GROUPS, share.groups - at) * TILE
+                    part = weight_g.values.at[pl.ds((tile * share.groups + at) * TILE, size), inputs]
+                    plgpu.copy_gmem_to_smem(part, weight_s.at[slot, pl.ds(at * TILE, size)], ready.at[slot])
+                for g in range(0 if share.fp8 else share.groups):
                     columns = pl.ds(group_of(share, weight_g, tile - first, g) * TILE, TILE)
                     plgpu.copy_gmem_to_smem(weight_g.at[inputs, columns], weight_s.at[slot, g], ready.at[slot])
 
@@ -111,19 +127,83 @@ def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **_):
             at = pl.ds((chunk - which * each) * share.chunk, share.chunk)
             pl.when(lax.div(chunk, _i32(each)) == which)(partial(copy, row_g, at))
 
-    for i in range(share.slots):
-        fetch(i, i)
-    return fetch
+    for first in range(0, share.slots, share.warpgroups):
+        i = first + turn_of(share)
+        fetch(i, i) if first + share.warpgroups <= share.slots else pl.when(i < share.slots)(partial(fetch, i, i))
+    return fetch, scales
 
 
-def multiply(share, fetch, ahead, end, factor=None, *, weight_s, rows_s, ready, parts_s=None, sent=None):
+def multiply(
+    share,
+    begun,
+    ahead,
+    end,
+    factor=None,
+    *,
+    parts_s=None,
+    sent=None,
+    sums_s=None,
+    summed=None,
+    **ring,
+):
     """Call `end` with the products of all rows and a tile's columns, f32[TILE, rows] of each group.
 
     Only a tile's first block does. `ahead`: weights to bring into the L2 cache meanwhile. `factor`: what each row's
     products are still to be multiplied by.
     """
-    split, slots = split_of(share), share.slots
+    split = split_of(share)
     _bring(ahead, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
+
+    def finish(totals):
+        if factor is not None:
+            totals = [total * lax.broadcast_in_dim(factor, total.shape, [1]) for total in totals]
+        end(totals)
+
+    totals = fp8_sums(share, begun, **ring) if share.fp8 else _sums(share, begun[0], **ring)
+    gather = partial(_gathered, share, finish, split, parts_s, sent)
+    if share.warpgroups == 1:
+        gather(totals)
+        return
+    turn = turn_of(share)
+
+    @pl.when(turn > 0)
+    def _():
+        for g, total in enumerate(totals):
+            sums_s[turn - 1, g] = total
+        plgpu.commit_smem()  # all threads have written when one of them signals
+        plgpu.barrier_arrive(summed)
+
+    @pl.when(turn == 0)
+    def _():
+        plgpu.barrier_wait(summed)
+        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+        others = [[load(sums_s.at[i, g]) for g in range(share.own[0])] for i in range(share.warpgroups - 1)]
+        if share.groups > 1:
+            gather([*totals, *itertools.chain(*others)])
+        else:
+            gather([sum((each for (each,) in others), totals[0])])
+
+
+def _gathered(share, finish, split, parts_s, sent, totals):
+    """Call `finish` with the sums over all of a tile's blocks, in the first one."""
+    if share.splits == 1:
+        finish(totals)
+        return
+    send = partial(plgpu.async_store_smem, cluster_idx=_i32(0), cluster_dim="split", optimized=False)
+    for g, total in enumerate(totals):
+        send(total, parts_s.at[split, g], sent)
+
+    @pl.when(split == 0)
+    def _():
+        plgpu.barrier_wait(sent)
+        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+        each = [[load(parts_s.at[i, g]) for i in range(share.splits)] for g in range(share.groups)]
+        finish([sum(parts[1:], parts[0]) for parts in each])
+
+
+def _sums(share, fetch, *, weight_s, rows_s, ready):
+    """f32[TILE, rows] of each group, over the block's inputs."""
+    slots = share.slots
 
     def run(*totals):
         def one(i, slot):
@@ -146,25 +226,7 @@ def multiply(share, fetch, ahead, end, factor=None, *, weight_s, rows_s, ready, 
             lax.fori_loop(_i32(0), _i32(share.chunks), next_one, _i32(0))
         return tuple(total[...] for total in totals)
 
-    def finish(totals):
-        if factor is not None:
-            totals = [total * lax.broadcast_in_dim(factor, total.shape, [1]) for total in totals]
-        end(totals)
-
-    totals = pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)
-    if share.splits == 1:
-        finish(totals)
-        return
-    send = partial(plgpu.async_store_smem, cluster_idx=_i32(0), cluster_dim="split", optimized=False)
-    for g, total in enumerate(totals):
-        send(total, parts_s.at[split, g], sent)
-
-    @pl.when(split == 0)
-    def _():
-        plgpu.barrier_wait(sent)
-        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-        each = [[load(parts_s.at[i, g]) for i in range(share.splits)] for g in range(share.groups)]
-        finish([sum(parts[1:], parts[0]) for parts in each])
+    return pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)
 
 
 def _bring(ahead, block, blocks):

@@ -53,7 +53,16 @@ from jaxspec.pallas.few_rows.block import (
     scratch_of,
     to_rows,
 )
-from jaxspec.pallas.few_rows.share import BLOCKS, MAX_GROUPS, TILE, share_out, tiles_of, tiles_of_squares, with_splits
+from jaxspec.pallas.few_rows.fp8 import Fp8Weight, operands, outputs, taken
+from jaxspec.pallas.few_rows.share import (
+    BLOCKS,
+    MAX_GROUPS,
+    TILE,
+    share_out,
+    tiles_of,
+    tiles_of_squares,
+    with_splits,
+)
 from jaxspec.pallas.kv_write import stored
 from jaxspec.pallas.once import lower_once
 from jaxspec.weights import HALF
@@ -80,7 +89,7 @@ def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool 
 def gated(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
-    weight: Float[Array, "d n"],
+    weight: Float[Array, "d n"] | Fp8Weight,
     ahead: Sequence[Float[Array, "_ _"]] = (),
     *,
     eps: float,
@@ -93,22 +102,24 @@ def gated(
     once less. `ahead`: weights that the kernels after it will read. `splits`: among how many blocks of a cluster to
     divide the inputs; interpret mode can't send anything between them, and takes 1.
     """
-    rows = len(x)
-    share = with_splits(share_out(rows, [x.shape[1]], weight.shape[1], normed=scale.ndim == 1), splits)
+    rows, columns = len(x), outputs(weight)
+    share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, fp8=isinstance(weight, Fp8Weight))
+    share = with_splits(share, splits)
     return plgpu.kernel(
         partial(_gated_tile, share, eps, len(ahead)),
         kernel_name="few_rows_gated",
-        out_type=jax.ShapeDtypeStruct((rows, weight.shape[1] // 2), x.dtype),
+        out_type=jax.ShapeDtypeStruct((rows, columns // 2), x.dtype),
         **grid_of(share),
-        scratch_types=scratch_of(share) | out_of(share),
+        scratch_types=scratch_of(share, interpret) | out_of(share),
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, weight, *ahead)
+    )(x, scale, *operands(weight), *ahead)
 
 
-def _gated_tile(share, eps, ahead, x_g, scale_g, weight_g, *refs, out_s, **scratch):
-    tile, out_g = lax.axis_index("tile"), refs[ahead]
-    fetch = begin(share, [weight_g], [x_g], **scratch)
+def _gated_tile(share, eps, ahead, x_g, scale_g, *refs, out_s, **scratch):
+    tile, refs = lax.axis_index("tile"), list(refs)
+    weights_g, out_g = [taken(share, refs)], refs[ahead]
+    begun = begin(share, weights_g, [x_g], **scratch)
     factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"])
 
     def finish(totals):
@@ -118,14 +129,14 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, weight_g, *refs, out_s, **scrat
             value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
             out_g[:, pl.ds((tile * share.groups + g) * HALF, HALF)] = value.astype(jnp.bfloat16)
 
-    multiply(share, fetch, refs[:ahead], finish, factor, **scratch)
+    multiply(share, begun, refs[:ahead], finish, factor, **scratch)
 
 
 @lower_once("few_rows_heads", "eps", "splits")
 def heads(
     rows: Sequence[Float[Array, "r _"]],
     scales: Sequence[Float[Array, " _"] | Float[Array, "t r"]],
-    weight: Float[Array, "k n"],
+    weight: Float[Array, "k n"] | Fp8Weight,
     cos: Float[Array, "r half"],
     sin: Float[Array, "r half"],
     kv: Float[Array, "l p 2 m s h"],
@@ -149,7 +160,7 @@ def heads(
     those of a row at a negative place go nowhere. They are `kv_write.stored` there, with the `inverse` of their scales.
     `bias` is added to the rounded products. `ahead` and `splits` as in `gated`.
     """
-    queries = weight.shape[1] // kv.shape[5] - 2 * kv.shape[3]
+    queries = outputs(weight) // kv.shape[5] - 2 * kv.shape[3]
     norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, place)
     return _heads(queries, *of, norms, ahead, bias, inverse, eps, splits, interpret)
 
@@ -184,24 +195,28 @@ def _heads(
     """The queries, if there are any, and the pages."""
     count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
-    share = with_splits(share_out(count, widths, weight.shape[1], width // TILE, normed=unscaled), splits)
+    fp8 = isinstance(weight, Fp8Weight)
+    share = with_splits(share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, fp8=fp8), splits)
     biases = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     inverse = [] if inverse is None else [inverse]
     q = plgpu.kernel(
         partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(biases), len(inverse))),
         kernel_name="few_rows_heads",
-        out_type=[jax.ShapeDtypeStruct((count, queries * width), weight.dtype)] if queries else [],
+        out_type=[jax.ShapeDtypeStruct((count, queries * width), rows[0].dtype)] if queries else [],
         **grid_of(share),
-        scratch_types=scratch_of(share) | out_of(share) | {"head_s": plgpu.SMEM((count, width), weight.dtype)},
+        scratch_types=scratch_of(share, interpret)
+        | out_of(share)
+        | {"head_s": plgpu.SMEM((count, width), rows[0].dtype)},
         compiler_params=params(),
         interpret=interpret,
-    )(weight, cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *ahead)
+    )(*operands(weight), cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *ahead)
     return *q, jax.freeze(ref)
 
 
-def _head(share, eps, queries, counts, weight_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs, out_s, head_s,
-          **scratch):  # fmt: skip
+def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
     column, refs = lax.axis_index("tile"), list(refs)
+    weights_g = [taken(share, refs)]
+    cos_g, sin_g, layer_g, place_g, kv_g = (refs.pop(0) for _ in range(5))
     rows_g, scales_g, norms_g, biases_g, inverse_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     q_g = refs.pop() if queries else None
     kv_heads, page_size, width = kv_g.shape[3:]
@@ -209,7 +224,7 @@ def _head(share, eps, queries, counts, weight_g, cos_g, sin_g, layer_g, place_g,
     further, head = (f(column, _i32(queries + 2 * kv_heads)) for f in (lax.div, lax.rem))
     turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
     asks = (head < queries).astype(_f32)
-    fetch = begin(share, [weight_g], rows_g, **scratch)
+    begun = begin(share, weights_g, rows_g, **scratch)
     # Asked for before anything is waited for, as each would take its time later.
     cos, sin = (plgpu.load(ref, layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
     cos, sin = cos * turns + (1 - turns), sin * turns
@@ -253,7 +268,7 @@ def _head(share, eps, queries, counts, weight_g, cos_g, sin_g, layer_g, place_g,
                     row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
                     kv_g[layer, page, kind, kv_head, slot] = stored(row, kv_g.dtype, inverse)
 
-    multiply(share, fetch, refs, finish, factor, **scratch)
+    multiply(share, begun, refs, finish, factor, **scratch)
 
 
 def _half_row(row_g, at, half):
@@ -271,7 +286,7 @@ def _biased(product, bias, axis):
 def add_product(
     x: Float[Array, "r d"],
     rows: Float[Array, "r k"],
-    weight: Float[Array, "k d"],
+    weight: Float[Array, "k d"] | Fp8Weight,
     scale: Float[Array, " d"] | None = None,
     bias: Float[Array, " d"] | None = None,
     *,
@@ -292,7 +307,7 @@ def add_product(
 @lower_once("few_rows_product", "splits")
 def product(
     rows: Sequence[Float[Array, "r _"]],
-    weight: Float[Array, "n d"],
+    weight: Float[Array, "n d"] | Fp8Weight,
     *,
     splits: int | None = None,
     interpret: Any = False,
@@ -303,28 +318,29 @@ def product(
 
 def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=()):
     """The products, or sums, and what else `Scaled` has if there is a scale."""
-    count, columns = len(rows[0]), weight.shape[1]
-    share = with_splits(share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False), splits)
-    out = jax.ShapeDtypeStruct((count, columns), weight.dtype)
+    count, columns, fp8 = len(rows[0]), outputs(weight), isinstance(weight, Fp8Weight)
+    share = with_splits(share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, fp8=fp8), splits)
+    out = jax.ShapeDtypeStruct((count, columns), rows[0].dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
     return plgpu.kernel(
-        partial(_product_tile, share, centred, (len(x), 1, len(rows), len(scale), len(bias))),
+        partial(_product_tile, share, centred, (len(x), len(rows), len(scale), len(bias))),
         kernel_name="few_rows_add" if x else "few_rows_product",
         out_type=[out, out, squares] if scale else [out],
         **grid_of(share),
-        scratch_types=scratch_of(share),
+        scratch_types=scratch_of(share, interpret),
         compiler_params=params(across_warps=bool(scale)),
         interpret=interpret,
-    )(*x, weight, *rows, *scale, *bias)
+    )(*x, *operands(weight), *rows, *scale, *bias)
 
 
 def _product_tile(share, centred, counts, *refs, **scratch):
-    refs = list(refs)
-    x_g, (weight_g,), rows_g, scale_g, bias_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    (plus, *counts), refs = counts, list(refs)
+    x_g, weights_g = [refs.pop(0) for _ in range(plus)], [taken(share, refs)]
+    rows_g, scale_g, bias_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     out_g, *scaled_g = refs
     columns = pl.ds(lax.axis_index("tile") * TILE, TILE)
     layout = plgpu.Layout.WGMMA_TRANSPOSED
-    fetch = begin(share, [weight_g], rows_g, **scratch)
+    begun = begin(share, weights_g, rows_g, **scratch)
     x = [plgpu.load(ref.at[:, columns].transpose((1, 0)), layout=layout, optimized=False) for ref in x_g]
     of_columns = partial(plgpu.load, layout=layout.reduce(1), optimized=False)
     scale, bias = ([of_columns(ref.at[columns]).astype(_f32) for ref in refs] for refs in (scale_g, bias_g))
@@ -339,7 +355,7 @@ def _product_tile(share, centred, counts, *refs, **scratch):
         if scale:
             _write_scaled(share, total.astype(_f32), 1 + scale[0] if centred else scale[0], *scaled_g)
 
-    multiply(share, fetch, (), finish, **scratch)
+    multiply(share, begun, (), finish, **scratch)
 
 
 def _write_scaled(share, x, scale, rows_g, squares_g):
@@ -398,7 +414,7 @@ def normed(
 def _normed_tile(share, eps, centred, weights, biases, x_g, scale_g, *refs, **scratch):
     weights_g, biases_g, outs_g = refs[:weights], refs[weights : weights + biases], refs[weights + biases :]
     tile = lax.axis_index("tile")
-    fetch = begin(share, weights_g, [x_g], **scratch)
+    begun = begin(share, weights_g, [x_g], **scratch)
     factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
 
     def finish(totals):
@@ -415,4 +431,4 @@ def _normed_tile(share, eps, centred, weights, biases, x_g, scale_g, *refs, **sc
                     columns = pl.ds(group_of(share, out_g, tile - first, g) * TILE, TILE)
                     out_g.at[:, columns].transpose((1, 0))[...] = total
 
-    multiply(share, fetch, (), finish, factor, **scratch)
+    multiply(share, begun, (), finish, factor, **scratch)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
-from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, WGMMA_ROWS
+from jaxspec.fp8 import BLOCK
+from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, THREADS, WGMMA_ROWS
 from jaxspec.pallas.kv_write import PAGES
 
 TILE = WGMMA_ROWS  # columns of a group
@@ -19,6 +22,10 @@ MAX_ROWS = 64  # more would need another tile of rows, and registers for it
 BLOCKS = MULTIPROCESSORS  # as many as run at once
 NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
 WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
+MIN_UNIT = 32  # outputs that share a scale of an FP8 weight: a group of gate and up has two of these
+WARPGROUPS = 4  # the most of a block with FP8 weights: one converts while another one waits
+FP8_SLOT_BYTES = 16 * 1024  # of FP8 weights that are waited for together
+COPY_GROUPS = BULK_COPY // TILE  # of columns of an FP8 weight that one copy can bring
 MAX_CHUNK = BULK_COPY  # inputs of one copy of weights: what a bulk copy can bring
 MAX_CLUSTER = 4  # blocks that share a tile's inputs
 MAX_GROUPS = 8  # groups of columns of a block
@@ -32,7 +39,8 @@ ROOM = SHARED_BYTES - 1024  # for weights, rows and sums; the rest is for barrie
 class Share:
     """How a product is shared out: `groups` groups of columns a block, inputs in `splits` parts, a part in `chunks`.
 
-    `normed`: a block makes all of its rows' inputs itself, otherwise they come in chunks as the weights do.
+    `normed`: a block makes all of its rows' inputs itself, otherwise they come in chunks as the weights do. `fp8`: the
+    weights are, with scales for `BLOCK` inputs each.
     """
 
     rows: int
@@ -41,6 +49,17 @@ class Share:
     groups: int
     splits: int
     normed: bool
+    fp8: bool = False
+
+    @property
+    def item(self) -> int:
+        """Bytes of a weight's number."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def step(self) -> int:
+        """What the inputs of a chunk are a multiple of."""
+        return BLOCK if self.fp8 else TILE
 
     @property
     def tiles(self) -> int:
@@ -49,8 +68,9 @@ class Share:
     @property
     def chunk(self) -> int:
         """Inputs that come together: as many as one copy can bring and a slot hold, all chunks alike."""
-        most = min(MAX_CHUNK, max(SLOT_BYTES // (2 * TILE * self.groups), TILE))
-        return largest(math.gcd(self.part, *self.widths), most)
+        slot = FP8_SLOT_BYTES if self.fp8 else SLOT_BYTES
+        most = min(MAX_CHUNK, max(slot // (self.item * TILE * self.groups), self.step))
+        return largest(math.gcd(self.part, *self.widths), most, self.step)
 
     @property
     def part(self) -> int:
@@ -62,21 +82,60 @@ class Share:
         return self.part // self.chunk
 
     @property
+    def warpgroups(self) -> int:
+        """Of a block. With FP8 weights each takes some of the groups of columns, or some `BLOCK`s of a chunk."""
+        if not self.fp8:
+            return 1
+        divides = lambda whole: next(n for n in range(WARPGROUPS, 0, -1) if whole % n == 0)  # noqa: E731
+        return divides(self.groups) if self.groups > 1 else divides(self.chunk // BLOCK)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Of an FP8 weight's chunk the groups and the `BLOCK`s of inputs that one warpgroup multiplies."""
+        blocks = self.chunk // BLOCK
+        if self.groups > 1:
+            return self.groups // self.warpgroups, blocks
+        return self.groups, blocks // self.warpgroups
+
+    @property
+    def copies(self) -> int:
+        """That bring a chunk of weights."""
+        return -(-self.groups // COPY_GROUPS) if self.fp8 else self.groups
+
+    @property
     def slots(self) -> int:
         """Of the ring of weights, as far as shared memory reaches."""
-        out = 2 * 2 * self.rows * TILE * self.groups
+        return min(self.chunks, self._room)
+
+    @property
+    def _room(self) -> int:
+        """Chunks that shared memory has room for."""
+        out = 2 * self.rows * TILE * (self.groups + (min(self.groups, 2) if self.fp8 else self.groups))
         parts = 4 * self.rows * TILE * self.groups * self.splits if self.splits > 1 else 0
+        parts += 4 * self.rows * TILE * self.own[0] * (self.warpgroups - 1)
+        parts += 4 * self.scales * max(self.groups, self.warpgroups) if self.fp8 else 0
         rows = 2 * self.rows * (self.part if self.normed else 0)
-        slot = 2 * self.chunk * (TILE * self.groups + (0 if self.normed else self.rows))
-        return min(self.chunks, (ROOM - 1024 - out - parts - rows) // slot)
+        slot = self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))
+        return (ROOM - 1024 - out - parts - rows) // slot
+
+    @property
+    def scales(self) -> int:
+        """Numbers that a warpgroup keeps in shared memory for each of its groups: the scales of two parts of it."""
+        return -(-2 * (self.part // BLOCK) // THREADS) * THREADS
 
     @property
     def fits(self) -> bool:
-        return self.slots >= min(self.chunks, MIN_SLOTS)
+        return self._room >= min(self.chunks, MIN_SLOTS)
 
 
 def share_out(
-    rows: int, widths: Sequence[int], columns: int, groups: int | None = None, *, normed: bool = True
+    rows: int,
+    widths: Sequence[int],
+    columns: int,
+    groups: int | None = None,
+    *,
+    normed: bool = True,
+    fp8: bool = False,
 ) -> Share:
     """A share for each block of what is to be done, so that all blocks run at once and most multiprocessors have one.
 
@@ -87,18 +146,29 @@ def share_out(
         groups = next(fits, 1)
     tiles = columns // TILE // groups
     most = 1 if normed and max(widths) <= NARROW else MAX_CLUSTER
-    divides = lambda n: sum(widths) // TILE % n == 0 and tiles * n <= BLOCKS  # noqa: E731
+    step = BLOCK if fp8 else TILE
+    divides = lambda n: sum(widths) // step % n == 0 and tiles * n <= BLOCKS  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if divides(n)), 1)
-    return Share(rows, tuple(widths), columns, groups, splits, normed)
+    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8)
+
+
+def split_of(share: Share) -> Any:
+    """Which part of a tile's inputs is this block's."""
+    return lax.axis_index("split") if share.splits > 1 else jnp.int32(0)
+
+
+def turn_of(share: Share) -> Any:
+    """Which of a block's warpgroups this is."""
+    return lax.axis_index("warpgroup") if share.warpgroups > 1 else jnp.int32(0)
 
 
 def with_splits(share: Share, splits: int | None) -> Share:
     return share if splits is None else replace(share, splits=splits)
 
 
-def largest(whole: int, most: int = MAX_CHUNK) -> int:
-    """The largest multiple of `TILE` up to `most` that divides `whole`."""
-    return next(size for size in range(most // TILE * TILE, 0, -TILE) if whole % size == 0)
+def largest(whole: int, most: int = MAX_CHUNK, step: int = TILE) -> int:
+    """The largest multiple of `step` up to `most` that divides `whole`."""
+    return next(size for size in range(most // step * step, 0, -step) if whole % size == 0)
 
 
 def tiles_of(weight: Any, groups: int) -> int:
@@ -112,13 +182,20 @@ def tiles_of_squares(width: int) -> int:
 
 
 def supported(
-    rows: int, head: int, inputs: tuple[int, ...], weights: Any, pages: Any = jnp.bfloat16, *, beside: int = 0
+    rows: int,
+    head: int,
+    inputs: tuple[int, ...],
+    weights: Any,
+    pages: Any = jnp.bfloat16,
+    *,
+    beside: int = 0,
+    fp8: bool = False,
 ) -> str | None:
     """Why so many rows can't go through layers with heads of width `head`, or None if they can.
 
     `inputs` are those of the layer's products: the model's width, that of all query heads, and of a dense layer the
     MLP's; `weights` and `pages` are dtypes. `beside`: the width of what q, k and v are made of beside rows of the
-    model's width.
+    model's width. `fp8`: the weights are, and `weights` is the dtype of what they stand for.
     """
     width, queries, *mlp = inputs
     if jnp.dtype(weights) != jnp.bfloat16:
@@ -129,16 +206,31 @@ def supported(
         return f"heads of width {head}; supported: {TILE} and {2 * TILE}"
     if beside and max(width, beside) > NARROW:
         return f"two inputs {max(width, beside)} wide; supported: up to {NARROW}"
-    most = MAX_ROWS if width <= NARROW else WIDE_ROWS
+    most, step = MAX_ROWS if width <= NARROW and not fp8 else WIDE_ROWS, BLOCK if fp8 else TILE
     if rows > most:
         return f"{rows} rows of {width}; supported: up to {most}"
-    if odd := [each for each in (*inputs, beside) if each % TILE]:
-        return f"width {odd[0]}; supported: multiples of {TILE}"
-    rows = -(-rows // GROUP) * GROUP
-    shares = [with_splits(share_out(rows, [each for each in (width, beside) if each], queries, head // TILE), 1)]
-    shares += [share_out(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
-    shares += [share_out(rows, [width], 2 * each) for each in mlp]  # though `Scaled` rows need less
+    if odd := [each for each in (*inputs, beside) if each % step]:
+        return f"width {odd[0]}; supported: multiples of {step}"
+    rows, share = -(-rows // GROUP) * GROUP, partial(share_out, fp8=fp8)
+    side_by_side = [each for each in (width, beside) if each]
+    scaled = fp8 and width > NARROW and bool(mlp)  # a mixture's rows aren't
+    shares = [with_splits(share(rows, side_by_side, queries, head // TILE, normed=not scaled), 1)]
+    shares += [share(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
+    # Of unquantised weights as if rows were normed here, though `Scaled` ones need less.
+    shares += [share(rows, [width], 2 * each, normed=not scaled) for each in mlp]
     return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
+
+
+def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
+    """Why these kernels can't read such an FP8 weight, or None if they can: `block` inputs and `unit` outputs share a
+    scale."""
+    if block != BLOCK:
+        return f"scales that aren't for {BLOCK} inputs each"
+    if unit < MIN_UNIT or (unit % TILE and TILE % unit):
+        return f"scales for {unit} outputs; supported: {MIN_UNIT}, and multiples of {TILE}"
+    if outputs % TILE or inputs % BLOCK:
+        return f"a weight of {inputs} x {outputs}, not a multiple of {BLOCK} x {TILE}"
+    return None
 
 
 def product_supported(rows: int, widths: Sequence[int], shape: tuple[int, int], dtype: Any) -> str | None:

@@ -1,0 +1,130 @@
+"""Products of few rows with FP8 weights: what a block adds up, with its warpgroups, its ring and its scales.
+
+All warpgroups of a block share the ring. Each multiplies some of the groups of columns of a chunk, or some of its
+inputs where there is one group, and the first one gets all sums in the end. The numbers become bfloat16 in registers
+(`registers`). Each `BLOCK` of inputs has scales, which multiply its sums.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jaxspec.fp8 import BLOCK
+from jaxspec.pallas.few_rows.registers import flat_scales, products
+from jaxspec.pallas.few_rows.share import TILE, Share, split_of, turn_of
+
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+class Fp8Weight(NamedTuple):
+    """The weight of a matmul in FP8, or the references to one in a kernel: see `jaxspec.fp8`, in blocks."""
+
+    values: Float[Array, "n k"]
+    scales: Float[Array, "a b"]
+
+
+def operands(weight: Any) -> list[Any]:
+    """The arrays that a kernel takes for a weight: itself, or an `Fp8Weight`'s bytes and scales."""
+    if isinstance(weight, Fp8Weight):
+        return [lax.bitcast_convert_type(weight.values, jnp.int8), weight.scales]
+    return [weight]
+
+
+def taken(share: Share, refs: list[Any]) -> Any:
+    """The references to a weight, which are the first of `refs` and are taken out."""
+    return Fp8Weight(refs.pop(0), refs.pop(0)) if share.fp8 else refs.pop(0)
+
+
+def outputs(weight: Any) -> int:
+    """Of a weight or the references to one."""
+    return weight.values.shape[0] if isinstance(weight, Fp8Weight) else weight.shape[1]
+
+
+def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, empty=None, staged_s=None):
+    """f32[TILE, rows] of each of this warpgroup's groups, over its inputs. Each `BLOCK`'s products are summed by
+    themselves, then multiplied by its scale.
+    """
+    (fetch, scales), slots, turn, (groups, blocks) = begun, share.slots, turn_of(share), share.own
+    first_block = 0 if share.groups > 1 else turn * blocks
+    scales.put(scales_s)
+
+    def refill(i):
+        """Bring what follows chunk i in its slot."""
+        slot = lax.rem(i, _i32(slots))
+        if empty is not None:
+            plgpu.barrier_wait(empty.at[slot])
+        fetch(i + slots, slot)
+
+    def one(i, totals):
+        slot, block = lax.rem(i, _i32(slots)), i * (share.chunk // BLOCK) + first_block
+        by = [[scales.at(g, block + b) for b in range(blocks)] for g in range(groups)]
+        plgpu.barrier_wait(ready.at[slot])
+        staged = None if staged_s is None else staged_s.at[turn]
+        made = products(share, weight_s.at[slot], rows_s.at[i if share.normed else slot], turn, staged)
+        for b in range(blocks):
+            more = [_by_output(each[b], by[g][b]) for g, each in enumerate(made)]
+            totals = [total + sums for total, sums in zip(totals, more, strict=True)]
+        if slots < share.chunks:
+            plgpu.commit_smem()  # all warps have read the slot
+            if empty is None:
+                pl.when(i + slots < share.chunks)(partial(refill, i))
+            else:  # a chunk later, when the other warpgroups have read it as well; a slot's always does
+                pl.when(i + slots < share.chunks)(lambda: plgpu.barrier_arrive(empty.at[slot]))
+                before = jnp.maximum(i - 1, 0)
+                mine = (i > 0) & (lax.rem(lax.rem(before, _i32(slots)), _i32(share.warpgroups)) == turn)
+                pl.when(mine & (before + slots < share.chunks))(partial(refill, before))
+        return totals
+
+    start = plgpu.layout_cast(jnp.zeros((TILE, share.rows), _f32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(_i32(0), _i32(share.chunks), one, [start] * groups)
+
+
+def _by_output(sums, scale):
+    return sums * (scale if scale.ndim == 0 else lax.broadcast_in_dim(scale, sums.shape, [0]))
+
+
+class Scales:
+    """The scales of a warpgroup's outputs: of each group one number, or one for each part of it, at a block of inputs.
+
+    They are loaded before the weights, so that no load waits behind all weights that are on their way.
+    """
+
+    def __init__(self, share: Share, weight: Fp8Weight, interpret: bool):
+        groups, _ = share.own
+        unit = weight.values.shape[0] // weight.scales.shape[0]
+        first = lax.axis_index("tile") * share.groups + (turn_of(share) * groups if share.groups > 1 else 0)
+        self._parts, self._blocks, self._turn = TILE // min(unit, TILE), share.part // BLOCK, turn_of(share)
+        inputs = pl.ds(split_of(share) * self._blocks, self._blocks)
+        rows = [pl.ds(lax.div((first + g) * TILE, _i32(unit)), self._parts) for g in range(groups)]
+        own = [weight.scales.at[outputs, inputs] for outputs in rows]
+        self._loaded = own if interpret else [flat_scales(ref, weight.scales.shape[1], share.scales) for ref in own]
+        self._interpret = interpret
+
+    def put(self, scales_s: Any) -> None:
+        """Into shared memory."""
+        self._scales_s = scales_s.at[self._turn]
+        for g, each in enumerate(self._loaded):
+            if self._interpret:
+                for part in range(self._parts):
+                    self._scales_s[g, pl.ds(part * self._blocks, self._blocks)] = each[part]
+            else:
+                self._scales_s[g] = each
+        plgpu.commit_smem()
+
+    def at(self, group: int, block: Any) -> Any:
+        """What a group's sums at a block of inputs are multiplied by: a number, or one for each output."""
+        whole = self._scales_s[group, block]
+        if self._parts == 1:
+            return whole
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        part = lax.div(plgpu.broadcasted_iota(_i32, (TILE,), 0, layout=layout), _i32(TILE // self._parts))
+        for i in range(1, self._parts):
+            whole = jnp.where(part >= i, self._scales_s[group, i * self._blocks + block], whole)
+        return whole

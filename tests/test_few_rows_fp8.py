@@ -1,0 +1,139 @@
+"""The few rows' kernels with FP8 weights: interpreted against the plain form of the weights they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import fp8
+from jaxspec.decoder.functions import rms_norm, rope
+from jaxspec.decoder.matmul import gate
+from jaxspec.pallas import few_rows as op
+from jaxspec.pallas.few_rows import Fp8Weight
+from jaxspec.pallas.few_rows.share import share_out
+from jaxspec.weights import HALF
+from tests.sample import rare
+from tests.test_few_rows import EPS, INTERPRET, assert_written, rotating
+from tests.test_few_rows import operands as unquantised
+from tests.test_weight_stream import assert_close
+
+SIZES = dict(d=256, heads=2, kv_heads=1, f=128, width=64)
+WIDE = dict(d=1152, heads=2, kv_heads=1, f=128, width=128)
+QWEN3 = dict(d=4096, heads=32, kv_heads=8, f=12288, width=128)
+MIXTURE = dict(d=2048, heads=32, kv_heads=4, f=768, width=128)
+
+
+def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.Array]:
+    """A weight [inputs, outputs] in blocks, and the float32 one that it stands for; scales differ between blocks."""
+    k, n = weight.shape
+    blocks = jnp.exp(jax.random.normal(jax.random.key(k + n), (-(-k // fp8.BLOCK), 1, -(-n // unit), 1)))
+    weight = weight.astype(jnp.float32) * jnp.repeat(jnp.repeat(blocks[:, 0, :, 0], fp8.BLOCK, 0), unit, 1)[:k, :n]
+    if unit < fp8.BLOCK:  # a block's outputs stand in several places: here each part has scales of its own
+        parts = [fp8.quantise_blocks(weight[:, i : i + unit].T) for i in range(0, n, unit)]
+        values, scales = (jnp.concatenate(each) for each in zip(*parts, strict=True))
+    else:
+        values, scales = fp8.quantise_blocks(weight.T)
+    return Fp8Weight(values, scales), fp8.dequantise(values, scales, fp8.BLOCK).T
+
+
+def operands(rows: int = 8, **sizes) -> dict:
+    """Those of unquantised layers, and each weight quantised."""
+    given = unquantised(rows, **SIZES | sizes)
+    units = {"qkv": fp8.BLOCK, "gate_up": HALF, "down": fp8.BLOCK}
+    return given | {name: quantised(given[name], unit) for name, unit in units.items()}
+
+
+def multiplied(rows, weight):
+    return jnp.matmul(rows, weight, precision="highest", preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+
+def check_gated(given: dict, scaled: bool = True, **options):
+    weight, whole = given["gate_up"]
+    rows = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
+    got = op.gated(*rows, weight, eps=EPS, **options)
+    assert_close(got, gate(multiplied(rms_norm(given["x"], given["scale"], EPS), whole), HALF))
+
+
+def check_add(given: dict, biased: bool = False, scaled: bool = True, **options):
+    (weight, whole), bias = given["down"], given["out_bias"] if biased else None
+    got = op.add_product(given["x"], given["hidden"], weight, given["scale"] if scaled else None, bias, **options)
+    if scaled:
+        got, made = got
+        expected = op.scale_rows(got, given["scale"])
+        np.testing.assert_array_equal(made.rows, expected.rows)
+        np.testing.assert_allclose(made.squares, expected.squares, rtol=1e-5)
+    product = multiplied(given["hidden"], whole)
+    assert_close(got, given["x"] + (product + bias if biased else product))
+
+
+def check_product(given: dict, **options):
+    weight, whole = given["gate_up"]
+    rows = jnp.split(given["x"], 2, axis=1)
+    assert_close(op.product(rows, weight, **options), multiplied(given["x"], whole))
+
+
+def check_heads(given: dict, scaled: bool = True, normed: bool = True, **options):
+    weight, whole = given["qkv"]
+    rows, scale = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
+    norms = list(given["norms"]) if normed else []
+    of = given["cos"], given["sin"], given["kv"], jnp.int32(1), given["place"]
+    q, kv = op.heads([rows], [scale], weight, *of, norms, eps=EPS, **options)
+    kv_heads, _, width = given["kv"].shape[3:]
+    qkv = multiplied(rms_norm(given["x"], given["scale"], EPS), whole).reshape(len(rows), 1, -1, width)
+    turned = qkv[:, :, :-kv_heads]
+    if normed:
+        parts = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
+        turned = jnp.concatenate([rms_norm(*each, EPS) for each in zip(parts, norms, strict=True)], axis=2)
+    turned = rope(turned, given["position"][:, None], rotating(width))[:, 0]
+    assert_close(q, turned[:, :-kv_heads].reshape(len(rows), -1))
+    new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
+    assert_written(given, kv, [1], new[:, None])
+
+
+@pytest.mark.parametrize("rows,scaled,sizes", [rare(8, False, SIZES), (8, True, WIDE)])
+def test_gated(rows, scaled, sizes):
+    """Gate and up of a group have scales of their own."""
+    check_gated(operands(rows, **sizes), scaled, splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("rows,biased,scaled", [rare(8, False, True), (8, True, False)])
+def test_product_added(rows, biased, scaled):
+    check_add(operands(rows), biased, scaled, splits=1, **INTERPRET)
+
+
+def test_product_added_with_more_weights_than_shared_memory_holds():
+    share = dataclasses.replace(share_out(8, [3072], 256, 1, normed=False, fp8=True), splits=1)
+    assert share.slots < share.chunks
+    check_add(operands(f=3072), splits=1, **INTERPRET)
+
+
+def test_product_of_rows_side_by_side():
+    check_product(operands(), splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("scaled,normed,sizes", [(True, True, WIDE), rare(False, False, SIZES)])
+def test_heads(scaled, normed, sizes):
+    check_heads(operands(**sizes), scaled, normed, splits=1, **INTERPRET)
+
+
+KERNELS_OF = {
+    "gated": lambda of: op.gated(*op.scale_rows(of["x"], of["scale"]), of["gate_up"][0], eps=EPS),
+    "add": lambda of: op.add_product(of["x"], of["hidden"], of["down"][0], of["scale"]),
+    "product": lambda of: op.product([of["hidden"]], of["down"][0]),
+    "heads": lambda of: op.heads(
+        *([each] for each in op.scale_rows(of["x"], of["scale"])), of["qkv"][0], of["cos"], of["sin"], of["kv"],
+        jnp.int32(1), of["place"], list(of["norms"]), eps=EPS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS_OF)
+@pytest.mark.parametrize("rows,sizes", [(8, QWEN3), rare(8, MIXTURE)])
+def test_lowers_for_cuda(kernel, rows, sizes):
+    given = jax.eval_shape(lambda: operands(rows, **sizes))
+    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
