@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import mxfp4
+from jaxspec import fp8, mxfp4
 from jaxspec.batch import empty_slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
@@ -30,7 +30,7 @@ from jaxspec.models import MODELS, llama
 from jaxspec.pallas import expert_add, hopper, router
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Mxfp4, Weight
+from jaxspec.weights import Fp8, Mxfp4, Weight
 from tests.sample import rare
 from tests.test_few_rows import INTERPRET, PAGE, normal
 from tests.test_weight_stream import assert_close
@@ -167,6 +167,43 @@ def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     expected = forward(config, params, rows)
     take_few_rows(monkeypatch)
     assert_same_forward(forward(config, params, rows), expected, rows, 2e-2)
+
+
+def in_fp8(layers):
+    """The layers with all dense weights in FP8."""
+
+    def quantised(weight):
+        values, scales = fp8.quantise_blocks(weight.values.T)
+        unit = min(fp8.BLOCK, weight.layout.interleave or fp8.BLOCK)
+        return Weight(values, Fp8(fp8.BLOCK), weight.layout, jnp.repeat(scales, fp8.BLOCK // unit, 0))
+
+    dense = ("qkv", "out", "gate_up", "down")
+    return [layer | {name: quantised(layer[name]) for name in dense if name in layer} for layer in layers]
+
+
+@pytest.mark.parametrize("family,width", [rare("qwen3", 1408), ("llama", 256)])
+def test_layers_in_fp8_are_those_of_the_model(monkeypatch, family, width):
+    config, params = small_model(family, hidden_size=width, intermediate_size=128, num_hidden_layers=3)
+    params["layers"] = in_fp8(params["layers"])
+    rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
+    expected = forward(config, params, rows)
+    take_few_rows(monkeypatch)
+    assert_same_forward(forward(config, params, rows), expected, rows, 2e-2)
+
+
+def test_fp8_layers_that_do_not_fit_are_named():
+    config, params = small_model(hidden_size=256, intermediate_size=128)
+    call = Call(2, 4, "bfloat16", processors=132)
+    refuses = lambda layers, call: FEW_ROWS.refuses(config.decoder, layers, call)  # noqa: E731
+    layers = in_fp8(params["layers"])
+    assert refuses(layers, call) is None
+    assert "16 rows of 256; supported: up to 8" in refuses(layers, dataclasses.replace(call, requests=4))
+    assert "some are FP8" in refuses([layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call)
+    assert "FP8 weights divided" in refuses(layers, dataclasses.replace(call, devices=2))
+    mixture, experts = small_model("qwen3_moe", hidden_size=256, **EXPERTS["qwen3_moe"])
+    assert "in a mixture" in FEW_ROWS.refuses(mixture.decoder, in_fp8(experts["layers"]), call)
+    by_tensor = [layers[0] | {"out": layers[0]["out"].replace(format=Fp8(None))}, *layers[1:]]
+    assert "128 inputs each" in refuses(by_tensor, call)
 
 
 def small_hybrid(family: str, hidden_size: int = 64):

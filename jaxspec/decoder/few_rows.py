@@ -18,13 +18,13 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import cos_sin
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture
+from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, operand
 from jaxspec.decoder.padding import flat, padded, unflat, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows
 from jaxspec.pallas.prompt_attention import UNIT
-from jaxspec.weights import HALF, Mxfp4, Unquantised
+from jaxspec.weights import HALF, Fp8, Mxfp4, Unquantised, Weight
 
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
@@ -41,6 +41,7 @@ IMPLEMENTS = {
     Rope: frozenset({"theta", "scaling"}),
     **ROPE_SCALINGS,
     Unquantised: frozenset(),
+    Fp8: frozenset({"block"}),
     Mxfp4: frozenset(),  # of a mixture's experts, which have kernels of their own
 }
 
@@ -48,13 +49,15 @@ IMPLEMENTS = {
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
-    if call.devices > 1 and (reason := _not_divided(decoder, call)):
+    if call.devices > 1 and (reason := _not_divided(decoder, layers, call)):
         return f"{reason} divided among {call.devices} devices"  # not run on GPUs
     return sizes_fit(decoder, layers, call)
 
 
-def _not_divided(decoder: Decoder, call: Call) -> str | None:
+def _not_divided(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """What isn't run over several devices this way, or None."""
+    if isinstance(layers[0]["qkv"].format, Fp8):
+        return "FP8 weights"
     if call.inputs is not None:
         return "a layer by itself"
     if any(isinstance(layer.feed, Mixture) for layer in decoder.layers):
@@ -62,8 +65,8 @@ def _not_divided(decoder: Decoder, call: Call) -> str | None:
     return f"rows of {decoder.width}" if decoder.width <= few_rows.NARROW else None
 
 
-def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    """Why the kernels can't take these layers' sizes and dtypes, or None if they can."""
+def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, fp8: bool = True) -> str | None:
+    """Why the kernels can't take these layers' sizes and dtypes, or None if they can. `fp8`: FP8 weights may fit."""
     if call.pages is None:
         return "no pages to write to"
     if call.inputs == ():
@@ -83,8 +86,24 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | 
         widths += tuple(mlps)
         if any(each["gate_up"].layout.interleave != HALF for each in layers if "gate_up" in each):
             return f"an MLP {max(mlps)} wide"
-    rows = call.requests * padded(call.requests, call.rows)
-    return few_rows.supported(rows, a.head_dim, widths, layers[0]["qkv"].dtype, call.pages, beside=beside)
+    rows, multiplied = call.requests * padded(call.requests, call.rows), _multiplied(layers)
+    formats = {isinstance(weight.format, Fp8) for weight in multiplied}
+    if len(formats) > 1 or (True in formats and not fp8):
+        return "weights of which some are FP8" if fp8 else "FP8 weights"
+    (fp8,) = formats
+    if fp8 and len(widths) < 3:
+        return "FP8 weights in a mixture of experts"  # not measured
+    for weight in multiplied if fp8 else ():
+        unit = weight.outputs // len(weight.scales)
+        if reason := few_rows.fp8_supported(weight.format.block, weight.outputs, weight.inputs, unit):
+            return reason
+    dtype = layers[0]["attn_norm"].dtype if fp8 else multiplied[0].dtype
+    return few_rows.supported(rows, a.head_dim, widths, dtype, call.pages, beside=beside, fp8=fp8)
+
+
+def _multiplied(layers: Sequence[Weights]) -> list[Weight]:
+    """The weights of dense products."""
+    return [layer[name] for layer in layers for name in ("qkv", "out", "gate_up", "down") if name in layer]
 
 
 def run(
@@ -154,10 +173,11 @@ def run_flat(
     small = x.shape[1] <= few_rows.NARROW  # memory is idle for most of a small layer, and later weights are prefetched
     after = following["attn_norm"] if following else None
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
+    small = small and not isinstance(weights["qkv"].format, Fp8)
     ahead = [weights[name].unquantised for name in ("out", "gate_up", "down") if small and name in weights]
 
     def write(kv, place, inverse):
-        operands = *zip(*inputs, strict=True), weights["qkv"].unquantised, *table, kv, i, place.reshape(-1)
+        operands = *zip(*inputs, strict=True), operand(weights["qkv"]), *table, kv, i, place.reshape(-1)
         q, kv = few_rows.heads(*operands, norms, ahead, weights.get("qkv_bias"), inverse, eps=eps)
         return q.reshape(b, -1, a.heads, a.head_dim), kv
 
@@ -168,7 +188,7 @@ def run_flat(
     bias = weights.get("out_bias")
     x, given = add(x, mixed, weights["out"], weights["mlp_norm"], bias=bias, ahead=weights["gate_up"])
     ahead = [following["qkv"].unquantised] if small and following else []
-    hidden = few_rows.gated(*given, weights["gate_up"].unquantised, ahead, eps=eps)
+    hidden = few_rows.gated(*given, operand(weights["gate_up"]), ahead, eps=eps)
     x, given = add(x, hidden, weights["down"], after, ahead=following["qkv"] if following else None)
     return x, given, cache
 

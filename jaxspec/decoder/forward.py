@@ -164,7 +164,7 @@ def write_keys_values(
     """
     (b, t, _), a, norm = context.shape, decoder.attention, decoder.layers[0].norm
     call = Call(b, t, _dtype(rows.pages(cache)), hopper.multiprocessors())
-    reason = FEW_ROWS.lacks(decoder, params["context"]) or sizes_fit(decoder, params["layers"], call)
+    reason = FEW_ROWS.lacks(decoder, params["context"]) or sizes_fit(decoder, params["layers"], call, fp8=False)
     if hopper.chosen(reason):
         table = rope_table(a, rows.marked_positions(t))
         place = rows.written(cache, padded(b, t)).reshape(-1)

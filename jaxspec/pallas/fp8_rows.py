@@ -7,8 +7,8 @@ exact (`upcast`). The products of each block of 128 inputs are summed by themsel
 the block's scale. Scales are read a step ahead, as reading takes about as long as a step. Several blocks share a
 multiprocessor, so that one converts while others wait.
 
-XLA adds the parts' sums, in float32, together with what follows. The few rows' kernels, which norm and add too, gained
-nothing with FP8 weights (docs/experiments.md).
+XLA adds the parts' sums, in float32, together with what follows. Dense layers of few rows have kernels that norm and
+add too (`few_rows`).
 """
 
 from __future__ import annotations

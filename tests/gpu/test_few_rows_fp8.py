@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import fp8
-from jaxspec.pallas import few_rows
+from jaxspec import cache, fp8
+from jaxspec.pallas import few_rows, hopper
+from jaxspec.pallas.hopper import KERNELS
 from tests import test_few_rows_fp8 as cpu
+from tests import test_few_rows_layers as layers
 
 pytestmark = pytest.mark.gpu
 
@@ -53,3 +56,15 @@ def test_wide_layers(sizes, kernel):
 @pytest.mark.parametrize("kernel", ["gated", "heads"])
 def test_rows_that_blocks_norm(kernel):
     CHECKS[kernel](cpu.operands(d=512), scaled=False)
+
+
+def test_layers_are_those_of_the_model(monkeypatch):
+    config, params = layers.small_model("qwen3", hidden_size=1408, intermediate_size=512, num_hidden_layers=3)
+    params["layers"] = layers.in_fp8(params["layers"])
+    rows = cache.Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
+    before = KERNELS["few_rows_heads"]
+    got = layers.forward(config, params, rows)
+    assert KERNELS["few_rows_heads"] == before + 1
+    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
+    jax.clear_caches()
+    layers.assert_same_forward(got, layers.forward(config, params, rows), rows, 2e-2)
