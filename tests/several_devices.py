@@ -54,6 +54,7 @@ BATCHES = {
         for i in range(5)
     ],
 }
+MODES = {"temperature": 0.0}, {}, {"logprobs": 1}  # a program each
 STRUCTURED = [
     greedy(max_tokens=12, structured=StructuredOutput(regex="(yes|no|maybe), [0-9]{3}")),
     SamplingParams(temperature=1.0, seed=5, max_tokens=12, structured=StructuredOutput(regex="[a-c]{2,9}")),
@@ -176,7 +177,7 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
     assert runner.plan.kv_bytes == plan.kv_bytes / 2
     assert "of each of 2 devices" in str(runner.plan)
-    takes_turns(several, of_one[0][1][0], monkeypatch)
+    takes_turns(several, of_one[0][1][0], monkeypatch, MODES[:1])
 
 
 def eagle3(folder: Path) -> Path:
@@ -278,18 +279,18 @@ def with_drafter(draft: str) -> tuple[Path, str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("draft", ["ngram", "suffix", "standalone", "eagle", "dflash"])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "standalone", "eagle", "eagle3", "dflash"])
 def test_rounds_of_fewer_drafts_of_each_drafter(draft, monkeypatch):
     folder, draft = with_drafter(draft)
     takes_turns(check(folder, draft, 2), expected(folder, draft, False)[1][0][1][0], monkeypatch)
 
 
-def takes_turns(llm: LLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def takes_turns(llm: LLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch, modes=MODES) -> None:
     """Rounds of all, fewer and no drafts in turn say what one device does, whose rounds all have as many. The likeliest
     token alone, drawn or with its log-probability, is the greedy one."""
     widths.switch(llm, monkeypatch)
     likeliest = functools.partial(SamplingParams, temperature=1.0, top_k=1, ignore_eos=True)
-    for more in ({"temperature": 0.0}, {}, {"logprobs": 1}):
+    for more in modes:
         outs = llm.generate(PROMPTS, [likeliest(max_tokens=len(text), **more) for text in texts])
         llm.engine.scheduler.audit()
         assert [out.completions[0].token_ids for out in outs] == texts, more

@@ -122,7 +122,7 @@ class Rounds:
         return proposal, np.asarray(out)[:, rounds.EMITTED]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["full", rare("sliding"), "window"])  # a sliding layer drafts below
 def test_rounds_equal_the_package(variant):
     rounds = Rounds(variant)
     expected = rounds.expected
@@ -338,7 +338,7 @@ def test_sampled_output_has_the_targets_distribution(monkeypatch):
     draft = f"dflash:{folder}"
     loaded = load_drafter(draft, sampled.model(), EngineConfig(draft=draft, num_draft_tokens=2))
     monkeypatch.setitem(sampled.DRAFTERS, "dflash", lambda: (loaded.drafter, loaded.params))
-    lanes, samples = sampled.Lanes("dflash"), 10_000
+    lanes, samples = sampled.Lanes("dflash"), 6_000
     runs = [lanes.decode(run).reshape(len(sampled.SETTINGS), -1, 2) for run in range(-(-samples // sampled.LANES))]
     pairs = dict(zip(sampled.SETTINGS, np.concatenate(runs, axis=1), strict=True))
     assert lanes.drafted / 20 < lanes.accepted < lanes.drafted and lanes.whole_rounds > samples / 20

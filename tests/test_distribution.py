@@ -32,7 +32,7 @@ from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.tiny import tiny_checkpoint
 
 VOCAB, STOP_ID = 12, 7
-SAMPLES = 20_000  # of each drafter and setting; `make exhaustive` takes EXHAUSTIVE
+SAMPLES = 10_000  # of each drafter and setting; `make exhaustive` takes EXHAUSTIVE
 EXHAUSTIVE = 100_000
 LANES = 512  # slots of each setting that decode together
 COMPLETIONS = 60  # of each request in the run through `LLM`

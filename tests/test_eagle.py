@@ -410,7 +410,7 @@ def sampled(kind):
 @pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.exhaustive), "eagle3"])
 def test_rounds_sample_the_target(kind, monkeypatch):
     """As tests/test_distribution.py has it for all drafters, with fewer samples."""
-    monkeypatch.setattr(distribution, "SAMPLES", 10_000)
+    monkeypatch.setattr(distribution, "SAMPLES", 6_000)
     monkeypatch.setitem(distribution.DRAFTERS, kind, lambda: sampled(kind))
     distribution.test_round_samples_the_target(kind)
 

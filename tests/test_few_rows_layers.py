@@ -270,6 +270,7 @@ def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, fam
         assert_close(got, expected, 2e-2)
 
 
+@pytest.mark.exhaustive  # scaled rows and a hybrid's layers by themselves are in the tests above
 def test_a_wide_hybrids_router_takes_scaled_rows(monkeypatch):
     config, params = small_hybrid("qwen3_5_moe", 17 * 64)
     expected = hybrid_round(config, params, 4, 1)

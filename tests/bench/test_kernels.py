@@ -14,10 +14,15 @@ from jaxspec.bench.cases import attention, matmuls, mixtures
 from jaxspec.pallas import hopper
 from jaxspec.pallas.weight_stream import STAGES
 from jaxspec.weights import HALF
+from tests.sample import rare
 from tests.test_few_rows import INTERPRET
 
 
-def test_the_command_times_every_case(tmp_path, capsys):
+@pytest.mark.parametrize("first", [True, rare(False)], ids=["the first of each group", "every case"])
+def test_the_command_times_every_group(tmp_path, capsys, monkeypatch, first):
+    if first:
+        one_each = list({case.group: case for case in reversed(cases.make_cases(small=True))}.values())
+        monkeypatch.setattr(kernels, "make_cases", lambda small: one_each[::-1])
     assert bench.main(["kernels", "--small", "--repeats", "2", "--json", str(tmp_path / "x.json")]) == 0
     document = json.loads((tmp_path / "x.json").read_text())
     groups = {"decode attention", "prompt attention", "experts", "router", "cache write", "convolution"}
