@@ -226,6 +226,7 @@ def test_many_pairs_are_ranked_chunk_by_chunk():
 
 def test_item_rows_follow_the_mean():
     assert [experts.rows_per_item(mean) for mean in (0.1, 3, 4, 12, 16, 32, 500)] == [8, 8, 16, 32, 64, 128, 128]
+    assert [experts.rows_per_item(mean, 2) for mean in (4, 5, 16, 32)] == [8, 16, 32, 64]
 
 
 @pytest.mark.parametrize("stacked", [False, True])

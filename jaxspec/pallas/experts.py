@@ -42,6 +42,8 @@ Stack = tuple[Weight, Weight] | tuple[Weight, Weight, Float[Array, "e n"], Float
 Gating = Callable[[Array, Array], Array]  # of gate and up
 
 ITEM_ROWS = (8, 16, 32, 64, 128)
+SPARE = 2.5  # rows of an item, of the mean of an expert's
+QUANTISED_SPARE = 2  # weights are converted for each item, so its rows shall be few, even if more experts need two
 NOBODY = 2**30  # the id of an expert that doesn't exist
 CHUNK = 256  # pairs that are ranked against one another at once
 
@@ -101,7 +103,8 @@ def experts_mlp(
     if alone:
         rows, items, place = whole, Items(ids, ALIGN, each * ALIGN, each), ids
     else:
-        rows, items, place = plan(x, ids, experts, each, highest if smaller else ITEM_ROWS[-1])
+        most, spare = (highest, QUANTISED_SPARE) if smaller else (ITEM_ROWS[-1], SPARE)
+        rows, items, place = plan(x, ids, experts, each, most, spare)
     if chosen(quantised):
         out = expert_mxfp4.mix(rows, stacks, items, gating) if packed else expert_fp8.mix(rows, stacks, items)
     elif chosen(fits, expert_stream.BLOCKS):
@@ -161,14 +164,15 @@ def plan(
     num_experts: int,
     each: int | None = None,
     highest: int = ITEM_ROWS[-1],
+    spare: float = SPARE,
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
     """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert.
 
     A token has k = `each` pairs, by default as many as `ids` has columns; further columns hold nobody. Items have up to
-    `highest` rows.
+    `highest` rows, and no more than `spare` times an expert's mean ask for.
     """
     t, k = len(x), each or ids.shape[1]
-    rows = min(rows_per_item(t * k / num_experts), highest)
+    rows = min(rows_per_item(t * k / num_experts, spare), highest)
     if chosen(expert_plan.supported(t, k, num_experts, x.shape[1], x.dtype)):
         most, capacity = _most(t * k, num_experts, rows)
         sizes = {"each": k, "experts": num_experts, "rows": rows, "items": most, "capacity": capacity}
@@ -184,9 +188,9 @@ def plan(
     return x[token], items, place
 
 
-def rows_per_item(mean: float) -> int:
+def rows_per_item(mean: float, spare: float = SPARE) -> int:
     """Rows of an item where experts have `mean` rows: few experts need two items, and most fill theirs by half."""
-    return next((rows for rows in ITEM_ROWS if rows >= 2.5 * mean), ITEM_ROWS[-1])
+    return next((rows for rows in ITEM_ROWS if rows >= spare * mean), ITEM_ROWS[-1])
 
 
 def _most(pairs: int, num_experts: int, rows: int) -> tuple[int, int]:
