@@ -52,6 +52,12 @@ def supported(rows: int, dtype: Any, block: int | None, outputs: int, inputs: in
         return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
     if rows > MAX_ROWS:
         return f"{rows} rows; supported: up to {MAX_ROWS}"
+    return weight_supported(block, outputs, inputs, unit)
+
+
+def weight_supported(block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
+    """Why kernels of few rows can't read such a weight, or None if they can: `block` inputs and `unit` outputs share a
+    scale."""
     if block != BLOCK:
         return f"scales that aren't for {BLOCK} inputs each"
     if unit < MIN_UNIT or (unit % TILE and TILE % unit):

@@ -7,7 +7,6 @@ from jaxspec.pallas.few_rows.share import (
     NARROW,
     TILE,
     WIDE_ROWS,
-    fp8_supported,
     normed_supported,
     product_supported,
     supported,
@@ -15,6 +14,7 @@ from jaxspec.pallas.few_rows.share import (
     top_supported,
 )
 from jaxspec.pallas.few_rows.top import top_tokens
+from jaxspec.pallas.fp8_rows import weight_supported as fp8_supported
 
 __all__ = [
     "GROUP",

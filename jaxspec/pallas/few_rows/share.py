@@ -22,7 +22,6 @@ MAX_ROWS = 64  # more would need another tile of rows, and registers for it
 BLOCKS = MULTIPROCESSORS  # as many as run at once
 NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
 WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
-MIN_UNIT = 32  # outputs that share a scale of an FP8 weight: a group of gate and up has two of these
 WARPGROUPS = 4  # the most of a block with FP8 weights: one converts while another one waits
 FP8_SLOT_BYTES = 16 * 1024  # of FP8 weights that are waited for together
 COPY_GROUPS = BULK_COPY // TILE  # of columns of an FP8 weight that one copy can bring
@@ -219,18 +218,6 @@ def supported(
     # Of unquantised weights as if rows were normed here, though `Scaled` ones need less.
     shares += [share(rows, [width], 2 * each, normed=not scaled) for each in mlp]
     return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
-
-
-def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
-    """Why these kernels can't read such an FP8 weight, or None if they can: `block` inputs and `unit` outputs share a
-    scale."""
-    if block != BLOCK:
-        return f"scales that aren't for {BLOCK} inputs each"
-    if unit < MIN_UNIT or (unit % TILE and TILE % unit):
-        return f"scales for {unit} outputs; supported: {MIN_UNIT}, and multiples of {TILE}"
-    if outputs % TILE or inputs % BLOCK:
-        return f"a weight of {inputs} x {outputs}, not a multiple of {BLOCK} x {TILE}"
-    return None
 
 
 def product_supported(rows: int, widths: Sequence[int], shape: tuple[int, int], dtype: Any) -> str | None:
