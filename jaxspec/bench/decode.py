@@ -20,13 +20,12 @@ import dataclasses
 import gc
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.bench import engines, floors, plots
+from jaxspec.bench import engines, floors, plots, profile
 from jaxspec.bench.forced import expected_length
-from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
+from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.steady import Load
 from jaxspec.engine import Engine
 from jaxspec.flags import positive
@@ -46,34 +45,9 @@ COLUMNS = (
     Column("program_ms", "program", ".3f"),
     Column("engine_overhead", "engine", "+.1%"),
 )
-SMALL_US = 5.0  # kernels that take less of a round are counted together
-
-KERNEL_COLUMNS = (
-    Column("concurrency", "requests"),
-    Column("us", "us/round", ".1f"),
-    Column("share", "share", ".1%"),
-    Column("calls", "calls", ".0f"),
-    Column("each", "us each", ".2f"),
-    Column("kernel", "kernel", "<60", 60),
-)
-
-
-def kernel_lines(row: Row) -> list[Row]:
-    """A line for each kernel of the row's round, one for all the small ones, and one for their sum."""
-    kernels = row.get("kernels") or []
-    total = sum(kernel["us"] for kernel in kernels)
-    small = [kernel for kernel in kernels if kernel["us"] < SMALL_US]
-    lines = [kernel for kernel in kernels if kernel["us"] >= SMALL_US]
-    for name, some in ((f"{len(small)} others, each less than {SMALL_US:g} us", small), ("all", kernels)):
-        if some:
-            lines.append({"kernel": name} | {key: sum(kernel[key] for kernel in some) for key in ("us", "calls")})
-    derived = lambda line: {"share": line["us"] / total, "each": line["us"] / line["calls"]}  # noqa: E731
-    return [{"concurrency": row["concurrency"]} | line | derived(line) for line in lines]
-
-
 TABLES = (
     Table("decode: time per round, ms", COLUMNS),
-    Table("kernels of a round, by the profiler", KERNEL_COLUMNS, kernel_lines),
+    profile.table("round", COLUMNS[0]),
 )
 
 
@@ -92,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, result: Result) -> None:
     """Measure every concurrency, each with every overlap asked for."""
-    if args.profile and jax.default_backend() != "gpu":
-        raise BenchError(f"--profile lists GPU kernels, and this is a {jax.default_backend()}; leave it out here")
+    if args.profile:
+        profile.require_gpu()
     engine = engines.start(args, result, max(args.concurrency), args.accept_rates)
     if args.accept_rates:
         result.fact(expected_accept_length=expected_length(args.accept_rates))

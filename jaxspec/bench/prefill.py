@@ -9,6 +9,8 @@ Memory is planned at the start, so no prompt should change the memory in use. A 
 the growth of the peak: the first row of a length can add the workspace of programs that had not run before, which the
 plan includes. A note compares the peak with the plan.
 
+With --profile the kernels of a single prompt are listed by name, each with the time that all its calls take.
+
 With --attention-only a hybrid's prompts run once more, on the same shapes with full attention in every layer. That is
 their cost without linear attention, all else being equal. Attention's share of the arithmetic says little of its time,
 so it is measured.
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.bench import engines, floors, plots
+from jaxspec.bench import engines, floors, plots, profile
 from jaxspec.bench.results import (
     BenchError,
     Column,
@@ -56,8 +58,12 @@ COLUMNS = (
     Column("in_use_growth_mb", "in use + MB", ".1f"),
     Column("peak_growth_mb", "peak + MB", ".1f"),
 )
-TABLES = (Table("prefill: time to first token, and throughput of many prompts", COLUMNS),)
+TABLES = (
+    Table("prefill: time to first token, and throughput of many prompts", COLUMNS),
+    profile.table("prompt", COLUMNS[0]),
+)
 WARM_UPS = 2
+PROFILED = 3  # prompts under the profiler
 OWN, ATTENTION_ONLY = "own", "attention only"  # of a hybrid: its layers, or full attention in all of them
 
 
@@ -72,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="of all prompts queued at once together; 0 leaves that part out (%(default)s)",
     )
+    add("--profile", action="store_true", help="also list the kernels of a single prompt (a GPU only)")
     add(
         "--attention-only",
         action="store_true",
@@ -83,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, result: Result) -> None:
     """Measure every length."""
+    if args.profile:
+        profile.require_gpu()
     requests = min(max(_batch(args, length) for length in args.lengths), 128)
     engine = engines.start(args, result, requests)
     if args.attention_only and not engine.model_config.linear:
@@ -123,6 +132,9 @@ def _lengths(args: argparse.Namespace, result: Result, engine: Engine, layers: s
         memory = memory_facts()
         row = {"length": length, "bytes": size, "flops": flops} | ({"layers": layers} if layers else {})
         row |= single(prompts, length, args.repeats)
+        if args.profile:
+            one_by_one = lambda: [prompts.serve(1, length) for _ in range(PROFILED)]  # noqa: B023, E731
+            row["kernels"] = profile.kernels(one_by_one, PROFILED)
         row |= {"floor_ms": floor * 1e3, "ratio": row["ttft_ms"] / floor / 1e3, "tflops": flops / row["ttft_ms"] / 1e9}
         if count := _batch(args, length) if args.batched_tokens else 0:
             row |= batched(prompts, length, count)

@@ -1,4 +1,4 @@
-"""The kernels of a piece of work on a GPU by name and time, from jax's profiler.
+"""The kernels of a piece of work on a GPU by name and time, from jax's profiler, and the table of them.
 
 The profiler adds about a microsecond to a short kernel, so the sum can exceed the time of the work by itself.
 """
@@ -13,9 +13,42 @@ from pathlib import Path
 
 import jax
 
-from jaxspec.bench.results import BenchError, Row
+from jaxspec.bench.results import BenchError, Column, Row, Table
 
+SMALL_US = 5.0  # kernels that take less are counted together
 SUFFIX = re.compile(r"(_mosaic_gpu_kernel|[._]?\d+)+$")  # what tells one call of a kernel from another
+
+
+def require_gpu() -> None:
+    """**Raises:** `BenchError` where there are no GPU kernels to list."""
+    if jax.default_backend() != "gpu":
+        raise BenchError(f"--profile lists GPU kernels, and this is a {jax.default_backend()}; leave it out here")
+
+
+def table(unit: str, of: Column) -> Table:
+    """Of each row's `kernels`, with the time that they take of one `unit`. `of` is the column that tells rows apart."""
+    columns = (
+        of,
+        Column("us", f"us/{unit}", ".1f"),
+        Column("share", "share", ".1%"),
+        Column("calls", "calls", ".0f"),
+        Column("each", "us each", ".2f"),
+        Column("kernel", "kernel", "<60", 60),
+    )
+    return Table(f"kernels of a {unit}, by the profiler", columns, lambda row: lines(row, of.key))
+
+
+def lines(row: Row, key: str) -> list[Row]:
+    """A line for each of the row's kernels, one for all the small ones, and one for their sum."""
+    each = row.get("kernels") or []
+    total = sum(kernel["us"] for kernel in each)
+    small = [kernel for kernel in each if kernel["us"] < SMALL_US]
+    found = [kernel for kernel in each if kernel["us"] >= SMALL_US]
+    for name, some in ((f"{len(small)} others, each less than {SMALL_US:g} us", small), ("all", each)):
+        if some:
+            found.append({"kernel": name} | {figure: sum(k[figure] for k in some) for figure in ("us", "calls")})
+    derived = lambda line: {"share": line["us"] / total, "each": line["us"] / line["calls"]}  # noqa: E731
+    return [{key: row[key]} | line | derived(line) for line in found]
 
 
 def kernels(work: Callable[[], object], times: int) -> list[Row]:
