@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -186,6 +187,28 @@ def test_quantising_on_load_gives_the_checkpoint_that_was_quantised_before(tmp_p
         else:
             np.testing.assert_allclose(*wide, rtol=1e-6)
     assert jax.tree.structure(load(folder, quantization="fp8").params) == jax.tree.structure(stored.params)
+
+
+@pytest.mark.parametrize("kind", ["stored", "online"])
+def test_the_host_holds_less_than_two_tensors(tmp_path, kind):
+    """Beside what the device keeps. A fused parameter's sources count as one tensor."""
+    folder = tiny_checkpoint("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=4, head_dim=64)
+    options = {"quantization": "fp8"} if kind == "online" else {}
+    folder = write(folder, tmp_path)[0] if kind == "stored" else folder
+    load(folder, **options)  # compiles, which allocates too
+    largest = 2 * 256 * 1024 * (4 if kind == "online" else 1)  # gate and up, as the file has them
+    assert 3 * largest < (folder / "model.safetensors").stat().st_size
+    tracemalloc.start()
+    load(folder, **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * largest, f"{peak:,} bytes at peak, gate and up are {largest:,}"
+
+
+def test_loading_says_how_long_it_took(tmp_path, caplog):
+    with caplog.at_level("INFO", "jaxspec"):
+        load(write(source(), tmp_path)[0])
+    assert re.search(r"weights: \d+\.\d\d GB in \d+\.\d s, \d+\.\d\d s per GB", caplog.text)
 
 
 def test_dummy_weights_are_in_the_format_that_was_asked_for(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -130,7 +131,9 @@ def load_model(
             params = jax.block_until_ready(dummy(declared, dtype, seed, mesh))
         else:
             options = {"rename": text_name, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
+            started = time.monotonic()
             params = read_params(declared, source.files, source.name, dtype, **options)
+            _tell(params, time.monotonic() - started)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -145,6 +148,11 @@ def load_model(
     if how is not None and load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, text_name)
     return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)
+
+
+def _tell(params: Any, seconds: float) -> None:
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e9
+    log.info("weights: %.2f GB in %.1f s, %.2f s per GB", size, seconds, seconds / size)
 
 
 def load_target(options: EngineConfig) -> Model:
