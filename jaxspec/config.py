@@ -227,6 +227,7 @@ class EngineConfig:
         shown="none",
         choices=("fp8",),
         aliases={"none": None},
+        hint="a checkpoint that is quantised is served as it is, so leave this out",
     )
     fp8_activations: str = option(
         "off",
@@ -419,12 +420,10 @@ class EngineConfig:
 
     def _check_drafts(self) -> None:
         """That drafts, steps and top-k fit together. A chain's steps are its drafts; drafters read the latter alone."""
-        given = {"num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps}
-        given |= {"topk": None if self.topk == 1 else self.topk}
-        given |= {"draft_dtype": self.draft_dtype, "draft_quantization": self.draft_quantization}
-        given |= {"draft_token_map": self.draft_token_map}
-        for name, value in given.items():
-            if self.draft == "none" and value is not None:
+        names = ("num_draft_tokens", "num_steps", "topk", "draft_dtype", "draft_quantization", "draft_token_map")
+        for name in names if self.draft == "none" else ():
+            value = getattr(self, name)
+            if value not in (None, EngineConfig.__dataclass_fields__[name].default):
                 raise ConfigError(
                     f"{flag(name)} {value} needs a drafter; --draft is none. "
                     "Name one (for example --draft ngram) or drop the flag"

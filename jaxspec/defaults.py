@@ -9,7 +9,7 @@ import jax
 from jaxspec import sharding
 from jaxspec.adaptive import rungs
 from jaxspec.batch import Shapes, ladder
-from jaxspec.checkpoint import Model
+from jaxspec.checkpoint import Model, check_context
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter
@@ -82,10 +82,7 @@ def resolve(
     """
     defaults = defaults or here()
     context = options.context_length or model.config.max_position
-    if context > model.config.max_position:
-        raise ConfigError(
-            f"--context-length {context} exceeds the {model.config.max_position} positions of {model.name}"
-        )
+    check_context(context, model.config, model.name)
     if model.config.linear and draft.drafter.topk > 1:
         raise ConfigError(
             f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "

@@ -305,7 +305,7 @@ class AsyncLLM:
             if self._hosts is not None:
                 self._hosts.close()
             return ended
-        log.critical("the engine hasn't ended its step within %g seconds; its thread is left behind", timeout)
+        log.warning("the engine's step, or its compiling, didn't end within %g seconds: ending now", timeout)
         self._fail(EngineDead("the engine was closed"))
         return ended
 

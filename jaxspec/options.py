@@ -30,7 +30,7 @@ class Option:
 
     `metavar` names its value in --help; None: it is on or off. `shown` is the default in words. `choices` are all
     allowed values, `aliases` other names for some; numbers are `least` or more, or strictly `between` two. `common`:
-    most people set it.
+    most people set it. `hint` is said of a value that isn't allowed.
     """
 
     help: str
@@ -42,6 +42,7 @@ class Option:
     choices: tuple[Any, ...] | None = None
     aliases: tuple[tuple[str, Any], ...] = ()
     common: bool = False
+    hint: str = ""
 
 
 def option(default: Any, help: str, metavar: str | None = None, *, aliases: Mapping[str, Any] = {}, **said: Any) -> Any:
@@ -76,7 +77,7 @@ def check(config: Any, spell: Any = lambda name: flag(name)) -> None:
         if value is None and default is None:
             continue
         if (allowed := _refused(value, kind, said)) is not None:
-            raise ConfigError(f"{spell(name)} {allowed}, got {given!r}")
+            raise ConfigError(f"{spell(name)} {allowed}, got {given!r}" + (said.hint and f"; {said.hint}"))
 
 
 def _refused(value: Any, kind: type, said: Option) -> str | None:

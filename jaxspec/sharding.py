@@ -51,7 +51,8 @@ def mesh_of(size: int) -> Mesh | None:
         return Mesh(np.concatenate(each), (AXIS,))
     if len(here) < size:
         more = "; JAX_NUM_CPU_DEVICES in the environment makes virtual ones" if here[0].platform == "cpu" else ""
-        raise ConfigError(f"--tp-size {size}: this host has {len(here)} devices ({here[0].device_kind}){more}")
+        count = f"{len(here)} device{'' if len(here) == 1 else 's'}"
+        raise ConfigError(f"--tp-size {size} is more than this host has, {count} ({here[0].device_kind}){more}")
     return Mesh(np.array(here[:size]), (AXIS,))
 
 

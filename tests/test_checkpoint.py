@@ -265,6 +265,12 @@ def test_options_that_make_no_sense(folder):
         load(folder / "config.json")
 
 
+def test_a_context_is_checked_before_weights_are_read(monkeypatch, folder):
+    monkeypatch.setattr("jaxspec.checkpoint.load.read_params", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=r"--context-length 9999 exceeds the 1024 positions of .*; give 1024 or less"):
+        load(folder, context_length=9999)
+
+
 # The hub
 
 

@@ -2,7 +2,7 @@
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.find import Source, locate, resolve
-from jaxspec.checkpoint.load import MTP, Model, in_format, load_model, load_target, read_params
+from jaxspec.checkpoint.load import MTP, Model, check_context, in_format, load_model, load_target, read_params
 from jaxspec.checkpoint.params import dummy
 from jaxspec.checkpoint.shards import ModelFolder
 
@@ -12,6 +12,7 @@ __all__ = [
     "Model",
     "ModelFolder",
     "Source",
+    "check_context",
     "dummy",
     "in_format",
     "load_model",

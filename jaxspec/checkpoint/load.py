@@ -91,6 +91,7 @@ def load_model(
     fp8_activations: bool = False,
     tp_size: int = 1,
     ep_size: int = 1,
+    context_length: int | None = None,
 ) -> Model:
     """Find a model (see `resolve`), and read it shard by shard onto the device.
 
@@ -104,6 +105,7 @@ def load_model(
     - `fp8_activations`: multiply FP8 weights by rows that are quantised as well, and not by `dtype`'s.
     - `tp_size`: divide the params among so many devices. The engine runs such a model, `jaxspec.functional` doesn't.
     - `ep_size`: divide experts among so many groups of these devices.
+    - `context_length`: refuse a model of fewer positions, before it is read.
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
@@ -114,6 +116,7 @@ def load_model(
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if quantization not in (None, *FORMATS):
         raise CheckpointError(f"quantization must be None or one of {', '.join(FORMATS)}, got {quantization!r}")
+    check_context(context_length, config, source.name)
     mesh = sharding.mesh_of(tp_size)
     try:
         config = replace(config, decoder=sharding.in_groups(config.decoder, tp_size, ep_size))
@@ -167,7 +170,14 @@ def load_target(options: EngineConfig) -> Model:
         fp8_activations=options.fp8_activations == "on",
         tp_size=options.tp_size,
         ep_size=options.ep_size,
+        context_length=options.context_length,
     )
+
+
+def check_context(length: int | None, config: ModelConfig, name: str) -> None:
+    """**Raises:** `ConfigError` for a context longer than the model's positions."""
+    if length is not None and length > (most := config.max_position):
+        raise ConfigError(f"--context-length {length} exceeds the {most} positions of {name}; give {most} or less")
 
 
 def in_format(

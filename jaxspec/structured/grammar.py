@@ -98,9 +98,9 @@ class Grammars:
         except RequestError:
             raise
         except Exception as error:  # what a text that isn't a grammar sets off in one of the library's readers
-            raise RequestError(f"{wanted.kind}: {_reason(str(error))}", wanted.name or wanted.kind) from error
+            raise _refused(wanted, str(error)) from error
         if matcher.is_error():
-            raise RequestError(f"{wanted.kind}: {_reason(matcher.get_error())}", wanted.name or wanted.kind)
+            raise _refused(wanted, matcher.get_error())
         with self._turn:
             grammar = self._compiled[wanted] = Grammar(make, matcher)
             while len(self._compiled) > KEPT:
@@ -155,8 +155,14 @@ def behind(base: str, opens: str, closes: str, tokens: Mapping[str, int]) -> str
     return json.dumps({"grammars": [{"lark_grammar": around}, {**body, "name": "body"}]})
 
 
+def _refused(wanted: StructuredOutput, text: str) -> RequestError:
+    what = {"json": "the JSON schema", "regex": "the regular expression", "choice": "the choices"}
+    field = wanted.name or wanted.kind
+    return RequestError(f"{field}: {what.get(wanted.kind, 'the grammar')} can't be compiled: {_reason(text)}", field)
+
+
 def _reason(text: str) -> str:
     """The library's message as one line: its first one, and what a regular expression's parser says at the end."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
     said = [line[:200] for line in (*lines[:1], *lines[1:]) if line is lines[0] or line.startswith("error:")]
-    return " ".join(said[:2]) or "the grammar can't be compiled"
+    return " ".join(said[:2]) or "the grammar library gives no reason"

@@ -97,6 +97,10 @@ class _Lark:
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments: an object, and an empty one where the tool names no parameters."""
     schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
+    if (kind := schema.get("type", "object")) != "object":
+        raise RequestError(
+            f"the parameters of the function {function['name']!r} must have the type object, got {kind!r}", "tools"
+        )
     return {**schema, "type": "object"}
 
 

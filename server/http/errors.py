@@ -154,6 +154,8 @@ def _problem(item: dict[str, Any]) -> tuple[str, str | None]:
         return (f"{place}: {cause}" if place else str(cause)), param
     if item["type"] == "missing":
         return f"{place} is required", place
+    if item["type"] == "too_short" and item["ctx"]["min_length"] == 1:
+        return f"{place} is empty; it must have at least one item", place
     return f"{place}: {item['msg'].lower()}, got {shown(item.get('input'))}", place
 
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 MAX_TOOLS = 128  # OpenAI's limit; also of the calls in one message
 MAX_TOOLS_LENGTH = 2**19  # characters of JSON
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 # What the API's description says of these fields; the functions below check them.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
@@ -147,7 +149,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def check_message(message: Message) -> None:
-    """**Raises:** `RequestError` for a message that lacks what its role needs, or has what its role can't."""
+    """**Raises:** `RequestError` for a message that lacks what its role needs, or has what its role can't.
+
+    A role that no API knows goes to the chat template, which may; but not one that is nearly spelled as another.
+    """
+    if message.role not in ROLES and (near := get_close_matches(message.role, ROLES, n=1, cutoff=0.8)):
+        raise RequestError(f"unknown role {message.role!r}; did you mean {near[0]}?", "role")
     if message.tool_calls and message.role != "assistant":
         raise RequestError(
             f"a message of role {message.role!r} can't have tool_calls; an assistant's can", "tool_calls"

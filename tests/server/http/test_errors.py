@@ -98,7 +98,7 @@ def test_bad_completion(http, fake, fields, param, says, stream):
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": []}, "messages", "at least one item"),
         ({"messages": USER * 5001}, "messages", "has 5001 messages, at most 5000"),
         ({"messages": [{"role": "user", "content": [{}] * 1001}]}, "messages[0].content", "has 1001 parts"),
         ({"messages": [{}] * 100}, "messages[0].role", "messages[0].role is required"),
@@ -108,6 +108,7 @@ def test_bad_completion(http, fake, fields, param, says, stream):
         ({"messages": [*USER, {"content": "hi"}]}, "messages[1].role", "required"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "text parts"),
         ({"messages": [{"role": "\ud800", "content": "a"}]}, "messages[0].role", "surrogate"),
+        ({"messages": [{"role": "asistant", "content": "a"}]}, "messages[0].role", "did you mean assistant?"),
         ({"messages": [{"role": "user", "content": "a", "nam": "b"}]}, "messages[0].nam", "did you mean name?"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "'image_url'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "needs a string"),
