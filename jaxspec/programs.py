@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Array
-from tqdm import tqdm
 
 from jaxspec import batch as packing
 from jaxspec import ladder, peers
@@ -33,6 +32,7 @@ from jaxspec.executables import Executables
 from jaxspec.ladder import drafting, kind_of
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
+from jaxspec.progress import progress_bar
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
 from jaxspec.structured import programs as structured
@@ -232,7 +232,7 @@ class Programs:
         # Two kinds of work: XLA's, in threads, and Python's, of which one thread does as much as many. That one lowers
         # everything before it keeps anything on disk, since a program that isn't lowered yet can't be compiled either.
         with (
-            tqdm(total=len(wanted), desc="compiling", unit="program", disable=not shown) as bar,
+            progress_bar(len(wanted), "compiling", "program", shown) as bar,
             ThreadPoolExecutor(workers) as pool,
             ThreadPoolExecutor(1) as python,
             contextlib.nullcontext() if self._store is None else _not_in_jax_cache(),

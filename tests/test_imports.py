@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A line's modules may import those of their own line and of the lines above it here.
 LAYERS = (
-    "adaptive affinity audit channel fp8 mxfp4 weights options values elsewhere measure pace pages sequence "
+    "adaptive affinity audit channel fp8 mxfp4 weights options values elsewhere measure pace pages progress sequence "
     "slices without_torch",
     "streams interrupts",
     "request pallas",

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from jaxspec import sharding
 from jaxspec.checkpoint import kv_scales
@@ -27,6 +26,7 @@ from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, qu
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import DTYPES, ConfigError, EngineConfig, ModelConfig
 from jaxspec.models import MODELS
+from jaxspec.progress import progress_bar
 from jaxspec.request import RequestError, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights import Fp8, Mxfp4, Unquantised
@@ -252,7 +252,7 @@ def _with_bar(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Pass tensors through under their new names, counting stored bytes."""
     total = sum(info.nbytes for info in found.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {name}", disable=not progress) as bar:
+    with progress_bar(total, f"loading {name}", "B", progress, unit_scale=True) as bar:
         for tensor, array in tensors:
             key = rename(tensor)
             if key not in found:
