@@ -72,6 +72,7 @@ class Engine:
             lookahead=self.runner.draft.drafter.lookahead,
             chunk_tokens=shapes.prefills[-1] * shapes.block,
             block=shapes.block,
+            prefills=shapes.prefills,
             score_tokens=shapes.score * shapes.block,
             context_length=self.config.context_length,
             prefix_cache=not self.config.disable_prefix_cache and snapshots != (),
@@ -92,7 +93,7 @@ class Engine:
         self.step_tokens = Tally(STEP_TOKENS)
         self.rounds_by_drafts = Counter(dict.fromkeys(self.runner.drafts, 0))
         self.chooser = self._chooser()
-        self.pace = Pace(self.config.max_itl_ms and self.config.max_itl_ms / 1e3)
+        self.pace = Pace(self.config.max_itl_ms and self.config.max_itl_ms / 1e3, shapes.block, shapes.prefills)
         self.timeline = None  # the `timeline.Timeline` that records, if one does
         self._read_at = 0.0  # when the last result was read
         self._flights: deque[Flight] = deque()
@@ -163,7 +164,7 @@ class Engine:
         table = self.scheduler.table
         prompts = sum(chunk.count for chunk in plan.prefill)
         if plan.prefill:  # first, so that the device is at work while slots are set up
-            self.pace.prompts(prompts, began)
+            self.pace.prompts(sum(len(chunk.blocks(self.scheduler.block)) for chunk in plan.prefill), began)
             scored = self.runner.prefill(plan.prefill, table)
             if scored is not None:
                 (chunk,) = plan.prefill

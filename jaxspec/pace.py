@@ -9,37 +9,44 @@ from typing import NamedTuple
 
 AGAIN = 1 / 8  # share of a difference by which what is expected falls, or a round's time moves
 OUTLIER = 2  # times what is expected: what took longer counts as that, since the host was held up
+FADE = 1 / 256  # share of what it takes more than others suggest that is forgotten of a program at each other's
 
 
 class Behind(NamedTuple):
-    """What was dispatched since the round before: prompt tokens, and when the first of it was, in seconds."""
+    """What was dispatched since the round before: the size of each program of prompts, and when the first was, in
+    seconds."""
 
-    prompts: int
+    prompts: tuple[int, ...]
     began: float
 
 
 class Pace:
-    """`most`: seconds between two rounds at most, None for no limit; times of rounds and prompts are learned then, too.
+    """`most`: seconds between two rounds at most, None for no limit; times of rounds and of programs of prompts are
+    learned then, too. `sizes`: the blocks of `block` tokens that these programs are made for, ascending; their padding
+    takes as long as tokens do.
 
-    A token's time rises at once with what is seen, since a long prompt's later tokens take longer, and falls slowly.
+    A program's time rises at once with what is seen, since a long prompt's later tokens take longer, and falls slowly.
+    Small programs take longer for a token. So each size is learned by itself. What one that hasn't run takes is guessed
+    from the others, and so is in time what one took that hasn't run for long: it is tried again.
     """
 
-    def __init__(self, most: float | None):
-        self._most = most
+    def __init__(self, most: float | None, block: int, sizes: tuple[int, ...]):
+        self._most, self._block, self._sizes = most, block, sizes
         self._round: float | None = None
-        self._token: float | None = None
-        self._behind = Behind(0, 0.0)
+        self._took: dict[int, float] = {}  # by size
+        self._behind = Behind((), 0.0)
         self._read_at = 0.0
 
-    def prompts(self, tokens: int, now: float) -> None:
-        """Note a program of so many prompt tokens that is about to be dispatched."""
-        behind = self._behind
-        self._behind = Behind(behind.prompts + tokens, behind.began if behind.prompts else now)
+    def prompts(self, blocks: int, now: float) -> None:
+        """Note a program of so many blocks of prompts that is about to be dispatched."""
+        size = next(size for size in self._sizes if size >= blocks)
+        programs, began = self._behind
+        self._behind = Behind((*programs, size), began if programs else now)
 
     def round(self, now: float) -> Behind:
         """Note that a round is about to be dispatched; what it is behind of."""
-        behind, self._behind = self._behind, Behind(0, 0.0)
-        return behind if behind.prompts else Behind(0, now)
+        behind, self._behind = self._behind, Behind((), 0.0)
+        return behind if behind.prompts else Behind((), now)
 
     def read(self, behind: Behind, now: float) -> None:
         """Note that a round's result is there."""
@@ -48,13 +55,37 @@ class Pace:
             expected = took if self._round is None else self._round
             self._round = expected + AGAIN * (min(took, OUTLIER * expected) - expected)
             return
-        each = max(took - (self._round or 0.0), 0.0) / behind.prompts
-        expected = each if self._token is None else self._token
-        each = min(each, OUTLIER * expected)
-        self._token = max(each, expected + AGAIN * (each - expected))
+        self._learn(behind.prompts, max(took - (self._round or 0.0), 0.0))
 
     def tokens(self) -> int | None:
-        """Prompt tokens that may be computed between two rounds; None: as many as one likes, or nothing is known."""
-        if self._most is None or not self._token:
+        """Prompt tokens that may be computed between two rounds: so many of the largest programs, or one smaller one;
+        0: none of them fits. None: as many as one likes, or nothing is known."""
+        if self._most is None or not self._took:
             return None
-        return max(int((self._most - (self._round or 0.0)) / self._token), 0)
+        left, largest = self._most - (self._round or 0.0), self._sizes[-1]
+        if (each := self._expected(largest)) <= left:
+            return int(left / each) * largest * self._block if each else None
+        return max((size for size in self._sizes if self._expected(size) <= left), default=0) * self._block
+
+    def _learn(self, programs: tuple[int, ...], took: float) -> None:
+        """Note what programs of these sizes took together."""
+        if not any(self._took.values()):
+            self._took = {size: took * size / sum(programs) for size in programs}
+            return
+        expected = {size: self._expected(size) for size in programs}
+        whole = sum(expected[size] for size in programs)
+        ratio = min(took / whole, OUTLIER)
+        for size, time in expected.items():
+            falls = size in self._took and ratio < 1
+            self._took[size] = time * (1 + AGAIN * (ratio - 1) if falls else ratio)
+        for size in self._took.keys() - expected.keys():
+            self._took[size] += FADE * min(self._guess(size) - self._took[size], 0.0)
+
+    def _expected(self, size: int) -> float:
+        """Seconds that a program takes, if any has run."""
+        return self._took[size] if size in self._took else self._guess(size)
+
+    def _guess(self, size: int) -> float:
+        """The same by programs of other sizes: a smaller one's time is taken for half fixed."""
+        others = ((time, size / other) for other, time in self._took.items() if other != size)
+        return max((time * (ratio if ratio < 1 else (1 + ratio) / 2) for time, ratio in others), default=0.0)

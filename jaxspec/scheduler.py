@@ -44,7 +44,8 @@ class Scheduler:
     - `width`: most tokens that a round yields per sequence, drafts that it can accept plus one.
     - `lookahead`: KV slots that it may write, from the newest token's on; at least `width`, more for trees.
     - `chunk_tokens`: prompt tokens in one prefill program, in whole blocks of `block`; a block holds tokens of one
-      sequence, so a chunk costs its tokens rounded up. `score_tokens`: the most in a chunk that is scored.
+      sequence, so a chunk costs its tokens rounded up. `score_tokens`: the most in a chunk that is scored. `prefills`:
+      the blocks that programs are made for, ascending, `chunk_tokens` last; None: each number.
     - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences with a common
       prefix.
     - `reach`: tokens beyond a page on which its content depends, see `PrefixTree`.
@@ -72,6 +73,7 @@ class Scheduler:
         block: int,
         score_tokens: int,
         context_length: int,
+        prefills: tuple[int, ...] | None = None,
         prefix_cache: bool = True,
         reach: int = 0,
         replays: bool = False,
@@ -90,6 +92,7 @@ class Scheduler:
             raise ValueError(f"chunk_tokens ({chunk_tokens}) must hold at least one block of {block} tokens")
         self.width, self.lookahead, self.page_size = width, lookahead, page_size
         self.chunk_tokens, self.block, self.score_tokens = chunk_tokens, block, score_tokens
+        self.prefills = prefills or tuple(range(1, chunk_tokens // block + 1))
         self.context_length, self.prefix_cache, self.replays = context_length, prefix_cache, replays
         self.rounds, self.held_tokens = rounds, held_tokens
         self.between: int | None = None
@@ -311,16 +314,14 @@ class Scheduler:
         return crowd and rows > 0 and self._since + self.chunk_tokens <= most
 
     def _room(self) -> int:
-        """Prompt tokens that the next program may have."""
-        if self.between is None or not self.running:
-            return self.chunk_tokens
-        return min(self.chunk_tokens, max(self.between - self._since, self.block))
+        """Blocks that the next program may have: where time is limited, so many that it needs no padding."""
+        limited = self.between is not None and self.running
+        blocks = (self.between - self._since) // self.block if limited else self.prefills[-1]
+        return max((size for size in self.prefills if size <= blocks), default=self.prefills[0])
 
     def _fill(self) -> tuple[list[Sequence], list[Chunk]]:
         """Admissions and chunks within one program's budget: the unfinished prompt first, then new ones in order."""
-        admit: list[Sequence] = []
-        chunks: list[Chunk] = []
-        blocks = self._room() // self.block
+        admit, chunks, blocks = [], [], self._room()
         while blocks:
             if not self.prefilling:
                 if not (seq := self._admit_next(alone=not chunks)):
