@@ -115,7 +115,8 @@ def walk(llm: LLM, chosen: list[Case], result: Result) -> list[Case]:
         try:
             grammar = grammars.compile(StructuredOutput(json=case.schema))
         except RequestError as error:
-            refused[" ".join(str(error).split()[:4])] += 1
+            reason = str(error).rpartition("can't be compiled: ")[2]
+            refused[" ".join(reason.split()[:4])] += 1
             continue
         slowest = max(slowest, time.perf_counter() - began)
         compiled.append(case)
