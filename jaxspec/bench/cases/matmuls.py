@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -66,85 +67,116 @@ def few_rows_layer(
 ) -> Case:
     """A layer at few rows but for its attention, whose place the queries take: four kernels, one after the other.
 
-    Heads are `width` wide, `normed` or not; a narrow model's weights are brought ahead, as in its forward.
-    `quantised`: with FP8 weights.
+    Heads are `width` wide, `normed` or not; a narrow model's weights are prefetched, as in its forward. `quantised`:
+    with FP8 weights.
     """
-    narrow = d <= few_rows.NARROW
-    shapes = {
-        "qkv": (d, (heads + 2 * kv_heads) * width),
-        "out": (heads * width, d),
-        "gate_up": (d, 2 * f),
-        "down": (f, d),
-    }
-    weights = sum(k * m for k, m in shapes.values())
-    place = PAGE + jnp.arange(rows, dtype=jnp.int32)
-    cos, sin = (of(place[:, None] * jnp.geomspace(1, 1e-4, width // 2)) for of in (jnp.cos, jnp.sin))
-
-    def build(key):
-        def own(key):
-            keys = jax.random.split(key, len(shapes))
-            pairs = zip(keys, shapes.items(), strict=True)
-            matrices = {name: jax.random.normal(k, shape, "bfloat16") * shape[0] ** -0.5 for k, (name, shape) in pairs}
-            if quantised:
-                layouts = {"gate_up": Layout(interleave=HALF)}
-                matrices = {name: _fp8(matrix, layouts.get(name, GIVEN)) for name, matrix in matrices.items()}
-            return matrices | {"scale": jnp.ones(d, "bfloat16"), "norms": [jnp.ones(width, "bfloat16")] * 2 * normed}
-
-        x = jax.random.normal(key, (rows, d), "bfloat16")
-        scaled = () if narrow else few_rows.scale_rows(x, jnp.ones(d, "bfloat16"))
-        kv = jnp.zeros((layers, 1 + -(-rows // PAGE), 2, kv_heads, PAGE, width), "bfloat16")
-        return [own(each) for each in jax.random.split(key, layers)], (x, scaled, kv)
-
-    def op(i, own, carried):
-        (x, scaled, kv), layer = carried, own[i]
-        weights = {name: operand(layer[name]) if quantised else layer[name] for name in shapes}
-
-        def add(x, rows, weight):  # what is given to the norm after it, too
-            if narrow:
-                return few_rows.add_product(x, rows, weight), ()
-            return few_rows.add_product(x, rows, weight, layer["scale"])
-
-        rows, of = scaled or (x, layer["scale"])
-        ahead = [layer["out"], layer["gate_up"], layer["down"], own[(i + 1) % layers]["qkv"]] if narrow else []
-        q, kv = few_rows.heads(
-            [rows], [of], weights["qkv"], cos, sin, kv, jnp.int32(i), place, layer["norms"], ahead[:3], eps=EPS
-        )
-        x, scaled = add(x, q, weights["out"])
-        hidden = few_rows.gated(*(scaled or (x, layer["scale"])), weights["gate_up"], ahead[3:], eps=EPS)
-        x, scaled = add(x, hidden, weights["down"])
-        return x, (x, scaled, kv)
-
-    def plain(i, own, carried):
-        (x, scaled, kv), layer = carried, own[i]
-        whole = lambda each: each.dequantised(x.dtype) if isinstance(each, Weight) else each  # noqa: E731
-        layer = {name: whole(each) for name, each in layer.items()}
-        qkv = (rms_norm(x, layer["scale"], EPS) @ layer["qkv"]).reshape(rows, -1, width)
-        if normed:
-            qkv = jnp.concatenate([rms_norm(qkv[:, :-kv_heads], layer["norms"][0], EPS), qkv[:, -kv_heads:]], axis=1)
-        qkv = qkv.reshape(rows, -1, 2, width // 2).astype(jnp.float32)
-        turned, v = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
-        first, second = turned[:, :, 0], turned[:, :, 1]
-        c, s = cos[:, None], sin[:, None]
-        turned = jnp.stack([first * c - second * s, second * c + first * s], axis=2)
-        new = jnp.stack([turned[:, heads:], v], axis=1).reshape(rows, 2, kv_heads, width)
-        kv = kv.at[i, place // PAGE, :, :, place % PAGE].set(new.astype(kv.dtype))
-        x = x + turned[:, :heads].reshape(rows, -1).astype(x.dtype) @ layer["out"]
-        hidden = matmul.gate(rms_norm(x, layer["scale"], EPS) @ layer["gate_up"], HALF)
-        x = x + hidden @ layer["down"]
-        return x, (x, scaled, kv)
-
+    slots = PAGE + jnp.arange(rows, dtype=jnp.int32)  # the first page is nobody's
+    angles = slots[:, None] * jnp.geomspace(1, 1e-4, width // 2)
+    table = jnp.cos(angles), jnp.sin(angles)  # made here, so that no call computes it
+    layer = _FewRows(rows, d, heads, kv_heads, width, f, normed, layers, quantised, slots, table)
+    weights = sum(k * m for k, m in layer.shapes.values())
     return Case(
         name=f"{'FP8 ' * quantised}layer of width {d}, {rows} rows",
         group="few rows' layer",
         layers=layers,
-        build=build,
-        op=op,
-        plain=plain,
+        build=layer.build,
+        op=layer.op,
+        plain=layer.plain,
         size=(2 - quantised) * weights + 2 * rows * (2 * d + (heads + 2 * kv_heads) * width),
         flops=2 * rows * weights,
         kernel="few_rows",
         in_place=True,
     )
+
+
+@dataclass(frozen=True)
+class _FewRows:
+    """`few_rows_layer`'s operands, and both forms of it. A layer's own: its weights, then the rows, the rows scaled for
+    the next norm (none in a narrow model), and all layers' pages, which it changes."""
+
+    rows: int
+    d: int
+    heads: int
+    kv_heads: int
+    width: int
+    f: int
+    normed: bool
+    layers: int
+    quantised: bool
+    slots: jax.Array  # of each row, in the pages
+    table: tuple[jax.Array, jax.Array]  # of ropes, f32[r, half] each
+
+    @property
+    def narrow(self) -> bool:
+        return self.d <= few_rows.NARROW
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        return {
+            "qkv": (self.d, (self.heads + 2 * self.kv_heads) * self.width),
+            "out": (self.heads * self.width, self.d),
+            "gate_up": (self.d, 2 * self.f),
+            "down": (self.f, self.d),
+        }
+
+    def build(self, key: jax.Array) -> tuple[list, tuple]:
+        x = jax.random.normal(key, (self.rows, self.d), "bfloat16")
+        scaled = () if self.narrow else few_rows.scale_rows(x, jnp.ones(self.d, "bfloat16"))
+        pages = 1 + -(-self.rows // PAGE)
+        kv = jnp.zeros((self.layers, pages, 2, self.kv_heads, PAGE, self.width), "bfloat16")
+        return [self._weights(each) for each in jax.random.split(key, self.layers)], (x, scaled, kv)
+
+    def _weights(self, key: jax.Array) -> dict[str, Any]:
+        keys = jax.random.split(key, len(self.shapes))
+        made = {
+            name: jax.random.normal(key, shape, "bfloat16") * shape[0] ** -0.5
+            for key, (name, shape) in zip(keys, self.shapes.items(), strict=True)
+        }
+        if self.quantised:
+            layouts = {"gate_up": Layout(interleave=HALF)}
+            made = {name: _fp8(matrix, layouts.get(name, GIVEN)) for name, matrix in made.items()}
+        norms = [jnp.ones(self.width, "bfloat16")] * 2 * self.normed
+        return made | {"scale": jnp.ones(self.d, "bfloat16"), "norms": norms}
+
+    def op(self, i: int, own: list, carried: tuple) -> tuple[jax.Array, tuple]:
+        (x, scaled, kv), layer = carried, own[i]
+        weights = {name: operand(layer[name]) if self.quantised else layer[name] for name in self.shapes}
+        scale = layer["scale"]
+
+        def add(x, rows, weight):  # what is given to the norm after it, too
+            if self.narrow:
+                return few_rows.add_product(x, rows, weight), ()
+            return few_rows.add_product(x, rows, weight, scale)
+
+        rows, of = scaled or (x, scale)
+        following = own[(i + 1) % self.layers]["qkv"]
+        prefetched = [layer["out"], layer["gate_up"], layer["down"], following] if self.narrow else []
+        cos, sin = self.table
+        paged = kv, jnp.int32(i), self.slots
+        q, kv = few_rows.heads([rows], [of], weights["qkv"], cos, sin, *paged, layer["norms"], prefetched[:3], eps=EPS)
+        x, scaled = add(x, q, weights["out"])
+        hidden = few_rows.gated(*(scaled or (x, scale)), weights["gate_up"], prefetched[3:], eps=EPS)
+        x, scaled = add(x, hidden, weights["down"])
+        return x, (x, scaled, kv)
+
+    def plain(self, i: int, own: list, carried: tuple) -> tuple[jax.Array, tuple]:
+        (x, scaled, kv), layer = carried, own[i]
+        whole = lambda each: each.dequantised(x.dtype) if isinstance(each, Weight) else each  # noqa: E731
+        layer = {name: whole(each) for name, each in layer.items()}
+        qkv = (rms_norm(x, layer["scale"], EPS) @ layer["qkv"]).reshape(self.rows, -1, self.width)
+        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        if self.normed:
+            qk = rms_norm(qk, layer["norms"][0], EPS)
+        cos, sin = (each[:, None] for each in self.table)
+        first, second = jnp.split(qk.astype(jnp.float32), 2, axis=-1)
+        qk = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        q, k = qk[:, : self.heads], qk[:, self.heads :]
+        new = jnp.stack([k, v.astype(jnp.float32)], axis=1)
+        kv = kv.at[i, self.slots // PAGE, :, :, self.slots % PAGE].set(new.astype(kv.dtype))
+        x = x + q.reshape(self.rows, -1).astype(x.dtype) @ layer["out"]
+        hidden = matmul.gate(rms_norm(x, layer["scale"], EPS) @ layer["gate_up"], HALF)
+        x = x + hidden @ layer["down"]
+        return x, (x, scaled, kv)
 
 
 def projections(
