@@ -79,7 +79,7 @@ def test_more_weights_reach_the_program_with_more_layers():
         (["--requests", "many"], "takes a list like 1,8,32 of integers from 1 on"),
         (["--new-tokens", "200"], "exceed --context-length 128"),
         (["--model", "no-such-model"], "no-such-model"),
-        (["--tp-size", "2"], "--tp-size 2: this host has 1 devices"),
+        (["--tp-size", "2"], "--tp-size 2 is more than this host has, 1 device (cpu)"),
     ],
 )
 def test_options_that_cannot_work_are_usage_errors(extra, said, capsys):
