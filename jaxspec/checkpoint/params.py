@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxspec import fp8, mxfp4, sharding
 from jaxspec.checkpoint.check import CheckpointError
+from jaxspec.checkpoint.reserve import reserved
 from jaxspec.fp8 import BLOCK
 from jaxspec.weights import Fp8, Layout, Mxfp4, Param
 
@@ -40,6 +41,7 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
     """
     if mesh is not None:
         sharding.check_params(declared, mesh.size)
+    places = reserved(declared if mesh is None else (), dtype)
     leaves, structure = jax.tree.flatten(declared)
     owner = {name: i for i, param in enumerate(leaves) for name in (*param.sources, *dict(param.scales))}
     parts: dict[int, dict[str, np.ndarray]] = {}
@@ -55,7 +57,7 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
         host = [parts[i].pop(source) for source in leaves[i].sources]
         place = _placed if mesh is None else partial(_divided, mesh=mesh)
         # Waiting for it bounds what the host holds.
-        filled[i] = jax.block_until_ready(place(leaves[i], host, parts.pop(i), dtype))
+        filled[i] = jax.block_until_ready(places.moved(place(leaves[i], host, parts.pop(i), dtype)))
     if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
         raise CheckpointError(f"the weights ended before {len(lacking)} parameters were complete: {lacking[0]}, ...")
     return jax.tree.unflatten(structure, filled)
@@ -205,6 +207,7 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
     if mesh is not None:
         sharding.check_params(declared, mesh.size)
     drawn = {} if isinstance(root, jax.core.Tracer) else _compiled(declared, dtype)
+    places = reserved(declared if mesh is None and drawn else (), dtype)
     key_of = lambda path: jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))  # noqa: E731
 
     def values(path, param: Param) -> jax.Array:
@@ -222,9 +225,9 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
             return jax.block_until_ready(param.made(*made))
         array = values(path, param)
         if not isinstance(param.format, Fp8):
-            return param.made(array)
+            return places.moved(param.made(array))
         sources = [array] if param.stacked else [part.T for part in param.layout.unpack(array)]
-        return jax.block_until_ready(param.made(*_quantised(sources, param.layout)))
+        return jax.block_until_ready(places.moved(param.made(*_quantised(sources, param.layout))))
 
     return jax.tree_util.tree_map_with_path(make, declared)
 

@@ -1,0 +1,65 @@
+"""Memory for large weights, taken on a GPU before any of them is made.
+
+XLA's allocator gives an array a free piece of memory whole, unless the piece is twice as large as the array or 128 MB
+larger. What is made and freed while weights load leaves pieces of all sizes, so weights in FP8 held a tenth to a sixth
+more than their bytes. Arrays that are allocated first come out of one piece, and hold what they need. Each weight is
+copied into such an array once it is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec import fp8
+from jaxspec.weights import Fp8, Mxfp4, Param
+
+LEAST = 2**20  # bytes of an array that is worth it: an array holds less than twice its bytes
+
+
+class Reserved:
+    """Arrays, each of which becomes the memory of one weight's values."""
+
+    def __init__(self, shapes: Iterable[jax.ShapeDtypeStruct]):
+        self._places: dict[tuple, list[jax.Array]] = defaultdict(list)
+        for shape in shapes:
+            self._places[shape.shape, shape.dtype].append(jnp.zeros(shape.shape, shape.dtype))
+        jax.block_until_ready(self._places)
+
+    def moved(self, made: Any) -> Any:
+        """A parameter whose arrays have moved into places of their shape and dtype, where there are any left."""
+
+        def one(array: jax.Array) -> jax.Array:
+            places = self._places[array.shape, array.dtype]
+            return _into(places.pop(), array) if places else array
+
+        return jax.tree.map(one, made)
+
+
+def reserved(declared: Any, dtype: str) -> Reserved:
+    """Places for a pytree of `Param`; none on a CPU, where memory isn't given out so."""
+    return Reserved(() if jax.default_backend() == "cpu" else values_of(declared, dtype))
+
+
+def values_of(declared: Any, dtype: str) -> list[jax.ShapeDtypeStruct]:
+    """The values of all large parameters, but for those in MXFP4: they were of the right size without."""
+    shapes = [_values(param, dtype) for param in jax.tree.leaves(declared) if not isinstance(param.format, Mxfp4)]
+    return [shape for shape in shapes if math.prod(shape.shape) * shape.dtype.itemsize >= LEAST]
+
+
+def _values(param: Param, dtype: str) -> jax.ShapeDtypeStruct:
+    if not isinstance(param.format, Fp8):
+        return jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype))
+    return jax.ShapeDtypeStruct(param.shape if param.stacked else param.shape[::-1], jnp.dtype(fp8.E4M3))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _into(place: jax.Array, array: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(place, array, (0,) * array.ndim)
