@@ -52,6 +52,8 @@ class Pace:
         """Note that a round's result is there."""
         took, self._read_at = now - max(self._read_at, behind.began), now
         if not behind.prompts:
+            if self._round is None:
+                self._took.clear()  # what was learned has a round in it
             expected = took if self._round is None else self._round
             self._round = expected + AGAIN * (min(took, OUTLIER * expected) - expected)
             return
@@ -86,6 +88,8 @@ class Pace:
         return self._took[size] if size in self._took else self._guess(size)
 
     def _guess(self, size: int) -> float:
-        """The same by programs of other sizes: a smaller one's time is taken for half fixed."""
-        others = ((time, size / other) for other, time in self._took.items() if other != size)
-        return max((time * (ratio if ratio < 1 else (1 + ratio) / 2) for time, ratio in others), default=0.0)
+        """The same by programs of other sizes: the next smaller one's time is taken for half fixed, and a larger one
+        takes no longer for a token."""
+        smaller = max((other for other in self._took if other < size), default=size)
+        middle = self._took[smaller] * (1 + size / smaller) / 2 if smaller < size else 0.0
+        return max([middle, *(time * size / other for other, time in self._took.items() if other > size)])
