@@ -71,11 +71,10 @@ class Pace:
 
     def _learn(self, programs: tuple[int, ...], took: float) -> None:
         """Note what programs of these sizes took together."""
-        if not any(self._took.values()):
-            self._took = {size: took * size / sum(programs) for size in programs}
+        expected = {size: self._expected(size) if self._took else 0.0 for size in programs}
+        if not (whole := sum(expected[size] for size in programs)):  # nothing is known, or a round took all of the time
+            self._took |= {size: took * size / sum(programs) for size in programs}
             return
-        expected = {size: self._expected(size) for size in programs}
-        whole = sum(expected[size] for size in programs)
         ratio = min(took / whole, OUTLIER)
         for size, time in expected.items():
             falls = size in self._took and ratio < 1

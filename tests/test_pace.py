@@ -110,3 +110,12 @@ def test_prompts_of_several_programs_are_one_wait():
     assert (behind.prompts, behind.began) == ((4, 4), 100.0 + ROUND)
     pace.read(behind, 100.0 + 2 * ROUND + 2 * (PROGRAM + 500 * TOKEN))
     assert pace.tokens() == 500 + 500  # of the size that is known, each takes half of the wait
+
+
+def test_a_round_that_took_all_of_the_time_is_no_measure():
+    device = Device(0.033)
+    device.step()
+    device.step(500, late=-1.0)
+    device.step(500)
+    device.step(500)
+    assert device.serve()[-1] == 1000
