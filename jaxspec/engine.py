@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import jax
@@ -21,13 +21,14 @@ from jaxspec.batch import fit, unpack_logprobs
 from jaxspec.config import EngineConfig
 from jaxspec.defaults import here
 from jaxspec.drafters.watch import Watch
+from jaxspec.flight import Flight
 from jaxspec.intake import Choice, Intake, Request
-from jaxspec.pace import Behind, Pace
-from jaxspec.request import Delta, RequestError, RequestMetrics
+from jaxspec.pace import Pace
+from jaxspec.request import Delta, RequestError, RequestMetrics, sources_of
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler
-from jaxspec.sequence import Chunk, Sequence
+from jaxspec.sequence import Sequence
 from jaxspec.sequence import State as SequenceState
 from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally, figures
 from jaxspec.structured.matcher import first_masks, round_masks
@@ -35,21 +36,6 @@ from jaxspec.timing import group
 from jaxspec.tokenizer import Detokenizer
 
 log = logging.getLogger("jaxspec")
-
-
-@dataclass(slots=True)
-class Flight:
-    """A dispatched program whose result hasn't been read, and how to read it: `read(flight, result, deltas)`."""
-
-    read: Callable[[Flight, np.ndarray, list[Delta]], None]
-    result: jax.Array
-    rows: list[tuple[Sequence, int]]  # with the epoch at dispatch: a later one means the row is nobody's
-    mode: str = GREEDY
-    chunk: Chunk | None = None  # the part of a prompt that was scored
-    drafts: int = 0  # of a round
-    group: Group | None = None  # of a round whose drafts were chosen, and may tell how to choose
-    behind: Behind | None = None  # of a round: what was dispatched since the one before it
-    started: float = field(default_factory=time.monotonic)  # seconds
 
 
 class Engine:
@@ -97,6 +83,7 @@ class Engine:
         self.timeline = None  # the `timeline.Timeline` that records, if one does
         self._read_at = 0.0  # when the last result was read
         self._flights: deque[Flight] = deque()
+        self._due = 0  # of them, those to read before anything else is dispatched
         draft = self.runner.draft
         self._watch = Watch(draft.name, self.runner.model.name, draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
@@ -156,8 +143,25 @@ class Engine:
         return [] if request is None else [self._finish(c, "abort") for c in request.choices if _open(c)]
 
     def step(self) -> list[Delta]:
-        """Plan and dispatch one step, read what is due, and return what the requests gained."""
+        """Read what is due, or plan and dispatch one step before; return what the requests gained.
+
+        The results of one dispatch are due at the next. They come one after the other, so that a round's tokens, say,
+        aren't held back by the prompts behind it: a step waits for the first alone, and the next one goes on there.
+        """
         deltas, began = [], time.monotonic()
+        prompts = 0 if self._due else self._dispatch(deltas, began)
+        waited = False
+        while self._due and not (waited and not self._flights[0].result.is_ready()):
+            self._due, waited = self._due - 1, True
+            self._read(deltas, keep=len(self._flights) - 1)
+        if moved := prompts + sum(len(delta.token_ids) for delta in deltas):
+            self.step_tokens.observe(moved)
+        if self.timeline is not None:
+            self.timeline.step(began, prompts, deltas)
+        return deltas
+
+    def _dispatch(self, deltas: list[Delta], began: float) -> int:
+        """Plan and dispatch one step: how many prompt tokens it has. All but its last result is due, or that too."""
         self.scheduler.between = self.pace.tokens()
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
@@ -175,12 +179,9 @@ class Engine:
             self._first(plan.first, table)
         if plan.rows:
             self._round(plan.rows, plan.rounds, table, deltas)
-        self._read(deltas, keep=int(bool(plan.rows or plan.first) and not self.config.disable_overlap))
-        if moved := prompts + sum(len(delta.token_ids) for delta in deltas):
-            self.step_tokens.observe(moved)
-        if self.timeline is not None:
-            self.timeline.step(began, prompts, deltas)
-        return deltas
+        overlap = bool(plan.rows or plan.first) and not self.config.disable_overlap
+        self._due = max(len(self._flights) - overlap, 0)
+        return prompts
 
     def _first(self, seqs: list[Sequence], table: np.ndarray) -> None:
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
@@ -319,7 +320,8 @@ class Engine:
             delta = self._finish(choice, "error")
             delta.error = error
         if choice.request.params.token_sources:
-            delta.token_sources = [s for row in rows for s in _sources(row)][known:][: len(delta.token_ids)]
+            sources = [sources_of(row[EMITTED], row[ACCEPTED], row[DRAFTED]) for row in rows]
+            delta.token_sources = list(chain(*sources))[known:][: len(delta.token_ids)]
         return delta
 
     def _count(self, metrics: RequestMetrics, accepted: int, drafted: int) -> None:
@@ -401,6 +403,7 @@ class Engine:
         **Raises:** whatever the device raises if it can't be used any more; `RuntimeError` if pages don't balance.
         """
         self._flights.clear()
+        self._due = 0
         self.scheduler.flush()  # first, so that no sequence publishes pages whose prefill may not have run
         for request in self.requests.values():
             for choice in filter(_open, request.choices):
@@ -438,11 +441,3 @@ def _rows(seqs: list[Sequence]) -> list[tuple[Sequence, int]]:
 
 def _open(choice: Choice) -> bool:
     return choice.seq.state is not SequenceState.FINISHED
-
-
-def _sources(row: list[int]) -> list[str]:
-    """The source of each token that a row of a round emitted, of `TOKEN_SOURCES`: after the drafts comes the model's
-    own."""
-    drafted, accepted = row[DRAFTED], row[ACCEPTED]
-    own = "plain" if not drafted else "bonus" if accepted > drafted else "corrected"
-    return [*["accepted"] * (accepted - 1), own][: row[EMITTED]]

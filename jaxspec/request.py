@@ -384,3 +384,9 @@ class Delta:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with completion 0's first delta, if asked for
     token_sources: list[str] | None = None  # of each of `token_ids`, if asked for
     error: Exception | None = None  # with the finish_reason "error": why this completion failed, and it alone
+
+
+def sources_of(emitted: int, accepted: int, drafted: int) -> list[str]:
+    """The source of each token that a round emitted, of `TOKEN_SOURCES`: after the drafts comes the model's own."""
+    own = "plain" if not drafted else "bonus" if accepted > drafted else "corrected"
+    return [*["accepted"] * (accepted - 1), own][:emitted]

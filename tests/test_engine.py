@@ -15,6 +15,8 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, StructuredOutput
+from jaxspec.flight import Flight
+from jaxspec.request import Delta
 from tests.engines import (
     COUNT_UP,
     DRAFTERS,
@@ -250,6 +252,34 @@ def test_pages_balance_when_a_prompt_is_aborted_halfway(llm):
         assert delta.finish_reason == "abort" and not delta.token_ids
         core.scheduler.audit()
     assert core.abort("nobody") == []
+
+
+class Slow:
+    """A program's result that comes when someone waits for it."""
+
+    def __init__(self, waited, ready=False):
+        self.waited, self.ready = waited, ready
+
+    def is_ready(self):
+        return self.ready
+
+    def __array__(self, dtype=None, copy=None):
+        self.waited.append(self)
+        return np.zeros(1)
+
+
+def test_a_step_returns_what_is_there_before_it_waits_again(llm, monkeypatch):
+    """A round's tokens don't wait for the prompts behind it, and nothing is dispatched before they are read, too."""
+    core, waited = llm.engine, []
+    results = [Slow(waited), Slow(waited, ready=True), Slow(waited), Slow(waited)]
+    read = lambda flight, result, deltas: deltas.append(Delta(flight.result, 0, "", []))  # noqa: E731
+    core._flights.extend(Flight(read, result, []) for result in results)
+    core._due = 3
+    monkeypatch.setattr(core.scheduler, "plan", None)  # not called
+    assert [delta.request_id for delta in core.step()] == results[:2] == waited
+    assert [delta.request_id for delta in core.step()] == [results[2]]
+    monkeypatch.undo()
+    assert [delta.request_id for delta in core.step()] == [results[3]] and not core.busy
 
 
 @pytest.mark.parametrize("program", ["prefill", "first", "round", "admit"])

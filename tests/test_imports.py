@@ -29,7 +29,7 @@ LAYERS = (
     "batch draft mixers verify scheduler executables",
     "drafters round hosts deterministic",
     "structured ladder programs functional",
-    "timing",
+    "timing flight",
     "defaults runner",
     "intake",
     "engine gathered timeline",
