@@ -29,7 +29,7 @@ from jaxspec.llm import LLM
 from jaxspec.request import RequestError
 from jaxspec.tokenizer import TokenizerError
 from jaxspec.train import evaluate, export, flags, loop, plots, synthesise
-from jaxspec.train.continued import continued
+from jaxspec.train.continued import continued, heads_alone
 from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompts, read_texts, split
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
@@ -100,6 +100,8 @@ def _train(args: argparse.Namespace) -> None:
     free = _PROMOTED if promoted else ()
     if given := [name for name in _SHAPE if args.init and name not in free and getattr(args, name, None) is not None]:
         raise TrainError(f"--{given[0].replace('_', '-')} is for new drafters, and --init {args.init} is one already")
+    if getattr(args, "heads_only", False) and not args.init:
+        raise TrainError("--heads-only needs --init D, the drafter whose block stays as it is")
     path = _texts_file(args)
     enable_compilation_cache()  # a run that resumes doesn't compile again
     target = load_model(args.model, _dtype(args))
@@ -160,6 +162,8 @@ def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[
         source = str(promote(args.output / "start", source, *heads))
     if source:
         fresh = continued(args.output / "drafter", args.command, source, target)
+        if getattr(args, "heads_only", False):
+            fresh = heads_alone(fresh, DSparkObjective.heads, target.dtype)
     else:
         fresh = _fresh_block(args, target, texts)
     kind, size = DSparkObjective if args.command == "dspark" else DFlashObjective, fresh.drafter.block_size

@@ -7,8 +7,8 @@ trained are copied: embeddings, token ids.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,15 @@ def continued(folder: Path, method: str, source: str, target: Model) -> Continue
     made = (*declared, "context", "context_norm", "context_bias")  # the latter of trained params, anew in each step
     frozen = {key: value for key, value in params.items() if key not in made}
     return Continued(folder, drafter, declared, trained, frozen, files=files, name=name)
+
+
+def heads_alone(fresh: Continued, names: Container[str], dtype: str) -> Continued:
+    """The same drafter, of which only the params with these names are trained. The others stay as they are, `dtype`."""
+    trained = {name: value for name, value in fresh.trained.items() if name in names}
+    fixed = {name: value for name, value in fresh.trained.items() if name not in names}
+    frozen = {**fresh.frozen, **jax.tree.map(lambda x: x.astype(dtype), fixed)}
+    declared = {name: tree for name, tree in fresh.declared.items() if name in names}
+    return replace(fresh, trained=trained, frozen=frozen, declared=declared)
 
 
 def _untrainable(drafter: Any, params: Any, method: str) -> str | None:

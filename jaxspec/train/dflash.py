@@ -57,8 +57,8 @@ class DFlashObjective(Objective):
     def loss(self, trained, frozen, target_params, batch, keys):
         n = self.positions
         hidden = self.read(target_params, batch)
-        cast = self.cast(trained)
-        params = {**frozen, **cast, **_context_projection(self.drafter.config, cast["layers"])}
+        params = {**frozen, **self.cast(trained)}
+        params |= _context_projection(self.drafter.config, params["layers"])
         anchors, drawn = self._draw(batch, keys)
         out = self._blocks(params, hidden.features, batch, anchors)[:, :, self.drafter.first :]
         take = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)  # noqa: E731
@@ -84,10 +84,12 @@ class DFlashObjective(Objective):
         head = target.hidden_size * target.vocab_size
         context = config.num_layers * config.hidden_size * 2 * config.num_kv_heads * config.head_dim
         own = sum(x.size for name in self.head for x in jax.tree.leaves(trained[name]))
+        each = 6 if "layers" in trained else 2  # a layer that isn't trained has no backward pass
         blocks = self.anchors / row_length * (
-            self.drafter.block_size * 6 * matmul_weights(config) + self.positions * ((2 + 4) * head + 6 * own)
+            self.drafter.block_size * each * matmul_weights(config) + self.positions * ((2 + 4) * head + 6 * own)
         )  # fmt: skip
-        return 2 * matmul_weights(target) + 6 * (trained["fc"].values.size + context) + blocks
+        fused = len(self.drafter.feature_layers) * target.hidden_size * config.hidden_size
+        return 2 * matmul_weights(target) + each * (fused + context) + blocks
 
     def _student(self, params: Any, out: Float[Array, "b a n d"], before: Int[Array, "b a n"]) -> Array:
         """What the scorer gets of each draft's row, of which `before` is the text's token before the draft."""

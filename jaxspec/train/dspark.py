@@ -25,6 +25,7 @@ class DSparkObjective(DFlashObjective):
     drafter: DSpark
 
     head: ClassVar[tuple[str, ...]] = ("markov_after", "confidence", "confidence_bias")
+    heads: ClassVar[frozenset[str]] = frozenset({*head, "markov_before", "markov_joint", "markov_joint_bias"})
 
     def _student(self, params, out, before):
         """Rows, the embeddings of the tokens before, and the Markov head's latents, side by side."""

@@ -133,6 +133,11 @@ def _add_dspark(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("DSpark").add_argument
     add("--markov-rank", type=positive, metavar="N", help="of the Markov head (256)")
     add("--markov-head", choices=HEADS, help="its kind (vanilla)")
+    add(
+        "--heads-only",
+        action="store_true",
+        help="with --init: train the Markov and confidence heads alone; the block stays as it is",
+    )
 
 
 def _add_dflash(parser: argparse.ArgumentParser) -> None:

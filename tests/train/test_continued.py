@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint import ModelFolder, load_model
 from jaxspec.drafters import load_drafter
 from jaxspec.functional import propose
 from jaxspec.train.__main__ import main
@@ -109,6 +109,11 @@ def test_a_dspark_run_starts_from_a_dflash_drafter(tmp_path, capsys):
     config = json.loads((tmp_path / "a" / "drafter" / "config.json").read_text())
     assert config["intermediate_size"] == 40 and config["dflash_config"]["markov_rank"] == 4
     assert load_drafter(f"dspark:{tmp_path / 'a' / 'drafter'}", load_model(str(target), "float32")).drafter.first == 1
+    assert main([*command, "--output", str(tmp_path / "h"), "--markov-head", "rnn", "--heads-only"]) == 0
+    folders = tmp_path / "h" / "start", tmp_path / "h" / "drafter"
+    start, trained = (ModelFolder(folder, folder / "config.json") for folder in folders)
+    moved = {name for name in start.tensors() if (start.tensor(name) != trained.tensor(name)).any()}
+    assert len(moved) > 3 and all(name.startswith(("markov_head.", "confidence_head.")) for name in moved)
     with pytest.raises(SystemExit):
         main([*command, "--output", str(tmp_path / "b"), "--num-layers", "1"])
     assert "--num-layers is for new drafters" in capsys.readouterr().err
