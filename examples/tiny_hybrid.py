@@ -14,7 +14,8 @@ will write. Nothing of it is defined here: layers are those that serving runs (`
 the drafter (`jaxspec.drafters.mtp`), unrolled on its own outputs as EAGLE-3's training does it, and loop and export are
 the trainer's. The folder is in the public layout, with the module as its tensors `mtp.*`.
 
-`--experts 4` makes a mixture of it. For other drafters than the module, docs/training.md has the commands.
+`--experts 4` makes a mixture of it, `--modules 3` gives it an MTP module for each draft. For other drafters than the
+module, docs/training.md has the commands.
 
 The same command again goes on where it was: texts, then steps.
 """
@@ -35,13 +36,13 @@ from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.checkpoint import Model
 from jaxspec.config import EngineConfig
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.mtp import parameters as mtp_parameters
+from jaxspec.drafters.mtp_modules import MtpModules
 from jaxspec.mixers import WholeTexts
 from jaxspec.train import loop
 from jaxspec.train.data import Text
-from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.export import Fresh
+from jaxspec.train.modules import MtpObjective
 from jaxspec.train.packing import Packed
 
 OPENINGS = (
@@ -104,7 +105,9 @@ def make_tokenizer(folder: Path, texts: list[dict[str, str]], vocab_size: int) -
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def write_config(folder: Path, vocab_size: int, width: int, experts: int = 0, layers: int = 4) -> None:
+def write_config(
+    folder: Path, vocab_size: int, width: int, experts: int = 0, layers: int = 4, modules: int = 1
+) -> None:
     """Qwen3.5's config: Qwen3-Next's layers, all of linear attention but the last. With `experts`, so many in each."""
     size = {"intermediate_size": 3 * width}
     if experts:
@@ -130,7 +133,7 @@ def write_config(folder: Path, vocab_size: int, width: int, experts: int = 0, la
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4,
-        "mtp_num_hidden_layers": 1,
+        "mtp_num_hidden_layers": modules,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
         "eos_token_id": 2,
@@ -142,8 +145,8 @@ def write_config(folder: Path, vocab_size: int, width: int, experts: int = 0, la
 def fresh(folder: Path, model: Model, seed: int) -> Fresh:
     """The model and its module, made up from their declarations, to be trained together."""
     options = EngineConfig(draft="mtp", num_draft_tokens=DRAFTS, load_format="dummy", seed=seed)
-    drafter, module = Mtp.load(model, None, options)
-    declared = mtp_parameters(drafter.config)
+    drafter, module = MtpModules.load(model, None, options)
+    declared = mtp_parameters(drafter.config, model.config.mtp_layers)
     trained = {**model.params, "mtp": {name: module[name] for name in declared}}
     for layer in trained["layers"]:
         if "decay_bias" in layer:  # heads that forget within a token or two, and heads that remember for hundreds
@@ -152,7 +155,7 @@ def fresh(folder: Path, model: Model, seed: int) -> Fresh:
 
 
 @dataclass(frozen=True)
-class HybridObjective(Eagle3Objective):
+class HybridObjective(MtpObjective):
     """The model's own next-token loss, and that of its module's chain, which is scored as EAGLE-3's.
 
     The module learns the model's distributions, not the texts: what it drafts is what the model would say.
@@ -222,6 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, default=2048, help="of the new model (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the new model (default: %(default)s)")
     parser.add_argument("--experts", type=int, default=0, help="in each layer, of which two serve a token (none)")
+    parser.add_argument("--modules", type=int, default=1, help="that draft, one token each (default: %(default)s)")
     args = parser.parse_args(argv)
 
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
         lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in some)
         (args.folder / f"{name}.jsonl").write_text("".join(lines))  # to train and try other drafters on
     make_tokenizer(args.folder, texts, args.vocab_size)
-    write_config(args.folder, args.vocab_size, args.width, args.experts)
+    write_config(args.folder, args.vocab_size, args.width, args.experts, modules=args.modules)
     train(args.folder, texts, loop.Settings(steps=args.steps, learning_rate=5e-3, warm_up=50))
     length = trial(args.folder, held_out, args.max_tokens)
     print(f"{len(held_out)} prompts that it never saw, {DRAFTS} drafts a round: accept length {length:.2f}")

@@ -19,6 +19,7 @@ from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.drafters.known import KNOWN, SHIPPED, Known, card, find
 from jaxspec.drafters.mtp import Mtp
+from jaxspec.drafters.mtp_modules import MtpModules
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.drafters.suffix import Suffix
@@ -40,7 +41,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "dspark": DSpark,
     "eagle": Eagle,
     "eagle3": Eagle3,
-    "mtp": Mtp,
+    "mtp": MtpModules,  # or Mtp, of a checkpoint with one
 }
 
 # The method of a checkpoint, by its config's `architectures`. A model that could be a target drafts by itself.

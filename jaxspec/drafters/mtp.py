@@ -3,7 +3,7 @@
 It is one decoder layer of the target's kind, with full attention. It reads pairs: the target's final hidden state at a
 position (after the last norm), and the token that follows. It was trained for one token ahead. Further drafts continue
 from its own normed output, as EAGLE's do, whose chains and caches these are (`eagle.Chain`). Embedding and head are the
-target's.
+target's. Where a checkpoint counts several modules, each drafts one token: `mtp_modules`.
 
 Names are `mtp.*` beside the model's own, in all public layouts. Experts can be one by one there and stacked in the
 body, or the other way round.
@@ -37,21 +37,16 @@ class Mtp(Chain):
 
     @classmethod
     def load(cls, target, source, options):
-        """**Raises:** `ConfigError` for a target without such a module, or several of them, `CheckpointError` for
-        tensors that are missing or don't fit."""
+        """**Raises:** `ConfigError` for a target without such a module, `CheckpointError` for tensors that are missing
+        or don't fit."""
         if not found(target, options.load_format):
             raise ConfigError(
                 f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next "
                 "and Qwen3.5 checkpoints do, as tensors mtp.*. Use --draft ngram, which needs nothing"
             )
-        if target.config.mtp_layers > 1:
-            raise ConfigError(
-                f"--draft mtp: {target.name} has {target.config.mtp_layers} MTP modules; one, drafting any number of "
-                "tokens, is supported"
-            )
-        config = module_config(target.config)
+        config, modules = module_config(target.config), max(target.config.mtp_layers, 1)
         dtype, own = own_dtype(target, options), lambda name: name if name.startswith(MTP) else None
-        declared = parameters(config)
+        declared = parameters(config, modules)
         if options.load_format == "dummy":
             params = made_up(declared, target.quantization, dtype, options)
         else:
@@ -59,8 +54,15 @@ class Mtp(Chain):
             params = load_weights(declared, files, f"{target.name}, MTP", dtype, options, rename=own)
         theirs = borrowed(target, dtype)
         params |= {"embed": theirs["embed"], "head": theirs}
-        drafts = options.num_draft_tokens or 3
-        return cls(config, dtype, (target.config.num_layers,), drafts), params
+        made = config, dtype, (target.config.num_layers,), options.num_draft_tokens or 3
+        return cls.made_of(modules, *made), params
+
+    @classmethod
+    def made_of(cls, modules: int, *fields: Any) -> Mtp:
+        """The drafter with these fields, of so many modules: one. `mtp_modules.MtpModules` makes any."""
+        if modules > 1:
+            raise ConfigError(f"{cls.__name__} drafts with one module, got {modules}; load MtpModules")
+        return cls(*fields)
 
     def _fuse(self, params, features):
         return features[0]
@@ -89,15 +91,16 @@ def module_config(target: ModelConfig) -> ModelConfig:
     return dataclasses.replace(target, decoder=dataclasses.replace(target.decoder, layers=(layer,)))
 
 
-def parameters(config: ModelConfig) -> dict[str, Any]:
-    """What the module has of its own, as declarations, of a config of one layer."""
+def parameters(config: ModelConfig, modules: int = 1) -> dict[str, Any]:
+    """What the module has of its own, as declarations, of a config of one layer. Of several, `layers` are a list."""
     d, centred = config.hidden_size, config.decoder.norm.centred
+    layers = [layer_tensors(config.decoder.layers[0], d, f"{MTP}layers.{i}.") for i in range(modules)]
     return {
         "embed_norm": norm_scale(d, MTP + "pre_fc_norm_embedding.weight", centred),
         "hidden_norm": norm_scale(d, MTP + "pre_fc_norm_hidden.weight", centred),
         "fc": linear(2 * d, {MTP + "fc.weight": d}, exact=True, split=WHOLE),
-        "layer": layer_tensors(config.decoder.layers[0], d, MTP + "layers.0."),
         "norm": norm_scale(d, MTP + "norm.weight", centred),
+        **({"layer": layers[0]} if modules == 1 else {"layers": layers}),
     }
 
 
@@ -110,6 +113,5 @@ def found(target: Model, load_format: str) -> bool:
 
 
 def preferred(target: Model, load_format: str) -> bool:
-    """Whether to draft with it where the user names no drafter; without weights, if the config counts one module."""
-    counted = target.config.mtp_layers
-    return counted <= 1 and bool(counted or load_format != "dummy") and found(target, load_format)
+    """Whether to draft with it where the user names no drafter; without weights, if the config counts a module."""
+    return bool(target.config.mtp_layers or load_format != "dummy") and found(target, load_format)

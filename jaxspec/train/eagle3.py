@@ -25,7 +25,7 @@ HEAD = ("norm", "head")  # params that turn the layer's output into logits
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """Stands where the drafter expects `cache.Rows`. Its cache is a list of (keys, values), one of each step."""
 
     batch: Batch
@@ -98,7 +98,7 @@ class Eagle3Objective(Objective):
         hidden, cache, outputs = self.drafter._fuse(params, features), [], []
         for i in range(self.steps):
             tokens = jnp.roll(batch.tokens, -(i + 1), axis=1)
-            out, cache = self.drafter._layer(params, cache, tokens, hidden, _Step(batch, i))
+            out, cache = self.drafter._layer(params, cache, tokens, hidden, Step(batch, i))
             outputs.append(out)
             hidden = self.drafter._feedback(params, out)
         return outputs

@@ -139,7 +139,7 @@ def test_steps_too_small_for_a_gradient_are_refused(target, monkeypatch):
 
 def test_a_layer_with_a_window_is_refused():
     with pytest.raises(TrainError, match="window of 4 can't be trained"):
-        eagle3._Step(None, 0).attend([], jnp.int32(0), None, None, None, 4)
+        eagle3.Step(None, 0).attend([], jnp.int32(0), None, None, None, 4)
 
 
 def test_a_hybrid_reads_each_text_of_a_batch_as_it_would_alone(target):

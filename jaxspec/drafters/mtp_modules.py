@@ -1,0 +1,168 @@
+"""Several MTP modules in a chain, each of which guesses one token further ahead, as DeepSeek-V3's do.
+
+Module 0 pairs the target's final hidden state at position p with the token at p + 1. Module j pairs what module j - 1
+made at p with the token at p + j + 1, and predicts the one after that (https://arxiv.org/abs/2412.19437, 2.2). Draft j
+is module j's; if more are wanted, the last module goes on from its own outputs, as EAGLE does. Each module has keys and
+values of its own for all of the text. Projection and norms are common to all: a checkpoint in Qwen's layout has their
+layers as `mtp.layers.0`, `mtp.layers.1` and so on.
+
+Between rounds, of a request with tokens x_0 .. x_(N-1), module j has rows of the positions up to N - 2 - j, and the
+last one's output is kept as `hidden[j]`. Commit computes the rows for the tokens that have come: those of module j
+stand j places further back than the first's. A round pairs its drafts in the same way, and the next commit overwrites
+what it wrote.
+
+A page depends on as many tokens after it as there are modules (`reach`). So where a request begins behind pages that it
+shares, all rows in them are right, and every module's own rows begin at that position, `begun`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.cache import Rows
+from jaxspec.decoder.functions import row_of
+from jaxspec.draft import Proposal
+from jaxspec.drafters.mtp import Mtp
+from jaxspec.drafters.vocabulary import as_targets, known_tokens
+
+
+class _Blocks(NamedTuple):
+    """New tokens of each block, and the first module's rows for them. Rows before `begun` are another request's.
+
+    `before[i]` is the block of the same call that ends where block i begins, -1 if there is none.
+    """
+
+    slots: Int[Array, " b"]
+    tokens: Int[Array, "b t"]
+    rows: Rows
+    begun: Int[Array, " b"]
+    before: Int[Array, " b"]
+
+
+@dataclass(frozen=True)
+class MtpModules(Mtp):
+    """`config` is that of one module's layer."""
+
+    modules: int = 2
+
+    @classmethod
+    def made_of(cls, modules, *fields):
+        """A chain of one's own outputs, if that is all there is, takes less."""
+        return Mtp(*fields) if modules == 1 else cls(*fields, modules=modules)
+
+    @property
+    def reach(self):
+        return self.modules
+
+    def kv_bytes_per_token(self, dtype):
+        return self.modules * super().kv_bytes_per_token(dtype)
+
+    def init_state(self, layout, num_slots):
+        """`behind[slot]` is the position after the first module's last row."""
+        hidden = tuple(jnp.zeros((num_slots, self.config.hidden_size), self.dtype) for _ in range(self.modules))
+        kv = tuple(layout.kv(self.config) for _ in range(self.modules))
+        places = {name: jnp.full((num_slots,), -1, jnp.int32) for name in ("behind", "begun")}
+        return {"kv": kv, "hidden": hidden, **places}
+
+    def propose(self, params, state, batch):
+        kept, begun = [hidden[batch.slots] for hidden in state["hidden"]], state["begun"][batch.slots]
+        kv, out, last = list(state["kv"]), kept[0][:, None], self.modules - 1
+        newest, tokens, probs, logits = out, [], [], []
+        for step in range(self.num_draft_tokens):
+            if 0 < step <= last:  # this module's rows of all drafts so far
+                made = out if step > 1 else out[:, :0]
+                drafts, start = jnp.stack(tokens, axis=1), batch.length - 1
+                missing, drafts, paired = _paired(step, begun, start, drafts, kept[step - 1], made)
+                rows = batch.rows(-step - 1, step)
+                rows = rows.replace(start=rows.start + missing, count=jnp.maximum(rows.count - missing, 0))
+                out, kv[step] = self._module(params, step, kv[step], drafts, self._feedback(params, paired), rows)
+                out = out[:, :step]
+                newest = row_of(out, step - 1 - missing)
+            elif step:
+                paired, rows = self._feedback(params, newest), batch.rows(step - last - 2, 1)
+                newest, kv[last] = self._module(params, last, kv[last], tokens[-1][:, None], paired, rows)
+            logits.append(self._logits(params, newest[:, 0]))
+            top = self._top(params, newest) if batch.greedy else None
+            token, p = batch.choose(logits[-1], step, top, known_tokens(params, self.config.vocab_size))
+            token, p = as_targets(params, token, p)
+            tokens.append(token)
+            probs.append(p)
+        count = jnp.where(batch.live, self.num_draft_tokens, 0)
+        stacked = None if batch.greedy else jnp.stack(probs, axis=1)
+        proposal = Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1))
+        return proposal, {**state, "kv": tuple(kv)}
+
+    def commit(self, params, state, batch, verified):
+        rows, slots = Rows(batch.length - 1, verified.accepted, batch.table), batch.slots
+        begun = jnp.where(state["behind"][slots] == rows.start, state["begun"][slots], rows.start)
+        blocks = _Blocks(slots, verified.outputs, rows, begun, jnp.full_like(slots, -1))
+        return self._advance(params, state, blocks, verified.features, rows.count > 0)
+
+    def prefill(self, params, state, batch, features):
+        """Several blocks of one request follow one another."""
+        slots, rows = batch.slots, batch.rows
+        real, start = rows.count > 0, rows.start
+        mine = (slots[:, None] == slots) & real
+        follows = mine & (start + rows.count == start[:, None])
+        before = jnp.where(follows.any(axis=1), jnp.argmax(follows, axis=1), -1)
+        earliest = jnp.min(jnp.where(mine, start, jnp.iinfo(jnp.int32).max), axis=1)
+        begun = jnp.where(state["behind"][slots] == earliest, state["begun"][slots], earliest)
+        keep = real & ~(mine & (start[:, None] < start)).any(axis=1)
+        blocks = _Blocks(slots, batch.next_tokens, rows, begun, before)
+        return self._advance(params, state, blocks, features, keep)
+
+    def _advance(
+        self,
+        params: Any,
+        state: dict[str, Any],
+        blocks: _Blocks,
+        features: tuple[Float[Array, "b t d"], ...],
+        keep: Bool[Array, " b"],
+    ) -> dict[str, Any]:
+        """Compute all modules' rows for these tokens, and where `keep`, note the last ones' outputs."""
+        slots, rows, begun, t = blocks.slots, blocks.rows, blocks.begun, blocks.tokens.shape[1]
+        into = jnp.where(keep, slots, len(state["behind"]))  # out of range for all others, which are dropped
+        paired = self._fuse(params, [x.astype(self.dtype) for x in features])
+        mine, tokens, kv, hidden, out, ending = rows, blocks.tokens, [], [], None, None
+        for j in range(self.modules):
+            if j:
+                known = jnp.where(blocks.before[:, None] < 0, state["hidden"][j - 1][slots], ending[blocks.before])
+                missing, tokens, paired = _paired(j, begun, rows.start, blocks.tokens, known, out)
+                paired = self._feedback(params, paired)
+                mine = rows.replace(start=rows.start - j + missing, count=jnp.maximum(rows.count - missing, 0))
+            out, written = self._module(params, j, state["kv"][j], tokens, paired, mine)
+            out = out[:, :t]
+            ending = row_of(out, jnp.maximum(mine.count - 1, 0))[:, 0]
+            kv.append(written)
+            hidden.append(state["hidden"][j].at[into].set(ending, mode="drop"))
+        note = lambda name, value: state[name].at[into].set(value, mode="drop")  # noqa: E731
+        places = {"behind": note("behind", rows.start + rows.count), "begun": note("begun", begun)}
+        return {"kv": tuple(kv), "hidden": tuple(hidden), **places}
+
+    def _module(self, params, j, kv, tokens, paired, rows):
+        return self._layer({**params, "layer": params["layers"][j]}, kv, tokens, paired, rows)
+
+
+def _paired(
+    j: int,
+    begun: Int[Array, " b"],
+    start: Int[Array, " b"],
+    tokens: Int[Array, "b t"],
+    kept: Float[Array, "b d"],
+    out: Float[Array, "b _ d"],
+) -> tuple[Int[Array, " b"], Int[Array, "b t"], Float[Array, "b t d"]]:
+    """What module j's rows are made of, for tokens that the first module's rows from `start` on take.
+
+    `out` are the rows of module j - 1 for the same tokens, `kept` the one before them. Returned are how many rows are
+    missing at the beginning, as they would stand before `begun`, and tokens and outputs of those that aren't.
+    """
+    missing = lambda j: jnp.clip(begun + j - start, 0, j)  # noqa: E731
+    shift, at = missing(j) - missing(j - 1), jnp.arange(tokens.shape[1])
+    known = jnp.concatenate([kept[:, None], out], axis=1)
+    pick = lambda x, places: jnp.minimum(at + places[:, None], x.shape[1] - 1)  # noqa: E731
+    tokens = jnp.take_along_axis(tokens, pick(tokens, missing(j)), axis=1)
+    return missing(j), tokens, jnp.take_along_axis(known, pick(known, shift)[..., None], axis=1)
