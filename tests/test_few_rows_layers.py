@@ -170,25 +170,33 @@ def test_wide_layers_are_those_of_the_model(monkeypatch, family):
 
 
 def in_fp8(layers):
-    """The layers with all dense weights in FP8."""
+    """The layers with all dense weights in FP8, and experts' if there are any."""
 
     def quantised(weight):
         values, scales = fp8.quantise_blocks(weight.values.T)
         unit = min(fp8.BLOCK, weight.layout.interleave or fp8.BLOCK)
         return Weight(values, Fp8(fp8.BLOCK), weight.layout, jnp.repeat(scales, fp8.BLOCK // unit, 0))
 
-    dense = ("qkv", "out", "gate_up", "down")
-    return [layer | {name: quantised(layer[name]) for name in dense if name in layer} for layer in layers]
+    def stack(weight):
+        values, scales = jax.vmap(fp8.quantise_blocks)(weight.values)
+        return weight.replace(values=values, scales=scales, format=Fp8(fp8.BLOCK))
+
+    of = {name: quantised for name in ("qkv", "out", "gate_up", "down")}
+    of |= {name: stack for name in ("experts_gate_up", "experts_down")}
+    return [layer | {name: of[name](layer[name]) for name in of if name in layer} for layer in layers]
 
 
-@pytest.mark.parametrize("family,width", [rare("qwen3", 1408), ("llama", 256)])
+@pytest.mark.parametrize("family,width", [rare("qwen3", 1408), ("llama", 256), ("qwen3_moe", 1408)])
 def test_layers_in_fp8_are_those_of_the_model(monkeypatch, family, width):
-    config, params = small_model(family, hidden_size=width, intermediate_size=128, num_hidden_layers=3)
+    sizes = dict(hidden_size=width, intermediate_size=128, num_hidden_layers=3) | EXPERTS.get(family, {})
+    config, params = small_model(family, **sizes)
     params["layers"] = in_fp8(params["layers"])
-    rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
+    rows = two_requests()
     expected = forward(config, params, rows)
     take_few_rows(monkeypatch)
+    calls = take_mixtures(monkeypatch)
     assert_same_forward(forward(config, params, rows), expected, rows, 2e-2)
+    assert set(calls) == ({"add", "router"} if family == "qwen3_moe" else set())
 
 
 def test_fp8_layers_that_do_not_fit_are_named():
@@ -200,8 +208,6 @@ def test_fp8_layers_that_do_not_fit_are_named():
     assert "16 rows of 256; supported: up to 8" in refuses(layers, dataclasses.replace(call, requests=4))
     assert "some are FP8" in refuses([layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call)
     assert "FP8 weights divided" in refuses(layers, dataclasses.replace(call, devices=2))
-    mixture, experts = small_model("qwen3_moe", hidden_size=256, **EXPERTS["qwen3_moe"])
-    assert "in a mixture" in FEW_ROWS.refuses(mixture.decoder, in_fp8(experts["layers"]), call)
     by_tensor = [layers[0] | {"out": layers[0]["out"].replace(format=Fp8(None))}, *layers[1:]]
     assert "128 inputs each" in refuses(by_tensor, call)
 

@@ -90,15 +90,13 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, fp8: bool
     formats = {isinstance(weight.format, Fp8) for weight in multiplied}
     if len(formats) > 1 or (True in formats and not fp8):
         return "weights of which some are FP8" if fp8 else "FP8 weights"
-    (fp8,) = formats
-    if fp8 and len(widths) < 3:
-        return "FP8 weights in a mixture of experts"  # not measured
-    for weight in multiplied if fp8 else ():
+    (quantised,) = formats
+    for weight in multiplied if quantised else ():
         unit = weight.outputs // len(weight.scales)
         if reason := few_rows.fp8_supported(weight.format.block, weight.outputs, weight.inputs, unit):
             return reason
-    dtype = layers[0]["attn_norm"].dtype if fp8 else multiplied[0].dtype
-    return few_rows.supported(rows, a.head_dim, widths, dtype, call.pages, beside=beside, fp8=fp8)
+    dtype = layers[0]["attn_norm"].dtype if quantised else multiplied[0].dtype
+    return few_rows.supported(rows, a.head_dim, widths, dtype, call.pages, beside=beside, fp8=quantised)
 
 
 def _multiplied(layers: Sequence[Weights]) -> list[Weight]:
