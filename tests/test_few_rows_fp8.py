@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import fp8
-from jaxspec.decoder.functions import rms_norm, rope
+from jaxspec.decoder.functions import centred_rms_norm, rms_norm, rope
 from jaxspec.decoder.matmul import gate
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas.few_rows import Fp8Weight
@@ -25,6 +25,7 @@ SIZES = dict(d=256, heads=2, kv_heads=1, f=128, width=64)
 WIDE = dict(d=1152, heads=2, kv_heads=1, f=128, width=128)
 QWEN3 = dict(d=4096, heads=32, kv_heads=8, f=12288, width=128)
 MIXTURE = dict(d=2048, heads=32, kv_heads=4, f=768, width=128)
+HYBRID = dict(d=5120, heads=120, kv_heads=4, f=17408, width=128)  # Qwen3.8-27B's; q, k and v have qkvz's columns
 
 
 def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.Array]:
@@ -70,6 +71,17 @@ def check_add(given: dict, biased: bool = False, scaled: bool = True, **options)
     assert_close(got, given["x"] + (product + bias if biased else product))
 
 
+def check_normed(given: dict, centred: bool = False, scaled: bool = True, **options):
+    """The products, and the rows themselves."""
+    weight, whole = given["qkv"]
+    scale = given["scale"] - 1 if centred else given["scale"]
+    of = op.scale_rows(given["x"], scale, centred) if scaled else (given["x"], scale)
+    got, rows = op.normed(*of, [weight], eps=EPS, dtypes=("bfloat16",), centred=centred, keep=True, **options)
+    norm = (centred_rms_norm if centred else rms_norm)(given["x"], scale, EPS)
+    assert_close(rows, norm)
+    assert_close(got, multiplied(norm, whole))
+
+
 def check_product(given: dict, **options):
     weight, whole = given["gate_up"]
     rows = jnp.split(given["x"], 2, axis=1)
@@ -111,6 +123,17 @@ def test_product_added_with_more_weights_than_shared_memory_holds():
     check_add(operands(f=3072), splits=1, **INTERPRET)
 
 
+@pytest.mark.parametrize("centred,scaled,sizes", [rare(False, False, SIZES), (True, True, WIDE)])
+def test_normed(centred, scaled, sizes):
+    check_normed(operands(**sizes), centred, scaled, splits=1, **INTERPRET)
+
+
+def test_an_fp8_weight_is_normed_for_alone():
+    given = operands()
+    with pytest.raises(ValueError, match="2 weights, of which the first is FP8; supported: one such weight"):
+        op.normed(given["x"], given["scale"], [given["qkv"][0]] * 2, eps=EPS, dtypes=("bfloat16",) * 2)
+
+
 def test_product_of_rows_side_by_side():
     check_product(operands(), splits=1, **INTERPRET)
 
@@ -124,6 +147,9 @@ KERNELS_OF = {
     "gated": lambda of: op.gated(*op.scale_rows(of["x"], of["scale"]), of["gate_up"][0], eps=EPS),
     "add": lambda of: op.add_product(of["x"], of["hidden"], of["down"][0], of["scale"]),
     "product": lambda of: op.product([of["hidden"]], of["down"][0]),
+    "normed": lambda of: op.normed(
+        *op.scale_rows(of["x"], of["scale"]), [of["qkv"][0]], eps=EPS, dtypes=("bfloat16",), centred=True
+    ),
     "heads": lambda of: op.heads(
         *([each] for each in op.scale_rows(of["x"], of["scale"])), of["qkv"][0], of["cos"], of["sin"], of["kv"],
         jnp.int32(1), of["place"], list(of["norms"]), eps=EPS,
@@ -132,7 +158,7 @@ KERNELS_OF = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS_OF)
-@pytest.mark.parametrize("rows,sizes", [(8, QWEN3), rare(8, MIXTURE)])
+@pytest.mark.parametrize("rows,sizes", [(8, QWEN3), rare(8, MIXTURE), rare(8, HYBRID)])
 def test_lowers_for_cuda(kernel, rows, sizes):
     given = jax.eval_shape(lambda: operands(rows, **sizes))
     text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()

@@ -181,7 +181,7 @@ def in_fp8(layers):
         values, scales = jax.vmap(fp8.quantise_blocks)(weight.values)
         return weight.replace(values=values, scales=scales, format=Fp8(fp8.BLOCK))
 
-    of = {name: quantised for name in ("qkv", "out", "gate_up", "down")}
+    of = {name: quantised for name in ("qkv", "qkvz", "out", "gate_up", "down")}
     of |= {name: stack for name in ("experts_gate_up", "experts_down")}
     return [layer | {name: of[name](layer[name]) for name in of if name in layer} for layer in layers]
 
@@ -215,7 +215,7 @@ def test_fp8_layers_that_do_not_fit_are_named():
 def small_hybrid(family: str, hidden_size: int = 64):
     """Config and parameters of a small hybrid whose products the kernels take: columns are multiples of 64."""
     given = dict(
-        hidden_size=hidden_size, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64
+        hidden_size=hidden_size, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64
     )
     given |= dict(linear_num_key_heads=8, linear_key_head_dim=8, linear_num_value_heads=32, linear_value_head_dim=8)
     if family == "qwen3_5_moe":
@@ -283,6 +283,25 @@ def test_a_wide_hybrids_router_takes_scaled_rows(monkeypatch):
     take_few_rows(monkeypatch)
     for one, other in zip(hybrid_round(config, params, 4, 1), expected, strict=True):
         assert_close(one, other, 2e-2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_hybrid_in_fp8_is_the_model(monkeypatch, family):
+    """Its rows come scaled from one kernel to the next."""
+    config, params = small_hybrid(family, 1408)
+    params["layers"] = in_fp8(params["layers"])
+    expected = hybrid_round(config, params, 3, 1)
+    take_few_rows(monkeypatch)
+    monkeypatch.setattr(op, "normed", partial(op.normed, splits=1))
+    for one, other in zip(hybrid_round(config, params, 3, 1), expected, strict=True):
+        assert_close(one, other, 2e-2)
+
+
+def test_a_hybrid_in_fp8_that_does_not_fit_is_named():
+    config, params = small_hybrid("qwen3_5", 256)
+    layers, call = in_fp8(params["layers"]), Call(1, 3, "bfloat16", processors=132)
+    assert FUSED_NORMS.refuses(config.decoder, params["layers"], call) is None
+    assert FUSED_NORMS.refuses(config.decoder, layers, call) == "an MLP 128 wide, of rows of 256"
 
 
 def small_drafter(method: str):

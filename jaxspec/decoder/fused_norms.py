@@ -1,14 +1,15 @@
 """Layers at up to eight rows with each norm in one kernel with the products after it (`pallas.few_rows.normed`).
 
-The output projection is one kernel with the residual stream. Mixing stays the plain layer's, so linear attention and
-gated attention run so. Each request's rows are padded from the embedding to the last layer, because XLA would put each
-cut and each padding into a kernel of its own, were it not part of one that is there anyway: so linear attention's
-result comes with padding rows, which hold anything, and nothing that follows looks from one row at another. What mixes
-tokens is given the valid rows alone.
+The output projection is one kernel with the residual stream, and so is an MLP's second product; its first one is one
+with its gate. Mixing stays the plain layer's, so linear attention and gated attention run so. Each request's rows are
+padded from the embedding to the last layer, because XLA would put each cut and each padding into a kernel of its own,
+were it not part of one that is there anyway: so linear attention's result comes with padding rows, which hold anything,
+and nothing that follows looks from one row at another. What mixes tokens is given the valid rows alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -20,12 +21,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.layer import feed, mix, projections
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.mixture_rows import Given, given_first, mixture
+from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, operand
 from jaxspec.decoder.padding import flat, pad, padded, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows
-from jaxspec.weights import Unquantised
+from jaxspec.weights import HALF, Fp8, Unquantised, Weight
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
@@ -38,6 +39,7 @@ IMPLEMENTS = {
     Rope: frozenset({"theta", "scaling", "columns"}),
     **ROPE_SCALINGS,
     Unquantised: frozenset(),
+    Fp8: frozenset({"block"}),
 }
 
 
@@ -48,13 +50,51 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         return "inputs that aren't one residual stream"
     rows = call.requests * padded(call.requests, call.rows)
     for layer, weights in zip(decoder.layers, layers, strict=True):
-        out, d = weights["out"], decoder.width
-        columns = [weights[name].outputs for name in projections(layer)]
-        reason = few_rows.normed_supported(rows, d, columns, out.dtype)
-        reason = reason or few_rows.product_supported(rows, [out.inputs], (out.inputs, d), out.dtype)
-        if reason is not None:
+        dtype = weights["attn_norm"].dtype
+        for names in _together(layer, weights):
+            columns, fp8 = [weights[name].outputs for name in names], _in_fp8(weights[names[0]])
+            if reason := few_rows.normed_supported(rows, decoder.width, columns, dtype, fp8=fp8):
+                return reason
+        reason = _sum_refused(weights["out"], rows, dtype)
+        if not isinstance(layer.feed, Mixture) and any(map(_in_fp8, weights.values())):
+            reason = reason or _mlp_refused(layer, weights, rows)
+        if reason := reason or _scales_refused(weights):
             return reason
     return None
+
+
+def _in_fp8(weight: Any) -> bool:
+    return isinstance(weight, Weight) and isinstance(weight.format, Fp8)
+
+
+def _together(layer: Layer, weights: Weights) -> list[tuple[str, ...]]:
+    """The weights that make of a layer's normed rows what it mixes; those of one kernel together."""
+    names = projections(layer)
+    return [(name,) for name in names] if any(_in_fp8(weights[name]) for name in names) else [names]
+
+
+def _sum_refused(weight: Weight, rows: int, dtype: Any) -> str | None:
+    """Why the kernel of a product and the residual stream can't take so many rows of this weight, or None."""
+    shape = weight.inputs, weight.outputs
+    return few_rows.product_supported(rows, [weight.inputs], shape, dtype, _in_fp8(weight))
+
+
+def _mlp_refused(layer: Layer, weights: Weights, rows: int) -> str | None:
+    """Why an MLP can't be two kernels, or None if it can."""
+    m, d, gate_up = layer.feed, weights["down"].outputs, weights["gate_up"]
+    if m.bias or m.activation != "silu":
+        return "an MLP with biases" if m.bias else f"an MLP with {m.activation}"
+    if d <= few_rows.NARROW or gate_up.layout.interleave != HALF:
+        return f"an MLP {m.width} wide, of rows of {d}"
+    reason = few_rows.normed_supported(rows, d, [gate_up.outputs], weights["attn_norm"].dtype, fp8=_in_fp8(gate_up))
+    return reason or _sum_refused(weights["down"], rows, weights["attn_norm"].dtype)
+
+
+def _scales_refused(weights: Weights) -> str | None:
+    """Why the kernels can't read the scales of a layer's dense weights, or None if they can."""
+    dense = [weights[name] for name in ("qkv", "qkvz", "out", "gate_up", "down") if name in weights]
+    of = [(w.format.block, w.outputs, w.inputs, w.outputs // len(w.scales)) for w in dense if _in_fp8(w)]
+    return next(filter(None, itertools.starmap(few_rows.fp8_supported, of)), None)
 
 
 def run(
@@ -73,9 +113,9 @@ def run(
     def one(layer, weights, after, i, given, x, cache):
         return run_padded(layer, weights, i, given, x, positions, mixer, cache, after)
 
-    given = flat_rows(x), layers[0]["attn_norm"]
-    if isinstance(decoder.layers[0].feed, Mixture):
-        given = given_first(decoder.layers[0], layers[0], *given)
+    given, first = (flat_rows(x), layers[0]["attn_norm"]), decoder.layers[0]
+    if isinstance(first.feed, Mixture) or not _mlp_refused(first, layers[0], len(given[0])):
+        given = given_first(first, layers[0], *given)
     for at, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
         kind, after = type(layer.mixing), layers[(at + 1) % len(layers)]["attn_norm"]  # at last, the next round's first
         x, given, cache = one(layer, weights, after, jnp.int32(counts[kind]), given, x, cache)
@@ -118,12 +158,8 @@ def run_padded(
 ) -> tuple[Float[Array, "b p d"], Given, Any]:
     """A layer over padded rows: the residual stream after it, what is given to the norm that follows, of the scale
     `after`, and the cache. `given`: to this layer's first norm."""
-    names, rows, t = projections(layer), flat_rows(x), positions.shape[1]
-    dtypes = tuple("float32" if name == "ba" else str(x.dtype) for name in names)
-    norm = {"eps": layer.norm.eps, "centred": layer.norm.centred}
-    projecting = [weights[name].unquantised for name in names]
-    made = few_rows.normed(*given, projecting, dtypes=dtypes, **norm)
-    made = [out.reshape(*x.shape[:2], -1) for out in made]
+    rows, t, norm = flat_rows(x), positions.shape[1], layer.norm
+    made = [out.reshape(*x.shape[:2], -1) for out in _projected(layer, weights, given)]
     if isinstance(layer.mixing, Attention):
         made = [out[:, :t] for out in made]
     mixed, cache = mix(layer, weights, i, made, positions, mixer, cache)
@@ -131,9 +167,26 @@ def run_padded(
     if isinstance(layer.feed, Mixture):
         out, given = mixture(layer, weights, rows, mixed, *valid_rows(positions), after)
         return out.reshape(x.shape), given, cache
-    x = few_rows.add_product(rows, mixed, weights["out"].unquantised).reshape(x.shape)
-    x = feed(layer, weights, x, positions)
-    return x, (flat_rows(x), after), cache
+    if _mlp_refused(layer, weights, len(rows)):
+        x = few_rows.add_product(rows, mixed, operand(weights["out"])).reshape(x.shape)
+        x = feed(layer, weights, x, positions)
+        return x, (flat_rows(x), after), cache
+    rows, given = add(rows, mixed, weights["out"], weights["mlp_norm"], norm.centred)
+    hidden = few_rows.gated(*given, operand(weights["gate_up"]), eps=norm.eps)
+    rows, given = add(rows, hidden, weights["down"], after, norm.centred)
+    return rows.reshape(x.shape), given, cache
+
+
+def _projected(layer: Layer, weights: Weights, given: Given) -> list[Float[Array, "n _"]]:
+    """What a layer mixes, of its normed rows; the products of `ba`, which go into exponents, in float32."""
+    norm, made = {"eps": layer.norm.eps, "centred": layer.norm.centred}, []
+    for names in _together(layer, weights):
+        of, fp8 = given, _in_fp8(weights[names[0]])
+        if fp8 and not isinstance(given, few_rows.Scaled) and given[0].shape[1] > few_rows.NARROW:
+            of = few_rows.scale_rows(*given, layer.norm.centred)
+        dtypes = tuple("float32" if name == "ba" else str(given[0].dtype) for name in names)
+        made += few_rows.normed(*of, [operand(weights[name]) for name in names], dtypes=dtypes, **norm)
+    return made
 
 
 FUSED_NORMS = Path("fused_norms", IMPLEMENTS, 1, fits, run, run_one)

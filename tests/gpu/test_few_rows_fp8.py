@@ -18,12 +18,14 @@ from tests import test_few_rows_layers as layers
 
 pytestmark = pytest.mark.gpu
 
-SIZES = {"qwen3-8b": cpu.QWEN3, "qwen3-30b-a3b": cpu.MIXTURE}
+SIZES = {"qwen3-8b": cpu.QWEN3, "qwen3-30b-a3b": cpu.MIXTURE, "qwen3.8-27b": cpu.HYBRID}
 CHECKS = {
     "gated": cpu.check_gated,
     "add": cpu.check_add,
     "biased add": partial(cpu.check_add, biased=True, scaled=False),
     "product": cpu.check_product,
+    "normed": cpu.check_normed,
+    "centred normed": partial(cpu.check_normed, centred=True),
     "heads": cpu.check_heads,
 }
 

@@ -26,6 +26,7 @@ multiplied by the factor, in float32. Narrow rows are normed before their weight
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -376,7 +377,7 @@ def _write_scaled(share, x, scale, rows_g, squares_g):
 def normed(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
-    weights: Sequence[Float[Array, "d _"]],
+    weights: Sequence[Float[Array, "d _"] | Fp8Weight],
     bias: Float[Array, " n"] | None = None,
     *,
     eps: float,
@@ -390,16 +391,21 @@ def normed(
 
     `x`, `scale` and `splits` as in `gated`. `centred`: as in `functions.centred_rms_norm`, which `Scaled` rows are
     already. `bias`: of the first weight's columns, in float32, if that is the dtype of its product. With `keep` the
-    normed rows come after the products.
+    normed rows come after the products. An `Fp8Weight` comes alone.
     """
-    biases = [] if bias is None else [bias.astype(_f32)]
+    biases, fp8 = [] if bias is None else [bias.astype(_f32)], isinstance(weights[0], Fp8Weight)
     if biases and dtypes[0] != "float32":
         raise ValueError(f"a bias and a product in {dtypes[0]}; supported: float32")
-    groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
-    columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
-    share = with_splits(share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1), splits)
-    outs = [jax.ShapeDtypeStruct((len(x), w.shape[1]), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
-    scratch = scratch_of(share)
+    if fp8 and len(weights) > 1:
+        raise ValueError(f"{len(weights)} weights, of which the first is FP8; supported: one such weight")
+    if fp8:
+        groups, columns = None, outputs(weights[0])
+    else:
+        groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
+        columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
+    share = with_splits(share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, fp8=fp8), splits)
+    outs = [jax.ShapeDtypeStruct((len(x), outputs(w)), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+    scratch = scratch_of(share, interpret)
     return plgpu.kernel(
         partial(_normed_tile, share, eps, centred, len(weights), len(biases)),
         kernel_name="few_rows_normed",
@@ -408,11 +414,13 @@ def normed(
         scratch_types=scratch,
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, *weights, *biases)
+    )(x, scale, *itertools.chain(*map(operands, weights)), *biases)
 
 
 def _normed_tile(share, eps, centred, weights, biases, x_g, scale_g, *refs, **scratch):
-    weights_g, biases_g, outs_g = refs[:weights], refs[weights : weights + biases], refs[weights + biases :]
+    refs = list(refs)
+    weights_g = [taken(share, refs) for _ in range(weights)]
+    biases_g, outs_g = refs[:biases], refs[biases:]
     tile = lax.axis_index("tile")
     begun = begin(share, weights_g, [x_g], **scratch)
     factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])

@@ -220,8 +220,13 @@ def supported(
     return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
 
 
-def product_supported(rows: int, widths: Sequence[int], shape: tuple[int, int], dtype: Any) -> str | None:
-    """Why `product` can't serve so many rows of these widths and a weight like this, or None if it can."""
+def product_supported(
+    rows: int, widths: Sequence[int], shape: tuple[int, int], dtype: Any, fp8: bool = False
+) -> str | None:
+    """Why `product` can't serve so many rows of these widths and a weight like this, or None if it can.
+
+    `fp8`: the weight is, and `dtype` is that of what it stands for.
+    """
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"weights in {jnp.dtype(dtype).name}; supported: bfloat16"
     most = MAX_ROWS if shape[1] <= NARROW else WIDE_ROWS
@@ -229,12 +234,15 @@ def product_supported(rows: int, widths: Sequence[int], shape: tuple[int, int], 
         return f"{rows} rows for {shape[1]} columns; supported: up to {most}"
     if len(set(widths)) > 1 or widths[0] % TILE or shape[1] % TILE:
         return f"widths {widths} and {shape[1]}; supported: equal multiples of {TILE}"
-    fits = share_out(-(-rows // GROUP) * GROUP, widths, shape[1], 1, normed=False).fits
+    fits = share_out(-(-rows // GROUP) * GROUP, widths, shape[1], 1, normed=False, fp8=fp8).fits
     return None if fits else f"{rows} rows of {widths} for shared memory"
 
 
-def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any) -> str | None:
-    """Why `normed` can't serve so many rows of this width and weights of so many columns, or None if it can."""
+def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any, fp8: bool = False) -> str | None:
+    """Why `normed` can't serve so many rows of this width and weights of so many columns, or None if it can.
+
+    `fp8`: the weight is, and rows wider than `NARROW` come as `Scaled`.
+    """
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
         return f"weights in {wrong[0]}; supported: bfloat16"
     if rows % GROUP or rows > WIDE_ROWS:
@@ -243,7 +251,8 @@ def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any
         return f"width {odd[0]}; supported: multiples of {TILE}"
     if sum(columns) > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
         return f"{sum(columns)} columns; supported: up to {most}"
-    return None if share_out(rows, [width], sum(columns)).fits else f"rows of {width} for shared memory"
+    fits = share_out(rows, [width], sum(columns), normed=not fp8 or width <= NARROW, fp8=fp8).fits
+    return None if fits else f"rows of {width} for shared memory"
 
 
 def top_supported(rows: int, shape: tuple[int, int], dtype: Any) -> str | None:
