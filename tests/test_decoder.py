@@ -109,7 +109,7 @@ FIELDS = {
         "activation": ("gelu_tanh", {EVERY, FUSED}),
     },
     Unquantised: {},
-    Fp8: {"block": (None, {EVERY, FEW, FP8, FP8S}), "activations": (True, {EVERY})},
+    Fp8: {"block": (None, {EVERY, FEW, FUSED, FP8, FP8S}), "activations": (True, {EVERY})},
     Mxfp4: {},
     ClampedSwiglu: {"alpha": (1.0, {EVERY, FEW}), "limit": (3.0, {EVERY, FEW})},
     Mixture: {

@@ -14,6 +14,7 @@ from jaxspec.decoder.functions import centred_rms_norm, rms_norm, rope
 from jaxspec.decoder.matmul import gate
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas.few_rows import Fp8Weight
+from jaxspec.pallas.few_rows import share as share_module
 from jaxspec.pallas.few_rows.share import share_out
 from jaxspec.weights import HALF
 from tests.sample import rare
@@ -110,6 +111,13 @@ def check_heads(given: dict, scaled: bool = True, normed: bool = True, **options
 def test_gated(rows, scaled, sizes):
     """Gate and up of a group have scales of their own."""
     check_gated(operands(rows, **sizes), scaled, splits=1, **INTERPRET)
+
+
+def test_a_last_tile_makes_again_what_it_has_no_columns_for(monkeypatch):
+    monkeypatch.setattr(share_module, "BLOCKS", 2)
+    share = share_out(8, [256], 320, fp8=True)
+    assert (share.tiles, share.groups) == (2, 3)
+    check_gated(operands(f=160), splits=1, **INTERPRET)
 
 
 @pytest.mark.parametrize("rows,biased,scaled", [rare(8, False, True), (8, True, False)])

@@ -14,7 +14,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.fp8 import BLOCK
 from jaxspec.pallas.few_rows.fp8 import Scales, fp8_sums, outputs
-from jaxspec.pallas.few_rows.share import COPY_GROUPS, GROUP, TILE, Share, largest, split_of, tiles_of, turn_of
+from jaxspec.pallas.few_rows.share import (
+    COPY_GROUPS,
+    GROUP,
+    TILE,
+    Share,
+    column_of,
+    largest,
+    split_of,
+    tiles_of,
+    turn_of,
+)
 
 AT_ONCE = 4  # groups of rows that are loaded before the first is normed
 PIECE = 1024  # columns that are normed together
@@ -89,12 +99,6 @@ def ranges(share, weights_g):
     return list(zip(weights_g, [0, *ends[:-1]], ends, strict=True))
 
 
-def group_of(share, weight_g, tile, g):
-    """The group of columns that is number g in a tile; in a tile with fewer the last one again."""
-    last, group = outputs(weight_g) // TILE - 1, tile * share.groups + g
-    return group if (last + 1) % share.groups == 0 else jnp.minimum(group, last)
-
-
 def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
     """Begin to copy a block's weights, and the rows' inputs unless it makes them.
 
@@ -112,10 +116,11 @@ def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
             def copy_weight(weight_g=weight_g, first=first):
                 for at in range(0, share.groups if share.fp8 else 0, COPY_GROUPS):
                     size = min(COPY_GROUPS, share.groups - at) * TILE
-                    part = weight_g.values.at[pl.ds((tile * share.groups + at) * TILE, size), inputs]
+                    first_column = column_of(share, outputs(weight_g), tile, at)
+                    part = weight_g.values.at[pl.ds(first_column, size), inputs]
                     plgpu.copy_gmem_to_smem(part, weight_s.at[slot, pl.ds(at * TILE, size)], ready.at[slot])
                 for g in range(0 if share.fp8 else share.groups):
-                    columns = pl.ds(group_of(share, weight_g, tile - first, g) * TILE, TILE)
+                    columns = pl.ds(column_of(share, outputs(weight_g), tile - first, g), TILE)
                     plgpu.copy_gmem_to_smem(weight_g.at[inputs, columns], weight_s.at[slot, g], ready.at[slot])
 
             copy_weight() if len(weights_g) == 1 else pl.when((tile >= first) & (tile < end))(copy_weight)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.fp8 import BLOCK
 from jaxspec.pallas.few_rows.registers import flat_scales, products
-from jaxspec.pallas.few_rows.share import TILE, Share, split_of, turn_of
+from jaxspec.pallas.few_rows.share import TILE, Share, column_of, split_of, turn_of
 
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -99,7 +99,8 @@ class Scales:
     def __init__(self, share: Share, weight: Fp8Weight, interpret: bool):
         groups, _ = share.own
         unit = weight.values.shape[0] // weight.scales.shape[0]
-        first = lax.axis_index("tile") * share.groups + (turn_of(share) * groups if share.groups > 1 else 0)
+        first = lax.div(column_of(share, share.columns, lax.axis_index("tile"), 0), _i32(TILE))
+        first += turn_of(share) * groups if share.groups > 1 else 0
         self._parts, self._blocks, self._turn = TILE // min(unit, TILE), share.part // BLOCK, turn_of(share)
         inputs = pl.ds(split_of(share) * self._blocks, self._blocks)
         rows = [pl.ds(lax.div((first + g) * TILE, _i32(unit)), self._parts) for g in range(groups)]

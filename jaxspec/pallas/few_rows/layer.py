@@ -43,7 +43,6 @@ from jaxspec.pallas.few_rows.block import (
     by_row,
     from_rows,
     grid_of,
-    group_of,
     multiply,
     one_row,
     out_of,
@@ -59,6 +58,7 @@ from jaxspec.pallas.few_rows.share import (
     BLOCKS,
     MAX_GROUPS,
     TILE,
+    column_of,
     share_out,
     tiles_of,
     tiles_of_squares,
@@ -128,7 +128,8 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, *refs, out_s, **scratch):
         for g in range(share.groups):
             gate, up = (from_rows(out_s, g * TILE + at, HALF) for at in (0, HALF))
             value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
-            out_g[:, pl.ds((tile * share.groups + g) * HALF, HALF)] = value.astype(jnp.bfloat16)
+            column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
+            out_g[:, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
 
     multiply(share, begun, refs[:ahead], finish, factor, **scratch)
 
@@ -432,11 +433,11 @@ def _normed_tile(share, eps, centred, weights, biases, x_g, scale_g, *refs, **sc
             def _(i=i, first=first, out_g=out_g):
                 for g, total in enumerate(totals):
                     if i == 0 and biases:
-                        bias = biases_g[0].at[pl.ds(group_of(share, out_g, tile, g) * TILE, TILE)]
+                        bias = biases_g[0].at[pl.ds(column_of(share, outputs(out_g), tile, g), TILE)]
                         bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                         total = total + lax.broadcast_in_dim(bias, total.shape, [0])
                     total = plgpu.layout_cast(total.astype(out_g.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-                    columns = pl.ds(group_of(share, out_g, tile - first, g) * TILE, TILE)
+                    columns = pl.ds(column_of(share, outputs(out_g), tile - first, g), TILE)
                     out_g.at[:, columns].transpose((1, 0))[...] = total
 
     multiply(share, begun, (), finish, factor, **scratch)

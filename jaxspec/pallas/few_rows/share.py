@@ -16,6 +16,7 @@ from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, THRE
 from jaxspec.pallas.kv_write import PAGES
 
 TILE = WGMMA_ROWS  # columns of a group
+COLUMNS = 32  # what those of a weight in `normed` are a multiple of
 GROUP = 8  # rows that are normed together, and what the number of rows must be a multiple of
 SQUARES = 16  # tiles of columns, a multiple of which have sums of squares: a warp reads so many of a row at once
 MAX_ROWS = 64  # more would need another tile of rows, and registers for it
@@ -62,7 +63,8 @@ class Share:
 
     @property
     def tiles(self) -> int:
-        return self.columns // TILE // self.groups
+        """Of columns; the last may have fewer (`column_of`)."""
+        return -(-self.columns // TILE // self.groups)
 
     @property
     def chunk(self) -> int:
@@ -141,9 +143,10 @@ def share_out(
     `groups`: of a block's columns, if it matters.
     """
     if groups is None:
-        fits = (n for n in range(1, MAX_GROUPS + 1) if columns // TILE % n == 0 and columns // TILE // n <= BLOCKS)
+        shared = lambda n: not fp8 or n <= WARPGROUPS or math.gcd(n, math.factorial(WARPGROUPS)) > 1  # noqa: E731
+        fits = (n for n in range(1, MAX_GROUPS + 1) if -(-columns // TILE // n) <= BLOCKS and shared(n))
         groups = next(fits, 1)
-    tiles = columns // TILE // groups
+    tiles = -(-columns // TILE // groups)
     most = 1 if normed and max(widths) <= NARROW else MAX_CLUSTER
     step = BLOCK if fp8 else TILE
     divides = lambda n: sum(widths) // step % n == 0 and tiles * n <= BLOCKS  # noqa: E731
@@ -168,6 +171,17 @@ def with_splits(share: Share, splits: int | None) -> Share:
 def largest(whole: int, most: int = MAX_CHUNK, step: int = TILE) -> int:
     """The largest multiple of `step` up to `most` that divides `whole`."""
     return next(size for size in range(most // step * step, 0, -step) if whole % size == 0)
+
+
+def column_of(share: Share, columns: int, tile: Any, group: Any) -> Any:
+    """The first column of a group of a tile of a weight with so many columns.
+
+    A last tile that would go beyond them begins before, and makes again what others make, too.
+    """
+    first, whole = tile * (share.groups * TILE), share.groups * TILE
+    if columns % whole:
+        first = jnp.minimum(first, max(columns - whole, 0))
+    return first + group * TILE if columns >= whole else jnp.minimum(first + group * TILE, columns - TILE)
 
 
 def tiles_of(weight: Any, groups: int) -> int:
@@ -247,11 +261,14 @@ def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any
         return f"weights in {wrong[0]}; supported: bfloat16"
     if rows % GROUP or rows > WIDE_ROWS:
         return f"{rows} rows; supported: multiples of {GROUP} up to {WIDE_ROWS}"
-    if odd := [each for each in (width, *columns) if each % TILE]:
-        return f"width {odd[0]}; supported: multiples of {TILE}"
-    if sum(columns) > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
+    if width % TILE:
+        return f"width {width}; supported: multiples of {TILE}"
+    if odd := [each for each in columns if each < TILE or each % (TILE if fp8 else COLUMNS)]:
+        return f"{odd[0]} columns; supported: multiples of {TILE if fp8 else COLUMNS} from {TILE} on"
+    whole = sum(-(-each // TILE) * TILE for each in columns)
+    if whole > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
         return f"{sum(columns)} columns; supported: up to {most}"
-    fits = share_out(rows, [width], sum(columns), normed=not fp8 or width <= NARROW, fp8=fp8).fits
+    fits = share_out(rows, [width], whole, normed=not fp8 or width <= NARROW, fp8=fp8).fits
     return None if fits else f"rows of {width} for shared memory"
 
 
