@@ -1,10 +1,10 @@
 """Layers at up to eight rows with each norm in one kernel with the products after it (`pallas.few_rows.normed`).
 
-The output projection is one kernel with the residual stream, and so is an MLP's second product; its first one is one
-with its gate. Mixing stays the plain layer's, so linear attention and gated attention run so. Each request's rows are
-padded from the embedding to the last layer, because XLA would put each cut and each padding into a kernel of its own,
-were it not part of one that is there anyway: so linear attention's result comes with padding rows, which hold anything,
-and nothing that follows looks from one row at another. What mixes tokens is given the valid rows alone.
+The output projection is one kernel with the residual stream, and so is the second product of an MLP in FP8, whose first
+one is one with its gate. Mixing stays the plain layer's, so linear attention and gated attention run so. Each request's
+rows are padded from the embedding to the last layer, because XLA would put each cut and each padding into a kernel of
+its own, were it not part of one that is there anyway: so linear attention's result comes with padding rows, which hold
+anything, and nothing that follows looks from one row at another. What mixes tokens is given the valid rows alone.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         return "inputs that aren't one residual stream"
     rows = call.requests * padded(call.requests, call.rows)
     for layer, weights in zip(decoder.layers, layers, strict=True):
-        dtype = weights["attn_norm"].dtype
+        dtype, quantised = weights["attn_norm"].dtype, any(map(_in_fp8, weights.values()))
         for names in _together(layer, weights):
             columns, fp8 = [weights[name].outputs for name in names], _in_fp8(weights[names[0]])
+            if not quantised and (odd := [each for each in columns if each % few_rows.TILE]):
+                return f"{odd[0]} columns of unquantised weights"  # took longer than plain layers, docs/experiments.md
             if reason := few_rows.normed_supported(rows, decoder.width, columns, dtype, fp8=fp8):
                 return reason
         reason = _sum_refused(weights["out"], rows, dtype)
-        if not isinstance(layer.feed, Mixture) and any(map(_in_fp8, weights.values())):
+        if quantised and not isinstance(layer.feed, Mixture):
             reason = reason or _mlp_refused(layer, weights, rows)
         if reason := reason or _scales_refused(weights):
             return reason
@@ -82,11 +84,13 @@ def _sum_refused(weight: Weight, rows: int, dtype: Any) -> str | None:
 def _mlp_refused(layer: Layer, weights: Weights, rows: int) -> str | None:
     """Why an MLP can't be two kernels, or None if it can."""
     m, d, gate_up = layer.feed, weights["down"].outputs, weights["gate_up"]
+    if not _in_fp8(gate_up):
+        return "an unquantised MLP"  # took longer than the plain layer's, docs/experiments.md
     if m.bias or m.activation != "silu":
         return "an MLP with biases" if m.bias else f"an MLP with {m.activation}"
     if d <= few_rows.NARROW or gate_up.layout.interleave != HALF:
         return f"an MLP {m.width} wide, of rows of {d}"
-    reason = few_rows.normed_supported(rows, d, [gate_up.outputs], weights["attn_norm"].dtype, fp8=_in_fp8(gate_up))
+    reason = few_rows.normed_supported(rows, d, [gate_up.outputs], weights["attn_norm"].dtype, fp8=True)
     return reason or _sum_refused(weights["down"], rows, weights["attn_norm"].dtype)
 
 

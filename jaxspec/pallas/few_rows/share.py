@@ -142,9 +142,9 @@ def share_out(
 
     `groups`: of a block's columns, if it matters.
     """
+    whole = columns // TILE
     if groups is None:
-        shared = lambda n: not fp8 or n <= WARPGROUPS or math.gcd(n, math.factorial(WARPGROUPS)) > 1  # noqa: E731
-        fits = (n for n in range(1, MAX_GROUPS + 1) if -(-columns // TILE // n) <= BLOCKS and shared(n))
+        fits = (n for n in range(1, MAX_GROUPS + 1) if _divides(n, whole, fp8) and -(-whole // n) <= BLOCKS)
         groups = next(fits, 1)
     tiles = -(-columns // TILE // groups)
     most = 1 if normed and max(widths) <= NARROW else MAX_CLUSTER
@@ -152,6 +152,17 @@ def share_out(
     divides = lambda n: sum(widths) // step % n == 0 and tiles * n <= BLOCKS  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if divides(n)), 1)
     return Share(rows, tuple(widths), columns, groups, splits, normed, fp8)
+
+
+def _divides(groups: int, whole: int, fp8: bool) -> bool:
+    """Whether blocks of so many groups suit `whole` groups.
+
+    With FP8 weights they must suit the warpgroups, and the last tile may overlap. Unquantised layers of such widths are
+    as fast without these kernels.
+    """
+    if not fp8:
+        return whole % groups == 0
+    return groups <= WARPGROUPS or math.gcd(groups, math.factorial(WARPGROUPS)) > 1
 
 
 def split_of(share: Share) -> Any:
