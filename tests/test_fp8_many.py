@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec import fp8
 from jaxspec.decoder.matmul import gate, product, project, reference
-from jaxspec.pallas import fp8_quantise, fp8_rows, fp8_tiles, hopper, tile_matmul, tiles
+from jaxspec.pallas import fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, hopper, tile_matmul, tiles
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tiles import Tiling
 from jaxspec.weights import HALF, Fp8, Layout, Weight
@@ -134,7 +134,7 @@ def test_prompts_have_the_widest_tiles():
 def kernels_in_interpret_mode(monkeypatch) -> None:
     monkeypatch.setattr(tiles, "BLOCKS", 1)
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    for module in (fp8_tiles, tile_matmul):
+    for module in (fp8_tiles, fp8_wide, tile_matmul):
         monkeypatch.setattr(module, "matmul", partial(module.matmul, interpret=INTERPRET))
     monkeypatch.setattr(fp8_rows, "product", partial(fp8_rows.product, interpret=INTERPRET))
     of = partial(fp8_quantise.quantise_rows, interpret=INTERPRET)
@@ -142,7 +142,8 @@ def kernels_in_interpret_mode(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("rows,block,activations,kernel", [
-    (136, 128, False, "tile_matmul"),
+    (136, 128, False, "fp8_wide"),
+    rare(2056, 128, False, "tile_matmul"),
     (72, 128, True, "fp8_tiles"),
     rare(16, 128, True, "fp8_tiles"),
     rare(16, None, True, "fp8_rows"),

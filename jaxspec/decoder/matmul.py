@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import fp8
 from jaxspec.decoder.padding import flat, padded, unflat
 from jaxspec.decoder.spec import ClampedSwiglu
-from jaxspec.pallas import few_rows, fp8_quantise, fp8_rows, fp8_tiles, portable, tile_matmul
+from jaxspec.pallas import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, portable, tile_matmul
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.portable import fp8 as portable_fp8
 from jaxspec.weights import Fp8, Unquantised, Weight, matmul
@@ -95,19 +95,30 @@ def _fp8_product(x: Float[Array, "*b k"], weight: Weight, by: ModuleType = fp8_r
 
 
 def _not_fp8_tiled(rows: Float[Array, "r k"], weight: Weight) -> str | None:
-    """Why neither `fp8_tiles`, nor `tile_matmul` with the dequantised weight, can multiply the rows by it, or None."""
+    """Why neither `fp8_tiles`, `fp8_wide` nor `tile_matmul` with the dequantised weight can multiply the rows by it."""
     match weight.format:
         case Fp8(block, activations=True):
             unit = weight.outputs // len(weight.scales)
             return fp8_tiles.supported(rows.dtype, block, weight.outputs, weight.inputs, unit)
-        case Fp8():
+        case Fp8() if _not_fp8_wide(rows, weight):
             return tile_matmul.supported(len(rows), rows.dtype, weight.inputs, weight.outputs)
+        case Fp8():
+            return None
     return f"a weight in {weight.format}"
+
+
+def _not_fp8_wide(rows: Float[Array, "r k"], weight: Weight) -> str | None:
+    """Why `fp8_wide` can't multiply the rows by this FP8 weight, or None if it can."""
+    unit = weight.outputs // len(weight.scales)
+    return fp8_wide.supported(len(rows), rows.dtype, weight.format.block, weight.outputs, weight.inputs, unit)
 
 
 def _fp8_tiled(rows, weight, valid, residual=None, gated=False):
     """What `project` gives, of a weight that `_not_fp8_tiled` has nothing against."""
-    if not weight.format.activations:  # converting in the kernel was slower: each tile of rows converts anew
+    if not weight.format.activations:
+        if not _not_fp8_wide(rows, weight):
+            of = weight.values, weight.scales, valid, residual
+            return fp8_wide.matmul(rows, *of, block=weight.format.block, gated=gated)
         return tile_matmul.matmul(rows, weight.dequantised(rows.dtype), valid, residual, gated=gated)
     block = weight.format.block
     # What is added to the residual stream is of rows that a kernel wrote. Others are normed and quantised by XLA.

@@ -1,0 +1,47 @@
+"""Many rows times FP8 weights that become bfloat16 in registers, on the device: shapes that are served."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.pallas import fp8_wide
+from jaxspec.pallas.tiles import Tiling
+from tests.gpu.test_fp8_many import SHAPES
+from tests.test_fp8_many import operands
+from tests.test_fp8_wide import check
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows,real", [(132, 132), (165, 130), (512, 512), (1024, 700), (2048, 1)])
+def test_matches_plain_jnp(rows, real, shape):
+    inputs, outputs, unit, kind = SHAPES[shape]
+    for _ in range(2):  # what one launch leaves behind isn't the next one's
+        check(rows, real, inputs, outputs, 128, unit, kind)
+
+
+@pytest.mark.parametrize("tiling", fp8_wide.SIZES)
+@pytest.mark.parametrize("kind,unit", [("plain", 128), ("gated", 32), ("added", 64)])
+def test_every_tile(kind, unit, tiling):
+    check(600, 570, 1152, 2304, 128, unit, kind, tiling=Tiling(*tiling))
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+def test_scales_of_outputs(kind):
+    check(600, 600, 4096, 6144, None, 1, kind)
+
+
+def test_a_row_gets_the_same_in_any_company():
+    """Sums run over the inputs in one order, whatever the tiles; and twice on the same data."""
+    x, values, scales = operands(1024, 4096, 6144, 128, 128)
+
+    def of(rows, real):
+        out = fp8_wide.matmul(x[:rows], values, scales, jnp.array([real], jnp.int32), block=128)
+        return np.asarray(out[:100], np.float32)
+
+    expected = of(256, 256)
+    for rows, real in ((136, 136), (512, 300), (1024, 1024), (256, 256)):
+        np.testing.assert_array_equal(of(rows, real), expected)
