@@ -1,4 +1,4 @@
-"""Which programs an engine has, as kinds and sizes: all of them, the few that serve any request, and who stands in.
+"""Which programs an engine has, as kinds and sizes: all of them, the few that serve requests, and who stands in.
 
 A kind is what a program does, in which mode, and for rounds of fewer drafts than the drafter's how many: "prefill",
 "first_sampled", "round_greedy", "rounds_greedy_1". Its size is how many requests or blocks it is for.
@@ -49,14 +49,19 @@ def ladder_of(shapes: Shapes) -> list[One]:
 
 
 def essential(shapes: Shapes) -> set[One]:
-    """Programs that serve any request, if slowly: each kind's largest size, in the mode that serves all."""
+    """Programs that serve nearly any request, if slowly: each kind's largest size, in the mode that serves all."""
     rounds = [f"round_{LOGPROBS}", *[f"rounds_{LOGPROBS}"] * (shapes.rounds > 1)]
-    firsts = [f"first_{LOGPROBS}"]
-    if shapes.structured:
-        rounds += _kinds_of("structured", LOGPROBS)
-        firsts.append("masked_first")
-    alone = {("admit", admission_size(shapes.capacity)), ("score", shapes.score), ("prefill", shapes.prefills[-1])}
-    return alone | {(kind, shapes.batches[-1]) for kind in rounds} | {(kind, shapes.firsts[-1]) for kind in firsts}
+    alone = {("admit", admission_size(shapes.capacity)), ("prefill", shapes.prefills[-1])}
+    return alone | {(kind, shapes.batches[-1]) for kind in rounds} | {(f"first_{LOGPROBS}", shapes.firsts[-1])}
+
+
+def special(shapes: Shapes, scores: bool = True, grammars: bool = True) -> set[One]:
+    """Programs that few requests need beside those: of prompts' log-probabilities, and of grammars."""
+    few = {("score", shapes.score)} if scores else set()
+    if grammars and shapes.structured:
+        few |= {(kind, shapes.batches[-1]) for kind in _kinds_of("structured", LOGPROBS)}
+        few.add(("masked_first", shapes.firsts[-1]))
+    return few
 
 
 def use(one: One) -> tuple[int, int]:

@@ -129,8 +129,9 @@ class AsyncLLM:
 
     - `max_queued_requests`: completions that may wait for a slot; None bounds nothing. The next is refused.
     - `request_timeout`: seconds that a request may take in all; None bounds nothing.
-    - `staged_start`: be ready once the programs that serve any request are compiled, one size of each, and compile the
-      others meanwhile. Until they are there rounds are slower, and have `num_draft_tokens` drafts whatever the load.
+    - `staged_start`: be ready once the programs that serve most requests are compiled, one size of each, and compile
+      the others meanwhile. Until they are there rounds are slower, and have `num_draft_tokens` drafts whatever the
+      load; a request with a grammar or `prompt_logprobs` waits until its own are.
     - `hosts`: the other nodes that run the model, `jaxspec.hosts.join`'s. Once one is lost, so is the engine.
     - `watchdog_timeout`: seconds after which a step counts as stuck, compiling excluded: see `stuck`.
 
@@ -173,6 +174,7 @@ class AsyncLLM:
         self._step_began: float | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
+        self._early: list[tuple[Request, Stream]] = []  # whose programs a start in stages has still to bring
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
         self._thread.start()
@@ -226,7 +228,7 @@ class AsyncLLM:
                 timer.cancel()
             if stream is not None:
                 if unfinished and self.error is None and not self._closed:
-                    self._calls.put(lambda: self.engine.abort(request.id))
+                    self._calls.put(lambda: self._abort(request.id))
                 del self._streams[request.id]  # the id is free only behind the abort, which would end its next owner
             self._release(params.n)
 
@@ -247,7 +249,7 @@ class AsyncLLM:
         An id that no request has is ignored. **Raises:** `EngineDead`.
         """
         ids = list(self._streams) if request_id is None else [request_id]
-        self._call(lambda: self._deliver([delta for each in ids for delta in self.engine.abort(each)]))
+        self._call(lambda: self._deliver([delta for each in ids for delta in self._abort(each)]))
 
     async def flush_cache(self) -> bool:
         """Empty the prefix tree. False, and nothing done, while requests run.
@@ -330,7 +332,18 @@ class AsyncLLM:
             raise EngineDead("the engine has stopped") from self.error
         self._calls.put(function)
 
-    def _begin(self, request: Request, stream: Stream) -> None:
+    def _abort(self, request_id: str) -> list[Delta]:
+        early, self._early = self._early, []
+        for request, stream in early:
+            self._begin(request, stream, now=request.id == request_id)
+        return self.engine.abort(request_id)
+
+    def _begin(self, request: Request, stream: Stream, now: bool = False) -> None:
+        """Hand a request to the engine: `now`, or once its programs are there. Others go first until then."""
+        scores, grammars = request.params.prompt_logprobs is not None, request.matchers is not None
+        if not now and self.engine.runner.programs.lacks(scores, grammars):
+            self._early.append((request, stream))
+            return
         try:
             self.engine.add(request)
         except Exception as error:
@@ -340,12 +353,18 @@ class AsyncLLM:
         else:
             stream.begun = True
 
+    def _begin_early(self) -> None:
+        early, self._early = self._early, []
+        for each in early:
+            self._begin(*each)
+
     def _run(self) -> None:
         try:
             while self.error is None:
                 try:
                     if not self._take_calls():
                         break
+                    self._begin_early()
                     self._step_began = time.monotonic()
                     self._deliver(self.engine.step())
                 except Exception as error:
@@ -383,8 +402,11 @@ class AsyncLLM:
         while True:
             starting = self.engine.runner.starting
             try:
-                call = self._calls.get(block=not self.engine.busy, timeout=QUIET_SECONDS if starting else None)
+                call = self._calls.get(
+                    block=not self.engine.busy, timeout=QUIET_SECONDS if starting or self._early else None
+                )
             except queue.Empty:
+                self._begin_early()
                 if starting:
                     self.engine.complete_start()
                 if self.engine.busy:

@@ -168,18 +168,22 @@ class Programs:
             self._compile_all(programs, state, os.cpu_count())
 
     def warm_up_in_stages(self, state: State) -> None:
-        """Compile one program of each kind, which together serve any request; the others in threads, after return.
+        """Compile a few programs that together serve nearly any request; the others in threads, after return. What
+        grammars and prompts' log-probabilities need comes first of those: see `lacks`.
 
         Until a program is there, `stand_in` names another. An exception from one of the first ends them all. If a later
         one raises, it and those behind it stay `pending`.
         """
         essential, programs = ladder.essential(self.shapes), ladder.ladder_of(self.shapes)
+        special = ladder.special(self.shapes)
         with _no_garbage_collection():
-            self._compile_all([one for one in programs if one in essential], state, os.cpu_count())
+            first = sorted(essential, key=lambda one: (one[0] != "prefill", programs.index(one)))  # that takes longest
+            self._compile_all(first, state, os.cpu_count())
         # Serving consumes the state's arrays; their shapes are all that later programs are made of.
         several = self.division is not None
         shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)  # noqa: E731
-        later = sorted((one for one in programs if one not in essential), key=ladder.use)
+        order = lambda one: (one not in special, *ladder.use(one))  # noqa: E731
+        later = sorted((one for one in programs if one not in essential), key=order)
         compile_later = partial(self._compile_later, later, jax.tree.map(shape_of, state))
         self.behind = threading.Thread(target=compile_later, name="jaxspec-programs", daemon=True)
         self.behind.start()
@@ -190,6 +194,13 @@ class Programs:
         if self.behind is None:
             return []
         return [one for one in ladder.ladder_of(self.shapes) if one not in self._compiled]
+
+    def lacks(self, scores: bool, grammars: bool) -> bool:
+        """Whether programs are still to come without which prompts' log-probabilities or grammars can't be served."""
+        behind = self.behind
+        if behind is None or not behind.is_alive():  # what isn't there by now is compiled when it is called
+            return False
+        return any(one not in self._compiled for one in ladder.special(self.shapes, scores, grammars))
 
     def stand_in(self, name: str, modes: Sequence[str], requests: int, sizes: tuple[int, ...]) -> tuple[str, int]:
         """The mode and size to run `name` in: the first of `modes` and the smallest of `sizes` that holds `requests`.

@@ -1,4 +1,4 @@
-"""A start in stages: one program of each kind serves, the others follow, and no text depends on which of them ran."""
+"""A start in stages: a few programs serve, the others follow, and no text depends on which of them ran."""
 
 import asyncio
 import itertools
@@ -12,7 +12,7 @@ import pytest
 from jaxspec import AsyncLLM, EngineConfig, StructuredOutput
 from jaxspec.batch import Shapes, admission_size
 from jaxspec.engine import Engine
-from jaxspec.ladder import essential, ladder_of, stand_in, use
+from jaxspec.ladder import essential, ladder_of, special, stand_in, use
 from jaxspec.programs import Programs
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED
 from tests.engines import OPTIONS, checkpoint, engine, mixed_load, params
@@ -26,7 +26,10 @@ ALL_SIZES = {**OPTIONS, "skip_warmup": False, "few_programs": False, "num_draft_
 
 def test_few_programs_serve_any_request():
     ladder, first = ladder_of(SHAPES), essential(SHAPES)
-    assert len(set(ladder)) == len(ladder) and first < set(ladder) and len(first) == 10
+    assert len(set(ladder)) == len(ladder) and first < set(ladder) and len(first) == 5
+    assert not first & special(SHAPES) and special(SHAPES, grammars=False) == {("score", 1)}
+    first |= special(SHAPES)
+    assert first < set(ladder) and len(first) == 10
     for name, sizes in (("round", SHAPES.batches), ("rounds", SHAPES.batches), ("structured", SHAPES.batches),
                         ("first", SHAPES.firsts)):  # fmt: skip
         for mode, requests in itertools.product(MODES, range(1, sizes[-1] + 1)):
@@ -139,41 +142,50 @@ def test_an_engine_that_is_closed_compiles_nothing_further(staged, caplog):
 
 
 def test_text_is_the_same_before_and_after_the_second_stage(monkeypatch):
-    """A mixed load, grammars, log-probabilities: while nothing else is compiled, and once all is."""
-    prompts, settings = mixed_load()
-    prompts, settings = (
-        [*prompts, prompts[0]],
-        [*settings, params(structured=StructuredOutput(choice=["this", "that"]))],
-    )
-    expected = engine("ngram").generate(prompts, settings)
+    """A mixed load with log-probabilities: while nothing else is compiled, and once all is. What grammars and scores of
+    prompts need isn't there at first: such requests wait, and can be aborted."""
+    load = [each for each in zip(*mixed_load(), strict=True) if each[1].prompt_logprobs is None]
+    prompts, settings = map(list, zip(*load, strict=True))
+    late = [params(structured=StructuredOutput(choice=["this", "that"])), params(prompt_logprobs=1)]
+    expected = engine("ngram").generate([*prompts, *prompts[:2]], [*settings, *late])
     go, later = threading.Event(), Programs._compile_later
     monkeypatch.setattr(Programs, "_compile_later", lambda *given: go.wait(120) and later(*given))
     options = {**OPTIONS, "skip_warmup": False, "num_draft_tokens": 3, "num_continuous_decode_steps": 1}
     llm = AsyncLLM(checkpoint(), "ngram", **options, staged_start=True)
+    wanted = [sorted([t for completion in out.completions for t in completion.token_ids]) for out in expected]
 
-    async def text(prompt, setting):
-        return [token async for delta in llm.generate(prompt, setting) for token in delta.token_ids]
+    async def text(prompt, setting, name=None):
+        deltas = [delta async for delta in llm.generate(prompt, setting, name)]
+        return sorted([token for delta in deltas for token in delta.token_ids]), deltas[-1].finish_reason
 
     async def all_texts():
-        return await asyncio.gather(*(text(*each) for each in zip(prompts, settings, strict=True)))
+        return await asyncio.gather(*(text(*each) for each in load))
+
+    async def everything():
+        waiting = [asyncio.create_task(text(*each)) for each in zip(prompts[:2], late, strict=True)]
+        unwanted = asyncio.create_task(text(prompts[0], late[0], "unwanted"))
+        before = await all_texts()
+        assert dispatched() == {"round_logprobs", "first_logprobs"}
+        assert llm.stats()["compiles_total"] == compiles and llm.engine.runner.starting
+        assert not any(task.done() for task in [*waiting, unwanted])
+        llm.abort("unwanted")
+        assert await asyncio.wait_for(unwanted, 30) == ([], "abort")
+        go.set()
+        return [*before, *await asyncio.gather(*waiting)]
 
     def dispatched():
         return {kind for kind in llm.stats()["dispatches"] if kind.startswith(("round", "first", "conclude"))}
 
     try:
-        wanted = [[t for completion in out.completions for t in completion.token_ids] for out in expected]
-        before = llm.stats()["compiles_total"]
-        assert [sorted(each) for each in asyncio.run(all_texts())] == [sorted(each) for each in wanted]
-        assert dispatched() == {"round_logprobs", "first_logprobs", "conclude_logprobs"}
-        assert llm.stats()["compiles_total"] == before and llm.engine.runner.starting
-        go.set()
+        compiles = llm.stats()["compiles_total"]
+        assert [tokens for tokens, _ in asyncio.run(everything())] == wanted
         until = time.monotonic() + 120
         while llm.engine.runner.starting:
             assert time.monotonic() < until
             time.sleep(0.05)
         assert llm.stats()["programs_pending"] == [] and llm.stats()["compiles_since_start"] == 0
-        assert [sorted(each) for each in asyncio.run(all_texts())] == [sorted(each) for each in wanted]
-        assert {"round_greedy", "round_sampled", "first_greedy", "conclude_greedy"} <= dispatched()
+        assert [tokens for tokens, _ in asyncio.run(all_texts())] == wanted[: len(prompts)]
+        assert {"round_greedy", "round_sampled", "first_greedy", "conclude_logprobs"} <= dispatched()
     finally:
         go.set()
         llm.close()
