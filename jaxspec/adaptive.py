@@ -4,6 +4,10 @@ The number with the most expected tokens a second wins, by what a round of it ta
 drafts were accepted lately at each position. Both are known on the host anyway: times were measured at start, and they
 and acceptance are brought up to date by the results that the engine reads. Nothing is waited for.
 
+A drafter's state is kept up in rounds without drafts, which costs time. Once none has been chosen for a while, rounds
+*rest*: they are plain decoding's, and the drafter misses what the requests in them get. Those have no drafts from then
+on. After a time, rounds without drafts keep the state of new requests up again, on which drafts are tried.
+
 Invariant: a choice depends on rounds that were read before, never on a draft of the round that it is for. So sampled
 text keeps the target's distribution: whether there is a draft j doesn't depend on the value drawn for it.
 """
@@ -23,6 +27,9 @@ FIRST = 0.6  # acceptance of the first draft, before any was seen
 PRIOR = 32  # how many observations the guess for a position counts as
 AGAIN, ANOTHER = 1 / 8, 1 / 3  # shares of a round's delay by which all times move, and its number's own
 OUTLIER = 2  # times the expected time: a round that took longer counts as that, since the host was held up
+REST = -1  # as a number of drafts: none, and the drafter's state isn't kept up
+SETTLED = 0.5  # seconds without drafts, of a whole batch that might have some, after which rounds rest
+RESTS = 20  # times as long as it was kept up before, the drafter's state then isn't
 LEAST = 1 / 4  # of a time from the start: no round is expected to be faster
 
 
@@ -56,6 +63,8 @@ class Times:
         return {drafts: self.of(drafts) for drafts in self._table}
 
     def see(self, drafts: int, seconds: float) -> None:
+        if drafts not in self._table:
+            return
         late = min(seconds, OUTLIER * self.of(drafts)) - self.of(drafts)
         if drafts == self._last:
             self._more += AGAIN * late
@@ -68,7 +77,7 @@ class Chooser:
     """Chooses the number of drafts of each round, among those that its group of programs has.
 
     `longest[n]` is how many of n drafts can be accepted, n for a chain. `times`: for each group what its numbers of
-    drafts take, in seconds. Each group has 0 and another number at least.
+    drafts take, in seconds. Each group has 0 and another number at least, and may have `REST`.
 
     A number's expected tokens follow from conditional acceptance by position: of the rows whose drafts before position
     j were accepted, those whose draft j was, too. A row without a draft there counts as one whose draft wasn't. A
@@ -85,13 +94,28 @@ class Chooser:
         self._passed = [0.0] * max(longest.values())
         self._saved = 0.0  # seconds that may be spent on a try
         self._tries = 0
+        self._warm = 0.0  # seconds without drafts since the last rest, each by the share of requests that may have some
+        self._kept = 0.0  # and all seconds in which requests' state was kept up
+        self._rest = 0.0  # seconds to rest
+        self.missed = 0.0  # seconds that drafts would have saved since they pay, had no request rested
         self.chosen = max(longest)
 
-    def choose(self, group: Group, share: float) -> int:
-        """The number of drafts of the next round of this group. `share`: of its requests that may have drafts."""
+    def choose(self, group: Group, share: float, able: float | None = None) -> int:
+        """The number of drafts of the next round of this group. `share`: of its requests that may have drafts; `able`:
+        of those that could, had they not rested."""
+        able = share if able is None else able
+        if not able:
+            return 0
+        times = self._times[group].all()
+        kept, plain = times[0], times.pop(REST, None)
+        if plain is not None:
+            times[0] = plain  # as it is in the long run
+            if self._resting(times, kept, share, able):
+                self.chosen = 0
+                return REST
         if not share:
             return 0
-        times, tokens = self._times[group].all(), self.expected(share)
+        tokens = self.expected(share)
         speed = {n: tokens[n] / times[n] for n in times}
         best = max(speed, key=speed.get)
         if speed[best] > speed.get(self.chosen, 0.0) * (1 + MARGIN * (best > self.chosen)):
@@ -109,7 +133,7 @@ class Chooser:
 
     def accepted(self, drafts: int, rows: Counter[int]) -> None:
         """Note rounds of so many drafts: how many rows yielded how many tokens, 1 and up, the target's own included."""
-        for j in range(self._longest[drafts]):
+        for j in range(self._longest.get(drafts, 0)):
             tried = sum(count for tokens, count in rows.items() if tokens > j)
             passed = sum(count for tokens, count in rows.items() if tokens > j + 1)
             kept = min(1.0, max(WINDOW - tried, 0) / max(self._tried[j], 1e-9))
@@ -119,6 +143,31 @@ class Chooser:
     def took(self, group: Group, drafts: int, seconds: float) -> None:
         """Note how long a program took, that had the device to itself."""
         self._times[group].see(drafts, seconds)
+
+    @property
+    def resting(self) -> bool:
+        """Whether requests that come now will rest."""
+        return self._rest > 0
+
+    def _resting(self, times: Mapping[int, float], kept: float, share: float, able: float) -> bool:
+        """Whether the next round is plain decoding's; one that isn't takes `kept` without drafts."""
+        each = {n: times[n] / tokens for n, tokens in self.expected(able).items() if n in times}
+        if best := min(each, key=each.get):
+            self._warm = self._kept = self._rest = 0.0
+            self.missed = self.missed + (each[0] - each[best]) * (1 - share / able) if share < able else 0.0
+            return not share  # nobody's state is to be kept up
+        self.missed = 0.0
+        self._rest = max(self._rest - times[0], 0.0)
+        if not share:
+            return True
+        if kept * (1 - MARGIN) < times[0]:
+            return False
+        if self._rest:
+            return True
+        self._warm, self._kept = self._warm + share * kept, self._kept + kept
+        if self._warm >= SETTLED:
+            self._warm, self._kept, self._rest = 0.0, 0.0, RESTS * self._kept
+        return False
 
     def _explore(self, times: Mapping[int, float], tokens: float) -> int:
         """`chosen`, which yields so many `tokens`, or another number if enough time was saved up for it."""

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from jaxspec import sharding
-from jaxspec.adaptive import rungs
+from jaxspec.adaptive import REST, rungs
 from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model, check_context
 from jaxspec.config import ConfigError, EngineConfig
@@ -133,6 +133,8 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
     narrower = ()
     if config.draft_policy == "auto" and not config.few_programs and most:
         narrower = rungs(most) if drafter.topk == 1 and defaults.some_drafts else (0,)
+        if drafter.rests and defaults.some_drafts and not config.deterministic:
+            narrower = REST, *narrower
     firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
     return Shapes(
         num_slots=slots,
@@ -145,5 +147,5 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
         batches=batches(most),
         rounds=rounds,
         structured=not config.disable_structured_output,
-        narrower=tuple((drafts, batches(drafts)) for drafts in narrower),
+        narrower=tuple((drafts, batches(max(drafts, 0))) for drafts in narrower),
     )

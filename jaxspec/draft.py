@@ -8,7 +8,7 @@ time, never correctness.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.struct
 import jax.numpy as jnp
@@ -150,6 +150,7 @@ class Drafter:
     feature_layers: tuple[int, ...] = ()
     reach: int = 0
     topk: int = 1
+    rests: ClassVar[bool] = False  # rounds of plain decoding save what `idle` and `commit` take: see `adaptive.REST`
 
     @property
     def longest(self) -> int:
@@ -231,6 +232,16 @@ class Drafter:
         Override it to do only what the next `propose` relies on: by default, drafts are made and dropped.
         """
         return self.propose(params, state, batch)[1]
+
+
+@dataclass(frozen=True)
+class Resting(Drafter):
+    """No drafts, and nothing kept up: rounds of plain decoding beside another drafter, whose state stays as it is."""
+
+    num_draft_tokens: int = 0
+
+    def propose(self, params, state, batch):
+        return Proposal.none(len(batch.length)), state
 
 
 @dataclass(frozen=True)

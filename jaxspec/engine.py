@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.adaptive import Chooser, Group
+from jaxspec import rest
+from jaxspec.adaptive import REST, Chooser, Group
 from jaxspec.batch import fit, unpack_logprobs
 from jaxspec.config import EngineConfig
 from jaxspec.defaults import here
@@ -122,7 +123,7 @@ class Engine:
         for index in range(params.n):  # all of them are made before the scheduler sees one
             seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
-            seq.stepwise = request.matchers is not None
+            seq.stepwise, seq.seeded = request.matchers is not None, request.seeded
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
             detokenizer = Detokenizer(self.tokenizer, params.stop, **how) if self.tokenizer else None
@@ -163,6 +164,7 @@ class Engine:
     def _dispatch(self, deltas: list[Delta], began: float) -> int:
         """Plan and dispatch one step: how many prompt tokens it has. All but its last result is due, or that too."""
         self.scheduler.between = self.pace.tokens()
+        rest.renew(self.chooser, self.scheduler, self.pace.token, lambda: self._read(deltas, keep=0))
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
         table = self.scheduler.table
@@ -225,8 +227,7 @@ class Engine:
             return self.runner.drafts[-1], None
         size = fit(len(seqs), self.runner.shapes.batches)
         chosen = group("round" if rounds == 1 else "rounds", mode, size)
-        share = sum(seq.owner.request.params.speculative for seq in seqs) / len(seqs)
-        return self.chooser.choose(chosen, share), chosen
+        return rest.choose(self.chooser, chosen, seqs, self.scheduler.tree.reach), chosen
 
     def _forced(self, seq: Sequence) -> list[int] | None:
         """The drafts that a grammar forces next, if the device doesn't know them. It knows them from a slot's first
@@ -278,10 +279,11 @@ class Engine:
             for i, row in enumerate(rows):
                 self._count(choice.metrics, row[ACCEPTED], row[DRAFTED])
                 live[i] += 1
-                yielded[row[ACCEPTED]] += choice.request.params.speculative
+                yielded[row[ACCEPTED]] += choice.request.params.speculative and choice.seq.seen is None
             deltas.append(self._take(choice, rows, logprobs, len(rounds)))
         self.totals["rounds"] += len(rounds)
-        self.rounds_by_drafts[flight.drafts] += len(rounds)
+        self.rounds_by_drafts[max(flight.drafts, 0)] += len(rounds)
+        self.totals["rested_rounds"] += len(rounds) * (flight.drafts == REST)
         if flight.group is not None:
             self.chooser.accepted(flight.drafts, yielded)
         for i in range(len(rounds)):

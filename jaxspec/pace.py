@@ -59,6 +59,12 @@ class Pace:
             return
         self._learn(behind.prompts, max(took - (self._round or 0.0), 0.0))
 
+    @property
+    def token(self) -> float:
+        """Seconds that a token of the largest program takes; 0 as long as that isn't known."""
+        largest = self._sizes[-1]
+        return self._expected(largest) / (largest * self._block) if self._took else 0.0
+
     def tokens(self) -> int | None:
         """Prompt tokens that may be computed between two rounds: so many of the largest programs, or one smaller one;
         0: none of them fits. None: as many as one likes, or nothing is known."""

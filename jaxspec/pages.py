@@ -15,6 +15,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Iterator
 
+MISSED = -1  # ends the key of a page that the drafter missed; no token is negative
+
 
 class OutOfPages(RuntimeError):
     """Fewer pages are free than were requested."""
@@ -108,6 +110,14 @@ class Node:
         self.queued = False  # has its entry in the queue of leaves
         self.snapshot: int | None = None
 
+    @property
+    def seen(self) -> int:
+        """Pages from the root to here that a drafter has seen, too."""
+        node = self
+        while node.parent and node.key[-1] == MISSED:
+            node = node.parent
+        return node.depth
+
 
 class Snapshots:
     """State slots for snapshots, and the nodes that own them. When all are owned, the least recently used is given up.
@@ -156,6 +166,9 @@ class PrefixTree:
     Each node holds its page once. The queue of leaves is a heap by time of last use, corrected lazily. Each leaf has
     one entry, whose time may be out of date. An entry whose node has children by now is dropped when it comes up.
 
+    Pages that hold keys and values of the target alone, since the drafter missed their tokens, have edges of their own
+    (`MISSED`). So a request that drafts never gets them, and both kinds may lie side by side.
+
     With `reach`, a page's content also depends on that many tokens after it (a drafter's cache may depend on the token
     that comes next). An edge then has them too, and a page is published and matched once they are known.
 
@@ -178,15 +191,17 @@ class PrefixTree:
         """Pages that `evict` could free now."""
         return self._pool.idle
 
-    def match(self, tokens: list[int], limit: int) -> tuple[list[int], Node]:
+    def match(self, tokens: list[int], limit: int, missed: bool = False) -> tuple[list[int], Node]:
         """The longest cached prefix of full pages within `tokens[:limit]` from which a request can continue.
 
         Returns its pages, retained for the caller, and the node reached, from which the caller may `insert` on.
+        `missed`: those will do that the drafter missed.
         """
         self._clock += 1
         node, pages, size = self.root, [], self.page_size
         for end in range(size, min(limit, len(tokens) - self.reach) + 1, size):
-            child = node.children.get(tuple(tokens[end - size : end + self.reach]))
+            key = tuple(tokens[end - size : end + self.reach])
+            child = node.children.get(key) or (node.children.get((*key, MISSED)) if missed else None)
             if child is None:
                 break
             child.used = self._clock
@@ -211,7 +226,14 @@ class PrefixTree:
         return node
 
     def insert(
-        self, tokens: list[int], pages: list[int], limit: int, start: Node | None = None, *, leaving: bool = False
+        self,
+        tokens: list[int],
+        pages: list[int],
+        limit: int,
+        start: Node | None = None,
+        *,
+        leaving: bool = False,
+        seen: int | None = None,
     ) -> Node:
         """Publish the full pages of `tokens[:limit]`, where `pages[i]` holds the i-th page of tokens.
 
@@ -223,13 +245,16 @@ class PrefixTree:
 
         - `start`: the node an earlier `match` or `insert` of the same tokens returned, so that a growing prefix isn't
           walked again. Its page must still be held by the caller; `clear` ends its use.
+        - `seen`: positions that the drafter has seen, None for all.
 
         Returns the node reached.
         """
         self._clock += 1
         node, size = start or self.root, self.page_size
         for depth in range(node.depth, max(min(limit, len(tokens) - self.reach), 0) // size):
-            key = tuple(tokens[depth * size : (depth + 1) * size + self.reach])
+            end = (depth + 1) * size
+            missed = () if seen is None or end <= seen else (MISSED,)
+            key = *tokens[end - size : end + self.reach], *missed
             child = node.children.get(key)
             if child is None:
                 self._pool.cache(pages[depth])

@@ -25,9 +25,10 @@ from jaxtyping import Array
 
 from jaxspec import batch as packing
 from jaxspec import ladder, peers
+from jaxspec.adaptive import REST
 from jaxspec.batch import Shapes, fit
 from jaxspec.config import ModelConfig
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.draft import Drafter, Proposal, Resting
 from jaxspec.executables import Executables
 from jaxspec.ladder import drafting, kind_of
 from jaxspec.pallas import hopper
@@ -107,7 +108,7 @@ class Programs:
         }
         self._jit = jit
         for drafts, _ in shapes.narrower:
-            self.add_rounds(drafts, drafter.narrowed(drafts))
+            self.add_rounds(drafts, Resting() if drafts == REST else drafter.narrowed(drafts))
         self._compiled: dict[tuple[str, int], Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
         self._stopped = False

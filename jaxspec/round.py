@@ -23,7 +23,7 @@ from jaxspec.cache import PageLayout, Rows, Scales
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
-from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Verified
+from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.request import MAX_LOGPROBS
 from jaxspec.sharding import mine, owned, told
@@ -164,6 +164,8 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
     scores = _score(config, params, hidden, mode)
     of = draft_params, state, slots, batch, proposal, scores, hidden.features
     state, out = conclude(drafter, mode, *of, fixed=fixed)
+    if isinstance(drafter, Resting):  # from here on the drafter's state is too old for these requests
+        state = state.replace(slots=state.slots.replace(drafts=state.slots.drafts.at[ids].set(0)))
     return keep_replay(config, state, ids, out), out
 
 

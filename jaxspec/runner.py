@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec import peers, sharding
-from jaxspec.adaptive import Group
+from jaxspec.adaptive import REST, Group
 from jaxspec.batch import fit, pack_admission, pack_blocks
 from jaxspec.cache import (
     MemoryPlan,
@@ -284,11 +284,11 @@ class Runner:
     @property
     def drafts(self) -> tuple[int, ...]:
         """The numbers of drafts that a round may have, ascending; the last is the drafter's own."""
-        return *self.narrower, self.width - 1
+        return *(drafts for drafts in self.narrower if drafts != REST), self.width - 1
 
     def yields_of(self, drafts: int) -> int:
         """Most tokens that a round of so many drafts yields a request."""
-        return drafts + 1 if drafts in self.narrower else self.yields
+        return max(drafts, 0) + 1 if drafts in self.narrower else self.yields
 
     def _empty_state(self, layout: PageLayout, snapshots: int) -> State:
         make = lambda: self._state_of(layout, snapshots, self._local, self._drafter)  # noqa: E731
@@ -341,7 +341,7 @@ class Runner:
             seq.tokens,
             seq.prompt_len,
             seq.limit,
-            self.width - 1 if params.speculative else 0,
+            self.width - 1 if params.speculative and seq.seen is None else 0,
             seed,
             stop_ids,
             params,
@@ -383,7 +383,7 @@ class Runner:
     ) -> jax.Array:
         """Dispatch a round for these slots, or `Shapes.rounds` of them; packed output (see `round.decode_round`).
 
-        `drafts`: one of `Runner.drafts`; None: the drafter's own number.
+        `drafts`: one of `Runner.drafts`, or `REST`; None: the drafter's own number.
         """
         run = self.programs.round if rounds == 1 else self.programs.rounds
         narrow = drafts if drafts in self.narrower else None

@@ -108,6 +108,7 @@ class Scheduler:
         self.prefilling: Sequence | None = None
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.resting = False  # prompts may continue from pages that the drafter missed; set by the engine
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._since = 0  # prompt tokens planned since the last round, or since there is a request for one
         self._refused = False  # the head of `waiting` didn't fit, and no sequence has left since: don't match it again
@@ -282,7 +283,7 @@ class Scheduler:
             if any(other.in_flight for other in self.running):
                 return False  # their results may end some of them, and tell how much the others really need
             victim = self.prefilling or self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is seq:
                 return True
         self._give(seq, missing)
@@ -356,15 +357,14 @@ class Scheduler:
 
     def _admit_next(self, alone: bool) -> Sequence | None:
         """Give the head of the queue its slot and pages, if there are any. `alone`: no other's chunk is planned yet."""
-        if not self.waiting or not self._free_slots or self._refused:
+        if not self.waiting or not self._free_slots or self._refused or (self.waiting[0].score and not alone):
             return None
         seq = self.waiting[0]
-        if seq.score and not alone:
-            return None
         seq.source, seq.points = None, []
         shares = self.prefix_cache and not seq.score
         # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
-        pages, node = self.tree.match(seq.tokens, self._due(seq) - 1) if shares else ([], self.tree.root)
+        missed = self.resting and not seq.seeded
+        pages, node = self.tree.match(seq.tokens, self._due(seq) - 1, missed) if shares else ([], self.tree.root)
         missing = self._missing(seq, 2) - len(pages)  # up to the first round, and what comes before it yields a token
         # One page on top for each that runs: admitting into the last pages would only get someone preempted at once.
         if missing + len(self.running) > self._available():
@@ -376,6 +376,7 @@ class Scheduler:
             seq.source, seq.points = node.snapshot, self._points(seq, node)
         seq.node = node if self.prefix_cache else None
         seq.computed = len(pages) * self.page_size
+        seq.seen = node.seen * self.page_size if node.seen < node.depth else None
         if not seq.preemptions:
             seq.cached = seq.computed
         seq.pages = pages + self._take(missing)
@@ -418,9 +419,9 @@ class Scheduler:
     def _publish(self, seq: Sequence, end: int, leaving: bool = False) -> None:
         end = min(end, seq.prompt_len) if self.replays else end
         if seq.node:
-            seq.node = self.tree.insert(seq.tokens, seq.pages, end, seq.node, leaving=leaving)
+            seq.node = self.tree.insert(seq.tokens, seq.pages, end, seq.node, leaving=leaving, seen=seq.seen)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         """Back to the head of the queue. All its results have been read, so only its KV is lost."""
         self._vacate(seq)
         if self.replays:
@@ -443,7 +444,7 @@ class Scheduler:
         self.pool.release(seq.pages)
         self.table[seq.slot] = 0
         self._free_slots.append(seq.slot)
-        seq.pages, seq.slot, seq.node = [], -1, None
+        seq.pages, seq.slot, seq.node, seq.seen = [], -1, None, None
         seq.computed = seq.in_flight = 0
         seq.epoch += 1
         self._refused = False

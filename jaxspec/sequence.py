@@ -33,6 +33,9 @@ class Sequence:
     - `score`: log-probabilities of the prompt are requested, so all of it is computed: no cached prefix, chunks of at
       most `score_tokens`, each alone in its prefill. Cleared by the engine once it has them.
     - `stepwise`: no program runs several of its rounds.
+    - `seeded`: it samples under a seed, so its text depends on its drafts, and it never goes without.
+    - `seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by the
+      engine, and at admission.
 
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
@@ -47,6 +50,8 @@ class Sequence:
     owner: Any = field(default=None, repr=False)
     score: bool = False
     stepwise: bool = False
+    seeded: bool = False
+    seen: int | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list, repr=False)
     computed: int = 0

@@ -95,6 +95,7 @@ def figures(engine: Engine) -> dict[str, Any]:
         "cached_tokens_total": totals["cached_tokens"],
         "generation_tokens_total": totals["generation_tokens"],
         "rounds_total": totals["rounds"],
+        "rested_rounds_total": totals["rested_rounds"],
         "verify_rounds_total": rounds,
         "verified_tokens_total": totals["verified_tokens"],
         "forced_tokens_total": totals["forced_tokens"],

@@ -1,6 +1,8 @@
 """How many prompt tokens fit between two rounds: learned from a device that takes 10 ms a round, 2 ms a program of
 prompts and 20 us a token."""
 
+import pytest
+
 from jaxspec.pace import Pace
 
 ROUND, PROGRAM, TOKEN = 0.010, 0.002, 20e-6
@@ -42,8 +44,10 @@ def test_the_largest_program_that_fits_beside_a_round():
 def test_a_high_limit_leaves_room_for_several_programs():
     device = Device(0.080)
     device.step()
+    assert device.pace.token == 0
     device.step(1000)
     assert device.pace.tokens() == 3000
+    assert device.pace.token == pytest.approx(22e-6), "its share of the program is counted"
 
 
 def test_small_programs_say_little_of_larger_ones():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from jaxspec import LLM, runner
-from jaxspec.adaptive import rungs
+from jaxspec.adaptive import REST, rungs
 from jaxspec.round import LOGPROBS
 
 
@@ -22,7 +22,9 @@ class Turns:
         self._ends = numbers[0], numbers[-1]
         self._turns = itertools.cycle((*numbers, *numbers[:1], *reversed(numbers)))
 
-    def choose(self, group, share):
+    missed, resting = 0.0, False
+
+    def choose(self, group, share, able=None):
         self.chosen = next(n for n in self._turns if n in self._ends or LOGPROBS not in group[0])
         return self.chosen
 
@@ -44,6 +46,7 @@ def several(make: Callable[[], LLM]) -> LLM:
         found = shapes(config, drafter, alone)
         most = drafter.num_draft_tokens
         fewer = () if not most else rungs(most) if drafter.topk == 1 else (0,)
+        fewer = (REST, *fewer) if most and drafter.rests else fewer
         return dataclasses.replace(found, narrower=tuple((n, found.batches) for n in fewer))
 
     with pytest.MonkeyPatch.context() as patch:

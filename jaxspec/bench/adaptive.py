@@ -24,20 +24,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.adaptive import Chooser
+from jaxspec.adaptive import REST, Chooser
 from jaxspec.batch import fit
 from jaxspec.bench import engines, forced, plots
 from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, device_facts, memory_facts
 from jaxspec.checkpoint import load_target
 from jaxspec.config import EngineConfig
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.draft import Resting
 from jaxspec.drafters import load_drafter
 from jaxspec.engine import Engine
 from jaxspec.flags import engine_options, positive
@@ -45,7 +45,7 @@ from jaxspec.request import SamplingParams
 from jaxspec.round import GREEDY
 from jaxspec.timing import time_rounds
 
-PLAIN, AUTO = -1, "auto"  # plain decoding, as a number of drafts
+AUTO = "auto"
 SETTLING_STEPS = 3  # after a change of setting: rounds in flight are still of the one before
 SLICES = 4  # of a load's time in the rise and fall, and as many points in the chart
 
@@ -141,12 +141,8 @@ class Setting(Chooser):
         super().__init__(longest, times)
         self._always = always
 
-    def choose(self, group, share):
-        return super().choose(group, share) if self._always is None else self._always
-
-    def took(self, group, drafts, seconds):
-        if drafts != PLAIN:  # one in flight when the setting changed; the drafter has no such rounds
-            super().took(group, drafts, seconds)
+    def choose(self, group, share, able=None):
+        return super().choose(group, share, able) if self._always is None else self._always
 
 
 class Meter:
@@ -155,25 +151,32 @@ class Meter:
     def __init__(self, engine: Engine, lengths: dict[int, float]):
         """`lengths`: tokens that a round yields a request, by its drafts."""
         self._engine, self.lengths = engine, lengths
-        self.tokens, self.seconds, self.rows = 0.0, 0.0, 0
+        self.tokens, self.seconds, self.rows, self.rested = 0.0, 0.0, 0, 0
         self.rounds: Counter[int] = Counter()
 
     def run(self, seconds: float, seen: Callable[[float, int], None] | None = None) -> None:
         """Step for so long. `seen`: told of each step's tokens and its drafts."""
         engine, began = self._engine, time.perf_counter()
+        rested = engine.totals["rested_rounds"]
         while (now := time.perf_counter()) - began < seconds:
-            rows, rounds = engine.totals["verify_rounds"], Counter(engine.rounds_by_drafts)
+            rows, rounds, share = engine.totals["verify_rounds"], Counter(engine.rounds_by_drafts), self._share()
             engine.step()
             moved = {n: count - rounds[n] for n, count in engine.rounds_by_drafts.items() if count > rounds[n]}
             rows = engine.totals["verify_rounds"] - rows
             for n, count in moved.items():  # a step reads one program, whose rounds have one number of drafts
-                tokens = rows * self.lengths[n]
+                tokens = rows * (1 + share * (self.lengths[n] - 1))
                 self.tokens += tokens
                 self.rounds[n] += count
                 if seen is not None:
                     seen(tokens, n)
             self.rows += rows
         self.seconds += now - began
+        self.rested += engine.totals["rested_rounds"] - rested
+
+    def _share(self) -> float:
+        """Of the requests that run, those that may have drafts, since none of their rounds rested."""
+        running = self._engine.scheduler.running
+        return sum(seq.seen is None for seq in running) / max(len(running), 1)
 
     def figures(self) -> Row:
         rounds = max(self.rounds.total(), 1)
@@ -182,24 +185,12 @@ class Meter:
             "ms_per_round": self.seconds / rounds * 1e3,
             "drafts": sum(n * count for n, count in self.rounds.items()) / rounds,
             "rounds_by_drafts": dict(sorted(self.rounds.items())),
+            "rested_rounds": self.rested,
         }
 
 
-@dataclass(frozen=True)
-class Absent(Drafter):
-    """No drafter: rounds of plain decoding in the state of an engine that has one. Nothing of it is kept up."""
-
-    num_draft_tokens: int = 0
-
-    def propose(self, params, state, batch):
-        return Proposal.none(len(batch.length)), state
-
-    def commit(self, params, state, batch, verified):
-        return state
-
-
 def _start(args: argparse.Namespace, result: Result) -> Engine:
-    """An engine with the programs for these loads alone, and those of plain decoding as rounds of `PLAIN` drafts."""
+    """An engine with the programs for these loads alone, and those of plain decoding as rounds of `REST` drafts."""
     if args.draft == "none":
         raise BenchError("--draft none: adaptive drafting needs a drafter. Name one, for example --draft ngram")
     args.skip_warmup, args.few_programs = True, False
@@ -227,17 +218,27 @@ def _prepare(engine: Engine, requests: Sequence[int]) -> None:
     narrower = tuple((drafts, fewer(sizes)) for drafts, sizes in runner.shapes.narrower)
     sizes = {"prefills": runner.shapes.prefills[-1:], "firsts": runner.shapes.firsts[-1:]}
     shapes = dataclasses.replace(runner.shapes, batches=fewer(runner.shapes.batches), narrower=narrower, **sizes)
-    plain = PLAIN, narrower[0][1]
-    programs.add_rounds(PLAIN, Absent())
-    programs.shapes = dataclasses.replace(shapes, narrower=(plain, *narrower))
+    with_plain = narrower
+    if REST not in dict(narrower):
+        with_plain = (REST, narrower[0][1]), *narrower
+        programs.add_rounds(REST, Resting())
+    programs.shapes = dataclasses.replace(shapes, narrower=with_plain)
     programs.warm_up(runner.state, lambda kind: GREEDY in kind or kind in ("admit", "prefill"))
     runner.shapes = programs.shapes = shapes
     pages, page_size = runner.plan.num_pages, engine.config.page_size
     runner.state, runner.round_times = time_rounds(programs, runner.state, pages, page_size, (GREEDY,))
     runner.reset()
-    runner.narrower = dict((plain, *narrower))
-    of_drafts = runner.yields_of
-    runner.yields_of = lambda drafts: 1 if drafts == PLAIN else of_drafts(drafts)
+    runner.narrower = dict(with_plain)
+
+
+def _renew(engine: Engine) -> None:
+    """Give all requests drafts again, after rounds that rested. What the drafter missed doesn't count here."""
+    for seq in engine.scheduler.running:
+        seq.seen = None
+    runner = engine.runner
+    slots = runner.state.slots
+    drafts = jax.device_put(np.full(slots.drafts.shape, runner.width - 1, np.int32), slots.drafts.sharding)
+    runner.state = runner.state.replace(slots=slots.replace(drafts=drafts))
 
 
 def _times(engine: Engine) -> dict[str, dict[int, float]]:
@@ -257,12 +258,12 @@ def _settings(engine: Engine, mixed: list[list[float]]) -> dict[str, tuple[Choos
     runner = engine.runner
     longest = {n: runner.yields_of(n) - 1 for n in runner.drafts}
     of = lambda always=None: Setting(longest, runner.round_times, always)  # noqa: E731
-    fixed = {_name(n): of(n) for n in runner.drafts}
+    fixed = {_name(n): of(n) for n in (REST, *runner.drafts)}
     return {name: (how, Meter(engine, _lengths(engine, mixed))) for name, how in (fixed | {AUTO: of()}).items()}
 
 
 def _name(drafts: int) -> str:
-    return "plain" if drafts == PLAIN else str(drafts)
+    return "plain" if drafts == REST else str(drafts)
 
 
 def _queue(engine: Engine, rng: np.random.Generator, count: int, prompt_len: int) -> list[str]:
@@ -300,6 +301,7 @@ def _steady(args: argparse.Namespace, engine: Engine, mixed: list[list[float]], 
     for turn in range(args.turns):
         for how, meter in list(settings.values())[:: -1 if turn % 2 else 1]:
             meter.lengths, engine.chooser = lengths, how
+            _renew(engine)
             for _ in range(SETTLING_STEPS):
                 engine.step()
             meter.run(args.seconds)

@@ -64,6 +64,7 @@ class DFlash(Drafter):
     topk: int = 1
     num_steps: int | None = None
 
+    rests: ClassVar[bool] = True
     computes: ClassVar[frozenset[str]] = frozenset()  # which of the checkpoint's VARIANTS
     first_by_default: ClassVar[int] = 1
 

@@ -15,7 +15,7 @@ them matches too (`reach`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +59,8 @@ class Chain(Drafter):
     def __post_init__(self):
         if self.topk > 1 or self.num_steps is not None:
             eagle_tree.check(self.num_steps, self.topk, self.num_draft_tokens)
+
+    rests: ClassVar[bool] = True
 
     @property
     def longest(self):

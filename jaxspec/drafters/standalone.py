@@ -8,6 +8,7 @@ runs the two newest tokens: one of them is usually known already, and rewriting 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -24,6 +25,7 @@ class Standalone(Drafter):
 
     config: ModelConfig
     num_draft_tokens: int = 4
+    rests: ClassVar[bool] = True
 
     @classmethod
     def load(cls, target, source, options):

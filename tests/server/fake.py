@@ -167,6 +167,7 @@ class FakeLLM:
             "prompt_tokens_total": 5,
             "cached_tokens_total": 2,
             "generation_tokens_total": 9,
+            "rested_rounds_total": 0,
             "verify_rounds_total": 4,
             "verified_tokens_total": 9,
             "avg_spec_accept_length": 2.25,

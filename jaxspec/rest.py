@@ -1,0 +1,47 @@
+"""Requests whose rounds rested: the drafter missed some of their text, so they have no drafts (`adaptive.REST`).
+
+They have drafts again after a preemption, which computes their text anew, for the drafter too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+
+from jaxspec.adaptive import REST, Chooser, Group
+from jaxspec.scheduler import Scheduler
+from jaxspec.sequence import Sequence
+
+
+def choose(chooser: Chooser, group: Group, seqs: Several[Sequence], reach: int) -> int:
+    """The number of drafts of these requests' next round, noted in them if it rests. `reach`: the drafter's."""
+    able = [seq for seq in seqs if seq.owner.request.params.speculative]
+    share = sum(seq.seen is None for seq in able) / len(seqs)
+    drafts = chooser.choose(group, share, len(able) / len(seqs))
+    for seq in seqs if drafts == REST else ():
+        if seq.seen is None:
+            # As of a request that leaves. What the host hasn't read doesn't count.
+            seq.seen = len(seq.tokens) - max(reach, 2)
+    return drafts
+
+
+def renew(chooser: Chooser | None, scheduler: Scheduler, token: float, read: Callable[[], None]) -> None:
+    """Preempt requests that rested, once drafts would have saved what it takes to compute their text anew.
+
+    `token`: seconds that one of a prompt takes. `read`: reads all results in flight.
+    """
+    scheduler.resting = chooser is not None and chooser.resting
+    if chooser is None or not chooser.missed or not (due := _due(scheduler)):
+        return
+    if chooser.missed < token * sum(len(seq.tokens) - seq.seen for seq in due):
+        return
+    read()
+    for seq in _due(scheduler):  # some have ended
+        scheduler.preempt(seq)
+
+
+def _due(scheduler: Scheduler) -> list[Sequence]:
+    """Requests, youngest first, that can still become longer by as many tokens as would have to be computed anew."""
+    rested = (seq for seq in reversed(scheduler.running) if seq.seen is not None)
+    able = (seq for seq in rested if seq.owner.request.params.speculative)
+    return [seq for seq in able if seq.limit - len(seq.tokens) >= len(seq.tokens) - seq.seen]
