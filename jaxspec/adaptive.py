@@ -14,8 +14,9 @@ text keeps the target's distribution: whether there is a draft j doesn't depend 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
+from statistics import median
 
 # A program without its number of drafts, and how many requests it is for: those of a group can stand in for one another
 Group = tuple[str, int]
@@ -25,7 +26,9 @@ BUDGET = 0.005  # share of the time that trying other numbers may cost, if no dr
 WINDOW = 1000  # verified positions over which acceptance is averaged
 FIRST = 0.6  # acceptance of the first draft, before any was seen
 PRIOR = 32  # how many observations the guess for a position counts as
-AGAIN, ANOTHER = 1 / 8, 1 / 3  # shares of a round's delay by which all times move, and its number's own
+AGAIN = 1 / 8  # share of a round's delay by which all times move
+TRIES = 5  # of a number, whose median delay is its own
+SURPRISE = 0.1  # share of a number's time by which a try may be off before another one follows at once
 OUTLIER = 2  # times the expected time: a round that took longer counts as that, since the host was held up
 REST = -1  # as a number of drafts: none, and the drafter's state isn't kept up
 SETTLED = 0.5  # seconds without drafts, of a whole batch that might have some, after which rounds rest
@@ -46,13 +49,15 @@ class Times:
     """What the programs of a group take, in seconds, by their drafts.
 
     `table` was measured at start. A round of as many drafts as the one before it moves all numbers' times: a longer
-    context or a busy host adds to each of them. A round of another number moves that one's own: wholly if it was
-    faster, since a round can be held up but not sped up.
+    context or a busy host adds to each of them. A round of another number moves that one's own, which is the median of
+    its last `TRIES`. A result that was read late makes a round seem long and the next one short, so one alone says
+    little.
     """
 
     def __init__(self, table: Mapping[int, float]):
         self._table = dict(table)
         self._own = dict.fromkeys(table, 0.0)
+        self._seen = {drafts: deque([0.0] * TRIES, TRIES) for drafts in table}
         self._more = 0.0
         self._last: int | None = None
 
@@ -62,15 +67,18 @@ class Times:
     def all(self) -> dict[int, float]:
         return {drafts: self.of(drafts) for drafts in self._table}
 
-    def see(self, drafts: int, seconds: float) -> None:
+    def see(self, drafts: int, seconds: float) -> bool:
+        """Take a round's time. Whether it should be seen again soon, since it isn't what was expected."""
         if drafts not in self._table:
-            return
-        late = min(seconds, OUTLIER * self.of(drafts)) - self.of(drafts)
-        if drafts == self._last:
+            return False
+        again, expected = drafts == self._last, self.of(drafts)
+        self._last, late = drafts, min(seconds, OUTLIER * expected) - expected
+        if again:
             self._more += AGAIN * late
-        else:
-            self._own[drafts] += late if late < 0 else ANOTHER * late
-        self._last = drafts
+            return False
+        self._seen[drafts].append(self._own[drafts] + late)
+        self._own[drafts] = median(self._seen[drafts])
+        return abs(late) > SURPRISE * expected
 
 
 class Chooser:
@@ -94,6 +102,7 @@ class Chooser:
         self._passed = [0.0] * max(longest.values())
         self._saved = 0.0  # seconds that may be spent on a try
         self._tries = 0
+        self._doubtful: int | None = None  # was tried, and is to be tried again
         self._warm = 0.0  # seconds without drafts since the last rest, each by the share of requests that may have some
         self._kept = 0.0  # and all seconds in which requests' state was kept up
         self._rest = 0.0  # seconds to rest
@@ -142,7 +151,7 @@ class Chooser:
 
     def took(self, group: Group, drafts: int, seconds: float) -> None:
         """Note how long a program took, that had the device to itself."""
-        self._times[group].see(drafts, seconds)
+        self._doubtful = drafts if self._times[group].see(drafts, seconds) else None
 
     @property
     def resting(self) -> bool:
@@ -171,6 +180,9 @@ class Chooser:
 
     def _explore(self, times: Mapping[int, float], tokens: float) -> int:
         """`chosen`, which yields so many `tokens`, or another number if enough time was saved up for it."""
+        doubtful, self._doubtful = self._doubtful, None
+        if doubtful in times:
+            return doubtful
         others = [n for n in times if n != self.chosen]
         n = others[self._tries % len(others)]
         loss = max(times[n] - times[self.chosen] / tokens, 0.0)  # it yields one token, which takes the chosen that long
