@@ -130,7 +130,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if later := engine.runner.compiles["compiles"] - engine.programs_before:
         result.note(f"{later} programs were compiled during the run; its times include that")
     if preempted := engine.stats()["preemptions_total"]:
-        result.note(f"{preempted} preemptions: pages ran out; lower --seconds or --prompt-len")
+        result.note(f"{preempted} preemptions: requests that had rested, if drafts paid again, or pages ran out")
     result.fact(memory=memory_facts())
 
 
@@ -299,7 +299,7 @@ def _steady(args: argparse.Namespace, engine: Engine, mixed: list[list[float]], 
     Meter(engine, _lengths(engine, mixed)).run(args.learn)
     lengths = _lengths(engine, mixed)
     for turn in range(args.turns):
-        for how, meter in list(settings.values())[:: -1 if turn % 2 else 1]:
+        for how, meter in _turn(list(settings.values()), turn):
             meter.lengths, engine.chooser = lengths, how
             _renew(engine)
             for _ in range(SETTLING_STEPS):
@@ -308,6 +308,13 @@ def _steady(args: argparse.Namespace, engine: Engine, mixed: list[list[float]], 
     ended = count - len(engine.requests)
     _end(engine, ids)
     return _row("steady", args, mixed, count, settings) | {"ended": ended}
+
+
+def _turn(settings: list, turn: int) -> list:
+    """The order of a turn: there, back, and then from another one on. What ran before leaves the device hot or not."""
+    start = turn // 2 * 2 % len(settings)
+    order = settings[start:] + settings[:start]
+    return order[::-1] if turn % 2 else order
 
 
 def _rise_and_fall(args: argparse.Namespace, engine: Engine, mixed: list[list[float]]) -> Row:
@@ -371,7 +378,7 @@ def plot(document: Document, figure: Any) -> None:
     kinds = list(dict.fromkeys(row["rates"] for row in rows))
     grid = figure.subplots(2 if moving else 1, len(kinds), squeeze=False)
     for axes, kind in zip(grid[0], kinds, strict=True):
-        some = [row for row in rows if row["rates"] == kind]
+        some = sorted((row for row in rows if row["rates"] == kind), key=lambda row: row["concurrency"])
         x = [row["concurrency"] for row in some]
         for name in some[0]["settings"]:
             y = [row["settings"][name]["tokens_per_s"] / row["plain"] for row in some]
