@@ -30,8 +30,16 @@ HYBRID = dict(d=5120, heads=120, kv_heads=4, f=17408, width=128)  # Qwen3.8-27B'
 
 
 def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.Array]:
-    """A weight [inputs, outputs] in blocks, and the float32 one that it stands for; scales differ between blocks."""
+    """A weight [inputs, outputs] in blocks, and the float32 one that it stands for; scales differ between blocks.
+
+    `unit` 1: each output has one scale, and they differ.
+    """
     k, n = weight.shape
+    if unit == 1:
+        outputs = weight.T.astype(jnp.float32) * jnp.exp(jax.random.normal(jax.random.key(k + n), (n, 1)) / 2)
+        scales = jnp.max(jnp.abs(outputs), axis=1, keepdims=True) / 448
+        values = (outputs / scales).astype(fp8.E4M3)
+        return Fp8Weight(values, scales), fp8.dequantise(values, scales, None).T
     blocks = jnp.exp(jax.random.normal(jax.random.key(k + n), (-(-k // fp8.BLOCK), 1, -(-n // unit), 1)))
     weight = weight.astype(jnp.float32) * jnp.repeat(jnp.repeat(blocks[:, 0, :, 0], fp8.BLOCK, 0), unit, 1)[:k, :n]
     if unit < fp8.BLOCK:  # a block's outputs stand in several places: here each part has scales of its own
@@ -42,10 +50,11 @@ def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.
     return Fp8Weight(values, scales), fp8.dequantise(values, scales, fp8.BLOCK).T
 
 
-def operands(rows: int = 8, **sizes) -> dict:
+def operands(rows: int = 8, by_output: bool = False, **sizes) -> dict:
     """Those of unquantised layers, and each weight quantised."""
     given = unquantised(rows, **SIZES | sizes)
     units = {"qkv": fp8.BLOCK, "gate_up": HALF, "down": fp8.BLOCK}
+    units = dict.fromkeys(units, 1) if by_output else units
     return given | {name: quantised(given[name], unit) for name, unit in units.items()}
 
 
@@ -107,10 +116,10 @@ def check_heads(given: dict, scaled: bool = True, normed: bool = True, **options
     assert_written(given, kv, [1], new[:, None])
 
 
-@pytest.mark.parametrize("rows,scaled,sizes", [rare(8, False, SIZES), (8, True, WIDE)])
-def test_gated(rows, scaled, sizes):
+@pytest.mark.parametrize("by_output,scaled,sizes", [rare(False, False, SIZES), (False, True, WIDE), (True, True, WIDE)])
+def test_gated(by_output, scaled, sizes):
     """Gate and up of a group have scales of their own."""
-    check_gated(operands(rows, **sizes), scaled, splits=1, **INTERPRET)
+    check_gated(operands(by_output=by_output, **sizes), scaled, splits=1, **INTERPRET)
 
 
 def test_a_last_tile_makes_again_what_it_has_no_columns_for(monkeypatch):
@@ -120,15 +129,18 @@ def test_a_last_tile_makes_again_what_it_has_no_columns_for(monkeypatch):
     check_gated(operands(f=160), splits=1, **INTERPRET)
 
 
-@pytest.mark.parametrize("rows,biased,scaled", [rare(8, False, True), (8, True, False)])
-def test_product_added(rows, biased, scaled):
-    check_add(operands(rows), biased, scaled, splits=1, **INTERPRET)
+@pytest.mark.parametrize(
+    "by_output,biased,scaled", [rare(False, False, True), (False, True, False), (True, True, True)]
+)
+def test_product_added(by_output, biased, scaled):
+    check_add(operands(by_output=by_output), biased, scaled, splits=1, **INTERPRET)
 
 
-def test_product_added_with_more_weights_than_shared_memory_holds():
+@pytest.mark.parametrize("by_output", [False, True])
+def test_product_added_with_more_weights_than_shared_memory_holds(by_output):
     share = dataclasses.replace(share_out(8, [3072], 256, 1, normed=False, fp8=True), splits=1)
     assert share.slots < share.chunks
-    check_add(operands(f=3072), splits=1, **INTERPRET)
+    check_add(operands(f=3072, by_output=by_output), splits=1, **INTERPRET)
 
 
 @pytest.mark.parametrize("centred,scaled,sizes", [rare(False, False, SIZES), (True, True, WIDE)])
@@ -142,13 +154,24 @@ def test_an_fp8_weight_is_normed_for_alone():
         op.normed(given["x"], given["scale"], [given["qkv"][0]] * 2, eps=EPS, dtypes=("bfloat16",) * 2)
 
 
-def test_product_of_rows_side_by_side():
-    check_product(operands(), splits=1, **INTERPRET)
+@pytest.mark.parametrize("by_output", [False, rare(True)])
+def test_product_of_rows_side_by_side(by_output):
+    check_product(operands(by_output=by_output), splits=1, **INTERPRET)
 
 
-@pytest.mark.parametrize("scaled,normed,sizes", [(True, True, WIDE), rare(False, False, SIZES)])
-def test_heads(scaled, normed, sizes):
-    check_heads(operands(**sizes), scaled, normed, splits=1, **INTERPRET)
+@pytest.mark.parametrize(
+    "by_output,scaled,normed,sizes",
+    [(False, True, True, WIDE), (True, True, True, WIDE), rare(False, False, False, SIZES)],
+)
+def test_heads(by_output, scaled, normed, sizes):
+    check_heads(operands(by_output=by_output, **sizes), scaled, normed, splits=1, **INTERPRET)
+
+
+def test_weights_that_do_not_fit_are_named():
+    assert op.fp8_supported(128, 4096, 4096, 32) is None and op.fp8_supported(None, 4096, 4096, 1) is None
+    assert "64 outputs and all inputs" in op.fp8_supported(None, 4096, 4096, 64)
+    assert "100 x 4096" in op.fp8_supported(None, 4096, 100, 1)
+    assert "16 outputs" in op.fp8_supported(128, 4096, 4096, 16)
 
 
 KERNELS_OF = {
@@ -166,8 +189,8 @@ KERNELS_OF = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS_OF)
-@pytest.mark.parametrize("rows,sizes", [(8, QWEN3), rare(8, MIXTURE), rare(8, HYBRID)])
-def test_lowers_for_cuda(kernel, rows, sizes):
-    given = jax.eval_shape(lambda: operands(rows, **sizes))
+@pytest.mark.parametrize("by_output,sizes", [(False, QWEN3), (True, QWEN3), rare(False, MIXTURE), rare(False, HYBRID)])
+def test_lowers_for_cuda(kernel, by_output, sizes):
+    given = jax.eval_shape(lambda: operands(by_output=by_output, **sizes))
     text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

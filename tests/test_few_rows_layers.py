@@ -169,10 +169,14 @@ def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     assert_same_forward(forward(config, params, rows), expected, rows, 2e-2)
 
 
-def in_fp8(layers):
-    """The layers with all dense weights in FP8, and experts' if there are any."""
+def in_fp8(layers, by_output: bool = False):
+    """The layers with all dense weights in FP8, with scales in blocks or of outputs, and experts' if there are any."""
 
     def quantised(weight):
+        if by_output:
+            outputs = weight.values.T.astype(jnp.float32)
+            scales = jnp.max(jnp.abs(outputs), axis=1, keepdims=True) / 448
+            return Weight((outputs / scales).astype(fp8.E4M3), Fp8(None), weight.layout, scales)
         values, scales = fp8.quantise_blocks(weight.values.T)
         unit = min(fp8.BLOCK, weight.layout.interleave or fp8.BLOCK)
         return Weight(values, Fp8(fp8.BLOCK), weight.layout, jnp.repeat(scales, fp8.BLOCK // unit, 0))
@@ -186,11 +190,14 @@ def in_fp8(layers):
     return [layer | {name: of[name](layer[name]) for name in of if name in layer} for layer in layers]
 
 
-@pytest.mark.parametrize("family,width", [rare("qwen3", 1408), ("llama", 256), ("qwen3_moe", 1408)])
-def test_layers_in_fp8_are_those_of_the_model(monkeypatch, family, width):
+@pytest.mark.parametrize(
+    "family,width,by_output",
+    [rare("qwen3", 1408, False), ("llama", 256, False), rare("llama", 256, True), ("qwen3_moe", 1408, False)],
+)
+def test_layers_in_fp8_are_those_of_the_model(monkeypatch, family, width, by_output):
     sizes = dict(hidden_size=width, intermediate_size=128, num_hidden_layers=3) | EXPERTS.get(family, {})
     config, params = small_model(family, **sizes)
-    params["layers"] = in_fp8(params["layers"])
+    params["layers"] = in_fp8(params["layers"], by_output)
     rows = two_requests()
     expected = forward(config, params, rows)
     take_few_rows(monkeypatch)
@@ -209,7 +216,8 @@ def test_fp8_layers_that_do_not_fit_are_named():
     assert "some are FP8" in refuses([layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call)
     assert "FP8 weights divided" in refuses(layers, dataclasses.replace(call, devices=2))
     by_tensor = [layers[0] | {"out": layers[0]["out"].replace(format=Fp8(None))}, *layers[1:]]
-    assert "128 inputs each" in refuses(by_tensor, call)
+    assert "128 outputs and all inputs" in refuses(by_tensor, call)
+    assert refuses(in_fp8(params["layers"], by_output=True), call) is None
 
 
 def small_hybrid(family: str, hidden_size: int = 64, **sizes):

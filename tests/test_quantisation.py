@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 import tracemalloc
 from pathlib import Path
@@ -222,8 +223,16 @@ def test_dummy_weights_are_in_the_format_that_was_asked_for(tmp_path):
     assert online.params["layers"][0]["out"].format == Fp8(128, activations=True)
     assert np.isfinite(np.asarray(jaxspec.logits(online, TOKENS))).all()
     plain = load(source("qwen3_moe"), load_format="dummy")
-    dense, was = (m.params["layers"][0]["experts_down"].dequantised("float32") for m in (online, plain))
-    np.testing.assert_allclose(dense, was, atol=2**-4 * float(jnp.abs(was).max()))
+    edit = json.loads((folder / "config.json").read_text()) | {"quantization_config": compressed("channel")}
+    (folder / "config.json").write_text(json.dumps(edit))
+    by_output = load(folder, load_format="dummy")
+    qkv = by_output.params["layers"][0]["qkv"]
+    assert qkv.format == Fp8(None) and qkv.scales.shape == (qkv.outputs, 1)
+    for name in ("experts_down", "qkv"):
+        was = plain.params["layers"][0][name].dequantised("float32")
+        for made in (online, by_output):
+            dense = made.params["layers"][0][name].dequantised("float32")
+            np.testing.assert_allclose(dense, was, atol=2**-4 * float(jnp.abs(was).max()))
 
 
 def test_the_floor_counts_the_bytes_that_are_read(tmp_path):

@@ -107,7 +107,7 @@ def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray],
         # Layers alike share what compiles.
         return param.made(_fused(sources, param.transpose, param.layout, param.dtype or dtype))
     if not param.scales:
-        return param.made(*_quantised(sources, param.layout))
+        return param.made(*_quantised(sources, param.layout, param.format.block))
     values = sources[0] if param.stacked else _fused_rows(sources, param.layout)
     return param.made(values, _scales(param, scales))
 
@@ -170,15 +170,18 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
     return _fused_rows([jnp.asarray(scales) for scales in each], layout.per(size))
 
 
-@partial(jax.jit, static_argnames="layout")
-def _quantised(sources: list[jax.Array], layout: Layout) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("layout", "block"))
+def _quantised(sources: list[jax.Array], layout: Layout, block: int | None) -> tuple[jax.Array, jax.Array]:
     """Values and scales of unquantised sources, each [outputs, inputs], or of a stack of experts' fused ones.
 
-    Each source is quantised by itself, so the result is that of a checkpoint quantised beforehand.
+    Each source is quantised by itself, so the result is that of a checkpoint quantised beforehand. `block` None: each
+    output has a scale.
     """
-    size = layout.unit
+    size = layout.unit if block else 1
 
     def one(source):
+        if block is None:
+            return fp8.quantise_rows(source, None)
         values, scales = fp8.quantise_blocks(source)
         return values, jnp.repeat(scales, BLOCK // size, axis=0)[: len(source) // size]
 
@@ -227,7 +230,7 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
         if not isinstance(param.format, Fp8):
             return places.moved(param.made(array))
         sources = [array] if param.stacked else [part.T for part in param.layout.unpack(array)]
-        return jax.block_until_ready(places.moved(param.made(*_quantised(sources, param.layout))))
+        return jax.block_until_ready(places.moved(param.made(*_quantised(sources, param.layout, param.format.block))))
 
     return jax.tree_util.tree_map_with_path(make, declared)
 

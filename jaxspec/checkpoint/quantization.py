@@ -233,4 +233,4 @@ def quantised_on_load(param: Param, activations: bool, how: Quantization | None 
         return param
     if how is not None and how.kind == MXFP4:
         return as_mxfp4(param, "config.json") if param.stacked and param.whole else param
-    return dataclasses.replace(param, format=Fp8(BLOCK, activations))
+    return dataclasses.replace(param, format=Fp8(BLOCK if how is None else how.block, activations))

@@ -31,8 +31,8 @@ CHECKS = {
 
 
 @functools.cache
-def operands(sizes):
-    return cpu.operands(**SIZES[sizes])
+def operands(sizes, by_output):
+    return cpu.operands(by_output=by_output, **SIZES[sizes])
 
 
 def test_every_number_is_exact():
@@ -47,22 +47,24 @@ def test_every_number_is_exact():
 
 
 @pytest.mark.parametrize("kernel", CHECKS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_wide_layers(sizes, kernel):
+@pytest.mark.parametrize("sizes,by_output", [("qwen3-8b", False), ("qwen3-8b", True), ("qwen3-30b-a3b", False)])
+def test_wide_layers(sizes, by_output, kernel):
     """Several times, since blocks of a cluster may finish in any order, and rings go round."""
-    given = operands(sizes)
+    given = operands(sizes, by_output)
     for _ in range(5):
         CHECKS[kernel](given)
 
 
+@pytest.mark.parametrize("by_output", [False, True])
 @pytest.mark.parametrize("kernel", ["gated", "heads"])
-def test_rows_that_blocks_norm(kernel):
-    CHECKS[kernel](cpu.operands(d=512), scaled=False)
+def test_rows_that_blocks_norm(kernel, by_output):
+    CHECKS[kernel](cpu.operands(d=512, by_output=by_output), scaled=False)
 
 
-def test_layers_are_those_of_the_model(monkeypatch):
+@pytest.mark.parametrize("by_output", [False, True])
+def test_layers_are_those_of_the_model(monkeypatch, by_output):
     config, params = layers.small_model("qwen3", hidden_size=1408, intermediate_size=512, num_hidden_layers=3)
-    params["layers"] = layers.in_fp8(params["layers"])
+    params["layers"] = layers.in_fp8(params["layers"], by_output)
     rows = cache.Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
     before = KERNELS["few_rows_heads"]
     got = layers.forward(config, params, rows)

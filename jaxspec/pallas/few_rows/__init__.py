@@ -1,6 +1,6 @@
 """The matmuls of a layer at few rows, each with the operations before and after it, on Hopper: see `layer`."""
 
-from jaxspec.pallas.few_rows.fp8 import Fp8Weight
+from jaxspec.pallas.few_rows.fp8 import Fp8Weight, fp8_supported
 from jaxspec.pallas.few_rows.layer import Scaled, add_product, gated, heads, keys_values, normed, product, scale_rows
 from jaxspec.pallas.few_rows.share import (
     GROUP,
@@ -14,7 +14,6 @@ from jaxspec.pallas.few_rows.share import (
     top_supported,
 )
 from jaxspec.pallas.few_rows.top import top_tokens
-from jaxspec.pallas.fp8_rows import weight_supported as fp8_supported
 
 __all__ = [
     "GROUP",

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.fp8 import BLOCK
-from jaxspec.pallas.few_rows.fp8 import Scales, fp8_sums, outputs
+from jaxspec.pallas.few_rows.fp8 import fp8_sums, outputs, scales_of
 from jaxspec.pallas.few_rows.share import (
     COPY_GROUPS,
     GROUP,
@@ -102,10 +102,10 @@ def ranges(share, weights_g):
 def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
     """Begin to copy a block's weights, and the rows' inputs unless it makes them.
 
-    Returns what copies chunk i to a slot, and an FP8 weight's `Scales`. Of several weights, the tiles of the first come
+    Returns what copies chunk i to a slot, and an FP8 weight's scales. Of several weights, the tiles of the first come
     first.
     """
-    scales = Scales(share, *weights_g, interpret="staged_s" in others) if share.fp8 else None
+    scales = scales_of(share, *weights_g, interpret="staged_s" in others) if share.fp8 else None
     tile, split, rows_g = lax.axis_index("tile"), split_of(share), () if share.normed else rows_g
 
     def fetch(i, slot):

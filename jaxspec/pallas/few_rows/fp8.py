@@ -2,7 +2,7 @@
 
 All warpgroups of a block share the ring. Each multiplies some of the groups of columns of a chunk, or some of its
 inputs where there is one group, and the first one gets all sums in the end. The numbers become bfloat16 in registers
-(`registers`). Each `BLOCK` of inputs has scales, which multiply its sums.
+(`registers`). Each `BLOCK` of inputs has scales, which multiply its sums; or each output has one, for all inputs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,38 @@ from jaxtyping import Array, Float
 from jaxspec.fp8 import BLOCK
 from jaxspec.pallas.few_rows.registers import flat_scales, products
 from jaxspec.pallas.few_rows.share import TILE, Share, column_of, split_of, turn_of
+from jaxspec.pallas.fp8_rows import weight_supported
 
 _i32, _f32 = jnp.int32, jnp.float32
 
 
 class Fp8Weight(NamedTuple):
-    """The weight of a matmul in FP8, or the references to one in a kernel: see `jaxspec.fp8`, in blocks."""
+    """The weight of a matmul in FP8, or the references to one in a kernel: see `jaxspec.fp8`.
+
+    Scales are for `BLOCK` inputs, or one for each output, [n, 1]; of these a kernel has references to [n].
+    """
 
     values: Float[Array, "n k"]
     scales: Float[Array, "a b"]
 
 
+def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
+    """Why kernels of few rows can't read such a weight, or None if they can.
+
+    `block` inputs, None being all, and `unit` outputs share a scale.
+    """
+    if block is None and unit > 1:
+        return f"scales for {unit} outputs and all inputs; supported: one for each output"
+    return weight_supported(*((block, outputs, inputs, unit) if block else (BLOCK, outputs, inputs, TILE)))
+
+
 def operands(weight: Any) -> list[Any]:
     """The arrays that a kernel takes for a weight: itself, or an `Fp8Weight`'s bytes and scales."""
-    if isinstance(weight, Fp8Weight):
-        return [lax.bitcast_convert_type(weight.values, jnp.int8), weight.scales]
-    return [weight]
+    if not isinstance(weight, Fp8Weight):
+        return [weight]
+    by_output = len(weight.scales) == len(weight.values)
+    scales = weight.scales.reshape(-1) if by_output else weight.scales
+    return [lax.bitcast_convert_type(weight.values, jnp.int8), scales]
 
 
 def taken(share: Share, refs: list[Any]) -> Any:
@@ -49,7 +65,7 @@ def outputs(weight: Any) -> int:
 
 def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, empty=None, staged_s=None):
     """f32[TILE, rows] of each of this warpgroup's groups, over its inputs. Each `BLOCK`'s products are summed by
-    themselves, then multiplied by its scale.
+    themselves, then multiplied by its scale, if it has one.
     """
     (fetch, scales), slots, turn, (groups, blocks) = begun, share.slots, turn_of(share), share.own
     first_block = 0 if share.groups > 1 else turn * blocks
@@ -83,24 +99,53 @@ def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, empty=None, sta
         return totals
 
     start = plgpu.layout_cast(jnp.zeros((TILE, share.rows), _f32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(_i32(0), _i32(share.chunks), one, [start] * groups)
+    totals = lax.fori_loop(_i32(0), _i32(share.chunks), one, [start] * groups)
+    return [_by_output(total, scales.of_all(g)) for g, total in enumerate(totals)]
 
 
 def _by_output(sums, scale):
+    if scale is None:
+        return sums
     return sums * (scale if scale.ndim == 0 else lax.broadcast_in_dim(scale, sums.shape, [0]))
 
 
-class Scales:
-    """The scales of a warpgroup's outputs: of each group one number, or one for each part of it, at a block of inputs.
+def scales_of(share: Share, weight: Fp8Weight, interpret: bool) -> Any:
+    """The scales of a warpgroup's outputs. They are loaded here, before the weights, so that no load waits behind all
+    weights that are on their way."""
+    return OutputScales(share, weight) if len(weight.scales.shape) == 1 else Scales(share, weight, interpret)
 
-    They are loaded before the weights, so that no load waits behind all weights that are on their way.
-    """
+
+def _first_group(share: Share) -> Any:
+    """The first of a warpgroup's groups of columns."""
+    first = lax.div(column_of(share, share.columns, lax.axis_index("tile"), 0), _i32(TILE))
+    return first + (turn_of(share) * share.own[0] if share.groups > 1 else 0)
+
+
+class OutputScales:
+    """Scales of outputs for all inputs: they multiply a warpgroup's sums once, in the end."""
+
+    def __init__(self, share: Share, weight: Fp8Weight):
+        first, layout = _first_group(share), plgpu.Layout.WGMMA.reduce(1)
+        parts = [weight.scales.at[pl.ds((first + g) * TILE, TILE)] for g in range(share.own[0])]
+        self._loaded = [plgpu.load(part, layout=layout, optimized=False) for part in parts]
+
+    def put(self, scales_s: Any) -> None:
+        pass
+
+    def at(self, group: int, block: Any) -> None:
+        return None
+
+    def of_all(self, group: int) -> Any:
+        return self._loaded[group]
+
+
+class Scales:
+    """Scales of blocks: of each group one number, or one for each part of it, at a block of inputs."""
 
     def __init__(self, share: Share, weight: Fp8Weight, interpret: bool):
         groups, _ = share.own
         unit = weight.values.shape[0] // weight.scales.shape[0]
-        first = lax.div(column_of(share, share.columns, lax.axis_index("tile"), 0), _i32(TILE))
-        first += turn_of(share) * groups if share.groups > 1 else 0
+        first = _first_group(share)
         self._parts, self._blocks, self._turn = TILE // min(unit, TILE), share.part // BLOCK, turn_of(share)
         inputs = pl.ds(split_of(share) * self._blocks, self._blocks)
         rows = [pl.ds(lax.div((first + g) * TILE, _i32(unit)), self._parts) for g in range(groups)]
@@ -118,6 +163,9 @@ class Scales:
             else:
                 self._scales_s[g] = each
         plgpu.commit_smem()
+
+    def of_all(self, group: int) -> None:
+        return None
 
     def at(self, group: int, block: Any) -> Any:
         """What a group's sums at a block of inputs are multiplied by: a number, or one for each output."""
