@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import partial
 from typing import Any
@@ -76,11 +75,10 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
         scratch["parts_s"] = plgpu.SMEM((share.splits, groups, TILE, rows), _f32)
         scratch["sent"] = plgpu.Barrier(num_arrivals=share.splits * groups)
     if share.warpgroups > 1:
-        scratch["empty"] = plgpu.Barrier(num_arrivals=share.warpgroups, num_barriers=share.slots)
-        scratch["sums_s"] = plgpu.SMEM((share.warpgroups - 1, share.own[0], TILE, rows), _f32)
+        scratch["sums_s"] = plgpu.SMEM((share.warpgroups - 1, groups, TILE, rows), _f32)
         scratch["summed"] = plgpu.Barrier(num_arrivals=share.warpgroups - 1)
     if share.fp8:
-        scratch["scales_s"] = plgpu.SMEM((share.warpgroups, share.own[0], share.scales), _f32)
+        scratch["scales_s"] = plgpu.SMEM((share.warpgroups, groups, share.scales), _f32)
     if share.fp8 and interpret:
         scratch["staged_s"] = plgpu.SMEM((share.warpgroups, TILE, BLOCK), jnp.bfloat16)
     return scratch
@@ -182,11 +180,8 @@ def multiply(
     def _():
         plgpu.barrier_wait(summed)
         load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-        others = [[load(sums_s.at[i, g]) for g in range(share.own[0])] for i in range(share.warpgroups - 1)]
-        if share.groups > 1:
-            gather([*totals, *itertools.chain(*others)])
-        else:
-            gather([sum((each for (each,) in others), totals[0])])
+        others = range(share.warpgroups - 1)
+        gather([sum((load(sums_s.at[i, g]) for i in others), total) for g, total in enumerate(totals)])
 
 
 def _gathered(share, finish, split, parts_s, sent, totals):

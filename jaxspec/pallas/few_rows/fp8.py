@@ -1,8 +1,8 @@
 """Products of few rows with FP8 weights: what a block adds up, with its warpgroups, its ring and its scales.
 
-All warpgroups of a block share the ring. Each multiplies some of the groups of columns of a chunk, or some of its
-inputs where there is one group, and the first one gets all sums in the end. The numbers become bfloat16 in registers
-(`registers`). Each `BLOCK` of inputs has scales, which multiply its sums; or each output has one, for all inputs.
+The warpgroups of a block take turns at its chunks. Each has slots of the ring to itself, so that none waits for another
+before the end, when the first one adds up. The numbers become bfloat16 in registers (`registers`). Each `BLOCK` of
+inputs has scales, which multiply its sums; or each output has one, for all inputs.
 """
 
 from __future__ import annotations
@@ -63,43 +63,32 @@ def outputs(weight: Any) -> int:
     return weight.values.shape[0] if isinstance(weight, Fp8Weight) else weight.shape[1]
 
 
-def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, empty=None, staged_s=None):
-    """f32[TILE, rows] of each of this warpgroup's groups, over its inputs. Each `BLOCK`'s products are summed by
-    themselves, then multiplied by its scale, if it has one.
+def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=None):
+    """f32[TILE, rows] of each group, over this warpgroup's chunks. Each `BLOCK`'s products are summed by themselves,
+    then multiplied by its scale, if it has one.
     """
-    (fetch, scales), slots, turn, (groups, blocks) = begun, share.slots, turn_of(share), share.own
-    first_block = 0 if share.groups > 1 else turn * blocks
+    (fetch, scales), slots, turn = begun, share.slots, turn_of(share)
+    groups, blocks, count = share.groups, share.chunk // BLOCK, share.warpgroups
     scales.put(scales_s)
 
-    def refill(i):
-        """Bring what follows chunk i in its slot."""
-        slot = lax.rem(i, _i32(slots))
-        if empty is not None:
-            plgpu.barrier_wait(empty.at[slot])
-        fetch(i + slots, slot)
-
-    def one(i, totals):
-        slot, block = lax.rem(i, _i32(slots)), i * (share.chunk // BLOCK) + first_block
+    def one(j, totals):
+        i = j * count + turn
+        slot, block = lax.rem(i, _i32(slots)), i * blocks
         by = [[scales.at(g, block + b) for b in range(blocks)] for g in range(groups)]
         plgpu.barrier_wait(ready.at[slot])
         staged = None if staged_s is None else staged_s.at[turn]
-        made = products(share, weight_s.at[slot], rows_s.at[i if share.normed else slot], turn, staged)
+        made = products(share, weight_s.at[slot], rows_s.at[i if share.normed else slot], staged)
         for b in range(blocks):
             more = [_by_output(each[b], by[g][b]) for g, each in enumerate(made)]
             totals = [total + sums for total, sums in zip(totals, more, strict=True)]
         if slots < share.chunks:
             plgpu.commit_smem()  # all warps have read the slot
-            if empty is None:
-                pl.when(i + slots < share.chunks)(partial(refill, i))
-            else:  # a chunk later, when the other warpgroups have read it as well; a slot's always does
-                pl.when(i + slots < share.chunks)(lambda: plgpu.barrier_arrive(empty.at[slot]))
-                before = jnp.maximum(i - 1, 0)
-                mine = (i > 0) & (lax.rem(lax.rem(before, _i32(slots)), _i32(share.warpgroups)) == turn)
-                pl.when(mine & (before + slots < share.chunks))(partial(refill, before))
+            pl.when(i + slots < share.chunks)(partial(fetch, i + slots, slot))
         return totals
 
     start = plgpu.layout_cast(jnp.zeros((TILE, share.rows), _f32), plgpu.Layout.WGMMA)
-    totals = lax.fori_loop(_i32(0), _i32(share.chunks), one, [start] * groups)
+    mine = lax.div(_i32(share.chunks + count - 1) - turn, _i32(count))
+    totals = lax.fori_loop(_i32(0), mine, one, [start] * groups)
     return [_by_output(total, scales.of_all(g)) for g, total in enumerate(totals)]
 
 
@@ -110,23 +99,22 @@ def _by_output(sums, scale):
 
 
 def scales_of(share: Share, weight: Fp8Weight, interpret: bool) -> Any:
-    """The scales of a warpgroup's outputs. They are loaded here, before the weights, so that no load waits behind all
+    """The scales of a block's outputs. They are loaded here, before the weights, so that no load waits behind all
     weights that are on their way."""
     return OutputScales(share, weight) if len(weight.scales.shape) == 1 else Scales(share, weight, interpret)
 
 
 def _first_group(share: Share) -> Any:
-    """The first of a warpgroup's groups of columns."""
-    first = lax.div(column_of(share, share.columns, lax.axis_index("tile"), 0), _i32(TILE))
-    return first + (turn_of(share) * share.own[0] if share.groups > 1 else 0)
+    """The first of a block's groups of columns."""
+    return lax.div(column_of(share, share.columns, lax.axis_index("tile"), 0), _i32(TILE))
 
 
 class OutputScales:
-    """Scales of outputs for all inputs: they multiply a warpgroup's sums once, in the end."""
+    """Scales of outputs for all inputs: they multiply each warpgroup's sums once, in the end."""
 
     def __init__(self, share: Share, weight: Fp8Weight):
         first, layout = _first_group(share), plgpu.Layout.WGMMA.reduce(1)
-        parts = [weight.scales.at[pl.ds((first + g) * TILE, TILE)] for g in range(share.own[0])]
+        parts = [weight.scales.at[pl.ds((first + g) * TILE, TILE)] for g in range(share.groups)]
         self._loaded = [plgpu.load(part, layout=layout, optimized=False) for part in parts]
 
     def put(self, scales_s: Any) -> None:
@@ -143,12 +131,11 @@ class Scales:
     """Scales of blocks: of each group one number, or one for each part of it, at a block of inputs."""
 
     def __init__(self, share: Share, weight: Fp8Weight, interpret: bool):
-        groups, _ = share.own
         unit = weight.values.shape[0] // weight.scales.shape[0]
         first = _first_group(share)
         self._parts, self._blocks, self._turn = TILE // min(unit, TILE), share.part // BLOCK, turn_of(share)
         inputs = pl.ds(split_of(share) * self._blocks, self._blocks)
-        rows = [pl.ds(lax.div((first + g) * TILE, _i32(unit)), self._parts) for g in range(groups)]
+        rows = [pl.ds(lax.div((first + g) * TILE, _i32(unit)), self._parts) for g in range(share.groups)]
         own = [weight.scales.at[outputs, inputs] for outputs in rows]
         self._loaded = own if interpret else [flat_scales(ref, weight.scales.shape[1], share.scales) for ref in own]
         self._interpret = interpret

@@ -58,20 +58,14 @@ def rows_transforms() -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, BLOCK // 2)), plgpu.SwizzleTransform(128)
 
 
-def products(share: Share, weight_s: Any, rows_s: Any, turn: Any, staged_s: Any = None) -> list[list[Any]]:
+def products(share: Share, weight_s: Any, rows_s: Any, staged_s: Any = None) -> list[list[Any]]:
     """Of bytes [groups * TILE, chunk] and rows [r, chunk], f32[TILE, r] of each group and each `BLOCK` of the chunk.
-
-    Those of this warpgroup, number `turn`.
 
     `staged_s`: interpret mode takes a product's left operand from shared memory alone, and this is where it is put.
     """
-    groups, blocks = share.own
+    groups, blocks = share.groups, share.chunk // BLOCK
     if staged_s is not None:
-        group, block = (turn * groups, 0) if share.groups > 1 else (0, turn * blocks)
-        return [
-            [_interpreted(weight_s, rows_s, group + g, block + b, staged_s) for b in range(blocks)]
-            for g in range(groups)
-        ]
+        return [[_interpreted(weight_s, rows_s, g, b, staged_s) for b in range(blocks)] for g in range(groups)]
     one = plgpu.ShapeDtypeStruct((TILE, share.rows), _f32, layout=plgpu.Layout.WGMMA)
     types = plgpu.RefType(weight_transforms()), plgpu.RefType(rows_transforms())
     multiply = plgpu.inline_mgpu(arg_types=types, return_type=[one] * (groups * blocks))
@@ -113,14 +107,9 @@ def _interpreted(weight_s, rows_s, group, block, staged_s):
 
 
 def _products(share, _, weight_s, rows_s):
-    (groups, own_blocks), blocks, row_groups = share.own, share.chunk // BLOCK, share.rows // 8
+    groups, blocks, row_groups = share.groups, share.chunk // BLOCK, share.rows // 8
     eights, halves = TILE // 8 * blocks * ATOM, 2 * blocks  # bytes of a group; atoms of eight rows
     weight, rows = (mgpu.utils.memref_ptr(ref) for ref in (weight_s, rows_s))
-    turn = _div(mgpu.utils.thread_idx(), THREADS)
-    if share.groups > 1:
-        weight = _at(weight, _mul(turn, groups * eights))
-    elif share.warpgroups > 1:
-        weight, rows = _at(weight, _mul(turn, own_blocks * ATOM)), _at(rows, _mul(turn, 2 * own_blocks * ATOM))
     lane = _rem(mgpu.utils.thread_idx(), 32)
     warp, row, column = _rem(_div(mgpu.utils.thread_idx(), 32), 4), _div(lane, 4), _rem(lane, 4)
     piece = _int(PIECES[0])
@@ -137,7 +126,7 @@ def _products(share, _, weight_s, rows_s):
 
     zero = mgpu.c(0.0, ir.F32Type.get())
     sums = {}
-    for block in range(own_blocks):
+    for block in range(blocks):
         right = [
             [_paired(_load(inputs[i], (n * halves + 2 * block) * ATOM)) for i in range(4)] for n in range(row_groups)
         ]
@@ -154,7 +143,7 @@ def _products(share, _, weight_s, rows_s):
             sums[g, block] = [
                 [arith.addf(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(*apart, strict=True)
             ]
-    return [_as_sums(sums[g, block]) for g in range(groups) for block in range(own_blocks)]
+    return [_as_sums(sums[g, block]) for g in range(groups) for block in range(blocks)]
 
 
 def _as_sums(totals):

@@ -24,6 +24,7 @@ BLOCKS = MULTIPROCESSORS  # as many as run at once
 NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
 WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
 WARPGROUPS = 4  # the most of a block with FP8 weights: one converts while another one waits
+RING_BYTES = 128 * 1024  # of FP8 weights on their way, with more than one warpgroup
 FP8_SLOT_BYTES = 16 * 1024  # of FP8 weights that are waited for together
 COPY_GROUPS = BULK_COPY // TILE  # of columns of an FP8 weight that one copy can bring
 MAX_CHUNK = BULK_COPY  # inputs of one copy of weights: what a bulk copy can bring
@@ -84,19 +85,13 @@ class Share:
 
     @property
     def warpgroups(self) -> int:
-        """Of a block. With FP8 weights each takes some of the groups of columns, or some `BLOCK`s of a chunk."""
-        if not self.fp8:
-            return 1
-        divides = lambda whole: next(n for n in range(WARPGROUPS, 0, -1) if whole % n == 0)  # noqa: E731
-        return divides(self.groups) if self.groups > 1 else divides(self.chunk // BLOCK)
+        """Of a block. With FP8 weights they take turns at the chunks, each with slots of the ring to itself.
 
-    @property
-    def own(self) -> tuple[int, int]:
-        """Of an FP8 weight's chunk the groups and the `BLOCK`s of inputs that one warpgroup multiplies."""
-        blocks = self.chunk // BLOCK
-        if self.groups > 1:
-            return self.groups // self.warpgroups, blocks
-        return self.groups, blocks // self.warpgroups
+        As many as leave a ring of `RING_BYTES`, since its slots are a multiple of them.
+        """
+        counts = range(min(WARPGROUPS, self.chunks) if self.fp8 else 1, 1, -1)
+        most = lambda n: min(self.chunks, self._room(n) // n * n)  # noqa: E731
+        return next((n for n in counts if most(n) * self._slot >= min(RING_BYTES, self.chunks * self._slot)), 1)
 
     @property
     def copies(self) -> int:
@@ -106,18 +101,21 @@ class Share:
     @property
     def slots(self) -> int:
         """Of the ring of weights, as far as shared memory reaches."""
-        return min(self.chunks, self._room)
+        return min(self.chunks, self._room(self.warpgroups) // self.warpgroups * self.warpgroups)
 
     @property
-    def _room(self) -> int:
+    def _slot(self) -> int:
+        """Bytes of a chunk of weights, and of rows if they come with it."""
+        return self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))
+
+    def _room(self, warpgroups: int) -> int:
         """Chunks that shared memory has room for."""
         out = 2 * self.rows * TILE * (self.groups + (min(self.groups, 2) if self.fp8 else self.groups))
         parts = 4 * self.rows * TILE * self.groups * self.splits if self.splits > 1 else 0
-        parts += 4 * self.rows * TILE * self.own[0] * (self.warpgroups - 1)
-        parts += 4 * self.scales * max(self.groups, self.warpgroups) if self.fp8 else 0
+        parts += 4 * self.rows * TILE * self.groups * (warpgroups - 1)
+        parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
         rows = 2 * self.rows * (self.part if self.normed else 0)
-        slot = self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))
-        return (ROOM - 1024 - out - parts - rows) // slot
+        return (ROOM - 1024 - out - parts - rows) // self._slot
 
     @property
     def scales(self) -> int:
@@ -126,7 +124,7 @@ class Share:
 
     @property
     def fits(self) -> bool:
-        return self._room >= min(self.chunks, MIN_SLOTS)
+        return self._room(self.warpgroups) >= min(self.chunks, MIN_SLOTS)
 
 
 def share_out(
@@ -144,7 +142,8 @@ def share_out(
     """
     whole = columns // TILE
     if groups is None:
-        fits = (n for n in range(1, MAX_GROUPS + 1) if _divides(n, whole, fp8) and -(-whole // n) <= BLOCKS)
+        # Unquantised layers whose last tile would overlap are as fast without these kernels.
+        fits = (n for n in range(1, MAX_GROUPS + 1) if -(-whole // n) <= BLOCKS and (fp8 or whole % n == 0))
         groups = next(fits, 1)
     tiles = -(-columns // TILE // groups)
     most = 1 if normed and max(widths) <= NARROW else MAX_CLUSTER
@@ -152,17 +151,6 @@ def share_out(
     divides = lambda n: sum(widths) // step % n == 0 and tiles * n <= BLOCKS  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if divides(n)), 1)
     return Share(rows, tuple(widths), columns, groups, splits, normed, fp8)
-
-
-def _divides(groups: int, whole: int, fp8: bool) -> bool:
-    """Whether blocks of so many groups suit `whole` groups.
-
-    With FP8 weights they must suit the warpgroups, and the last tile may overlap. Unquantised layers of such widths are
-    as fast without these kernels.
-    """
-    if not fp8:
-        return whole % groups == 0
-    return groups <= WARPGROUPS or math.gcd(groups, math.factorial(WARPGROUPS)) > 1
 
 
 def split_of(share: Share) -> Any:
