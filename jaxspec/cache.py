@@ -193,20 +193,20 @@ class Rows:
     def _slots(self, kv: KV, t: int) -> tuple[Int[Array, "b t"], Int[Array, "b t"]]:
         """The page and the slot in it of each row."""
         places = self._places(t)
-        real = jnp.arange(t) < self.count[:, None]
-        return self._pages(places, real, kv.shape[4]), places % kv.shape[4]
+        valid = jnp.arange(t) < self.count[:, None]
+        return self._pages(places, valid, kv.shape[4]), places % kv.shape[4]
 
     @property
     def _masked_from(self) -> Int[Array, " b"]:
         """The first of the places that the mask is about; without one, that of the first row."""
         return self.start if self.mask is None else self.start + (self.mask.shape[1] - self.mask.shape[2])
 
-    def _pages(self, places: Int[Array, "b t"], real: Bool[Array, "b t"], page_size: int) -> Int[Array, "b t"]:
-        """The pages that hold these places, the dummy page for those that aren't real or that the table lacks."""
+    def _pages(self, places: Int[Array, "b t"], valid: Bool[Array, "b t"], page_size: int) -> Int[Array, "b t"]:
+        """The pages that hold these places, the dummy page for those that aren't valid or that the table lacks."""
         entry = places // page_size
-        real = real & (places >= 0) & (entry < self.table.shape[1])
+        valid = valid & (places >= 0) & (entry < self.table.shape[1])
         page = jnp.take_along_axis(self.table, jnp.clip(entry, 0, self.table.shape[1] - 1), axis=1)
-        return jnp.where(real, page, 0)
+        return jnp.where(valid, page, 0)
 
 
 def _inverse(scales: Scales | None) -> Scales | None:

@@ -28,7 +28,7 @@ from jaxspec.pallas.decode_attention.tiles import (
     put,
     row_a_warp,
     spread,
-    turned,
+    transposed,
 )
 
 FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that differences of maxima are numbers
@@ -242,7 +242,7 @@ class _Stream:
         """The same where rows are narrow: keys, or transposed values, as the left operand of a product."""
         if not self.plan.in_registers:
             operand = self.operand(stage, kind)
-            return turned(operand) if kind else operand
+            return transposed(operand) if kind else operand
         plgpu.barrier_wait(self.ready.at[self.w, stage, kind])
         return (e4m3.keys, e4m3.values)[kind](self.ring.at[stage, kind])
 
@@ -303,9 +303,9 @@ class _Rows:
         ahead = i + plan.stages
         next_ids = stream.pages(ahead + 1)  # a step before they are needed, since they come from memory
         if narrow:
-            scores = product(stream.left(stage, 0), turned(self.q_s))
+            scores = product(stream.left(stage, 0), transposed(self.q_s))
         else:
-            scores = product(self.q_s, turned(stream.operand(stage, 0)))
+            scores = product(self.q_s, transposed(stream.operand(stage, 0)))
         if masked:
             scores = jnp.where(self._seen(stream.step(i) * plan.step), scores, -jnp.inf)
         new_top = jnp.maximum(top, over_tokens(plan, "max", scores, self.exchange_s) * self.factor)
@@ -320,7 +320,7 @@ class _Rows:
         pl.when(ahead < self.count)(lambda: stream.fetch(ahead, ids, 0, stage))
         acc = acc * spread(plan, shrink, acc)
         if narrow:
-            acc = add_product(plan, acc, stream.left(stage, 1), turned(self.p_s))
+            acc = add_product(plan, acc, stream.left(stage, 1), transposed(self.p_s))
         else:
             acc = add_product(plan, acc, self.p_s, stream.operand(stage, 1))
         plgpu.commit_smem()  # all warps are done with the values and the weights

@@ -24,7 +24,7 @@ def row_a_warp(h: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def turned(ref):
+def transposed(ref):
     return ref.transpose((1, 0))
 
 
@@ -36,7 +36,7 @@ def spread(plan: Plan, x, like):
 def put(plan: Plan, ref, x):
     """Write to `ref`, which has rows first, what is narrow if the plan is."""
     if plan.narrow:
-        ref, x = turned(ref), plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+        ref, x = transposed(ref), plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
     ref[...] = x.astype(ref.dtype)
 
 
