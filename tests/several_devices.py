@@ -7,6 +7,7 @@ own. One device is what is expected: texts in every mode, log-probabilities, and
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -54,6 +55,13 @@ BATCHES = {
         for i in range(5)
     ],
 }
+# Programs for log-probabilities sample, too, so that a sample of these batches compiles fewer.
+SAMPLE = {
+    "greedy": BATCHES["greedy"],
+    "logprobs": [
+        dataclasses.replace(params, logprobs=3, prompt_logprobs=i % 2) for i, params in enumerate(BATCHES["sampled"])
+    ],
+}
 MODES = {"temperature": 0.0}, {}, {"logprobs": 1}  # a program each
 STRUCTURED = [
     greedy(max_tokens=12, structured=StructuredOutput(regex="(yes|no|maybe), [0-9]{3}")),
@@ -94,27 +102,28 @@ def held(llm: LLM) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(llm.engine.runner.state)]
 
 
-def runs(llm: LLM, structured: bool) -> Iterator[tuple[str, tuple, list[np.ndarray]]]:
+def runs(llm: LLM, structured: bool, sample=False) -> Iterator[tuple[str, tuple, list[np.ndarray]]]:
     """What the engine says of each batch, one after the other, and what its state is then."""
-    for name, batch in BATCHES.items():
+    for name, batch in (SAMPLE if sample else BATCHES).items():
         yield name, said(llm, batch), held(llm)
     if structured:
         yield "structured", said(llm, STRUCTURED, PROMPTS[:2]), held(llm)
 
 
 @functools.cache
-def expected(folder: Path, draft: str, structured: bool, **options) -> tuple[MemoryPlan, list]:
+def expected(folder: Path, draft: str, structured: bool, sample=False, **options) -> tuple[MemoryPlan, list]:
     """One device's memory plan, and what it says."""
     llm = engine(folder, draft, 1, **options)
-    return llm.engine.runner.plan, list(runs(llm, structured))
+    return llm.engine.runner.plan, list(runs(llm, structured, sample))
 
 
-def check(folder: Path, draft: str, size: int, structured=False, groups=1, **options) -> LLM:
+def check(folder: Path, draft: str, size: int, structured=False, groups=1, sample=False, **options) -> LLM:
     """Texts are one device's. Each array of the state is what its shards make together, heads that several devices
     have counted once."""
     several = widths.several(lambda: engine(folder, draft, size, ep_size=groups, **options))
-    _, of_one = expected(folder, draft, structured, **options)
-    for (name, (texts, logprobs), state), (_, own, shards) in zip(of_one, runs(several, structured), strict=True):
+    _, of_one = expected(folder, draft, structured, sample, **options)
+    said_by_several = runs(several, structured, sample)
+    for (name, (texts, logprobs), state), (_, own, shards) in zip(of_one, said_by_several, strict=True):
         assert own[0] == texts, name
         np.testing.assert_allclose(own[1], logprobs, atol=2e-4)
         for whole, gathered in zip(state, shards, strict=True):
@@ -158,7 +167,7 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
             yield name, tensor
 
     monkeypatch.setattr(ModelFolder, "read", counting)
-    several = check(folder, f"eagle3:{eagle3(folder)}", 2)
+    several = check(folder, f"eagle3:{eagle3(folder)}", 2, sample=True)
     assert set(reads.values()) == {2}, "each of two engines reads each tensor once"
     layers, drafts = 2, 3
     # Two a layer and one for embeddings; the drafter's layer: with the drafts after the first, and with what stands.
@@ -173,7 +182,7 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     stats = several.engine.stats()
     assert stats["preemptions_total"] and stats["cached_tokens_total"]  # what the batches are there for
     assert stats["sums"] == "by XLA's psum: the device is a CPU"
-    plan, of_one = expected(folder, f"eagle3:{eagle3(folder)}", False)
+    plan, of_one = expected(folder, f"eagle3:{eagle3(folder)}", False, True)
     assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
     assert runner.plan.kv_bytes == plan.kv_bytes / 2
     assert "of each of 2 devices" in str(runner.plan)

@@ -167,7 +167,7 @@ SAMPLED = (*distribution.DRAFTERS, "eagle", "eagle3", "tree", "dflash", "dspark"
 def test_rounds_sample_the_target(draft, activations, monkeypatch, tmp_path):
     """As for unquantised weights; both the rounds and what they are held against have the FP8 model."""
     monkeypatch.setattr(distribution, "model", functools.partial(fp8_model, activations=activations))
-    monkeypatch.setattr(distribution, "SAMPLES", 6_000)
+    monkeypatch.setattr(distribution, "SAMPLES", 3_000)
     if draft in distribution.DRAFTERS:
         distribution.test_round_samples_the_target(draft)
     elif draft == "tree":

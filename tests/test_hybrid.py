@@ -282,7 +282,7 @@ def test_rounds_sample_the_target(family, draft, monkeypatch):
     if draft == "standalone":
         draft = f"standalone:{distribution.checkpoint(3)}"
     loaded = load_drafter(draft, model, EngineConfig(draft=draft, num_draft_tokens=2))
-    monkeypatch.setattr(distribution, "SAMPLES", 4_000)
+    monkeypatch.setattr(distribution, "SAMPLES", 2_500)
     monkeypatch.setattr(distribution, "LANES", 128)  # states of more slots take longer to make than to decode
     monkeypatch.setattr(distribution, "model", lambda: model)
     monkeypatch.setitem(distribution.DRAFTERS, draft, lambda: (loaded.drafter, loaded.params))

@@ -13,7 +13,7 @@ from tests import test_distribution as plain
 from tests.exact import ALPHA, adjusted, distribution
 from tests.test_distribution import LANES, OUTPUT, PROMPT, SETTINGS, VOCAB, Lanes, model, often, p_values
 
-SAMPLES = 5_000
+SAMPLES = 3_000
 _rng = np.random.default_rng(4)
 FIRST = _rng.random(VOCAB) < 0.6
 NEXT = _rng.random((VOCAB, VOCAB)) < 0.45
