@@ -19,8 +19,6 @@ import numpy as np
 from jaxspec import LLM, SamplingParams
 from jaxspec.bench import questions
 
-VOCABULARY = 30000  # that random prompts are made of
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -28,6 +26,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, nargs="+")
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--prompts", type=Path, help="questions of a benchmark; otherwise tokens at random")
+    parser.add_argument("--vocabulary", type=int, default=30000, help="that random prompts are made of")
     parser.add_argument("--count", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--longest", type=int, default=600, help="half of the most tokens that a random prompt has")
@@ -46,14 +45,16 @@ def main() -> int:
         number = int("".join(c for c in at if c.isdigit()))
         core, started = llm.engine, time.monotonic()
         core.config = dataclasses.replace(core.config, disable_overlap=at.endswith("-"))
-        texts = []
+        texts, cached, before = [], 0, core.scheduler.preemptions
         for first in range(0, len(asked), number):
             some = range(first, min(first + number, len(asked)))
             outs = llm.generate([asked[i] for i in some], [settings(args, i, "off" not in at) for i in some])
             texts += [out.token_ids for out in outs]
+            cached += sum(out.metrics.cached_tokens for out in outs)
         runs[f"{args.out[0].stem} {at}"] = texts
         core.scheduler.audit()
-        told = f"{at}: {time.monotonic() - started:.1f} s, {core.scheduler.preemptions} preemptions"
+        preempted = core.scheduler.preemptions - before
+        told = f"{at}: {time.monotonic() - started:.1f} s, {preempted} preemptions, {cached} tokens cached,"
         print(told, f"{different(next(iter(runs.values())), texts)} of {len(texts)} differ", flush=True)
         args.out[0].write_text(json.dumps(runs))
     return 0
@@ -71,9 +72,9 @@ def prompts(args) -> list:
     if args.prompts is not None:
         return [question.text for question in questions.read(args.prompts)[1][: args.count]]
     draw = np.random.default_rng(0)
-    shared = draw.integers(0, VOCABULARY, args.longest).tolist()  # every other prompt begins with some of it
+    shared = draw.integers(0, args.vocabulary, args.longest).tolist()  # every other prompt begins with some of it
     lengths = draw.integers(5, args.longest, args.count).tolist()
-    return [shared[: n if i % 2 else 0] + draw.integers(0, VOCABULARY, n).tolist() for i, n in enumerate(lengths)]
+    return [shared[: n if i % 2 else 0] + draw.integers(0, args.vocabulary, n).tolist() for i, n in enumerate(lengths)]
 
 
 def settings(args, i: int, drafts: bool) -> SamplingParams:
