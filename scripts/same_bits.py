@@ -45,7 +45,7 @@ def main() -> int:
         number = int("".join(c for c in at if c.isdigit()))
         core, started = llm.engine, time.monotonic()
         core.config = dataclasses.replace(core.config, disable_overlap=at.endswith("-"))
-        texts, cached, before = [], 0, core.scheduler.preemptions
+        texts, cached, before, accepted = [], 0, core.scheduler.preemptions, sum(core.accepted)
         for first in range(0, len(asked), number):
             some = range(first, min(first + number, len(asked)))
             outs = llm.generate([asked[i] for i in some], [settings(args, i, "off" not in at) for i in some])
@@ -54,7 +54,8 @@ def main() -> int:
         runs[f"{args.out[0].stem} {at}"] = texts
         core.scheduler.audit()
         preempted = core.scheduler.preemptions - before
-        told = f"{at}: {time.monotonic() - started:.1f} s, {preempted} preemptions, {cached} tokens cached,"
+        told = f"{at}: {time.monotonic() - started:.1f} s, {preempted} preemptions, {cached} prompt tokens cached,"
+        told += f" {sum(core.accepted) - accepted} drafts accepted,"
         print(told, f"{different(next(iter(runs.values())), texts)} of {len(texts)} differ", flush=True)
         args.out[0].write_text(json.dumps(runs))
     return 0

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxspec import AsyncLLM, SamplingParams
@@ -44,6 +46,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600, help="of load, divided among the drafters")
     parser.add_argument("--drafts", default="ngram", help="drafters, one after the other: ngram,suffix,none")
     parser.add_argument("--option", action="append", default=[], help="of the engine, name=value")
+    parser.add_argument("--texts", type=Path, help="where to leave what each case said, as JSON")
     args = parser.parse_args()
     options = {name: read(value) for name, value in (pair.split("=", 1) for pair in args.option)}
     work, drafts, known = cases(args), args.drafts.split(","), {}
@@ -53,6 +56,8 @@ def main() -> int:
             wrong = asyncio.run(soak(llm, work, args.clients, args.seconds / len(drafts), known))
         finally:
             llm.close()
+        if args.texts is not None:
+            args.texts.write_text(json.dumps({case: known[case] for case in sorted(known)}))
         if wrong:
             return 1
     return 0
@@ -102,7 +107,8 @@ async def soak(llm: AsyncLLM, work: list[Case], clients: int, seconds: float, kn
             group.create_task(client(number))
         for _ in range(10):
             await asyncio.sleep(seconds / 10)
-            memory.append(resident())
+            memory.append((resident(), on_device()))
+            print(f"{counts['completed']} completed, {counts['left']} left", flush=True)
     done = list(known)
     while llm.engine.busy:
         await asyncio.sleep(0.05)
@@ -114,10 +120,12 @@ async def soak(llm: AsyncLLM, work: list[Case], clients: int, seconds: float, kn
         alone = SamplingParams(**vars(params) | {"speculative": False})
         compare(case, await answer(llm, (prompt, alone), None))
     balanced(llm)
+    (host, device), (host_after, device_after) = memory[2], memory[-1]
     print(
         f"{llm.config.draft}: {seconds:.0f} s, {clients} clients, {counts['completed']} requests completed, "
-        f"{counts['left']} left, {counts['tokens']} tokens, {preemptions} preemptions, memory {memory[2]:.0f} -> "
-        f"{memory[-1]:.0f} MiB; {len(wrong)} of {len(done)} cases differ",
+        f"{counts['left']} left, {counts['tokens']} tokens, {sum(llm.engine.accepted)} drafts accepted, {preemptions} "
+        f"preemptions, memory {host:.0f} -> {host_after:.0f} MiB, on the device {device:.1f} -> {device_after:.1f}; "
+        f"{len(wrong)} of {len(done)} cases differ",
         flush=True,
     )
     return len(wrong)
@@ -159,6 +167,11 @@ def balanced(llm: AsyncLLM) -> None:
 def resident() -> float:
     """MiB of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def on_device() -> float:
+    """MiB in use there, 0 where nobody counts them."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0) / 2**20
 
 
 if __name__ == "__main__":
