@@ -73,7 +73,8 @@ def _row(eps, centred, rows, columns, given, x_g, scale_g, *refs):
     parts_g, normed_g, added_g = refs[:given], refs[given], refs[given + 1 :]
     row, width = lax.axis_index("row"), x_g.shape[1]
     here = jnp.minimum(row, rows - 1)
-    load = partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((width,), VECTOR), optimized=False)
+    vector = VECTOR if width % UNIT == 0 else VECTOR // 2
+    load = partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((width,), vector), optimized=False)
     x, scale = load(x_g.at[here]), load(scale_g).astype(_f32)
     for part_g in parts_g:
         total = load(part_g.at[0, here])

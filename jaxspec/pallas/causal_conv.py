@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.pallas import conv_chunk as chunk_kernel
 from jaxspec.pallas import conv_step as step_kernel
 from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.slices import SLICE, sliced
 
 if TYPE_CHECKING:
     from jaxspec.decoder.spec import DeltaRule
@@ -54,8 +55,12 @@ def step(
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
     mix: DeltaRule,
+    fixed: bool = False,
 ) -> tuple[tuple[Array, Array, Array], Windows]:
-    """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that."""
+    """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that.
+
+    `fixed`: a row's bits don't depend on how many rows there are.
+    """
     t, (taps, channels) = x.shape[1], weight.shape
     _check_room(windows, t, taps - 1)
     fits = step_kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
@@ -63,8 +68,8 @@ def step(
         tell("conv_step", fits)
     if chosen(fits):
         return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
-    out, windows = conv_step(windows, layer, slots, replay, x[..., :channels], weight.T)
-    return split_heads(out, mix), windows
+    out, windows = conv_step(windows, layer, slots, replay, x[..., :channels], weight.T, fixed)
+    return (_split_in_slices if fixed else split_heads)(out, mix), windows
 
 
 def conv_step(
@@ -74,6 +79,7 @@ def conv_step(
     replay: Int[Array, " b"],
     x: Float[Array, "b t c"],
     weight: Float[Array, "c w"],
+    fixed: bool = False,
 ) -> tuple[Float[Array, "b t c"], Windows]:
     """Convolve t new rows of each slot, of whose last round the first `replay[r]` rows were accepted.
 
@@ -85,7 +91,8 @@ def conv_step(
     before = windows[layer, slots[:, None], at]
     x = x.astype(windows.dtype)
     inputs = jnp.concatenate([before, x], axis=1)
-    return _convolve(before, x, weight).astype(x.dtype), windows.at[layer, slots, : back + t].set(inputs)
+    out = (_convolve_in_slices if fixed else _convolve)(before, x, weight)
+    return out.astype(x.dtype), windows.at[layer, slots, : back + t].set(inputs)
 
 
 def _check_room(windows: Windows, rows: int, back: int) -> None:
@@ -104,10 +111,12 @@ def chunk(
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
     mix: DeltaRule,
+    fixed: bool = False,
 ) -> tuple[tuple[Array, Array, Array], Windows]:
-    """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it."""
+    """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it. `fixed`: as in `step`."""
     (b, t, _), (taps, channels) = x.shape, weight.shape
-    fits = chunk_kernel.supported(b, t, taps, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
+    counted = max(b, chunk_kernel.FEWEST) if fixed else b  # then few rows go the way of many
+    fits = chunk_kernel.supported(counted, t, taps, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
     inputs = x[..., :channels]
     if chosen(fits):
         blocks = slots, source, keep
@@ -116,8 +125,8 @@ def chunk(
         return chunk_kernel.conv_chunk(
             windows, layer, targets, count, before, x, weight, key_heads=mix.key_heads, eps=L2_EPS
         )
-    out, windows = conv_chunk(windows, layer, slots, source, keep, count, inputs, weight.T)
-    return split_heads(out, mix), windows
+    out, windows = conv_chunk(windows, layer, slots, source, keep, count, inputs, weight.T, fixed)
+    return (_split_in_slices if fixed else split_heads)(out, mix), windows
 
 
 def conv_chunk(
@@ -129,6 +138,7 @@ def conv_chunk(
     count: Int[Array, " b"],
     x: Float[Array, "b t c"],
     weight: Float[Array, "c w"],
+    fixed: bool = False,
 ) -> tuple[Float[Array, "b t c"], Windows]:
     """Convolve blocks of t prompt tokens, in order; which slots they read and write is as in `gated_delta.chunk`.
 
@@ -140,7 +150,7 @@ def conv_chunk(
     tail, targets = _tail(before, x, count), _targets(slots, keep, windows.shape[1])
     targets = jnp.where(targets < 0, windows.shape[1], targets)
     windows = windows.at[layer, targets, :back].set(jnp.concatenate([tail, tail]), mode="drop")
-    return _convolve(before, x, weight).astype(x.dtype), windows
+    return (_convolve_in_slices if fixed else _convolve)(before, x, weight).astype(x.dtype), windows
 
 
 def _before(windows, layer, slots, source, keep, count, x, back: int) -> Float[Array, "b k c"]:
@@ -193,3 +203,20 @@ def _convolve(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: F
         return (earlier + jnp.pad(x[:, : t - late], ((0, 0), (late, 0), (0, 0)))).astype(jnp.float32)
 
     return jax.nn.silu(sum(tap(j) * weight[:, j] for j in range(weight.shape[1])))
+
+
+def _convolve_in_slices(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: Float[Array, "c w"]) -> Array:
+    """The same of so many rows at a time, with the inputs that each one's taps look at beside one another."""
+    t, taps = x.shape[1], weight.shape[1]
+    inputs, weight = jnp.concatenate([before, x], axis=1), weight.astype(jnp.float32)
+    seen = jnp.stack([inputs[:, j : j + t] for j in range(taps)], axis=2)
+
+    def convolve(seen):
+        return jax.nn.silu(sum(seen[:, j].astype(jnp.float32) * weight[:, j] for j in range(taps)))
+
+    return sliced(convolve, SLICE, seen.reshape(-1, taps, x.shape[2])).reshape(x.shape)
+
+
+def _split_in_slices(x: Float[Array, "b t c"], mix: DeltaRule) -> tuple[Array, Array, Array]:
+    parts = sliced(lambda rows: split_heads(rows, mix), SLICE, x.reshape(-1, x.shape[2]))
+    return jax.tree.map(lambda part: part.reshape(*x.shape[:2], *part.shape[1:]), parts)

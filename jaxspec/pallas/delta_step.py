@@ -14,13 +14,15 @@ A block has the value rows of one request and key head. With few requests it has
 cluster share them. Parts of the state go through a ring: a part is loaded, changed in place and written back. While its
 write drains, the next one is computed; only then is its slot filled again.
 
+With `fixed`, a row's results don't depend on how many rows a round has: see `delta_fixed`, which then does both halves.
+
 Invariant: records are overwritten after every block that reads them has read them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import delta_around
+from jaxspec.pallas import delta_around, delta_fixed
 from jaxspec.pallas.delta_around import Around
 from jaxspec.pallas.hopper import WGMMA_ROWS
 from jaxspec.pallas.once import lower_once
@@ -72,6 +74,7 @@ class _Plan:
     pieces: int
     interpreted: bool
     eps: float | None = None  # of the norm around it, if it is part of this
+    fixed: bool = False  # tokens enter the state one after the other, whichever round they are of
 
     @property
     def share(self) -> int:
@@ -135,13 +138,16 @@ def delta_step(
     division: Division | None = None,
     pieces: int = PIECES,
     filled: int | None = None,
+    fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], tuple[Array, Array, Array, Array]]:
     """`gated_delta.step` on the arrays of a pool; returns what the rows read, in bfloat16, and those arrays anew.
 
     `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
     `plgpu.kernel`. `division`: by default, what keeps all multiprocessors busy. `filled`: as in `gated_delta.step`;
     nothing is written to the rows from t on. `gates` are decay and beta; or none, if there is `around`, with the `eps`
-    of its norm: then the results are normed and gated (`delta_around`).
+    of its norm: then the results are normed and gated (`delta_around`). `fixed`: the bits of a row's results, and of
+    its update of the state, depend on the rows before it alone, not on what round they were of. A state in bfloat16 is
+    then rounded after each of them.
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
@@ -162,17 +168,20 @@ def delta_step(
         division=division,
         pieces=pieces,
         filled=filled or v.shape[1],
+        fixed=fixed,
     )
 
 
-@lower_once("delta_step", "division", "pieces", "filled", "eps")
-def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, pieces, filled):
+@lower_once("delta_step", "division", "pieces", "filled", "eps", "fixed")
+def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, pieces, filled, fixed):
     b, t, n, _ = v.shape
     m = q.shape[2]
     rows, dtype = pool[1].shape[2], pool[0].dtype
     around = isinstance(gates, Around)
     division = division or _division(b * m, n // m, t, rows, dtype, around)
-    plan = _Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret), eps if around else None)
+    if fixed:  # a row's sums are over all columns
+        division = replace(division, stages=max(1, division.stages // 2), columns=WIDTH)
+    plan = _Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret), eps if around else None, fixed)
     refs = [jax.new_ref(x) for x in pool]
     out = plgpu.kernel(
         partial(_block, plan),
@@ -273,7 +282,10 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, rows_s
         fetch(_i32(part))
     _write_gates(plan, gates, gates_s, width)
     plgpu.barrier_wait(brought)
-    _write_products(plan, rows_s, kq_s, among_s)
+    if plan.fixed:
+        plgpu.commit_smem()  # the gates
+    else:
+        _write_products(plan, rows_s, kq_s, among_s)
     plgpu.barrier_wait(shared)
     if plan.division.splits > 1:
         plgpu.barrier_arrive(read)
@@ -287,7 +299,8 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, rows_s
             stage = lax.rem(part, _i32(stages))
             plgpu.barrier_wait(ready.at[stage])
             records = keys_s.at[:, across], updates_s.at[:, h, cut], decays_s.at[h]
-            state = _replayed(columns, replay, state_s.at[stage], *records)
+            replayed = delta_fixed.replayed if plan.fixed else _replayed
+            state = replayed(columns, replay, state_s.at[stage], *records)
             state_s[stage] = state.astype(plan.dtype)
             if p == plan.parts - 1:
                 values = _values(plan, values_s.at[:, h, cut])
@@ -297,9 +310,15 @@ def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, rows_s
                 plgpu.wait_smem_to_gmem(behind, wait_read_only=True)
                 coming = part + stages - behind
                 pl.when((part >= behind) & (coming < parts))(partial(fetch, coming))
+            if plan.fixed:
+                continue
             operand = kq_s.at[:, across].transpose((1, 0))
             products.append(product(state, [operand], pieces=plan.pieces, interpreted=plan.interpreted))
-        updates, outs = _run_rows(plan, sum(products), values, among_s, gates_s.at[h])
+        if plan.fixed:
+            gates = [(gates_s[h, j], gates_s[h, MAX_ROWS + j]) for j in range(t)]
+            updates, outs = delta_fixed.run_rows(state, values, rows_s, gates, plan.dtype)
+        else:
+            updates, outs = _run_rows(plan, sum(products), values, among_s, gates_s.at[h])
         for j in range(t):
             updates_s[j, h, cut] = updates[j]
             values_s[j, h, cut] = outs[j].astype(jnp.bfloat16)

@@ -128,16 +128,19 @@ def normed_step(
     v: Float[Array, "b t n v"],
     around: Around,
     eps: float,
+    fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
     """`step` by the kernel, with what a layer does around it (`delta_around`): gates before, and a norm of this `eps`
-    after it. The result has as many rows a request as `around` has.
+    after it. The result has as many rows a request as `around` has. `fixed`: as in `delta_step`, for any number of
+    requests.
 
     **Raises:** `ValueError` if `unnormed` has a reason.
     """
-    if reason := unnormed(pool, q.shape, v.shape, q.dtype, v.dtype):
+    if reason := unnormed(pool, (1, *q.shape[1:]) if fixed else q.shape, v.shape, q.dtype, v.dtype):
         raise ValueError(f"delta_step doesn't support {reason}")
     arrays, filled = (pool.state, pool.keys, pool.updates, pool.decay), around.rows.shape[1]
-    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, around=around, eps=eps, filled=filled)
+    named = dict(around=around, eps=eps, filled=filled, fixed=fixed)
+    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, **named)
     return out, DeltaPool(*arrays)
 
 

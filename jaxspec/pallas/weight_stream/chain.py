@@ -159,6 +159,7 @@ def run(
     fused: bool,
     interpret: Any,
     chain: tuple[str, ...] = STAGES,
+    centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The stages of `chain` from attention's output `rows` and the residual stream `x`: that stream and the partials.
 
@@ -166,7 +167,7 @@ def run(
     """
     b, padded = len(x), -(-len(x) // 8) * 8
     pad = lambda a: jnp.pad(a, ((0, padded - b), (0, 0)))  # noqa: E731
-    out, partials = run_stages(kind, chain, b, pad(x), pad(rows), weights, scales, eps, fused, interpret)
+    out, partials = run_stages(kind, chain, b, pad(x), pad(rows), weights, scales, eps, fused, interpret, centred)
     return out[:b], partials[:, :b]
 
 
@@ -181,21 +182,23 @@ def run_stages(
     eps: float,
     fused: bool,
     interpret: Any,
+    centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Some stages that end in a matmul, over a multiple of eight rows, `valid` of them valid; results have all.
 
-    `rows` is the left operand of the first; None if that is a norm, which then adds nothing to `x`.
+    `rows` is the left operand of the first; None if that is a norm, which then adds nothing to `x`. `centred`: as a
+    norm may be, see `decoder.spec.Norm`.
     """
     padded, d = x.shape
     held = {"x": x.reshape(padded, d // kind.step, kind.step)} | ({} if rows is None else {"rows": rows})
     weights, scales = list(weights), [(s.reshape(-1, kind.step),) for s in scales]
     for together in [stages] if fused else [(stage,) for stage in stages]:
         taken = [(scales if stage == "norm" else weights).pop(0) for stage in together]
-        held = _launch(kind, together, valid, held, taken, eps, interpret)
+        held = _launch(kind, together, valid, held, taken, (eps, centred), interpret)
     return held["x"].reshape(padded, d), held["partial"].reshape(len(held["partial"]), padded, -1)
 
 
-def _launch(kind, stages, b, held, taken, eps, interpret):
+def _launch(kind, stages, b, held, taken, norm, interpret):
     """One kernel for `stages`. `held` has x, and rows or partial, as the kernel before left them; so has the result."""
     x = held["x"]
     padded, groups, step = x.shape
@@ -219,7 +222,7 @@ def _launch(kind, stages, b, held, taken, eps, interpret):
     warpgroups = geometry.warpgroups
     names, counts = [tuple(out) for out in outs], [len(operands) for operands in taken]
     results = plgpu.kernel(
-        partial(_kernel, stages, shares, geometry, tuple(held), counts, names, eps),
+        partial(_kernel, stages, shares, geometry, tuple(held), counts, names, norm),
         kernel_name=kind.name,
         out_type=tuple(s for out in outs for s in out.values()),
         grid=(BLOCKS,),
@@ -279,7 +282,7 @@ class Block(NamedTuple):
             plgpu.semaphore_wait(self.done[i], signals, decrement=False, memory_scope="gpu")
 
 
-def _kernel(stages, shares, geometry, held, counts, outs, eps, *refs, **scratch):
+def _kernel(stages, shares, geometry, held, counts, outs, norm, *refs, **scratch):
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     warpgroups = geometry.warpgroups
     refs = iter(refs)
@@ -294,7 +297,7 @@ def _kernel(stages, shares, geometry, held, counts, outs, eps, *refs, **scratch)
     block = Block(geometry, work, done, index, scratch)
     pl.when(warpgroup == warpgroups)(partial(_bring_weights, block))
     pl.when(warpgroup == warpgroups + 1)(partial(_bring_rows, block))
-    pl.when(warpgroup < warpgroups)(partial(_consume, block, warpgroup, eps))
+    pl.when(warpgroup < warpgroups)(partial(_consume, block, warpgroup, norm))
 
 
 def _bring_weights(block: Block) -> None:
@@ -345,7 +348,7 @@ def _produce(block, fetch, empty, slots, before=lambda i: None):
     lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
 
 
-def _consume(block: Block, warpgroup: Any, eps: float) -> None:
+def _consume(block: Block, warpgroup: Any, norm: tuple[float, bool]) -> None:
     """A warpgroup that multiplies, norms, and hands stages over."""
     geometry, scratch = block.geometry, block.scratch
     plgpu.set_max_registers(geometry.registers, action="increase")
@@ -358,7 +361,7 @@ def _consume(block: Block, warpgroup: Any, eps: float) -> None:
                 block.wait_for(i - 1)
 
                 def row(j, none):
-                    _norm(block.index + j * BLOCKS, *operands, eps, reads, writes, scratch["norm_s"])
+                    _norm(block.index + j * BLOCKS, *operands, norm, reads, writes, scratch["norm_s"])
                     return none
 
                 lax.fori_loop(_i32(0), block.mine(block.items(i)), row, _i32(0))
@@ -375,7 +378,7 @@ def _consume(block: Block, warpgroup: Any, eps: float) -> None:
             pl.when(signals)(lambda i=i: plgpu.semaphore_signal(block.done[i], memory_scope="gpu"))
 
 
-def _norm(row, scale, eps, reads, writes, norm_s):
+def _norm(row, scale, norm, reads, writes, norm_s):
     """One row: add the partials to the residual stream, normalise, scale. Rounds where the plain layers do."""
     x = reads["x"][row]
     if "partial" in reads:
@@ -384,7 +387,7 @@ def _norm(row, scale, eps, reads, writes, norm_s):
         for split in range(1, partials.shape[0]):
             total = total + partials[split, row]
         x = (x.astype(jnp.float32) + total.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
-    normed = norm_of(x, scale, eps)
+    normed = norm_of(x, scale, *norm)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     norm_s[...] = normed.astype(x.dtype)
     if "x" in writes:
@@ -393,8 +396,10 @@ def _norm(row, scale, eps, reads, writes, norm_s):
     plgpu.copy_smem_to_gmem(norm_s, writes["rows"].at[:, row])
 
 
-def norm_of(x, scale, eps):
+def norm_of(x, scale, eps, centred=False):
     """A row's norm, of a warpgroup, in float32; `scale` is in memory."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.sum(wide * wide) / math.prod(x.shape) + eps)
+    if centred:
+        return normed * (1 + scale[...].astype(jnp.float32))
     return normed.astype(x.dtype).astype(jnp.float32) * scale[...].astype(jnp.float32)

@@ -88,7 +88,7 @@ def stream_part(
     return run_stages(Unquantised, stages, len(x), x, rows, of, scales, eps, fused, interpret)[1]
 
 
-@lower_once("weight_stream_fixed", "eps", "fused")
+@lower_once("weight_stream_fixed", "eps", "centred", "fused")
 def stream_fixed(
     x: Float[Array, "b d"],
     rows: Float[Array, "b k"],
@@ -96,6 +96,7 @@ def stream_fixed(
     scales: list[Float[Array, " d"]],
     *,
     eps: float,
+    centred: bool = False,
     fused: bool = True,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:
@@ -104,7 +105,7 @@ def stream_fixed(
     Without weights of the next layer's q, k, v, and the scale before them, the partials are those of `down`.
     """
     chain = STAGES if len(weights) == 4 else STAGES[:4]
-    return run(Fixed, x, rows, [(weight,) for weight in weights], scales, eps, fused, interpret, chain)
+    return run(Fixed, x, rows, [(weight,) for weight in weights], scales, eps, fused, interpret, chain, centred)
 
 
 @lower_once("product_fixed")
@@ -115,15 +116,15 @@ def product_fixed(
     return run(Fixed, rows, rows, [(weight,)], [], 0.0, True, interpret, ("matmul",))[1]
 
 
-@lower_once("norm_fixed", "eps")
+@lower_once("norm_fixed", "eps", "centred")
 def norm_fixed(
-    x: Float[Array, "r d"], scale: Float[Array, " d"], *, eps: float, interpret: Any = False
+    x: Float[Array, "r d"], scale: Float[Array, " d"], *, eps: float, centred: bool = False, interpret: Any = False
 ) -> Float[Array, "r d"]:
     """The norm of any number of rows, with the bits that the chain's norms have."""
     rows, width = x.shape
     shape = (width // TILE, TILE)
     out = plgpu.kernel(
-        partial(_norm_row, eps),
+        partial(_norm_row, eps, centred),
         kernel_name="norm_fixed",
         out_type=jax.ShapeDtypeStruct((rows, *shape), x.dtype),
         grid=(rows,),
@@ -134,9 +135,9 @@ def norm_fixed(
     return out.reshape(x.shape)
 
 
-def _norm_row(eps, x_g, scale_g, out_g):
+def _norm_row(eps, centred, x_g, scale_g, out_g):
     row = lax.axis_index("row")
-    out_g[row] = norm_of(x_g[row], scale_g, eps).astype(out_g.dtype)
+    out_g[row] = norm_of(x_g[row], scale_g, eps, centred).astype(out_g.dtype)
 
 
 def splits_fixed(inputs: int, outputs: int, gated: bool) -> int:

@@ -1,0 +1,65 @@
+"""Gated delta-rule attention whose order of sums doesn't depend on how many rows a round has, inside `delta_step`.
+
+A state takes one token after the other, each in the same few operations, whether it is a new row or a record that is
+replayed:
+
+    u = beta (v - alpha (S k));  S <- alpha S + u k^T;  out = S q
+
+So the state behind a token, and what the token reads, follow from the tokens before it alone. `delta_step` sums rows of
+a round together, on tensor cores; here a warpgroup has 64 rows of a state in its registers, and multiplies there.
+
+Invariant: `one` is the only place where a token enters a state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LAYOUT = plgpu.Layout.WGMMA
+_i32 = jnp.int32
+
+
+def one(state: Any, decay: Any, update: Any, key: Any, dtype: Any) -> Any:
+    """The state behind a token, float32, rounded as `dtype` if that is narrower."""
+    state = state * decay + _down(update, state.shape) * _across(key, state.shape)
+    return state if dtype == jnp.float32 else state.astype(dtype).astype(jnp.float32)
+
+
+def replayed(columns: int, replay: Any, state_s: Any, keys_s: Any, updates_s: Any, decays_s: Any) -> Any:
+    """A part of the state, which has all columns, with the accepted records in it, float32, in registers."""
+
+    def record(i, state):
+        update = plgpu.load(updates_s.at[i], layout=LAYOUT.reduce(1), optimized=False)
+        return one(state, decays_s[i], update, _row(keys_s.at[i]), state_s.dtype)
+
+    state = plgpu.load(state_s, layout=LAYOUT).astype(jnp.float32)
+    return lax.fori_loop(_i32(0), replay, record, state)
+
+
+def run_rows(state: Any, values: list[Any], rows_s: Any, gates: list[tuple[Any, Any]], dtype: Any) -> tuple[list, list]:
+    """The updates of each row and what it reads, by the state before all of them. `rows_s`: their keys, then queries;
+    `gates`: the decay and the beta of each."""
+    updates, outs = [], []
+    for t, (value, (decay, beta)) in enumerate(zip(values, gates, strict=True)):
+        key, query = _row(rows_s.at[t]), _row(rows_s.at[len(values) + t])
+        read = (state * _across(key, state.shape)).sum(axis=1)
+        updates.append((value - read * decay) * beta)
+        state = one(state, decay, updates[t], key, dtype)
+        outs.append((state * _across(query, state.shape)).sum(axis=1))
+    return updates, outs
+
+
+def _row(row_s: Any) -> Any:
+    return plgpu.load(row_s, layout=LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
+
+
+def _across(row: Any, shape: tuple[int, ...]) -> Any:
+    return lax.broadcast_in_dim(row, shape, [1])
+
+
+def _down(column: Any, shape: tuple[int, ...]) -> Any:
+    return lax.broadcast_in_dim(column, shape, [0])
