@@ -4,14 +4,16 @@ with. How each part is held is in docs/determinism.md."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
 from jaxspec.pallas import hopper, weight_stream
+from jaxspec.pallas.hopper import SWIZZLED as UNIT
 from jaxspec.weights import Weight
 
 if TYPE_CHECKING:
@@ -49,9 +51,22 @@ def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model
     params = dict(model.params)
     if "head" not in params:  # tied: transposed once, as the kernel takes it
         params["head"] = Weight(jax.jit(lambda embed: embed.T)(params["embed"]))
-    head = params["head"]
+    params = widened(params)
     if hopper.multiprocessors():
+        head = params["head"]
         reason = weight_stream.fixed_supported(head.dtype, head.inputs, head.outputs)
         if reason is not None:
             raise ConfigError(f"{model.name}: --deterministic has no kernel for {reason}. Drop the flag")
     return dataclasses.replace(model, params=params, config=dataclasses.replace(model.config, decoder=decoder))
+
+
+def widened(params: dict[str, Any]) -> dict[str, Any]:
+    """The same where narrow projections have columns of zeros, up to what the kernel takes."""
+    if not hopper.multiprocessors():
+        return params
+
+    def wide(weight: Weight) -> Weight:
+        return dataclasses.replace(weight, values=jnp.pad(weight.values, ((0, 0), (0, -weight.outputs % UNIT))))
+
+    layers = [each | {"ba": wide(each["ba"])} if "ba" in each else each for each in params["layers"]]
+    return params | {"layers": layers}

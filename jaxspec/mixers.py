@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from jaxspec.cache import KV, PageLayout, Rows, Scales
 from jaxspec.config import ModelConfig
 from jaxspec.decoder.functions import causal_attention
-from jaxspec.pallas import causal_conv, gated_delta
+from jaxspec.pallas import causal_conv, delta_in_order, gated_delta, hopper
 from jaxspec.pallas.causal_conv import Windows, conv_chunk, empty_windows, split_heads
 from jaxspec.pallas.gated_delta import DeltaPool
 
@@ -163,11 +163,13 @@ class PromptBlocks(_OverPages):
 
     def convolve(self, cache, layer, x, weight, mix):
         slots = self.slots, self.source, self.keep, self.rows.count
-        out, windows = causal_conv.chunk(cache.states.windows, layer, *slots, x, weight, mix)
+        fixed = self.rows.fixed > 0
+        out, windows = causal_conv.chunk(cache.states.windows, layer, *slots, x, weight, mix, fixed)
         return out, cache.replace(states=cache.states.replace(windows=windows))
 
     def recur(self, cache, layer, q, k, v, decay, beta, filled):
-        out, delta = gated_delta.chunk(
+        chunk = delta_in_order.chunk if self.rows.fixed and not hopper.multiprocessors() else gated_delta.chunk
+        out, delta = chunk(
             cache.states.delta, layer, self.slots, self.source, self.keep, self.rows.count, q, k, v, decay, beta
         )
         return _filled(out, filled), cache.replace(states=cache.states.replace(delta=delta))
@@ -185,19 +187,24 @@ class RoundRows(_OverPages):
     replay: Int[Array, " b"]
 
     def convolve(self, cache, layer, x, weight, mix):
-        out, windows = causal_conv.step(cache.states.windows, layer, self.slots, self.replay, x, weight, mix)
+        slots, fixed = (self.slots, self.replay), self.rows.fixed > 0
+        out, windows = causal_conv.step(cache.states.windows, layer, *slots, x, weight, mix, fixed)
         return out, cache.replace(states=cache.states.replace(windows=windows))
 
     def recur(self, cache, layer, q, k, v, decay, beta, filled):
-        out, delta = gated_delta.step(cache.states.delta, layer, self.slots, self.replay, q, k, v, decay, beta, filled)
+        of = cache.states.delta, layer, self.slots, self.replay, q, k, v, decay, beta
+        if self.rows.fixed:
+            out, delta = delta_in_order.step(*of)
+            return _filled(out, filled), cache.replace(states=cache.states.replace(delta=delta))
+        out, delta = gated_delta.step(*of, filled)
         return out, cache.replace(states=cache.states.replace(delta=delta))
 
     def unnormed(self, cache, q, v):
         return gated_delta.unnormed(cache.states.delta, q.shape, v.shape, q.dtype, v.dtype)
 
     def recur_normed(self, cache, layer, q, k, v, around, eps):
-        slots = self.slots, self.replay
-        out, delta = gated_delta.normed_step(cache.states.delta, layer, *slots, q, k, v, around, eps)
+        slots, fixed = (self.slots, self.replay), self.rows.fixed > 0
+        out, delta = gated_delta.normed_step(cache.states.delta, layer, *slots, q, k, v, around, eps, fixed)
         return out, cache.replace(states=cache.states.replace(delta=delta))
 
 

@@ -390,14 +390,16 @@ class Scheduler:
         """Positions at which snapshots of a prompt's state are due, beyond the node that it starts from: at every
         interval, at the last page that is published, and where the prompt leaves the tree, as another may again.
 
-        A long prompt takes no more than a quarter of all slots for its intervals.
+        A long prompt takes no more than a quarter of all slots for its intervals. Where bits must not depend on what is
+        cached, all are at ends of blocks: a block's sums depend on where it ends.
         """
         size, due = self.page_size, self._due(seq)
-        last = min(due, len(seq.tokens) - max(self.tree.reach, 1)) // size * size
+        whole = math.lcm(size, self.block) if self.replays else size
+        last = min(due, len(seq.tokens) - max(self.tree.reach, 1)) // whole * whole
         first, interval = start.depth * size, self.snapshot_interval
         while (last - first) // interval > max(len(self.snapshot_slots) // 4, 1):
             interval *= 2
-        parting = self.tree.find(seq.tokens, due - 1).depth * size
+        parting = self.tree.find(seq.tokens, due - 1).depth * size // whole * whole
         points = {*range(0, last, interval), parting, last}
         return sorted(point for point in points if first < point <= last)
 

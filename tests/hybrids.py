@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import json
 import shutil
@@ -13,8 +15,13 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.cache import PageLayout, Rows
-from jaxspec.decoder.forward import forward
-from jaxspec.mixers import NOTHING, PromptBlocks, empty_cache
+from jaxspec.checkpoint.params import dummy
+from jaxspec.config import ModelConfig
+from jaxspec.decoder.forward import forward, unembed
+from jaxspec.deterministic import widened
+from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
+from jaxspec.models import MODELS
+from jaxspec.weights import Weight
 from tests.tiny import tiny_checkpoint
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -48,6 +55,59 @@ def checkpoint(family: str, vocab: int = 64, seed: int = 0, **sizes: int) -> Pat
     hf = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**hf, "mtp_num_hidden_layers": 1}))
     return folder
+
+
+class Rounds:
+    """A deterministic decoder with made-up weights over pages and states of requests, each with tokens of its own."""
+
+    def __init__(
+        self, hf: dict, dtype: str, state_dtype: str, page: int, requests: int = 4, rows: int = 4, pages: int = 8
+    ):
+        config = ModelConfig.from_hf(hf)
+        self.page, self.pages, self.snapshot, self.vocabulary = page, pages, requests, config.vocab_size
+        self.decoder = dataclasses.replace(config.decoder, deterministic=256)
+        self.params = dummy(MODELS[config.model_type].tensors(config.decoder), dtype, seed=3)
+        self.params.setdefault("head", Weight(self.params["embed"].T))
+        self.params = widened(self.params)
+        layout = PageLayout(1 + requests * pages, page, dtype)
+        self.cache = empty_cache(config, layout, requests + 1, rows, dtype, state_dtype)
+
+        def logits(mixer, t, params, number, cache):
+            positions = mixer.rows.positions(t)
+            said = (positions * 7 + number[:, None] * 31) % self.vocabulary
+            hidden = forward(self.decoder, params, said, positions, mixer, cache)
+            return unembed(params, hidden.last, self.decoder), hidden.cache
+
+        self._logits = jax.jit(logits, static_argnums=1)
+
+    def begun(self) -> Rounds:
+        """The same before any token, with the programs that are there."""
+        return copy.copy(self)
+
+    def prompts(self, blocks: list[tuple[int, int]], size: int, source: int | None = None) -> np.ndarray:
+        """The logits of blocks (request, begin) of `size` tokens. `source`: a slot that the first goes on from. Each
+        leaves a snapshot."""
+        number, begin = (jnp.array(x, jnp.int32) for x in zip(*blocks, strict=True))
+        sources = jnp.array([i if at else NOTHING for i, at in blocks], jnp.int32)
+        sources = sources if source is None else sources.at[0].set(source)
+        keep = jnp.full(len(blocks), self.snapshot, jnp.int32)
+        return self._run(PromptBlocks(self._rows(number, begin, size), number, sources, keep), size)
+
+    def round(self, requests: list[tuple[int, int, int]], t: int) -> np.ndarray:
+        """The logits of t rows of requests (number, position of the first, rows of its last round that count)."""
+        number, begin, replay = (jnp.array(x, jnp.int32) for x in zip(*requests, strict=True))
+        return self._run(RoundRows(self._rows(number, begin, t), number, replay), t)
+
+    def state(self, number: int) -> np.ndarray:
+        return np.asarray(self.cache.states.delta.state[:, number], np.float32)
+
+    def _run(self, mixer, t: int) -> np.ndarray:
+        logits, self.cache = self._logits(mixer, t, self.params, mixer.slots, self.cache)
+        return np.asarray(logits)
+
+    def _rows(self, number, begin, t: int) -> Rows:
+        table = 1 + self.pages * number[:, None] + jnp.arange(self.pages)
+        return Rows(begin, jnp.full(number.shape, t), table, fixed=256)
 
 
 def state_after(model, tokens: list[int], capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,8 @@ A sum in floating point depends on its order. Here every sum has one order, for 
 - Rows of prompts go through `tile_matmul`, which adds up one step of inputs after the other in tiles of any shape, and
   a kernel for their norms.
 - On a CPU all rows go through XLA's products in slices of `SLICE`, so that there is one shape.
+- Linear attention takes its state from one token to the next, in a round and in replay alike (`delta_fixed`), and
+  prompts in blocks at fixed positions. It and gated attention are in `deterministic_mixing`.
 
 Rounds and prompts don't agree with one another. So what a round computed is never computed again as a prompt: the
 prefix tree holds prompts alone, and a preempted request starts again (`scheduler`).
@@ -15,8 +17,8 @@ prefix tree holds prompts alone, and a preempted request starts again (`schedule
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,30 +27,33 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.decoder import deterministic_mixing as mixing
 from jaxspec.decoder import few_rows as narrow
-from jaxspec.decoder.functions import normed, row_of
-from jaxspec.decoder.layer import attention
+from jaxspec.decoder.deterministic_mixing import exact_product, in_order, row_norm
+from jaxspec.decoder.functions import row_of
+from jaxspec.decoder.layer import HEADS_WRITTEN, attention, projections
 from jaxspec.decoder.matmul import reference, valid_count
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.padding import flat, unflat
 from jaxspec.decoder.path import Call, Path, Stack, Weights
-from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
+from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope, beyond
 from jaxspec.pallas import few_rows, hopper, tile_matmul, weight_stream, write_heads
-from jaxspec.pallas.add_norm import UNIT, WIDEST, add_norm
+from jaxspec.pallas.add_norm import WIDEST, add_norm
 from jaxspec.pallas.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP, MAX_ROWS
 from jaxspec.pallas.prompt_attention import UNIT as PROMPT_ROWS
 from jaxspec.slices import SLICE, sliced
-from jaxspec.weights import HALF, Unquantised, Weight, matmul
+from jaxspec.weights import HALF, Unquantised, Weight
 
 NARROW_SLICE = 64  # that `few_rows` does
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale", "deterministic"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias"}),
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias"}),
+    DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
     Mlp: frozenset({"width"}),
-    Norm: frozenset({"eps"}),
-    Rope: frozenset({"theta", "scaling"}),
+    Norm: frozenset({"eps", "centred"}),
+    Rope: frozenset({"theta", "scaling", "columns"}),
     **ROPE_SCALINGS,
     Unquantised: frozenset(),
 }
@@ -61,27 +66,34 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         return f"{call.processors} Hopper multiprocessors; {weight_stream.BLOCKS} are needed"
     if call.pages != "bfloat16":
         return f"pages in {call.pages}; bfloat16 is supported"
-    a, first = decoder.attention, layers[0]
-    if len({layer.norm for layer in decoder.layers}) > 1 or len({layer.mixing.rope for layer in decoder.layers}) > 1:
+    a, rule = decoder.attention, decoder.delta_rule
+    ropes = {layer.mixing.rope for layer in decoder.layers if isinstance(layer.mixing, Attention)}
+    if len({layer.norm for layer in decoder.layers}) > 1 or len(ropes) > 1:
         return "layers whose norms or ropes differ"
     if a.head_dim not in HEAD_WIDTHS or a.heads // a.kv_heads > MAX_GROUP:
         return f"{a.heads} query heads of {a.head_dim} over {a.kv_heads} KV heads"
-    if a.qk_norm and (reason := write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16")):
+    if beyond(a, HEADS_WRITTEN):
+        if a.bias:
+            return "biases of gated attention"
+    elif a.qk_norm and (reason := write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16")):
         return f"norms of q and k in prompts, with {reason}"
     if any(each["gate_up"].layout.interleave != HALF for each in layers):
         return f"an MLP {decoder.layers[0].feed.width} wide"
     if decoder.width > WIDEST:
         return f"rows of {decoder.width}; supported: up to {WIDEST}"
-    weights = [first[name] for name in ("qkv", "out", "gate_up", "down")]
     if MAX_ROWS < call.rows < PROMPT_ROWS:
         return f"{call.rows} rows of a request; supported: up to {MAX_ROWS}"
-    for weight in weights:
+    if rule is not None and (reason := mixing.supported(rule, call.rows)):
+        return reason
+    each = [each[name] for each in layers for name in ("qkv", "qkvz", "out", "gate_up", "down") if name in each]
+    weights = {(weight.dtype, weight.inputs, weight.outputs): weight for weight in each}
+    for weight in weights.values():
         if reason := tile_matmul.fixed_supported(weight.dtype, weight.inputs, weight.outputs):
             return reason
     if _narrow(decoder):
         return narrow.sizes_fit(decoder, layers, Call(1, NARROW_SLICE, call.pages, call.processors))
-    widths = [width for weight in weights for width in (weight.inputs, weight.outputs)]
-    return weight_stream.supported(weight_stream.MAX_ROWS, weights[0].dtype, *widths)
+    widths = [width for weight in weights.values() for width in (weight.inputs, weight.outputs)]
+    return weight_stream.supported(weight_stream.MAX_ROWS, each[0].dtype, *widths)
 
 
 def _by_xla() -> bool:
@@ -89,7 +101,7 @@ def _by_xla() -> bool:
 
 
 def _narrow(decoder: Decoder) -> bool:
-    return decoder.width <= few_rows.NARROW
+    return decoder.width <= few_rows.NARROW and not beyond(decoder, narrow.IMPLEMENTS | {Decoder: IMPLEMENTS[Decoder]})
 
 
 def run(
@@ -107,23 +119,12 @@ def run(
     return _narrow_round(*of) if _narrow(decoder) else _wide_round(*of)
 
 
-def norm(x: Float[Array, "*b d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
-    """`decoder.functions.rms_norm`."""
-    rows, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    if _by_xla():
-        return sliced(lambda rows: normed(rows, scale, Norm(eps)), SLICE, rows).reshape(x.shape)
-    wide = lambda a: jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -width % UNIT)])  # noqa: E731
-    return add_norm(wide(rows), None, wide(scale), eps=eps, columns=width)[1][: len(rows), :width].reshape(x.shape)
-
-
 def unembed(head: Weight, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
     """Final hidden states to logits, float32."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     if _by_xla():
-        logits = sliced(lambda rows: matmul(rows, head, jnp.float32), SLICE, rows)
-    else:
-        logits = in_turn(lambda rows: _sum(weight_stream.product_fixed(rows, head.unquantised)), rows)
-    return logits.reshape(*hidden.shape[:-1], -1)
+        return exact_product(hidden, head)
+    return in_turn(lambda rows: exact_product(rows, head), rows).reshape(*hidden.shape[:-1], -1)
 
 
 def in_turn(f: Callable[..., Any], *rows: Array, most: int = weight_stream.MAX_ROWS) -> Any:
@@ -133,63 +134,69 @@ def in_turn(f: Callable[..., Any], *rows: Array, most: int = weight_stream.MAX_R
     return outs[0] if len(outs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x, axis=0), *outs)
 
 
-def _sum(partials: Float[Array, "s r n"]) -> Float[Array, "r n"]:
-    """In order, one after the other."""
-    total = partials[0]
-    for part in partials[1:]:
-        total = total + part
-    return total
-
-
 def _wide_round(decoder, layers, x, positions, mixer, cache) -> Stack:
     """As `streamed.run`, with a last layer of the same kernels; more rows in tiles, with sums of the same parts."""
-    (b, t), eps, outputs = positions.shape, decoder.layers[0].norm.eps, []
-    shape = x.shape
+    (b, t), outputs, counts = positions.shape, [], Counter()
+    shape, named = x.shape, {"eps": decoder.layers[0].norm.eps, "centred": decoder.layers[0].norm.centred}
 
     @partial(jax.jit, static_argnums=0)
-    def attend(layer, weights, i, qkv, cache):
+    def attend(layer, weights, i, x, made, cache):
+        """`made`: this layer's first projection in parts, after the rows."""
+        if isinstance(layer.mixing, DeltaRule) or beyond(layer.mixing, HEADS_WRITTEN):
+            made = in_order(jnp.moveaxis(made, 1, 0)).astype(x.dtype).reshape(b, t, -1)
+            if isinstance(layer.mixing, Attention):
+                return mixing.attention(layer, weights, i, made, positions, mixer, cache)
+            rows = weight_stream.norm_fixed(x, weights["attn_norm"], **named)
+            ba = in_turn(lambda rows: exact_product(rows, weights["ba"]), rows).reshape(b, t, -1)
+            return mixing.delta_rule(layer, weights, i, made, ba, mixer, cache)
         a = layer.mixing
         if write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16"):
-            qkv = _sum(jnp.moveaxis(qkv, 1, 0))[:, None].astype(x.dtype)  # that kernel adds the parts up itself
-        qkv = jnp.moveaxis(qkv, 1, 0).reshape(qkv.shape[1], b, t, -1)
-        return attention(layer, weights, i, qkv, positions, mixer, cache, x.dtype)
+            made = in_order(jnp.moveaxis(made, 1, 0))[:, None].astype(x.dtype)  # that kernel adds the parts up itself
+        made = jnp.moveaxis(made, 1, 0).reshape(made.shape[1], b, t, -1)
+        return attention(layer, weights, i, made, positions, mixer, cache, x.dtype)
 
     @jax.jit
-    def stream(weights, following, x, mixed):
+    def stream(weights, following, scale, x, mixed):
         chain = [weights[name].unquantised for name in ("out", "gate_up", "down")]
         scales = [weights["mlp_norm"]]
         if following is not None:
-            chain, scales = [*chain, following["qkv"].unquantised], [*scales, following["attn_norm"]]
+            chain, scales = [*chain, following.unquantised], [*scales, scale]
 
         def one(x, mixed):
-            out, partials = weight_stream.stream_fixed(x, mixed, chain, scales, eps=eps)
+            out, partials = weight_stream.stream_fixed(x, mixed, chain, scales, **named)
             if following is None:  # any scale: the norm isn't read
-                return add_norm(out, partials, weights["mlp_norm"], eps=eps)[0], out
+                return add_norm(out, partials, weights["mlp_norm"], eps=named["eps"])[0], out
             return out, jnp.moveaxis(partials, 0, 1)
 
         return one(x, mixed.reshape(len(x), -1))
 
     @jax.jit
-    def tiled(weights, following, x, mixed):
+    def tiled(weights, following, scale, x, mixed):
         product = partial(_in_parts, valid=valid_count(positions))
         x = product(mixed.reshape(len(x), -1), weights["out"], residual=x)
-        rows = weight_stream.norm_fixed(x, weights["mlp_norm"], eps=eps)
+        rows = weight_stream.norm_fixed(x, weights["mlp_norm"], **named)
         x = product(product(rows, weights["gate_up"], gated=True), weights["down"], residual=x)
         if following is None:
             return x, x
-        rows = weight_stream.norm_fixed(x, following["attn_norm"], eps=eps)
-        return x, product(rows, following["qkv"])[:, None]
+        rows = weight_stream.norm_fixed(x, scale, **named)
+        return x, product(rows, following)[:, None]
 
     x = x.reshape(b * t, -1)
     few = len(x) <= weight_stream.MAX_ROWS
-    rows, first = norm(x, layers[0]["attn_norm"], eps), layers[0]["qkv"]
+    firsts = [weights[projections(layer)[0]] for layer, weights in zip(decoder.layers, layers, strict=True)]
+    rows = row_norm(x, layers[0]["attn_norm"], decoder.layers[0].norm)
     if few:
-        qkv = jnp.moveaxis(weight_stream.product_fixed(rows, first.unquantised), 0, 1)
+        made = jnp.moveaxis(weight_stream.product_fixed(rows, firsts[0].unquantised), 0, 1)
     else:
-        qkv = _in_parts(rows, first, valid_count(positions))[:, None]
-    for i, (weights, following) in enumerate(itertools.pairwise([*layers, None])):
-        mixed, cache = attend(decoder.layers[i], weights, jnp.int32(i), qkv, cache)
-        x, qkv = (stream if few else tiled)(weights, following, x, mixed)
+        made = _in_parts(rows, firsts[0], valid_count(positions))[:, None]
+    for layer, weights, following, after in zip(
+        decoder.layers, layers, [*firsts[1:], None], [*layers[1:], None], strict=True
+    ):
+        kind = type(layer.mixing)
+        mixed, cache = attend(layer, weights, jnp.int32(counts[kind]), x, made, cache)
+        scale = None if after is None else after["attn_norm"]
+        x, made = (stream if few else tiled)(weights, following, scale, x, mixed)
+        counts[kind] += 1
         outputs.append(x.reshape(shape))
     return Stack(outputs, cache)
 
@@ -240,23 +247,29 @@ def _narrow_round(decoder, layers, x, positions, mixer, cache) -> Stack:
 
 def _layer_by_layer(decoder, layers, x, positions, mixer, cache, wanted) -> Stack:
     """As the plain path, with products and norms of their own order: prompts, and all rows on a CPU."""
-    outputs = []
+    outputs, counts = [], Counter()
+
+    def mix(layer, weights, i, rows, mixer, cache):
+        made = _product(rows, weights[projections(layer)[0]], valid_count(positions))
+        if isinstance(layer.mixing, DeltaRule):
+            return mixing.delta_rule(layer, weights, i, made, exact_product(rows, weights["ba"]), mixer, cache)
+        mixed = mixing.attention if beyond(layer.mixing, HEADS_WRITTEN) else attention
+        return mixed(layer, weights, i, made, positions, mixer, cache)
 
     @partial(jax.jit, static_argnums=0)
     def one(layer, weights, i, x, cache, row):
-        rows = norm(x, weights["attn_norm"], layer.norm.eps)
-        qkv = _product(rows, weights["qkv"], valid_count(positions))
-        mixed, cache = attention(
-            layer, weights, i, qkv, positions, mixer if row is None else mixer.only(row >= 0), cache
-        )
+        rows = row_norm(x, weights["attn_norm"], layer.norm)
+        mixed, cache = mix(layer, weights, i, rows, mixer if row is None else mixer.only(row >= 0), cache)
         x, mixed, valid = row_of(x, row), row_of(mixed, row), valid_count(row_of(positions, row))
         x = _product(mixed, weights["out"], valid, x)
-        rows = norm(x, weights["mlp_norm"], layer.norm.eps)
+        rows = row_norm(x, weights["mlp_norm"], layer.norm)
         hidden = _product(rows, weights["gate_up"], valid, gated=True)
         return _product(hidden, weights["down"], valid, x), cache
 
-    for i, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
-        x, cache = one(layer, weights, jnp.int32(i), x, cache, wanted if i + 1 == len(layers) else None)
+    for layer, weights in zip(decoder.layers, layers, strict=True):
+        kind, last = type(layer.mixing), weights is layers[-1]
+        x, cache = one(layer, weights, jnp.int32(counts[kind]), x, cache, wanted if last else None)
+        counts[kind] += 1
         outputs.append(x)
     return Stack(outputs, cache)
 

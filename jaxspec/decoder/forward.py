@@ -117,7 +117,7 @@ def forward(
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
     outputs, cache = path.run(decoder, layers, x, positions, mixer, cache, wanted)
     if decoder.deterministic:
-        last = deterministic.norm(outputs[-1], params["norm"], decoder.norm.eps)
+        last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
     else:
         last = normed(outputs[-1], params["norm"], decoder.norm)
     if wanted is not None and last.shape[1] > 1:  # of paths that compute whole layers
