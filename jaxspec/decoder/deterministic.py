@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder import deterministic_mixing as mixing
 from jaxspec.decoder import few_rows as narrow
 from jaxspec.decoder.deterministic_mixing import exact_product, in_order, row_norm
-from jaxspec.decoder.functions import row_of
+from jaxspec.decoder.functions import cos_sin_apart, row_of
 from jaxspec.decoder.layer import HEADS_WRITTEN, attention, projections
 from jaxspec.decoder.matmul import reference, valid_count
 from jaxspec.decoder.mixer import Mixer
@@ -113,10 +113,14 @@ def run(
     cache: Any,
     wanted: Int[Array, " b"] | None,
 ) -> Stack:
-    of = decoder, layers, x, positions, mixer, cache
+    narrow_round = not _by_xla() and positions.shape[1] < PROMPT_ROWS and _narrow(decoder)
+    placed = flat(positions[..., None])[:, 0] if narrow_round else positions
+    of = decoder, layers, x, positions, mixer, cache, cos_sin_apart(placed, decoder.attention)
+    if narrow_round:
+        return _narrow_round(*of)
     if _by_xla() or positions.shape[1] >= PROMPT_ROWS:
         return _layer_by_layer(*of, wanted)
-    return _narrow_round(*of) if _narrow(decoder) else _wide_round(*of)
+    return _wide_round(*of)
 
 
 def unembed(head: Weight, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
@@ -134,7 +138,7 @@ def in_turn(f: Callable[..., Any], *rows: Array, most: int = weight_stream.MAX_R
     return outs[0] if len(outs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x, axis=0), *outs)
 
 
-def _wide_round(decoder, layers, x, positions, mixer, cache) -> Stack:
+def _wide_round(decoder, layers, x, positions, mixer, cache, table) -> Stack:
     """As `streamed.run`, with a last layer of the same kernels; more rows in tiles, with sums of the same parts."""
     (b, t), outputs, counts = positions.shape, [], Counter()
     shape, named = x.shape, {"eps": decoder.layers[0].norm.eps, "centred": decoder.layers[0].norm.centred}
@@ -145,7 +149,7 @@ def _wide_round(decoder, layers, x, positions, mixer, cache) -> Stack:
         if isinstance(layer.mixing, DeltaRule) or beyond(layer.mixing, HEADS_WRITTEN):
             made = in_order(jnp.moveaxis(made, 1, 0)).astype(x.dtype).reshape(b, t, -1)
             if isinstance(layer.mixing, Attention):
-                return mixing.attention(layer, weights, i, made, positions, mixer, cache)
+                return mixing.attention(layer, weights, i, made, positions, mixer, cache, table)
             rows = weight_stream.norm_fixed(x, weights["attn_norm"], **named)
             ba = in_turn(lambda rows: exact_product(rows, weights["ba"]), rows).reshape(b, t, -1)
             return mixing.delta_rule(layer, weights, i, made, ba, mixer, cache)
@@ -153,7 +157,7 @@ def _wide_round(decoder, layers, x, positions, mixer, cache) -> Stack:
         if write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16"):
             made = in_order(jnp.moveaxis(made, 1, 0))[:, None].astype(x.dtype)  # that kernel adds the parts up itself
         made = jnp.moveaxis(made, 1, 0).reshape(made.shape[1], b, t, -1)
-        return attention(layer, weights, i, made, positions, mixer, cache, x.dtype)
+        return attention(layer, weights, i, made, positions, mixer, cache, x.dtype, table)
 
     @jax.jit
     def stream(weights, following, scale, x, mixed):
@@ -208,10 +212,9 @@ def _in_parts(x: Array, weight: Weight, valid: Array, residual: Array | None = N
     return tile_matmul.matmul(*of, gated=gated, splits=splits, rounded=gated)
 
 
-def _narrow_round(decoder, layers, x, positions, mixer, cache) -> Stack:
+def _narrow_round(decoder, layers, x, positions, mixer, cache, table) -> Stack:
     """As `few_rows.run`, each kernel in slices of as many rows as it takes."""
     (b, t), eps, outputs = positions.shape, decoder.layers[0].norm.eps, []
-    table = narrow.rope_table(decoder.attention, positions)
     turn = partial(in_turn, most=NARROW_SLICE)
 
     @partial(jax.jit, static_argnums=0)
@@ -245,7 +248,7 @@ def _narrow_round(decoder, layers, x, positions, mixer, cache) -> Stack:
     return Stack(outputs, cache)
 
 
-def _layer_by_layer(decoder, layers, x, positions, mixer, cache, wanted) -> Stack:
+def _layer_by_layer(decoder, layers, x, positions, mixer, cache, table, wanted) -> Stack:
     """As the plain path, with products and norms of their own order: prompts, and all rows on a CPU."""
     outputs, counts = [], Counter()
 
@@ -254,7 +257,7 @@ def _layer_by_layer(decoder, layers, x, positions, mixer, cache, wanted) -> Stac
         if isinstance(layer.mixing, DeltaRule):
             return mixing.delta_rule(layer, weights, i, made, exact_product(rows, weights["ba"]), mixer, cache)
         mixed = mixing.attention if beyond(layer.mixing, HEADS_WRITTEN) else attention
-        return mixed(layer, weights, i, made, positions, mixer, cache)
+        return mixed(layer, weights, i, made, positions, mixer, cache, table=table)
 
     @partial(jax.jit, static_argnums=0)
     def one(layer, weights, i, x, cache, row):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.functions import normed, rms_norm, rope
+from jaxspec.decoder.functions import Table, normed, rms_norm, rope
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import Attention, DeltaRule, Layer, Norm
@@ -75,6 +75,7 @@ def attention(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: object,
+    table: Table,
 ) -> tuple[Float[Array, "b t k"], object]:
     """`layer.attention` with or without gates, of norms that `write_heads` doesn't have."""
     a: Attention = layer.mixing
@@ -85,7 +86,7 @@ def attention(
         q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
     if a.qk_norm:
         q, k = row_norm(q, weights["q_norm"], a.qk_norm), row_norm(k, weights["k_norm"], a.qk_norm)
-    out, cache = mixer.attend(cache, i, rope(q, positions, a), rope(k, positions, a), v, None)
+    out, cache = mixer.attend(cache, i, rope(q, positions, a, table), rope(k, positions, a, table), v, None)
     if a.gated:
         out = out * jax.nn.sigmoid(gates)
     return out.reshape(b, t, n * h), cache

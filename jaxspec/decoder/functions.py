@@ -75,11 +75,23 @@ def _yarn(frequency: Array, theta: float, scaling: Yarn) -> Array:
     return frequency * (1 - divided) + frequency / scaling.factor * divided
 
 
-def cos_sin(
-    positions: Int[Array, "*b"], attention: Attention
-) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
+Table = tuple[Float[Array, "*b half"], Float[Array, "*b half"]]
+
+
+def cos_sin(positions: Int[Array, "*b"], attention: Attention) -> Table:
     """The rope table: cosine and sine of the angles by which each position rotates, float32."""
-    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(attention)
+    return _cos_sin(positions[..., None].astype(jnp.float32) * rope_frequencies(attention), attention)
+
+
+def cos_sin_apart(positions: Int[Array, "*b"], attention: Attention) -> Table:
+    """The same bits in any program. XLA puts angles into one kernel with their cosines, and with those of a drafter's
+    layer if there is one, and what it then makes of them differs (seen on an H200, with EAGLE-3's)."""
+    apart = jax.lax.optimization_barrier
+    angle = positions[..., None].astype(jnp.float32) * apart(rope_frequencies(attention))
+    return apart(_cos_sin(apart(angle), attention))
+
+
+def _cos_sin(angle: Float[Array, "*b half"], attention: Attention) -> Table:
     scaling = attention.rope.scaling
     if isinstance(scaling, Yarn):
         return jnp.cos(angle) * scaling.attention_factor, jnp.sin(angle) * scaling.attention_factor
@@ -87,12 +99,14 @@ def cos_sin(
 
 
 @jax.named_scope("rope")
-def rope(x: Float[Array, "*b n h"], positions: Int[Array, "*#b"], attention: Attention) -> Float[Array, "*b n h"]:
+def rope(
+    x: Float[Array, "*b n h"], positions: Int[Array, "*#b"], attention: Attention, table: Table | None = None
+) -> Float[Array, "*b n h"]:
     """Rotary embedding, computed in float32: first half against second half, or neighbours if `interleaved`.
 
-    Where fewer columns than a head has rotate, they are the first, and the others stay.
+    Where fewer columns than a head has rotate, they are the first, and the others stay. `table`: of the positions.
     """
-    cos, sin = cos_sin(positions[..., None], attention)
+    cos, sin = cos_sin(positions[..., None], attention) if table is None else (x[..., None, :] for x in table)
     half = cos.shape[-1]
     if attention.rope.interleaved:
         pairs, rest = jnp.split(x.astype(jnp.float32), [2 * half], axis=-1)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope, row_of
+from jaxspec.decoder.functions import Table, cos_sin, normed, rms_norm, rope, row_of
 from jaxspec.decoder.matmul import gate, gating, matmul, project, valid_count
 from jaxspec.decoder.mixer import LinearMixer, Mixer, NormingMixer, PagedMixer
 from jaxspec.decoder.path import Weights
@@ -106,17 +106,18 @@ def attention(
     mixer: Mixer,
     cache: Any,
     dtype: Any = None,
+    table: Table | None = None,
 ) -> tuple[Float[Array, "b t k"], Any]:
     """softmax(q k') v of each head's rotated queries and keys, in `dtype`, by default that of `qkv`.
 
-    `qkv` may come in parts, to be summed in float32.
+    `qkv` may come in parts, to be summed in float32. `table`: the rope table, if it is made already.
     """
     a, (b, t), dtype = layer.mixing, positions.shape, dtype or qkv.dtype
     n, m, h = a.heads, a.kv_heads, a.head_dim
     if a.bias:
         qkv = qkv + weights["qkv_bias"] if qkv.ndim == 3 else qkv.at[0].add(weights["qkv_bias"])
     if chosen(_not_written(layer, weights, mixer, cache, dtype)):
-        return _written_attention(layer, weights, i, qkv, positions, mixer, cache)
+        return _written_attention(layer, weights, i, qkv, positions, mixer, cache, table)
     if qkv.ndim > 3:
         qkv = qkv.sum(0).astype(dtype)
     queries = 2 * n if a.gated else n
@@ -125,7 +126,7 @@ def attention(
         q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
     if a.qk_norm:
         q, k = normed(q, weights["q_norm"], a.qk_norm), normed(k, weights["k_norm"], a.qk_norm)
-    q, k = rope(q, positions, a), rope(k, positions, a)
+    q, k = rope(q, positions, a, table), rope(k, positions, a, table)
     if a.scale is not None:  # a mixer multiplies by h**-0.5
         q = (q.astype(jnp.float32) * (a.scale * h**0.5)).astype(q.dtype)
     out, cache = mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights))
@@ -160,10 +161,11 @@ def _written_attention(
     positions: Int[Array, "b t"],
     mixer: PagedMixer,
     cache: Any,
+    table: Table | None,
 ) -> tuple[Float[Array, "b t k"], Any]:
     """The same, with one kernel from the projection's parts to queries, and keys and values in their pages."""
     a, (b, t) = layer.mixing, positions.shape
-    cos, sin = (x.reshape(b * t, -1) for x in cos_sin(positions, a))
+    cos, sin = (x.reshape(b * t, -1) for x in table or cos_sin(positions, a))
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
     def write(kv: Array, place: Int[Array, "b t"], inverse: Array | None) -> tuple[Float[Array, "b t n h"], Array]:
