@@ -13,6 +13,7 @@ from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.decoder.forward import forward, unembed
+from jaxspec.decoder.functions import rope
 from jaxspec.models import MODELS
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.weights import Weight
@@ -41,8 +42,9 @@ class Model:
         shape = PageLayout(1 + 130 * PAGES, PAGE, "bfloat16").kv(config).shape
         self.kv = jax.random.normal(jax.random.key(1), shape).astype("bfloat16")
 
-    def logits(self, requests: list[tuple[int, int]], t: int) -> np.ndarray:
-        """Of t rows of each request (number, position of the first row); a request's tokens are its own."""
+    def logits(self, requests: list[tuple[int, int]], t: int, drafter: bool = False) -> np.ndarray:
+        """Of t rows of each request (number, position of the first row); a request's tokens are its own. `drafter`: in
+        a program that rotates heads of another layer as well."""
         number, start = (jnp.array(x) for x in zip(*requests, strict=True))
         table = 1 + PAGES * number[:, None] + jnp.arange(PAGES)
         rows = Rows(start, jnp.full(len(requests), t), table, fixed=256)
@@ -51,10 +53,12 @@ class Model:
         def run(params, kv, rows, number):
             positions = rows.positions(t)
             said = (positions * 7 + number[:, None] * 31) % 1000
-            hidden = forward(self.decoder, params, said, positions, rows, kv)
-            return unembed(params, hidden.last, self.decoder)
+            hidden, a = forward(self.decoder, params, said, positions, rows, kv), self.decoder.attention
+            heads = hidden.last[..., : a.head_dim][:, :, None] if drafter else ()
+            other = [rope(heads, at, a) for at in (positions, positions + 1)] if drafter else None
+            return unembed(params, hidden.last, self.decoder), other
 
-        return np.asarray(run(self.params, self.kv, rows, number))
+        return np.asarray(run(self.params, self.kv, rows, number)[0])
 
 
 @pytest.fixture(scope="module", params=list(SIZES))
@@ -80,6 +84,12 @@ def test_a_later_row_of_a_round_is_a_row_by_itself(model):
     two = model.logits([(7, 127)], 2)[0]
     five = model.logits([(9, 3), (7, 127), (11, 250)], 5)[1]
     assert (five[:2] == two).all()
+
+
+@pytest.mark.parametrize("t", [1, 64])
+def test_a_drafters_layer_in_the_program_changes_no_bit(model, t):
+    requests = [(7, 0), (7, 64), (9, 0)]
+    assert (model.logits(requests, t) == model.logits(requests, t, drafter=True)).all()
 
 
 def test_a_prompts_rows_depend_on_no_other_block(model):
