@@ -238,3 +238,62 @@ def test_nothing_rests_where_drafts_pay():
 
 def test_requests_that_asked_for_no_drafts_keep_the_state_that_others_may_continue_from():
     assert Resting().chooser.choose(("round", 8), 0.0, 0.0) == 0
+
+
+class Random:
+    """Any number of drafts in any round, rests among them, and requests that rested are given drafts now and then."""
+
+    chosen = 3
+
+    def __init__(self, numbers, seed):
+        self._rng, self._numbers, self._asked = np.random.default_rng(seed), numbers, 0
+
+    @property
+    def missed(self):
+        self._asked += 1
+        return 1e9 * (self._asked % 12 < 2)  # each step asks once or twice
+
+    @property
+    def resting(self):
+        return self._rng.random() < 0.5
+
+    def choose(self, group, share, able):
+        return int(self._rng.choice(self._numbers))
+
+    def expected(self):
+        return {}
+
+    def accepted(self, drafts, rows):
+        pass
+
+    def took(self, group, drafts, seconds):
+        pass
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft,overlap,rounds", [("eagle3", True, 1), ("eagle3", False, 4), ("standalone", True, 4)])
+def test_text_is_plain_whenever_rounds_rest_and_requests_draft_again(draft, overlap, rounds, monkeypatch):
+    """Preemption for want of pages, shared prefixes and stops among them."""
+    llm = engine(draft)
+    monkeypatch.setattr(llm.engine, "chooser", Random((REST, *llm.engine.runner.drafts), seed=rounds))
+    before = llm.engine.stats()
+    for scenario in lossless.SCENARIOS:
+        assert llm.engine.flush_cache()
+        monkeypatch.setattr(llm.engine, "config", replace(llm.engine.config, disable_overlap=not overlap))
+        monkeypatch.setattr(llm.engine.scheduler, "rounds", rounds)
+        batch, expected_outs = lossless.scenarios("qwen3")[scenario], lossless.plain("qwen3", scenario)
+        for _ in range(3):  # the second and the third time from what is in the prefix tree
+            outs = lossless.run(llm, batch)
+            assert [(out.token_ids, out.text) for out in outs] == [(out.token_ids, out.text) for out in expected_outs]
+            llm.engine.scheduler.audit()
+        if draft == "eagle3":
+            test_eagle.check_caches(llm)
+    after = llm.engine.stats()
+    gained = {key: after[key] - before[key] for key in ("rested_rounds_total", "preemptions_total")}
+    assert gained["rested_rounds_total"] > 100 and gained["preemptions_total"] > 20
+    if draft == "standalone":  # the target itself: each draft is right, if the cache is
+        drafted, accepted = (
+            sum(after[f"{x}_per_position"]) - sum(before[f"{x}_per_position"]) for x in ("drafted", "accepted")
+        )
+        assert drafted == accepted > 100
+    assert llm.engine.flush_cache()
