@@ -168,7 +168,8 @@ def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[
         fresh = _fresh_block(args, target, texts)
     kind, size = DSparkObjective if args.command == "dspark" else DFlashObjective, fresh.drafter.block_size
     anchors, gamma = args.anchors or max(args.row_length // size, 1), args.gamma or size / 2
-    return fresh, kind(fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma)
+    more = {"by_rounds": args.weigh_rounds} if args.command == "dspark" else {}
+    return fresh, kind(fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma, **more)
 
 
 def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> export.Fresh:

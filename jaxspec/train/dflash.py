@@ -69,8 +69,10 @@ class DFlashObjective(Objective):
         b, a = anchors.shape
         flat = at.reshape(b, a * n)
         before = take(batch.tokens, at.reshape(b, a * n) - 1).reshape(b, a, n)
+        student = self._student(params, out, before)
+        weights = weights * self._often(trained, student)
         rows = Rows(
-            student=self._student(params, out, before).reshape(1, b, a * n, -1),
+            student=student.reshape(1, b, a * n, -1),
             teacher=take(hidden.last, jnp.maximum(flat - 1, 0)),
             text=take(batch.tokens, flat),
             weights=jnp.moveaxis(weights, 0, 2).reshape(1, b, a * n),
@@ -94,6 +96,10 @@ class DFlashObjective(Objective):
     def _student(self, params: Any, out: Float[Array, "b a n d"], before: Int[Array, "b a n"]) -> Array:
         """What the scorer gets of each draft's row, of which `before` is the text's token before the draft."""
         return out
+
+    def _often(self, trained: Any, student: Float[Array, "b a n w"]) -> float | Float[Array, "b a"]:
+        """How much each block counts beside the others."""
+        return 1.0
 
     def _scorer(self) -> Scorer:
         return Scorer(self.kind, self.target, _logits)

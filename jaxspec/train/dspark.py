@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -20,9 +21,14 @@ from jaxspec.weights import matmul
 
 @dataclass(frozen=True)
 class DSparkObjective(DFlashObjective):
-    """Of a drafter whose confidence head reads the draft before."""
+    """Of a drafter whose confidence head reads the draft before.
+
+    `by_rounds`: blocks count as often as serving's rounds would begin there. Where a round yields k tokens, one begins
+    at every k-th; the confidence head estimates k.
+    """
 
     drafter: DSpark
+    by_rounds: bool = False
 
     head: ClassVar[tuple[str, ...]] = ("markov_after", "confidence", "confidence_bias")
     heads: ClassVar[frozenset[str]] = frozenset({*head, "markov_before", "markov_joint", "markov_joint_bias"})
@@ -35,6 +41,13 @@ class DSparkObjective(DFlashObjective):
             latent, memory = self.drafter.latent(params, embedded[:, :, step], out[:, :, step], memory)
             latents.append(latent)
         return jnp.concatenate([out, embedded, jnp.stack(latents, axis=2)], axis=-1)
+
+    def _often(self, trained, student):
+        if not self.by_rounds:
+            return 1.0
+        stands = jnp.cumprod(jax.nn.sigmoid(self._odds(trained, student)), axis=-1).sum(axis=-1)
+        often = 1 / (1 + stands)
+        return jax.lax.stop_gradient(often / often.mean())
 
     def _scorer(self):
         return Scorer(self.kind, self.target, self._logits, self._odds)

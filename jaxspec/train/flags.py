@@ -134,6 +134,11 @@ def _add_dspark(parser: argparse.ArgumentParser) -> None:
     add("--markov-rank", type=positive, metavar="N", help="of the Markov head (256)")
     add("--markov-head", choices=HEADS, help="its kind (vanilla)")
     add(
+        "--weigh-rounds",
+        action="store_true",
+        help="let blocks count as often as serving's rounds would begin there, by the confidence head's estimate",
+    )
+    add(
         "--heads-only",
         action="store_true",
         help="with --init: train the Markov and confidence heads alone; the block stays as it is",

@@ -105,7 +105,10 @@ def test_a_dspark_run_starts_from_a_dflash_drafter(tmp_path, capsys):
     texts.write_text("".join(Text((np.arange(20) + i) % 30, ((4, 20),)).line() for i in range(30)))
     command = ["dspark", "--model", str(target), "--data", str(texts), "--row-length", "48", "--batch-size", "4",
                "--steps", "2", "--no-evaluation", "--no-plots", "--init", str(source)]  # fmt: skip
-    assert main([*command, "--output", str(tmp_path / "a"), "--markov-rank", "4", "--mlp-size", "40"]) == 0
+    assert (
+        main([*command, "--output", str(tmp_path / "a"), "--markov-rank", "4", "--mlp-size", "40", "--weigh-rounds"])
+        == 0
+    )
     config = json.loads((tmp_path / "a" / "drafter" / "config.json").read_text())
     assert config["intermediate_size"] == 40 and config["dflash_config"]["markov_rank"] == 4
     assert load_drafter(f"dspark:{tmp_path / 'a' / 'drafter'}", load_model(str(target), "float32")).drafter.first == 1
