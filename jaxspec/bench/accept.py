@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from jaxspec.bench import acceptance, datasets, engines, plots, questions, traffic
 from jaxspec.bench.acceptance import Counts
@@ -144,6 +145,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if not args.no_plain:
         drafts = [PLAIN, *(draft for draft in drafts if draft != PLAIN)]
     plain: dict[tuple[str, int], float] = {}
+    bar = tqdm(total=len(drafts) * len(args.concurrency) * len(files), desc="accept", unit="load", disable=None)
     for draft in drafts:
         one = copy.copy(args)
         one.draft = draft
@@ -155,6 +157,9 @@ def run(args: argparse.Namespace, result: Result) -> None:
             if engine.config.skip_warmup:
                 _serve(engine, args, benchmarks[0].prompts[:concurrency], concurrency)
             for benchmark in benchmarks:
+                load = f"{draft}, {benchmark.name}, {concurrency} at a time"
+                bar.set_postfix_str(load)
+                compiled = engine.stats()["compiles_total"]
                 row = _row(engine, args, benchmark, concurrency)
                 row |= {"draft": draft, "drafts": engine.runner.draft.drafter.num_draft_tokens}
                 if draft == PLAIN:
@@ -162,8 +167,12 @@ def run(args: argparse.Namespace, result: Result) -> None:
                 if not args.no_plain:
                     row["speedup"] = row["tokens_per_s"] / plain[benchmark.name, concurrency]
                 result.add(row)
+                if missed := engine.stats()["compiles_total"] - compiled:
+                    result.note(f"{load}: {missed} programs were compiled meanwhile; its speed includes that")
+                bar.update()
         del engine
         gc.collect()  # its memory is the next one's
+    bar.close()
 
 
 def _read(data: str) -> tuple[str, list[Question]]:
