@@ -84,8 +84,8 @@ def cos_sin(positions: Int[Array, "*b"], attention: Attention) -> Table:
 
 
 def cos_sin_apart(positions: Int[Array, "*b"], attention: Attention) -> Table:
-    """The same bits in any program. XLA puts angles into one kernel with their cosines, and with those of a drafter's
-    layer if there is one, and what it then makes of them differs (seen on an H200, with EAGLE-3's)."""
+    """The same bits in any program. Otherwise XLA puts angles into one kernel with their cosines, and with those of a
+    drafter's layer if there is one, and what it makes of them may depend on that."""
     apart = jax.lax.optimization_barrier
     angle = positions[..., None].astype(jnp.float32) * apart(rope_frequencies(attention))
     return apart(_cos_sin(apart(angle), attention))
