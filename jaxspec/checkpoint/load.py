@@ -155,7 +155,8 @@ def load_model(
 
 def _tell(params: Any, seconds: float) -> None:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e9
-    log.info("weights: %.2f GB in %.1f s, %.2f s per GB", size, seconds, seconds / size)
+    each = f", {seconds / size:.2f} s per GB" if size else ""  # declarations alone have no bytes
+    log.info("weights: %.2f GB in %.1f s%s", size, seconds, each)
 
 
 def load_target(options: EngineConfig) -> Model:

@@ -39,7 +39,7 @@ def test_the_tokenizer_describes_itself(http):
         ("/tokenize", {}, "prompt", "neither was given"),
         ("/tokenize", CHAT | {"prompt": "a"}, "prompt", "both was given"),
         ("/tokenize", CHAT | {"add_special_tokens": True}, "add_special_tokens", "template"),
-        ("/tokenize", {"messages": []}, "messages", "at least 1"),
+        ("/tokenize", {"messages": []}, "messages", "at least one"),
         ("/detokenize", {"tokens": [-1]}, "tokens", "outside the vocabulary"),
         ("/detokenize", {"tokens": [10**6]}, "tokens", "outside the vocabulary"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]", "integer"),
