@@ -43,11 +43,9 @@ class Scheduler:
 
     - `width`: most tokens that a round yields per sequence, drafts that it can accept plus one.
     - `lookahead`: KV slots that it may write, from the newest token's on; at least `width`, more for trees.
-    - `chunk_tokens`: prompt tokens in one prefill program, in whole blocks of `block`; a block holds tokens of one
-      sequence, so a chunk costs its tokens rounded up. `score_tokens`: the most in a chunk that is scored. `prefills`:
-      the blocks that programs are made for, ascending, `chunk_tokens` last; None: each number.
-    - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages between sequences with a common
-      prefix.
+    - `chunk_tokens`: prompt tokens of one prefill program, in blocks of `block`, each of one sequence. `score_tokens`:
+      the most in a chunk that is scored. `prefills`: blocks that programs are made for, ascending; None: each number.
+    - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages of a common prefix.
     - `reach`: tokens beyond a page on which its content depends, see `PrefixTree`.
     - `replays`: what rounds computed isn't published, and a preempted sequence starts again from its prompt.
     - `rounds`: rounds in one program when no request can be admitted.
