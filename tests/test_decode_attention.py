@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import decode_attention as op
@@ -236,6 +238,37 @@ def test_segments_lower_for_cuda(h, page, group, t, parts):
     run = jax.jit(partial(op._attend, parts=parts, interpret=False, **segments(case)))
     text = run.trace(**args, **named).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("h", op.HEAD_WIDTHS)
+def test_a_thread_adds_a_rows_tokens_in_the_same_order_in_tiles_of_8_16_and_32_rows(h, monkeypatch):
+    """Seen in what the kernel is lowered to: the interpreter sums another way."""
+    reduce, addf, made, orders = FragmentedArray.reduce, fragmented_array.addf, {}, {}
+
+    def add(a, b):
+        total = addf(a, b)
+        if a in made and b in made:
+            made[total] = f"({made[a]}+{made[b]})"
+        return total
+
+    def recorded(array, kind, axis, *rest, **named):
+        made.clear()
+        tokens = array.registers[:, 0].reshape(-1)  # of a thread, for one row
+        made.update((register, str(i)) for i, register in enumerate(tokens))
+        out = reduce(array, kind, axis, *rest, **named)
+        if kind == "add":
+            orders[array.shape[1]] = [each for each in made.values() if each.count("+") == len(tokens) - 1]
+        return out
+
+    monkeypatch.setattr(fragmented_array, "addf", add)
+    monkeypatch.setattr(FragmentedArray, "reduce", recorded)
+    for t in (1, 4, 8):
+        case = Case("", entries=21, lengths=(90,), t=t, group=3, h=h, segment=4)
+        args, named = case.inputs()
+        run = jax.jit(partial(op._attend, parts=(1, 1), interpret=False, **segments(case)))
+        run.trace(**args, **named).lower(lowering_platforms=("cuda",))
+    expected = ["(((0+1)+2)+3)" if op.step_tokens(h) == 128 else "(0+1)"]
+    assert orders == {8: expected, 16: expected, 32: expected}
 
 
 @pytest.mark.parametrize("h,page,group,t,fp8,places,few,window", one_in(2 * len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
