@@ -72,6 +72,27 @@ def test_a_rows_bits_depend_on_no_other_row(family, dtype):
     assert (after[1, :5] == last[0]).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_with_features_and_without(dtype):
+    """In an engine with a drafter layers' outputs are captured; and the last layer may compute one row of a block."""
+    decoder, params, kv = model("qwen3", dtype)
+    start = jnp.array([0, 8])
+    rows = Rows(start, jnp.full(2, 8), 1 + 8 * jnp.arange(2)[:, None] + jnp.arange(8), fixed=256)
+    said = rows.positions(8) * 7 % 200
+
+    def run(capture, wanted):
+        made = jax.jit(lambda p, kv: forward(decoder, p, said, rows.positions(8), rows, kv, capture, wanted))(
+            params, kv
+        )
+        return np.asarray(made.last), np.asarray(made.cache)
+
+    last, cache = run((), None)
+    for capture, wanted in (((0,), None), ((-1, 0), jnp.array([3, 7])), ((), jnp.array([3, 7]))):
+        got, written = run(capture, wanted)
+        expected = last if wanted is None else last[jnp.arange(2), wanted][:, None]
+        assert (got == expected).all() and (written == cache).all()
+
+
 def test_slices_are_padded_and_put_together():
     rows = jnp.arange(10.0).reshape(5, 2)
     assert (sliced(lambda x: x.sum(axis=1), 2, rows) == rows.sum(axis=1)).all()

@@ -1,4 +1,4 @@
-"""On the device: a row's logits have the same bits whatever rows are beside it, in rounds and in prompts."""
+"""On the device: a row has the same bits whatever rows are beside it, in rounds and in prompts, after each layer."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ pytestmark = pytest.mark.gpu
 
 PAGE, PAGES = 64, 6  # of each request
 SIZES = {
+    "8b": ("qwen3", dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8,
+                         head_dim=128)),
     "wide": ("qwen3", dict(hidden_size=2560, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=4,
                            head_dim=128)),
     "narrow": ("llama", dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
@@ -60,6 +62,23 @@ class Model:
 
         return np.asarray(run(self.params, self.kv, rows, number)[0])
 
+    def layers(self, requests: list[tuple[int, int]], t: int, capture: bool = True, wanted: int | None = None):
+        """The residual stream after each layer, and the final hidden state, of the same rows; `capture`: layers' too.
+        `wanted`: of each request that row alone goes through the last layer."""
+        number, start = (jnp.array(x) for x in zip(*requests, strict=True))
+        rows = Rows(start, jnp.full(len(requests), t), 1 + PAGES * number[:, None] + jnp.arange(PAGES), fixed=256)
+        captured = tuple(range(len(self.decoder.layers))) if capture else ()
+        row = None if wanted is None else jnp.full(len(requests), wanted)
+
+        @jax.jit
+        def run(params, kv, rows, number):
+            positions = rows.positions(t)
+            said = (positions * 7 + number[:, None] * 31) % 1000
+            hidden = forward(self.decoder, params, said, positions, rows, kv, captured, row)
+            return [*hidden.features, hidden.last]
+
+        return [np.asarray(x, np.float32) for x in run(self.params, self.kv, rows, number)]
+
 
 @pytest.fixture(scope="module", params=list(SIZES))
 def model(request):
@@ -84,6 +103,49 @@ def test_a_later_row_of_a_round_is_a_row_by_itself(model):
     two = model.logits([(7, 127)], 2)[0]
     five = model.logits([(9, 3), (7, 127), (11, 250)], 5)[1]
     assert (five[:2] == two).all()
+
+
+def test_each_layer_of_a_round_has_the_bits_of_rounds_of_one_row(model, capsys):
+    """As tiles of attention have 8, 16 and 32 rows or several; and where no layer's output is captured."""
+    two = (7, 254), (8, 333)
+    alone = [model.layers([one], 1) for one in two]
+    expected = [np.concatenate(pair)[:, 0] for pair in zip(*alone, strict=True)]
+    table = {}
+    for count, t in ((0, 4), (38, 4), (14, 2), (6, 8), (1, 16)):
+        requests = [*((i + 10, (i * 37) % 300) for i in range(count)), *two]
+        got = [x[-2:, 0] for x in model.layers(requests, t)]
+        table[f"{count + 2} x {t}"] = unequal(got, expected)
+        last = model.layers(requests, t, capture=False)[0][-2:, 0]
+        table[f"{count + 2} x {t}, no features"] = unequal([last], expected[-1:])
+    report(capsys, table)
+
+
+def test_each_layer_of_a_prompt_has_the_same_bits_with_features_and_without(model, capsys):
+    """And where the last layer computes one row of each block, as in an engine whose drafter reads no late layer."""
+    table = {}
+    for requests in ([(7, 0)], [(7, 64), (9, 0), (11, 17)], [(i + 30, 5) for i in range(20)]):
+        every = model.layers(requests, 64)
+        for row in (0, 63):
+            some = model.layers(requests, 64, wanted=row)
+            expected = [*every[:-2], every[-2][:, [row]], every[-1][:, [row]]]
+            table[f"{len(requests)} blocks, row {row}"] = unequal(some, expected)
+            bare = model.layers(requests, 64, capture=False, wanted=row)
+            table[f"{len(requests)} blocks, row {row}, no features"] = unequal(bare, expected[-1:])
+    report(capsys, table)
+
+
+def unequal(got: list[np.ndarray], expected: list[np.ndarray]) -> list[int]:
+    """How many numbers differ after each layer, and in the final hidden state."""
+    assert all(np.isfinite(x).all() for x in expected)
+    return [int((a != b).sum()) for a, b in zip(got, expected, strict=True)]
+
+
+def report(capsys, table: dict[str, list[int]]) -> None:
+    wrong = {name: counts for name, counts in table.items() if any(counts)}
+    with capsys.disabled():
+        print(f"\n{len(wrong)} of {len(table)} comparisons differ, in so many numbers a layer and of the last state:")
+        print("".join(f"  {name}: {counts}\n" for name, counts in wrong.items()))
+    assert not wrong
 
 
 @pytest.mark.parametrize("t", [1, 64])
