@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,10 @@ pytestmark = pytest.mark.gpu
 
 PAGE, PAGES = 64, 6  # of each request
 SIZES = {
+    "demo": ("llama", dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
+                           head_dim=64)),
     "8b": ("qwen3", dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8,
                          head_dim=128)),
-    "wide": ("qwen3", dict(hidden_size=2560, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=4,
-                           head_dim=128)),
-    "narrow": ("llama", dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
-                             head_dim=64)),
 }  # fmt: skip
 
 
@@ -47,37 +46,36 @@ class Model:
     def logits(self, requests: list[tuple[int, int]], t: int, drafter: bool = False) -> np.ndarray:
         """Of t rows of each request (number, position of the first row); a request's tokens are its own. `drafter`: in
         a program that rotates heads of another layer as well."""
-        number, start = (jnp.array(x) for x in zip(*requests, strict=True))
-        table = 1 + PAGES * number[:, None] + jnp.arange(PAGES)
-        rows = Rows(start, jnp.full(len(requests), t), table, fixed=256)
-
-        @jax.jit
-        def run(params, kv, rows, number):
-            positions = rows.positions(t)
-            said = (positions * 7 + number[:, None] * 31) % 1000
-            hidden, a = forward(self.decoder, params, said, positions, rows, kv), self.decoder.attention
-            heads = hidden.last[..., : a.head_dim][:, :, None] if drafter else ()
-            other = [rope(heads, at, a) for at in (positions, positions + 1)] if drafter else None
-            return unembed(params, hidden.last, self.decoder), other
-
-        return np.asarray(run(self.params, self.kv, rows, number)[0])
+        hidden, logits, _ = self.program(t, drafter=drafter)(self.params, self.kv, *self.rows(requests, t))
+        assert np.isfinite(hidden.last).all()
+        return np.asarray(logits)
 
     def layers(self, requests: list[tuple[int, int]], t: int, capture: bool = True, wanted: int | None = None):
         """The residual stream after each layer, and the final hidden state, of the same rows; `capture`: layers' too.
         `wanted`: of each request that row alone goes through the last layer."""
-        number, start = (jnp.array(x) for x in zip(*requests, strict=True))
-        rows = Rows(start, jnp.full(len(requests), t), 1 + PAGES * number[:, None] + jnp.arange(PAGES), fixed=256)
-        captured = tuple(range(len(self.decoder.layers))) if capture else ()
         row = None if wanted is None else jnp.full(len(requests), wanted)
+        hidden, *_ = self.program(t, capture)(self.params, self.kv, *self.rows(requests, t), row)
+        return [np.asarray(x, np.float32) for x in (*hidden.features, hidden.last)]
+
+    def rows(self, requests: list[tuple[int, int]], t: int) -> tuple[Rows, jax.Array]:
+        number, start = (jnp.array(x) for x in zip(*requests, strict=True))
+        table = 1 + PAGES * number[:, None] + jnp.arange(PAGES)
+        return Rows(start, jnp.full(len(requests), t), table, fixed=256), number
+
+    @functools.cache  # noqa: B019 (there are as few models as sizes)
+    def program(self, t: int, capture: bool = False, drafter: bool = False):
+        a, captured = self.decoder.attention, range(len(self.decoder.layers)) if capture else ()
 
         @jax.jit
-        def run(params, kv, rows, number):
+        def run(params, kv, rows, number, wanted=None):
             positions = rows.positions(t)
             said = (positions * 7 + number[:, None] * 31) % 1000
-            hidden = forward(self.decoder, params, said, positions, rows, kv, captured, row)
-            return [*hidden.features, hidden.last]
+            hidden = forward(self.decoder, params, said, positions, rows, kv, tuple(captured), wanted)
+            heads = hidden.last[..., : a.head_dim][:, :, None] if drafter else ()
+            other = [rope(heads, at, a) for at in (positions, positions + 1)] if drafter else None
+            return hidden.replace(cache=None), unembed(params, hidden.last, self.decoder), other
 
-        return [np.asarray(x, np.float32) for x in run(self.params, self.kv, rows, number)]
+        return run
 
 
 @pytest.fixture(scope="module", params=list(SIZES))
@@ -115,8 +113,9 @@ def test_each_layer_of_a_round_has_the_bits_of_rounds_of_one_row(model, capsys):
         requests = [*((i + 10, (i * 37) % 300) for i in range(count)), *two]
         got = [x[-2:, 0] for x in model.layers(requests, t)]
         table[f"{count + 2} x {t}"] = unequal(got, expected)
-        last = model.layers(requests, t, capture=False)[0][-2:, 0]
-        table[f"{count + 2} x {t}, no features"] = unequal([last], expected[-1:])
+        if t == 4:
+            last = model.layers(requests, t, capture=False)[0][-2:, 0]
+            table[f"{count + 2} x {t}, no features"] = unequal([last], expected[-1:])
     report(capsys, table)
 
 
