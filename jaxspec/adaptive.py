@@ -15,7 +15,7 @@ text keeps the target's distribution: whether there is a draft j doesn't depend 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 
 # A program without its number of drafts, and how many requests it is for: those of a group can stand in for one another
@@ -85,18 +85,23 @@ class Chooser:
     """Chooses the number of drafts of each round, among those that its group of programs has.
 
     `longest[n]` is how many of n drafts can be accepted, n for a chain. `times`: for each group what its numbers of
-    drafts take, in seconds. Each group has 0 and another number at least, and may have `REST`.
+    drafts take, in seconds. Each group has 0 and another number at least, and may have `REST`. `shared`: those numbers
+    that a request has on average, some more and some fewer (`ragged`).
 
     A number's expected tokens follow from conditional acceptance by position: of the rows whose drafts before position
     j were accepted, those whose draft j was, too. A row without a draft there counts as one whose draft wasn't. A
-    position that was hardly seen is taken to be like the one before it.
+    position that was hardly seen is taken to be like the one before it. Drafts that are shared out yield what they did
+    lately. What they would yield if each request had as many is where that begins.
 
     Other numbers than the chosen one are tried now and then, in turn: acceptance shows in wider rounds alone, and times
     of rounds in themselves. As often as keeps the cost, should no draft be accepted, within `BUDGET` of the time.
     """
 
-    def __init__(self, longest: Mapping[int, int], times: Mapping[Group, Mapping[int, float]]):
+    def __init__(
+        self, longest: Mapping[int, int], times: Mapping[Group, Mapping[int, float]], shared: Collection[int] = ()
+    ):
         self._longest = dict(longest)
+        self._shared = {drafts: (0.0, 0.0) for drafts in shared}  # rows of such rounds, and their drafts that stood
         self._times = {group: Times(table) for group, table in times.items()}
         self._tried = [0.0] * max(longest.values())  # by position, over a window
         self._passed = [0.0] * max(longest.values())
@@ -138,10 +143,19 @@ class Chooser:
             rate = (passed + PRIOR * rate) / (tried + PRIOR)
             reach *= rate
             tokens.append(tokens[-1] + share * reach)
-        return {n: tokens[longest] for n, longest in self._longest.items()}
+        known = {n: tokens[longest] for n, longest in self._longest.items()}
+        for n, (rows, stood) in self._shared.items():
+            known[n] = 1 + (share * stood + PRIOR * (tokens[n] - 1)) / (rows + PRIOR)
+        return known
 
     def accepted(self, drafts: int, rows: Counter[int]) -> None:
         """Note rounds of so many drafts: how many rows yielded how many tokens, 1 and up, the target's own included."""
+        if drafts in self._shared:
+            new, (old, stood) = sum(rows.values()), self._shared[drafts]
+            kept = min(1.0, max(WINDOW - new, 0) / max(old, 1e-9))
+            gained = sum(count * (tokens - 1) for tokens, count in rows.items())
+            self._shared[drafts] = kept * old + new, kept * stood + gained
+            return
         for j in range(self._longest.get(drafts, 0)):
             tried = sum(count for tokens, count in rows.items() if tokens > j)
             passed = sum(count for tokens, count in rows.items() if tokens > j + 1)

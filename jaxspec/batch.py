@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams, TokenLogprobs
 from jaxspec.sampling import Sampling
@@ -28,6 +28,8 @@ class Slots:
     prompt: Int[Array, " r"]
     limit: Int[Array, " r"]
     drafts: Int[Array, " r"]  # most drafts to verify in a round
+    tried: Float[Array, " r"]  # drafts that were judged in rounds so far, and those that stood, the latest counting
+    stood: Float[Array, " r"]  # most: see `ragged`
     done: Bool[Array, " r"]
     sampling: Sampling
 
@@ -42,6 +44,8 @@ def empty_slots(num_slots: int, capacity: int) -> Slots:
         prompt=zeros(),
         limit=zeros(),
         drafts=zeros(),
+        tried=zeros(dtype=jnp.float32),
+        stood=zeros(dtype=jnp.float32),
         done=jnp.ones((r,), bool),
         sampling=Sampling(
             seed=zeros(2, dtype=jnp.uint32),
@@ -124,7 +128,7 @@ def admit(slots: Slots, packed: Int[Array, " k"]) -> Slots:
     scalar = lambda name: (floats if _FIELDS[name][1] == "f" else packed)[_FIELDS[name][0]]  # noqa: E731
     slot = scalar("slot")
     new = {name: scalar(name) for name in ("length", "prompt", "limit", "drafts")}
-    new |= {"history": packed[_HISTORY:], "done": jnp.bool_(False)}
+    new |= {"history": packed[_HISTORY:], "tried": jnp.float32(0), "stood": jnp.float32(0), "done": jnp.bool_(False)}
     seed = _FIELDS["seed_high"][0]
     settings = {name: scalar(name) for name in _FIELDS if name in Sampling.__dataclass_fields__}
     settings |= {
@@ -221,3 +225,9 @@ class Shapes:
     structured: bool = False  # programs for requests whose text a grammar constrains
     # rounds with fewer drafts than the drafter's: how many, ascending, and the numbers of requests in them
     narrower: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    ragged: bool = False  # those rounds have so many drafts a request on average, shared out
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Of `narrower`, the numbers of drafts that are shared out among requests."""
+        return tuple(drafts for drafts, _ in self.narrower if drafts > 0) if self.ragged else ()

@@ -313,11 +313,12 @@ class EngineConfig:
     )
     draft_policy: str = option(
         "auto",
-        "auto chooses before each round how many tokens to draft, none to --num-draft-tokens, whichever is fastest at "
-        "this load and acceptance; fixed always drafts that many, as auto does with --skip-warmup or --few-programs",
+        "auto chooses before each round how many drafts to verify, none to --num-draft-tokens, whichever is fastest at "
+        "this load and acceptance; ragged as well, and shares them out among requests; fixed always verifies all, as "
+        "the others do with --skip-warmup or --few-programs",
         "POLICY",
         group=SPECULATION,
-        choices=("auto", "fixed"),
+        choices=("auto", "ragged", "fixed"),
     )
     max_running_requests: int | None = option(
         None,

@@ -88,6 +88,8 @@ def resolve(
             f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
             "the next, so drafts must be a chain. Drop --topk"
         )
+    if options.draft_policy == "ragged" and (reason := _not_ragged(options, model, draft)):
+        raise ConfigError(f"--draft-policy ragged: {reason}. Use --draft-policy auto")
     chunk = options.chunked_prefill_size or (
         defaults.mixture_prefill_size if model.config.decoder.mixture else defaults.chunked_prefill_size
     )
@@ -107,6 +109,19 @@ def resolve(
         disable_structured_output=options.disable_structured_output or options.deterministic,
         num_continuous_decode_steps=options.num_continuous_decode_steps or rounds,
     )
+
+
+def _not_ragged(options: EngineConfig, model: Model, draft: LoadedDrafter) -> str | None:
+    """Why a round's rows can't be shared out among its requests; None if they can."""
+    if model.config.linear:
+        return f"{model.name} has linear attention, whose rows of a request must be side by side"
+    if draft.drafter.topk > 1:
+        return f"--topk {draft.drafter.topk} drafts trees, and only chains can be cut anywhere"
+    if options.tp_size > 1:
+        return f"--tp-size {options.tp_size}: rows can be shared out on one device alone"
+    if options.deterministic:
+        return "with --deterministic a text must not depend on the requests beside it"
+    return None
 
 
 def small_model(model: Model) -> bool:
@@ -131,7 +146,7 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
         return tuple(n for n in ladder(slots) if n * (drafts + 1) >= least or n == slots or (n == 1 and alone))
 
     narrower = ()
-    if config.draft_policy == "auto" and not config.few_programs and most:
+    if config.draft_policy != "fixed" and not config.few_programs and most:
         narrower = rungs(most) if drafter.topk == 1 and defaults.some_drafts else (0,)
         if drafter.rests and defaults.some_drafts and not config.deterministic:
             narrower = REST, *narrower
@@ -148,4 +163,5 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
         rounds=rounds,
         structured=not config.disable_structured_output,
         narrower=tuple((drafts, batches(max(drafts, 0))) for drafts in narrower),
+        ragged=config.draft_policy == "ragged" and any(drafts > 0 for drafts in narrower),
     )

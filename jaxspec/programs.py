@@ -34,6 +34,7 @@ from jaxspec.ladder import drafting, kind_of
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.progress import progress_bar
+from jaxspec.ragged import Ragged
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
 from jaxspec.structured import programs as structured
@@ -94,13 +95,14 @@ class Programs:
         if division is not None:
             given = division.state, EVERYWHERE
             admitting = spread(admit, division.mesh, given, division.state)
+        whole = Ragged(drafter, self.width - 1) if shapes.ragged else drafter
         self._jits = {
             "admit": jax.jit(admitting, donate_argnums=0),
             "prefill": jit(prefill, shapes.block, False),
             "score": jit(prefill, shapes.block, True),
             **{f"first_{mode}": jit(first, mode) for mode in MODES},
-            **{f"round_{mode}": jit(decode_round, mode) for mode in MODES},
-            **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds) for mode in MODES},
+            **{f"round_{mode}": jit(decode_round, mode, by=whole) for mode in MODES},
+            **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds, by=whole) for mode in MODES},
             **{f"draft_{mode}": jit(structured.draft, mode) for mode in (GREEDY, SAMPLED)},
             "forward": jit(structured.forward),
             **{f"conclude_{mode}": jit(structured.conclude, mode) for mode in MODES},
@@ -108,7 +110,8 @@ class Programs:
         }
         self._jit = jit
         for drafts, _ in shapes.narrower:
-            self.add_rounds(drafts, Resting() if drafts == REST else drafter.narrowed(drafts))
+            fewer = Ragged(drafter, drafts) if shapes.ragged and drafts > 0 else None
+            self.add_rounds(drafts, Resting() if drafts == REST else fewer or drafter.narrowed(drafts))
         self._compiled: dict[tuple[str, int], Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
         self._stopped = False

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import batch as packing
-from jaxspec import sampling, sharding, verify
+from jaxspec import ragged, sampling, sharding, verify
 from jaxspec.batch import Slots
 from jaxspec.cache import PageLayout, Rows, Scales
 from jaxspec.config import ConfigError, ModelConfig
@@ -25,6 +25,7 @@ from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
+from jaxspec.ragged import Ragged
 from jaxspec.request import MAX_LOGPROBS
 from jaxspec.sharding import mine, owned, told
 from jaxspec.slices import sliced
@@ -160,10 +161,19 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
         batch = batch.replace(coupled=True)
     proposal, state = propose(drafter, draft_params, state, slots, batch)
     proposal = proposal.replace(probs=None) if fixed else proposal
-    hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
-    scores = _score(config, params, hidden, mode)
-    of = draft_params, state, slots, batch, proposal, scores, hidden.features
-    state, out = conclude(drafter, mode, *of, fixed=fixed)
+    packed = None
+    if isinstance(drafter, Ragged) and drafter.packs:
+        proposal = drafter.shared(proposal, slots, batch)
+        hidden, packed = ragged.run(config, drafter, params, state.cache, batch, proposal)
+        state = state.replace(cache=hidden.cache)
+    else:
+        hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
+    scores, features = _score(config, params, hidden, mode), hidden.features
+    if packed is not None:
+        scores, features = jax.tree.map(partial(packed.spread, q=proposal.tokens.shape[1] + 1), (scores, features))
+    state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, fixed=fixed)
+    if isinstance(drafter, Ragged):
+        state = state.replace(slots=ragged.observe(state.slots, ids, out[:, DRAFTED], out[:, ACCEPTED]))
     if isinstance(drafter, Resting):  # from here on the drafter's state is too old for these requests
         state = state.replace(slots=state.slots.replace(drafts=state.slots.drafts.at[ids].set(0)))
     return keep_replay(config, state, ids, out), out

@@ -121,7 +121,7 @@ def _drafting(engine: Engine) -> dict[str, Any]:
     """How many drafts rounds have: now, of all rounds, and by what it is chosen, times in seconds."""
     chooser, runner = engine.chooser, engine.runner
     return {
-        "draft_policy": "fixed" if chooser is None else "auto",
+        "draft_policy": "fixed" if chooser is None else engine.config.draft_policy,
         "drafts": runner.drafts[-1] if chooser is None else chooser.chosen,
         "rounds_by_drafts": dict(engine.rounds_by_drafts),
         "expected_tokens_by_drafts": {} if chooser is None else chooser.expected(),

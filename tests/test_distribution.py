@@ -122,8 +122,9 @@ def p_values(pairs, expected):
 class Lanes:
     """The round program over `LANES` slots for each setting, started again and again from the same text."""
 
-    def __init__(self, name, fewer=(), kv="float32", kv_scales=None):
-        """`fewer`: numbers of drafts, less than the drafter's, that some rounds have. `kv`: the pages' dtype."""
+    def __init__(self, name, fewer=(), kv="float32", kv_scales=None, ragged=False):
+        """`fewer`: numbers of drafts, less than the drafter's, that some rounds have, `ragged`: on average. `kv`: the
+        pages' dtype."""
         self.drafts = (None, *fewer)
         self.number = list(DRAFTERS).index(name)  # each drafter draws with seeds of its own
         drafter, draft_params = DRAFTERS[name]()
@@ -141,6 +142,7 @@ class Lanes:
             firsts=(n,),
             batches=(n,),
             narrower=tuple((drafts, (n,)) for drafts in fewer),
+            ragged=ragged,
         )
         self.programs = Programs(config, drafter, shapes, model().params, draft_params)
         some = slots_for(

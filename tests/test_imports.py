@@ -27,7 +27,7 @@ LAYERS = (
     "models tokenizer",
     "checkpoint cache sampling flags",
     "batch draft mixers verify scheduler executables",
-    "rest",
+    "rest ragged",
     "drafters round hosts deterministic",
     "structured ladder programs functional",
     "timing flight",

@@ -90,13 +90,13 @@ def draft_folder(family, which):
 
 
 @functools.cache
-def engine(family, draft):
+def engine(family, draft, ragged=False):
     method, _, which = draft.partition(":")
     if method == "standalone":
         draft = f"standalone:{draft_folder(family, which)}"
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
     sizes = {"few_programs": (family, draft) != EVERY_SIZE}
-    llm = widths.several(lambda: LLM(str(checkpoint(family)), draft, **OPTIONS | drafts | sizes))
+    llm = widths.several(lambda: LLM(str(checkpoint(family)), draft, **OPTIONS | drafts | sizes), ragged)
     llm.engine.scheduler.rounds = 1
     return llm
 

@@ -38,8 +38,9 @@ class Turns:
         assert seconds >= 0
 
 
-def several(make: Callable[[], LLM]) -> LLM:
-    """An engine as `make` makes it with one batch size, and programs for fewer drafts too, compiled when first used."""
+def several(make: Callable[[], LLM], ragged: bool = False) -> LLM:
+    """An engine as `make` makes it with one batch size, and programs for fewer drafts too, compiled when first used.
+    `ragged`: those drafts are shared out among requests."""
     shapes = runner.shapes_of
 
     def wider(config, drafter, alone=True):
@@ -47,7 +48,7 @@ def several(make: Callable[[], LLM]) -> LLM:
         most = drafter.num_draft_tokens
         fewer = () if not most else rungs(most) if drafter.topk == 1 else (0,)
         fewer = (REST, *fewer) if most and drafter.rests else fewer
-        return dataclasses.replace(found, narrower=tuple((n, found.batches) for n in fewer))
+        return dataclasses.replace(found, narrower=tuple((n, found.batches) for n in fewer), ragged=ragged)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "shapes_of", wider)

@@ -137,8 +137,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
 class Setting(Chooser):
     """A chooser that keeps to one number of drafts, if `always` names it; as others do, it learns."""
 
-    def __init__(self, longest, times, always: int | None = None):
-        super().__init__(longest, times)
+    def __init__(self, longest, times, always: int | None = None, shared=()):
+        super().__init__(longest, times, shared)
         self._always = always
 
     def choose(self, group, share, able=None):
@@ -149,7 +149,7 @@ class Meter:
     """Tokens that an engine's rounds yield at the imposed rates, and what the rounds were."""
 
     def __init__(self, engine: Engine, lengths: dict[int, float]):
-        """`lengths`: tokens that a round yields a request, by its drafts."""
+        """`lengths`: tokens that a round yields a request, by its drafts. Those of rounds that it lacks are counted."""
         self._engine, self.lengths = engine, lengths
         self.tokens, self.seconds, self.rows, self.rested = 0.0, 0.0, 0, 0
         self.rounds: Counter[int] = Counter()
@@ -160,11 +160,13 @@ class Meter:
         rested = engine.totals["rested_rounds"]
         while (now := time.perf_counter()) - began < seconds:
             rows, rounds, share = engine.totals["verify_rounds"], Counter(engine.rounds_by_drafts), self._share()
+            before = engine.totals["verified_tokens"]
             engine.step()
             moved = {n: count - rounds[n] for n, count in engine.rounds_by_drafts.items() if count > rounds[n]}
             rows = engine.totals["verify_rounds"] - rows
             for n, count in moved.items():  # a step reads one program, whose rounds have one number of drafts
-                tokens = rows * (1 + share * (self.lengths[n] - 1))
+                tokens = rows * (1 + share * (self.lengths[n] - 1)) if n in self.lengths else 0.0
+                tokens = tokens or engine.totals["verified_tokens"] - before
                 self.tokens += tokens
                 self.rounds[n] += count
                 if seen is not None:
@@ -250,14 +252,16 @@ def _lengths(engine: Engine, mixed: list[list[float]]) -> dict[int, float]:
     slots = [choice.seq.slot for request in engine.requests.values() for choice in request.choices]
     parts = [mixed[slot % len(mixed)] for slot in slots if slot >= 0] or mixed
     mean = lambda depth: sum(expected_length(part[:depth]) for part in parts) / len(parts)  # noqa: E731
-    return {n: mean(engine.runner.yields_of(n) - 1) for n in engine.runner.drafts}
+    return {
+        n: mean(engine.runner.yields_of(n) - 1) for n in engine.runner.drafts if n not in engine.runner.shapes.shared
+    }
 
 
 def _settings(engine: Engine, mixed: list[list[float]]) -> dict[str, tuple[Chooser, Meter]]:
     """By name, how drafts are chosen, and a meter. Plain decoding first, adaptive last."""
     runner = engine.runner
     longest = {n: runner.yields_of(n) - 1 for n in runner.drafts}
-    of = lambda always=None: Setting(longest, runner.round_times, always)  # noqa: E731
+    of = lambda always=None: Setting(longest, runner.round_times, always, runner.shapes.shared)  # noqa: E731
     fixed = {_name(n): of(n) for n in (REST, *runner.drafts)}
     return {name: (how, Meter(engine, _lengths(engine, mixed))) for name, how in (fixed | {AUTO: of()}).items()}
 

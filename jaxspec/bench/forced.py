@@ -23,7 +23,8 @@ RATES = "accept_rates"  # of the drafter's params, f32[lists, drafts]
 
 def force(draft: LoadedDrafter, rates: Sequence[float]) -> LoadedDrafter:
     """`draft` with a full number of drafts in every round, of which the first i+1 stand with probability
-    `rates[0] * ... * rates[i]`: each rate is that of a position, given that all before it were accepted.
+    `rates[0] * ... * rates[i]`: each rate is that of a position, given that all before it were accepted. The drafter's
+    own confidence, which knows nothing of the rates, is dropped.
 
     **Raises:** `BenchError` unless there is a rate for each draft of a chain, or each step of a tree.
     """
@@ -56,7 +57,7 @@ def force_mixed(draft: LoadedDrafter, mixed: Sequence[Sequence[float]]) -> Loade
             if proposal.parents is not None:
                 path = jnp.where(jnp.arange(drafts) < longest, jnp.arange(drafts), 0)
                 proposal = proposal.replace(parents=jnp.broadcast_to(path, proposal.parents.shape))
-            return proposal.replace(count=count, forced=stand), state
+            return proposal.replace(count=count, forced=stand, confidence=None), state
 
     fields = {f.name: getattr(drafter, f.name) for f in dataclasses.fields(drafter) if f.init}
     params = {**(draft.params or {}), RATES: jnp.array(mixed, jnp.float32)}

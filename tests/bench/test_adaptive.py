@@ -1,11 +1,13 @@
 """Adaptive drafting beside fixed numbers of drafts: all settings see the same loads, and tokens are those imposed."""
 
 import argparse
+import dataclasses
 import json
 from collections import Counter
 
 import pytest
 
+from jaxspec import defaults
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import adaptive
 
@@ -56,3 +58,17 @@ def test_a_fixed_number_is_kept_whatever_is_faster():
         assert always.choose(group, 1.0) == 3
         always.accepted(3, Counter({1: 8}))
     assert free.choose(group, 1.0) == 0
+
+
+def test_tokens_of_drafts_that_are_shared_out_are_counted(tiny, tmp_path, monkeypatch):
+    """One request accepts both of its drafts and the other none: of two rows for drafts, the former gets both."""
+    monkeypatch.setattr(defaults, "CPU", dataclasses.replace(defaults.CPU, some_drafts=True))
+    model = tiny[: tiny.index("--context-length")]
+    args = [*model, "--draft", "ngram", "--draft-policy", "ragged", "--prompt-len", "8", "--concurrency", "2",
+            "--seconds", "0.2", "--turns", "1", "--learn", "0.05", "--num-continuous-decode-steps", "1",
+            "--chunked-prefill-size", "32", "--accept-rates", "0,0/1,1"]  # fmt: skip
+    assert bench.main(["adaptive", *args, "--json", str(tmp_path / "a.json")]) == 0
+    (row,) = json.loads((tmp_path / "a.json").read_text())["rows"]
+    shared = row["settings"]["1"]
+    rows_a_second = 2e3 / shared["ms_per_round"]
+    assert 1.9 * rows_a_second < shared["tokens_per_s"] <= 2.01 * rows_a_second
