@@ -63,6 +63,7 @@ KNOWN: dict[str, dict[str, Known]] = {
         ),
     },
     "dflash2": {
+        "qwen/qwen3-4b": Known("RedHatAI/Qwen3-4B-speculator.dflash2", layout="speculators"),
         "qwen/qwen3.8-27b": Known(
             "z-lab/Qwen3.8-27B-DFlash2",
             7,
@@ -88,18 +89,31 @@ KNOWN: dict[str, dict[str, Known]] = {
             _paper(6.21, 5.74, 4.94, 5.26, 5.43, 5.02, 3.70, 3.58, 3.13),
         ),
         "qwen/qwen3.6-35b-a3b": Known("RedHatAI/Qwen3.6-35B-A3B-speculator.dspark", layout="speculators"),
+        "qwen/qwen3.8-27b": Known("RedHatAI/Qwen3.8-27B-speculator.dspark-preview", layout="speculators"),
     },
     "eagle": {},
     "eagle3": {
         "meta-llama/llama-3.1-8b-instruct": Known("lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B", layout="SGLang"),
+        "meta-llama/llama-3.3-70b-instruct": Known(
+            "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge", 3, "SpecForge"
+        ),
         "openai/gpt-oss-20b": Known("RedHatAI/gpt-oss-20b-speculator.eagle3", layout="speculators"),
         "openai/gpt-oss-120b": Known(
             "RedHatAI/gpt-oss-120b-speculator.eagle3", 3, "speculators", "2 or 3 drafts are best, by its authors"
         ),
         "qwen/qwen3-8b": Known("AngelSlim/Qwen3-8B_eagle3", layout="AngelSlim"),
+        "qwen/qwen3-14b": Known("RedHatAI/Qwen3-14B-speculator.eagle3", layout="speculators"),
+        "qwen/qwen3-32b": Known("RedHatAI/Qwen3-32B-speculator.eagle3", layout="speculators"),
         "qwen/qwen3-30b-a3b": Known("AngelSlim/Qwen3-a3B_eagle3", layout="AngelSlim"),
         "qwen/qwen3-30b-a3b-instruct-2507": Known(
             "lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex", layout="SpecForge"
+        ),
+        "qwen/qwen3-235b-a22b": Known("RedHatAI/Qwen3-235B-A22B-speculator.eagle3", layout="speculators"),
+        "qwen/qwen3-235b-a22b-instruct-2507": Known(
+            "lmsys/SGLang-EAGLE3-Qwen3-235B-A22B-Instruct-2507-SpecForge-Meituan", 3, "SpecForge"
+        ),
+        "qwen/qwen3-coder-30b-a3b-instruct": Known(
+            "lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge", 3, "SpecForge"
         ),
         "qwen/qwen3-next-80b-a3b-instruct": Known(
             "lmsys/SGLang-EAGLE3-Qwen3-Next-80B-A3B-Instruct-FP8-SpecForge-Meituan",
