@@ -88,7 +88,7 @@ def resolve(
             f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
             "the next, so drafts must be a chain. Drop --topk"
         )
-    if options.draft_policy == "ragged" and (reason := _not_ragged(options, model, draft)):
+    if options.draft_policy == "ragged" and (reason := _not_ragged(options, draft)):
         raise ConfigError(f"--draft-policy ragged: {reason}. Use --draft-policy auto")
     chunk = options.chunked_prefill_size or (
         defaults.mixture_prefill_size if model.config.decoder.mixture else defaults.chunked_prefill_size
@@ -111,10 +111,8 @@ def resolve(
     )
 
 
-def _not_ragged(options: EngineConfig, model: Model, draft: LoadedDrafter) -> str | None:
+def _not_ragged(options: EngineConfig, draft: LoadedDrafter) -> str | None:
     """Why a round's rows can't be shared out among its requests; None if they can."""
-    if model.config.linear:
-        return f"{model.name} has linear attention, whose rows of a request must be side by side"
     if draft.drafter.topk > 1:
         return f"--topk {draft.drafter.topk} drafts trees, and only chains can be cut anywhere"
     if options.tp_size > 1:

@@ -6,7 +6,7 @@ of its drafts verified and its neighbour none.
 
 Rows are packed: the target's forward sees each as a request of one row, with the page table of the request it is of. So
 kernels and paths are those of plain decoding. A row sees the rows before it of the same request because each layer
-writes all rows' keys and values before any row attends.
+writes all rows' keys and values before any row attends. Linear attention gets each request's rows side by side.
 
 Invariant: whether draft j of a request is verified depends on the drafts before it, on rounds that were concluded and
 on other requests, never on the token drawn for draft j or for one after it. So sampled text keeps the target's
@@ -140,15 +140,46 @@ class Packed:
         return x[:, 0][jnp.minimum(self.first[:, None] + jnp.arange(q), len(x) - 1)]
 
 
+@flax.struct.dataclass
+class PackedRows(RoundRows):
+    """`RoundRows` of packed rows. Linear attention, whose state goes from row to row, has each request's side by side,
+    `width` of them; those that a request doesn't have are never entered into its state."""
+
+    packed: Packed
+    width: int = flax.struct.field(pytree_node=False)
+
+    def convolve(self, cache, layer, x, weight, mix):
+        out, cache = super().convolve(cache, layer, self.packed.spread(x, self.width), weight, mix)
+        return jax.tree.map(self.packed.take, out), cache
+
+    def recur(self, cache, layer, q, k, v, decay, beta, filled):
+        rows = (self.packed.spread(x, self.width) for x in (q, k, v, decay, beta))
+        out, cache = super().recur(cache, layer, *rows, self.width)
+        out = self.packed.take(out)
+        return jnp.pad(out, ((0, 0), (0, filled - 1), (0, 0), (0, 0))), cache
+
+    def unnormed(self, cache, q, v):
+        return "the rows are packed"
+
+
 def run(
-    config: ModelConfig, drafter: Ragged, params: Any, cache: Cache, batch: DraftBatch, proposal: Proposal
+    config: ModelConfig,
+    drafter: Ragged,
+    params: Any,
+    cache: Cache,
+    replay: Int[Array, " b"],
+    batch: DraftBatch,
+    proposal: Proposal,
 ) -> tuple[Hidden, Packed]:
-    """The target's forward over each request's newest token and its drafts that are verified, packed as returned."""
+    """The target's forward over each request's newest token and its drafts that are verified, packed as returned.
+
+    `replay`: as of `mixers.RoundRows`.
+    """
     count = jnp.where(batch.live, proposal.count + 1, 0)
     packed = Packed.of(count, len(count) * (drafter.each + 1))
     of = packed.request
     tokens = packed.take(jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1))
     rows = Rows(batch.length[of] - 1 + packed.row, packed.valid.astype(jnp.int32), batch.table[of])
-    mixer = RoundRows(rows, batch.slots[of], jnp.zeros_like(of))
+    mixer = PackedRows(rows, batch.slots, replay, packed, drafter.num_draft_tokens + 1)
     positions = rows.marked_positions(1)
     return forward(config.decoder, params, tokens, positions, mixer, cache, drafter.feature_layers), packed

@@ -164,7 +164,7 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
     packed = None
     if isinstance(drafter, Ragged) and drafter.packs:
         proposal = drafter.shared(proposal, slots, batch)
-        hidden, packed = ragged.run(config, drafter, params, state.cache, batch, proposal)
+        hidden, packed = ragged.run(config, drafter, params, state.cache, state.replay[ids], batch, proposal)
         state = state.replace(cache=hidden.cache)
     else:
         hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)

@@ -50,14 +50,14 @@ def cases(*often, drafters=("mtp", "ngram", "standalone")):
 
 
 @functools.cache
-def engine(family, draft):
+def engine(family, draft, ragged=False):
     folder = tiny_checkpoint(family, VOCAB) if family == "qwen3_moe" else hybrids.checkpoint(family)
     if draft == "standalone":
         draft += f":{tiny_checkpoint('qwen3', VOCAB, 3, num_hidden_layers=1)}"
     # in a prefill of three blocks, one can start from what another request's leaves; a further size is more to compile
     options = OPTIONS | {"chunked_prefill_size": 96} if (family, draft) == ("qwen3_5", "mtp") else OPTIONS
     options = options | {"num_draft_tokens": 2, "num_continuous_decode_steps": 3}
-    llm = widths.several(lambda: LLM(str(folder), draft, **options))
+    llm = widths.several(lambda: LLM(str(folder), draft, **options), ragged)
     llm.engine.scheduler.rounds = 1  # but where a test asks for more
     return llm
 
@@ -98,6 +98,14 @@ def test_texts_are_the_same_however_many_drafts_a_round_has(family, draft, monke
     widths.switch(engine(family, draft), monkeypatch)
     test_greedy_texts_are_plain_decodings(family, draft)
     assert widths.took_turns(engine(family, draft))
+
+
+@pytest.mark.parametrize("family,draft", cases(("qwen3_5_moe", "mtp")))
+def test_texts_are_the_same_where_drafts_are_shared_out(family, draft, monkeypatch):
+    """Linear attention's rows are then packed with other requests', and records follow rows of another request."""
+    ragged = functools.partial(engine, ragged=True)
+    monkeypatch.setattr(f"{__name__}.engine", ragged)
+    test_texts_are_the_same_however_many_drafts_a_round_has(family, draft, monkeypatch)
 
 
 def talk(llm, seed, cases):
@@ -260,8 +268,8 @@ def test_states_can_be_bfloat16():
 class Lanes(distribution.Lanes):
     """As there; each run goes on from the same states too, which rounds don't leave as they were."""
 
-    def __init__(self, name):
-        super().__init__(name)
+    def __init__(self, name, **more):
+        super().__init__(name, **more)
         self.kept = jax.tree.map(np.asarray, (self.state.cache.states, self.state.replay))
 
     def decode(self, run):
@@ -287,3 +295,10 @@ def test_rounds_sample_the_target(family, draft, monkeypatch):
     monkeypatch.setattr(distribution, "model", lambda: model)
     monkeypatch.setitem(distribution.DRAFTERS, draft, lambda: (loaded.drafter, loaded.params))
     distribution.test_round_samples_the_target(draft)
+
+
+@pytest.mark.exhaustive
+def test_rounds_sample_the_target_where_drafts_are_shared_out(monkeypatch):
+    shared = functools.partial(Lanes, fewer=(0, 1), ragged=True)
+    monkeypatch.setattr(f"{__name__}.Lanes", shared)
+    test_rounds_sample_the_target("qwen3_5", "mtp", monkeypatch)
