@@ -4,20 +4,24 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM
+from jaxspec import LLM, SamplingParams
 from jaxspec.adaptive import PRIOR, Chooser
 from jaxspec.batch import empty_slots
 from jaxspec.config import ConfigError
 from jaxspec.draft import Proposal
-from jaxspec.ragged import FIRST, Packed, observe, share, standing
+from jaxspec.ragged import FIRST, Packed, Ragged, observe, share, standing
+from jaxspec.round import DRAFTED, GREEDY, SAMPLED, decode_round
 from tests import test_distribution, test_lossless, widths
 from tests.tiny import tiny_checkpoint
+
+GOLDEN = Path(__file__).parent / "golden"
 
 # -- which drafts ------------------------------------------------------------------------------------------------------
 
@@ -150,6 +154,52 @@ def test_a_confidence_that_knows_the_draft_would_bend_it(monkeypatch):
     monkeypatch.setitem(test_distribution.DRAFTERS, "early", lambda: (Doubtful(early=True), {}))
     with pytest.raises(AssertionError):
         sampled("early", monkeypatch)
+
+
+class Roomy(Ragged):
+    """Packs rows even where there is one for every draft."""
+
+    packs = True
+
+
+@pytest.mark.parametrize("family,draft,vocab,layers,mode", [
+    ("llama", "eagle/specforge-eagle3", 96, 8, GREEDY),
+    ("qwen3_5", "eagle/specforge-eagle3", 96, 8, SAMPLED),
+    pytest.param("llama", "eagle/specforge-eagle3", 96, 8, SAMPLED, marks=pytest.mark.exhaustive),
+    pytest.param("qwen3_5", "eagle/specforge-eagle3", 96, 8, GREEDY, marks=pytest.mark.exhaustive),
+    pytest.param("qwen3_moe", "dflash/full", 40, 6, SAMPLED, marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_packed_rounds_leave_what_others_do(family, draft, vocab, layers, mode):
+    """The text, the caches of target and drafter, states and records, and what the drafter made of features."""
+    folder = tiny_checkpoint(family, vocab, num_hidden_layers=layers)
+    options = {"context_length": 60, "page_size": 64, "max_running_requests": 4, "disable_overlap": True}
+    llm = LLM(str(folder), str(GOLDEN / draft), num_draft_tokens=2, skip_warmup=True, few_programs=True, **options)
+    core, rng = llm.engine, np.random.default_rng(0)
+    for i, n in enumerate((3, 20, 9)):  # and padding rows
+        params = SamplingParams(temperature=float(mode == SAMPLED), max_tokens=30, ignore_eos=True, seed=i)
+        core.add(core.prepare(rng.integers(0, vocab, n).tolist(), params))
+    while core.busy and core.totals["generation_tokens"] < 20:
+        core.step()
+    seqs = core.scheduler.running
+    core.settle()
+    runner = core.runner
+    programs, drafter = runner.programs, runner._drafter
+    packed = runner._pack([seq.slot for seq in seqs], core.scheduler.table, 4)
+    states, outs = [], []
+    after = jax.jit(partial(decode_round, runner._local, drafter, mode))
+    for by in (Ragged(drafter, 2), Roomy(drafter, 2)):
+        step = jax.jit(partial(decode_round, runner._local, by, mode))
+        state, out = step(*programs._params, runner.state, packed)
+        states.append(jax.tree.leaves((state.cache.kv, state.draft)))
+        outs.append([out])
+        for _ in range(3):  # rounds that read what this one has left, records of linear attention too
+            state, out = after(*programs._params, state, packed)
+            outs[-1].append(out)
+    alike, packed_ones = (np.stack(each)[:, : len(seqs)] for each in outs)
+    assert len(seqs) >= 2 and (alike[0, :, DRAFTED] > 0).any() and (alike == packed_ones).all()
+    for one, two in zip(*states, strict=True):
+        pages = np.s_[:, 1:] if one.ndim == 6 else np.s_[:]  # the dummy page is padding's
+        np.testing.assert_allclose(one[pages], two[pages], atol=1e-4)
 
 
 # -- how many ----------------------------------------------------------------------------------------------------------
