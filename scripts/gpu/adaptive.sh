@@ -4,7 +4,7 @@
 #
 #     scripts/gpu/adaptive.sh OUT [PART...]
 #
-# PART is of: demo qwen dspark tree hybrid; the first by default. OUT receives a JSON file, a log and a chart for each.
+# PART is of: demo qwen many ragged dspark tree hybrid; the first by default. OUT receives a JSON file, a log and a chart for each.
 # Each part is one process, whose programs compile at once; its settings then take turns. SECONDS_EACH (0.3) is how long
 # a turn is. Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf. SMOLLM2 is the demo model's GGUF
 # file; QWEN, HYBRID, EAGLE3 and DSPARK are folders with a config.json (weights are made up), of Qwen3-8B,
@@ -35,8 +35,12 @@ for part in "${@:-demo}"; do
         demo) bench demo --model "$SMOLLM2" --draft eagle3:jaxspec/drafters/shipped/smollm2-135m-instruct-eagle3 \
             --load-format auto --concurrency 1,2,4,8,16,32,64,128,256 --accept-rates 0.71,0.75,0.79 "${few[@]}" \
             --rise-and-fall 0.25 ;;
-        qwen) bench qwen --model "$QWEN" --draft "eagle3:$EAGLE3" --concurrency 1,2,4,8,16,32,64,128,256 "${few[@]}" \
-            "${some[@]}" "${all[@]}" "${mixed[@]}" --rise-and-fall 0.25 ;;
+        qwen) bench qwen --model "$QWEN" --draft "eagle3:$EAGLE3" --concurrency 1,2,4,8,16,32 "${few[@]}" "${some[@]}" \
+            "${all[@]}" "${mixed[@]}" --rise-and-fall 0.25 ;;
+        many) bench many --model "$QWEN" --draft "eagle3:$EAGLE3" --concurrency 64,128,256 --prompt-len 128 "${few[@]}" \
+            "${some[@]}" "${all[@]}" "${mixed[@]}" ;;
+        ragged) bench ragged --model "$QWEN" --draft "eagle3:$EAGLE3" --draft-policy ragged --concurrency 32,128 \
+            --prompt-len 128 "${mixed[@]}" "${some[@]}" ;;
         dspark) bench dspark --model "$QWEN" --draft "dspark:$DSPARK" --concurrency 1,8,32,128 --prompt-len 1024 \
             --max-total-tokens 190000 --accept-rates 0.924,0.924,0.924,0.924,0.924,0.924,0.924 ;;
         tree) # EAGLE-3's acceptance on Spec-Bench, by position of a chain and by level of a tree
