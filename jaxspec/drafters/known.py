@@ -90,6 +90,7 @@ KNOWN: dict[str, dict[str, Known]] = {
         ),
         "qwen/qwen3.6-35b-a3b": Known("RedHatAI/Qwen3.6-35B-A3B-speculator.dspark", layout="speculators"),
         "qwen/qwen3.8-27b": Known("RedHatAI/Qwen3.8-27B-speculator.dspark-preview", layout="speculators"),
+        "smollm2-135m-instruct": Known(str(SHIPPED / "smollm2-135m-instruct-dspark"), 7, "SpecForge", "shipped"),
     },
     "eagle": {},
     "eagle3": {

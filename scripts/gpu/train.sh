@@ -12,7 +12,7 @@
 # compiling. OUT receives texts.jsonl, and in eagle3/, dflash/ and dspark/ the drafter, its checkpoints, metrics.jsonl,
 # run.json, acceptance.json and the charts. SMOLLM2 is the demo model's GGUF file; for evaluate, SPECBENCH is
 # Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. RATE is the learning rate (2e-3), RANK DSpark's (8),
-# FLAGS are added to a training's. DSpark begins as INIT, the DFlash drafter that ships.
+# FLAGS are added to a training's. DSpark begins as INIT, the DFlash drafter that ships, and its two heads are trained.
 # Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what optax and orbax-checkpoint need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -87,7 +87,7 @@ for part in "${@:-data eagle3 dflash dspark evaluate}"; do
                 "${more[@]}" ;;
             dspark) run dspark dspark "${drafter[@]}" --output "$out/dspark" --batch-size "$((10 * gpus))" --gamma 3 \
                 --init "${INIT:-jaxspec/drafters/shipped/smollm2-135m-instruct-dflash}" --markov-rank "${RANK:-8}" \
-                --mlp-size 96 "${more[@]}" ;;
+                --heads-only --weigh-rounds "${more[@]}" ;;
             evaluate)
                 evaluate eagle3-3 eagle3/drafter --num-draft-tokens 3
                 evaluate eagle3-5 eagle3/drafter --num-draft-tokens 5

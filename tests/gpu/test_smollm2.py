@@ -28,7 +28,7 @@ def smollm2(draft):
     return LLM(path, draft, dtype="float32", context_length=512, max_running_requests=8, skip_warmup=True)
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "eagle3", "dflash"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "eagle3", "dflash", "dspark"])
 def test_it_knows_the_capital_of_france(draft):
     llm = smollm2(draft)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
@@ -38,7 +38,7 @@ def test_it_knows_the_capital_of_france(draft):
     assert out.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "eagle3", "dflash"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "eagle3", "dflash", "dspark"])
 def test_greedy_text_is_that_of_transformers(draft, figures):
     cases = json.loads(GOLDEN.read_text())
     params = SamplingParams(temperature=0.0, max_tokens=len(cases[0]["expected"]), ignore_eos=True)
