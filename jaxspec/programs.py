@@ -33,7 +33,7 @@ from jaxspec.executables import Executables
 from jaxspec.ladder import drafting, kind_of
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
-from jaxspec.progress import progress_bar
+from jaxspec.progress import progress_bar, took
 from jaxspec.ragged import Ragged
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
@@ -351,7 +351,11 @@ class Programs:
         return (shown,) if kind == "forward" else (proposal, *shape_of("forward", shown)[1:], *masks)
 
     def _kept(self, kind: str, size: int, state: State) -> Any:
-        if self._store is None or (kept := self._store.load((kind, size), self._arguments(kind, size, state))) is None:
+        if self._store is None:
+            return None
+        with took(f"looked for {kind} {size}"):
+            kept = self._store.load((kind, size), self._arguments(kind, size, state))
+        if kept is None:
             return None
         program, kernels = kept
         KERNELS.update(kernels)
@@ -361,18 +365,20 @@ class Programs:
 
     def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
         """A program before XLA sees it, and the kernels that it chose."""
-        with counting() as kernels, hopper.using(self._kernels):
+        with counting() as kernels, hopper.using(self._kernels), took(f"lowered {kind} {size}"):
             arguments = *self._arguments(kind, size, state), *self._handed(kind, size, state)
             return self._jits[kind].lower(*arguments), kernels
 
     def _compile(self, kind: str, size: int, lowered: jax.stages.Lowered) -> Any:
         options = COMPILER_OPTIONS | (IN_A_ROW if self.division and self.division.peers else {})
-        program = self._compiled[kind, size] = lowered.compile(options)
+        with took(f"compiled {kind} {size}"):
+            program = self._compiled[kind, size] = lowered.compile(options)
         return program
 
     def _keep(self, kind: str, size: int, state: State, program: Any, kernels: Counter) -> None:
         if self._store is not None:
-            self._store.save((kind, size), self._arguments(kind, size, state), program, kernels)
+            with took(f"kept {kind} {size}"):
+                self._store.save((kind, size), self._arguments(kind, size, state), program, kernels)
 
 
 def _spread(f: Callable, run: Callable, division: Division) -> Callable:

@@ -1,14 +1,31 @@
-"""Progress bars on stderr. A terminal's moves; a file, such as a container's log, gets one every ten seconds."""
+"""What a start shows: progress bars on stderr, and with `--log-level debug` how long each of its parts took.
+
+A terminal's bar moves; a file, such as a container's log, gets one every ten seconds.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
+
+log = logging.getLogger("jaxspec")
 
 
 def progress_bar(total: int, desc: str, unit: str, shown: bool = True, **options: Any) -> tqdm:
     """A bar that counts to `total`, or none if it isn't `shown`. `options` are tqdm's."""
     seconds = 0.1 if sys.stderr.isatty() else 10
     return tqdm(total=total, desc=desc, unit=unit, disable=not shown, mininterval=seconds, **options)
+
+
+@contextlib.contextmanager
+def took(what: str) -> Iterator[None]:
+    """Log what was done, and in how many seconds, once it is over."""
+    began = time.monotonic()
+    yield
+    log.debug("%s in %.2f s", what, time.monotonic() - began)

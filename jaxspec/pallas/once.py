@@ -21,6 +21,7 @@ import jax
 from jax import export
 
 from jaxspec.pallas import hopper, layouts
+from jaxspec.progress import took
 
 # Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this process.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
@@ -50,7 +51,7 @@ def lower_once(kernel: str, *static: str) -> Callable[[Callable], Callable]:
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, leaves))
             with guard:
                 lowered = known.setdefault((tuple(fixed.items()), tree, shapes), _Lowered())
-            return lowered.function(functools.partial(jitted, interpret=False, **fixed), tree, shapes)(*leaves)
+            return lowered.function(kernel, functools.partial(jitted, interpret=False, **fixed), tree, shapes)(*leaves)
 
         return call
 
@@ -64,8 +65,8 @@ class _Lowered:
         self._lock = threading.Lock()
         self._function: Callable | None = None
 
-    def function(self, jitted: Callable, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable:
-        """What takes the leaves of the arguments `tree` and gives the result."""
+    def function(self, name: str, jitted: Callable, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable:
+        """What takes the leaves of the arguments `tree` and gives the result. `name`: the kernel's, for the log."""
 
         def flat(*leaves):
             args, named = jax.tree.unflatten(tree, leaves)
@@ -74,12 +75,19 @@ class _Lowered:
         with self._lock:
             if self._function is None:
                 layouts.install()
-                exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[MOSAIC])(*shapes)
+                with took(f"lowered kernel {name}"):
+                    exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[MOSAIC])(*shapes)
                 self._function = jax.jit(exported.call)  # jit: a function in a program, however often it is called
                 if jax.default_backend() == "gpu":
                     alone = jax.jit(exported.call, donate_argnums=_in_place(shapes, exported.out_avals)).lower(*shapes)
-                    _compiling.submit(alone.compile)  # for what it leaves behind: programs tell of any error
+                    _compiling.submit(_compile, name, alone)
             return self._function
+
+
+def _compile(name: str, lowered: jax.stages.Lowered) -> None:
+    """For what it leaves behind: programs tell of any error."""
+    with took(f"compiled kernel {name}"):
+        lowered.compile()
 
 
 def _in_place(given: Sequence[jax.ShapeDtypeStruct], made: Sequence[jax.ShapeDtypeStruct]) -> list[int]:

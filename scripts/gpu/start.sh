@@ -1,31 +1,36 @@
 #!/usr/bin/env bash
 # How long a server takes from its start to its first token and to all of its programs, with empty caches and with kept
-# ones, on a machine with one GPU that has Python and jax with CUDA, but not this project installed. From the
-# repository's root:
+# ones, and what the seconds to the first token are, on a machine with one GPU that has Python and jax with CUDA, but not
+# this project installed. From the repository's root:
 #
 #     scripts/gpu/start.sh OUT [PART...]
 #
-# PART is of: plain eagle3; both by default. OUT receives a log for each start and start.md. Needed as well, as wheels on
-# PYTHONPATH where they aren't installed: fastapi, uvicorn, pydantic and gguf with what they need. QWEN is a folder with
-# Qwen3-8B's config.json (weights are made up) and a tokenizer, EAGLE3 one with its drafter's config.json.
+# PART is of: plain eagle3 mtp; plain and eagle3 by default. With FIRST=1 a server ends after its first token, and COLD=1
+# leaves out starts with kept caches. OUT receives start.md and a log of each start, in which each line begins with the
+# seconds since it began; caches are kept elsewhere. Needed as well, as wheels on PYTHONPATH where they aren't installed:
+# fastapi, uvicorn, pydantic and gguf with what they need. QWEN is a folder with Qwen3-8B's config.json (weights are made
+# up) and a tokenizer, EAGLE3 one with its drafter's config.json, HYBRID one with Qwen3.5-35B-A3B's config.json.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 FIRST=${FIRST:-}
+cache=$(mktemp -d)
+trap 'rm -rf "$cache"' EXIT
 status=0
 
-# start NAME ARGUMENTS...: one server from its start to its last program, as a row
+# start NAME ARGUMENTS...: one server from its start to its last program, as a row, and as the parts of its first token
 start() {
     local name=$1
     shift
-    JAXSPEC_CACHE=$out/cache python3 - "$name" "$out/$name.log" "$@" <<'END' | tee -a "$out/start.md" || status=1
-import json, subprocess, sys, time, urllib.request
+    JAXSPEC_CACHE=$cache python3 - "$name" "$out" "$@" <<'END' || status=1
+import json, os, re, subprocess, sys, threading, time, urllib.request
+from collections import defaultdict
 
-name, log, *arguments = sys.argv[1:]
-url = "http://127.0.0.1:30007"
+name, out, *arguments = sys.argv[1:]
+url, lines = "http://127.0.0.1:30007", []
 
 
 def ask(path, body=None):
@@ -56,44 +61,82 @@ def text(tokens):
     return tokens / (time.monotonic() - started)
 
 
-with open(log, "w") as file:
-    began = time.monotonic()
-    command = [sys.executable, "-m", "server", "--port", "30007", "--served-model-name", "default", *arguments]
-    server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        ready = wait(lambda: ask("/health") is None or True)
-        text(1)
-        first = time.monotonic() - began
-        speeds = []
-        stats = lambda: ask("/server_info")["stats"]
-        pending = len(stats()["programs_pending"])
-        whole = wait(lambda: speeds.append(text(64)) or not stats()["programs_pending"])
+def read(stream):
+    with open(f"{out}/{name}.log", "w") as log:
+        for line in stream:
+            lines.append((time.monotonic() - began, line.rstrip()))
+            print(f"{lines[-1][0]:6.2f} {line[:400].rstrip()}", file=log)
+
+
+def told(first):
+    """The log's lines until then that say how long something took: when it was over, what it was, and its seconds."""
+    for when, line in lines:
+        if when <= first and (found := re.search(r"jaxspec: (.*) in (\d+\.\d+) s$", line)):
+            yield when, found[1], float(found[2])
+
+
+def parts(ready, first):
+    """What there was to do until the first token, by kind."""
+    kinds = defaultdict(list)
+    for when, what, seconds in told(ready):
+        one, _, of = what.partition(" ")
+        kind = f"{one} kernels" if of.startswith("kernel ") else what if "programs" not in what else "start"
+        kind = f"{one} programs" if re.search(r" \d+$", what) else kind
+        kinds[kind].append((when, seconds, of.removeprefix("kernel ")))
+    started = next((when for when, line in lines if "jaxspec:" in line), 0.0)
+    print(f"\n{name}: imports until {started:.1f} s, ready after {ready:.1f}, the first token after {first:.1f}\n")
+    print("| what | how many | from, s | to, s | seconds in all | longest |\n|---|---|---|---|---|---|")
+    for kind, each in kinds.items():
+        longest = ", ".join(f"{of} {seconds:.1f}" for _, seconds, of in sorted(each, key=lambda x: -x[1])[:4])
+        begins, ends = min(when - seconds for when, seconds, _ in each), max(when for when, _, _ in each)
+        print(f"| {kind} | {len(each)} | {begins:.1f} | {ends:.1f} | {sum(x[1] for x in each):.1f} | {longest} |")
+    print()
+
+
+began = time.monotonic()
+command = [sys.executable, "-m", "server", "--port", "30007", "--served-model-name", "default", "--log-level", "debug"]
+server = subprocess.Popen(command + arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+threading.Thread(target=read, args=[server.stdout], daemon=True).start()
+try:
+    ready = wait(lambda: ask("/health") is None or True)
+    text(1)
+    first = time.monotonic() - began
+    speeds, whole, after = [text(64)], "", ""
+    stats = lambda: ask("/server_info")["stats"]
+    pending = len(stats()["programs_pending"])
+    if not os.environ["FIRST"]:
+        whole = f"{wait(lambda: speeds.append(text(64)) or not stats()['programs_pending']):.1f}"
         time.sleep(5)  # rounds are timed
         text(64)
-        after = text(256)
-        cells = name, f"{ready:.1f}", f"{first:.1f}", f"{whole:.1f}", pending, f"{min(speeds):.0f}", f"{after:.0f}"
-        print("|", " | ".join(map(str, cells)), "|", stats()["draft_policy"], "|")
-        began_to_stop = time.monotonic()
-    finally:
-        server.terminate()
-        server.wait(60)
-    print(f"<!-- {name}: stopped in {time.monotonic() - began_to_stop:.1f} s, status {server.returncode} -->")
+        after = f"{text(256):.0f}"
+    row = f"| {name} | {ready:.1f} | {first:.1f} | {whole} | {pending} | {min(speeds):.0f} | {after} |"
+    print(row)
+    with open(f"{out}/start.md", "a") as file:
+        print(row, file=file)
+    parts(ready, first)
+finally:
+    began_to_stop = time.monotonic()
+    server.terminate()
+    try:
+        server.wait(20)
+    except subprocess.TimeoutExpired:
+        server.kill()
+    print(f"{name}: stopped in {time.monotonic() - began_to_stop:.1f} s, status {server.returncode}", file=sys.stderr)
 END
 }
 
-echo "| start | ready, s | first token, s | all programs, s | programs behind | tokens/s meanwhile | after | drafts |" >"$out/start.md"
-echo "|---|---|---|---|---|---|---|---|" >>"$out/start.md"
-for part in "${@:-plain eagle3}"; do
-    for part in $part; do
-        case $part in
-            plain) load=(--model "$QWEN" --load-format dummy --draft none) ;;
-            eagle3) load=(--model "$QWEN" --load-format dummy --draft "eagle3:$EAGLE3" --num-draft-tokens 3) ;;
-            *) echo "no part $part" >&2; exit 2 ;;
-        esac
-        rm -rf "$out/cache"
-        start "$part-cold" "${load[@]}"
-        start "$part-kept" "${load[@]}"
-    done
+echo "| start | ready, s | first token, s | all programs, s | programs behind | tokens/s meanwhile | after |" >"$out/start.md"
+echo "|---|---|---|---|---|---|---|" >>"$out/start.md"
+[ $# -gt 0 ] || set -- plain eagle3
+for part; do
+    case $part in
+        plain) load=(--model "$QWEN" --load-format dummy --draft none) ;;
+        eagle3) load=(--model "$QWEN" --load-format dummy --draft "eagle3:$EAGLE3" --num-draft-tokens 3) ;;
+        mtp) load=(--model "$HYBRID" --load-format dummy --draft mtp --num-draft-tokens 3) ;;
+        *) echo "no part $part" >&2; exit 2 ;;
+    esac
+    rm -rf "${cache:?}"/*
+    start "$part-cold" "${load[@]}"
+    [ -n "${COLD:-}" ] || start "$part-kept" "${load[@]}"
 done
-rm -rf "$out/cache"
 exit $status
