@@ -119,6 +119,10 @@ class Programs:
         self.compiling = 0  # calls that wait for their program to be compiled
         self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
 
+    def fill(self, params: Any, draft_params: Any) -> None:
+        """Have weights, of which there were shapes until now. For one device."""
+        self._params = params, draft_params
+
     def add_rounds(self, drafts: int, by: Drafter) -> None:
         """Have rounds of so many drafts, which `by` makes."""
         for mode in MODES:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec import peers, sharding
+from jaxspec import peers, sharding, stats
 from jaxspec.adaptive import REST, Group
 from jaxspec.batch import fit, pack_admission, pack_blocks
 from jaxspec.cache import (
@@ -43,28 +43,18 @@ from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables, enable_compilation_cache
 from jaxspec.hosts import Follower, Leader, same_plan, shapes_of_all
 from jaxspec.mixers import state_bytes
+from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
 from jaxspec.programs import Programs, compile_counter
 from jaxspec.round import MODES, State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.sharding import Division
-from jaxspec.structured.grammar import Grammars
+from jaxspec.structured.grammar import grammars_of
 from jaxspec.structured.masks import ALL
-from jaxspec.structured.programs import columns, put_forced
+from jaxspec.structured.programs import OpenRound, columns, put_forced
 from jaxspec.timing import time_rounds
 
 log = logging.getLogger("jaxspec")
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenRound:
-    """A round whose drafts and forward have been dispatched. `drafts` i32[b, w] are on their way to the host: for each
-    request how many, which, and in a tree their parents."""
-
-    packed: jax.Array
-    mode: str
-    drafts: jax.Array
-    handed: tuple
 
 
 class Runner:
@@ -101,24 +91,17 @@ class Runner:
         log.info("kernels: %s", portable.told())
         self.compiles = compile_counter()
         compiled, started = self.compiles["compiles"], time.monotonic()
+        loading = None if model or draft or hosts else Loading.begin(options)
+        if loading is not None:
+            model, draft = loading.model, loading.draft
         self._load(options, model, draft)
-        self.config, drafter = resolve(options, self.model, self.draft), self._drafter
-        # Rows that a round verifies per request, and most tokens that come of it.
-        self.width, self.yields = drafter.num_draft_tokens + 1, drafter.longest + 1
-        self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model))
-        self.narrower = dict(self.shapes.narrower)
-        self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
-        self.grammars = self._grammars()
-        self.plan, self._layout = self._plan()
-        of = self._local.decoder, sharding.on_one(self.model.params["layers"]), self.shapes.batches, self.width
-        self.paths = path_table(*of, self._layout.dtype, self.config.tp_size)
-        log.info("%s", describe(self.paths))
-        self._division = self._divide()
-        params, draft_params = self.model.params, self.draft.params
-        self.programs = Programs(self._local, drafter, self.shapes, params, draft_params, self._store(), self._division)
-        self.state = self._empty_state(self._layout, self.plan.states.snapshots)
-        self._compile(staged_start)
-        self._report(started, self.compiles["compiles"] - compiled + len(self.programs.found))
+        self._prepare(options)
+        self.state = self._shaped_state() if loading else self._empty_state(self._layout, self.plan.states.snapshots)
+        grammars = lambda: grammars_of(self.model, self.config.skip_warmup) if self.shapes.structured else None  # noqa: E731
+        self.grammars = None if loading else grammars()
+        self._compile(options, staged_start, loading)
+        self.grammars = self.grammars or grammars()
+        stats.report_start(self, started, self.compiles["compiles"] - compiled + len(self.programs.found))
 
     def _load(self, options: EngineConfig, model: Model | None, draft: LoadedDrafter | None) -> None:
         """Model and drafter, those given or those of the options; and both as one of several devices has them."""
@@ -138,51 +121,63 @@ class Runner:
             self._drafter = self._drafter.on_one_of(options.tp_size)
             self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self._mesh))
 
-    def _grammars(self) -> Grammars | None:
-        """What compiles grammars, if there are any; it prepares itself while XLA compiles the programs."""
-        model = self.model
-        if not self.shapes.structured or model.tokenizer is None or not model.eos_ids:
-            return None
-        grammars = Grammars(model.tokenizer, model.config.vocab_size, model.eos_ids)
-        if not self.config.skip_warmup:
-            threading.Thread(target=grammars.warm_up, name="jaxspec-vocabulary", daemon=True).start()
-        return grammars
+    def _prepare(self, options: EngineConfig) -> None:
+        """All that follows from the shapes of model and drafter: options, memory, programs that aren't compiled yet."""
+        self.config, drafter = resolve(options, self.model, self.draft), self._drafter
+        # Rows that a round verifies per request, and most tokens that come of it.
+        self.width, self.yields = drafter.num_draft_tokens + 1, drafter.longest + 1
+        self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model))
+        self.narrower = dict(self.shapes.narrower)
+        self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
+        self.plan, self._layout = self._plan()
+        of = self._local.decoder, sharding.on_one(self.model.params["layers"]), self.shapes.batches, self.width
+        self.paths = path_table(*of, self._layout.dtype, self.config.tp_size)
+        log.info("%s", describe(self.paths))
+        self._division = self._divide()
+        params, draft_params = self.model.params, self.draft.params
+        self.programs = Programs(self._local, drafter, self.shapes, params, draft_params, self._store(), self._division)
 
-    def _compile(self, staged: bool) -> None:
-        """Compile the programs, or in a `staged` start those that serve anything; meet the other hosts."""
+    def _compile(self, options: EngineConfig, staged: bool, loading: Loading | None) -> None:
+        """Compile the programs, or in a `staged` start those that serve anything; meet the other hosts.
+
+        While weights are `loading`, their shapes and the state's are what programs are compiled for.
+        """
         hosts, warm = self.hosts, not self.config.skip_warmup
         self.starting = staged and warm  # programs are missing, or their times
-        if self.starting:
-            self.programs.warm_up_in_stages(self.state)
-        elif warm:
-            self.programs.warm_up(self.state)
+        if loading is not None:
+            loading.when_failed(self.programs.stop)
+        try:
+            if self.starting:
+                self.programs.warm_up_in_stages(self.state)
+            elif warm:
+                self.programs.warm_up(self.state)
+        except CancelledError:
+            if loading is not None:
+                loading.result()
+            raise
+        if loading is not None and not self._filled(*loading.result()):
+            log.warning("weights aren't as the config says, so programs are compiled again")
+            self.programs.stop()
+            self._prepare(options)
+            self.state = self._empty_state(self._layout, self.plan.states.snapshots)
+            self._compile(options, staged, None)
+            return
         if hosts is not None:
             self.programs.tell = hosts.meet(shapes_of_all(self))
         if warm and not (self.starting or (hosts is not None and hosts.follows)):
             self._complete(lambda: None)
         self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
 
-    def _report(self, started: float, programs: int) -> None:
-        """Log what a start came to: it began then, and so many programs are there."""
-        drafter = self._drafter
-        log.info("%s", self.plan)
-        if self.model.kv_scales is not None:
-            used = "are" if self._kv_scales(self._layout, self._local.num_kv_heads) is not None else "aren't"
-            log.info("the checkpoint's scales of keys and values %s used: %s pages", used, self._layout.dtype)
-        if self.snapshots == () and not self.config.disable_prefix_cache:
-            log.info("the prefix cache is off: a hybrid needs state snapshots for it, and there is no room for any")
-        if drafter.topk > 1:
-            log.info(
-                "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
-                "target draws it (target-only sampling), so a seed gives the text of plain decoding; chains (--topk 1) "
-                "use the drafter's probabilities too (block verification)",
-                drafter.num_draft_tokens,
-                drafter.longest,
-            )
-        pending = len(self.programs.pending)
-        more = f". {pending} more follow; until then rounds are slower" if self.starting else ""
-        told = f"{self.model.name} with --draft {self.draft.name}, {programs} programs compiled or read from the cache"
-        log.info("ready in %.1f s: %s%s", time.monotonic() - started, told, more)
+    def _filled(self, model: Model, draft: LoadedDrafter) -> bool:
+        """Take these in place of their shapes, and make the state. Whether the programs are right for them."""
+        shapes = self.model.params, self.draft.params, self.state
+        same = (self.model.config, self.draft.drafter) == (model.config, draft.drafter)
+        self._load(self.config, model, draft)
+        if not (same and alike(shapes[:2], (model.params, draft.params)) and alike(shapes[2], self._shaped_state())):
+            return False
+        self.programs.fill(model.params, draft.params)
+        self.state = self._empty_state(self._layout, self.plan.states.snapshots)
+        return True
 
     def complete_start(self, flush: Callable[[], None] | None) -> bool:
         """After a start in stages: whether it is over. It is once all programs are there and their rounds are timed.
@@ -263,6 +258,11 @@ class Runner:
 
     def _state_shapes(self, layout: PageLayout, config: ModelConfig, drafter: Drafter) -> State:
         return jax.eval_shape(lambda: self._state_of(layout, 0, config, drafter))
+
+    def _shaped_state(self) -> State:
+        """The shapes of an empty state."""
+        make = lambda: self._state_of(self._layout, self.plan.states.snapshots, self._local, self._drafter)  # noqa: E731
+        return jax.eval_shape(make)
 
     def _recall_times(self) -> None:
         """Fill in `round_times` as an earlier start noted them beside the programs that were kept."""

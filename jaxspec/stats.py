@@ -14,6 +14,7 @@ from jaxspec.pallas.hopper import KERNELS
 
 if TYPE_CHECKING:
     from jaxspec.engine import Engine
+    from jaxspec.runner import Runner
 
 log = logging.getLogger("jaxspec")
 
@@ -154,3 +155,27 @@ def together(engines: list[dict[str, Any]], lost: list[bool]) -> dict[str, Any]:
     total |= {key: max((each[key] for each in living), default=0) for key in ("drafts", "step_seconds")}
     rounds = total["verify_rounds_total"]
     return total | {"avg_spec_accept_length": total["verified_tokens_total"] / rounds if rounds else 0.0}
+
+
+def report_start(runner: Runner, started: float, programs: int) -> None:
+    """Log what a start came to: it began then, and so many programs are there."""
+    drafter = runner.draft.drafter
+    log.info("%s", runner.plan)
+    if runner.model.kv_scales is not None:
+        pages = runner.config.dtype if runner.config.kv_cache_dtype == "auto" else runner.config.kv_cache_dtype
+        used = "are" if pages.startswith("float8") else "aren't"
+        log.info("the checkpoint's scales of keys and values %s used: %s pages", used, pages)
+    if runner.snapshots == () and not runner.config.disable_prefix_cache:
+        log.info("the prefix cache is off: a hybrid needs state snapshots for it, and there is no room for any")
+    if drafter.topk > 1:
+        log.info(
+            "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
+            "target draws it (target-only sampling), so a seed gives the text of plain decoding; chains (--topk 1) "
+            "use the drafter's probabilities too (block verification)",
+            drafter.num_draft_tokens,
+            drafter.longest,
+        )
+    pending = len(runner.programs.pending)
+    more = f". {pending} more follow; until then rounds are slower" if runner.starting else ""
+    told = f"{runner.model.name} with --draft {runner.draft.name}, {programs} programs compiled or read from the cache"
+    log.info("ready in %.1f s: %s%s", time.monotonic() - started, told, more)

@@ -29,6 +29,7 @@ LAYERS = (
     "batch draft mixers verify scheduler executables",
     "rest ragged",
     "drafters round hosts deterministic",
+    "outline",
     "structured ladder programs functional",
     "timing flight",
     "defaults runner",

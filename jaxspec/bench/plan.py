@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec import drafters
@@ -29,15 +28,16 @@ from jaxspec.bench import engines, plots
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.cache import MemoryPlan
-from jaxspec.checkpoint import Model, ModelFolder, load_model, locate
+from jaxspec.checkpoint import Model, ModelFolder, locate, outlined
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.config import DEFAULTS, ConfigError, EngineConfig
 from jaxspec.decoder.spec import DeltaRule, Mixture
 from jaxspec.defaults import GPU, Defaults, resolve, shapes_of, small_model
-from jaxspec.drafters import LoadedDrafter, combined, load_drafter
+from jaxspec.drafters import LoadedDrafter, combined
 from jaxspec.flags import engine_options, positive
 from jaxspec.fp8 import BLOCK
 from jaxspec.mxfp4 import BLOCK as MXFP4_BLOCK
+from jaxspec.outline import drafter_of
 from jaxspec.runner import Runner
 
 MIB = 2**20
@@ -211,45 +211,9 @@ def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[in
     with tempfile.TemporaryDirectory() as where:
         if tp > 1:
             options = _shared(options, tp, Path(where))
-        model = _model(options)
-        return Planner(options, model, _drafter(options, model), defaults, memory)
-
-
-def _model(options: EngineConfig) -> Model:
-    kept, dtype = [], options.dtype or locate(options.model, options.revision, load_format="dummy").config.dtype
-
-    def loaded():
-        kept.append(
-            load_model(
-                options.model,
-                dtype,
-                load_format="dummy",
-                revision=options.revision,
-                quantization=options.quantization,
-                fp8_activations=options.fp8_activations == "on",
-            )
-        )
-        return kept[0].params
-
-    params = jax.eval_shape(loaded)
-    return dataclasses.replace(kept[0], params=params)
-
-
-def _drafter(options: EngineConfig, model: Model) -> LoadedDrafter:
-    """The drafter's shapes. What it borrows of the target is the target's very shape, so that it counts once."""
-    kept, places = [], []
-
-    def loaded(params):
-        found = load_drafter(options.draft, dataclasses.replace(model, params=params), options)
-        lender = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(params))}
-        kept.append(found)
-        places.extend(lender.get(id(leaf)) for leaf in jax.tree.leaves(found.params))
-        return found.params
-
-    leaves, structure = jax.tree.flatten(jax.eval_shape(loaded, model.params))
-    theirs = jax.tree.leaves(model.params)
-    own = [leaf if i is None else theirs[i] for leaf, i in zip(leaves, places, strict=True)]
-    return dataclasses.replace(kept[0], params=jax.tree.unflatten(structure, own))
+        dtype = options.dtype or locate(options.model, options.revision, load_format="dummy").config.dtype
+        model = outlined(dataclasses.replace(options, dtype=dtype, load_format="dummy"))
+        return Planner(options, model, drafter_of(options, model), defaults, memory)
 
 
 # --- one device's share ---

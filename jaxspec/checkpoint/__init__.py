@@ -2,13 +2,24 @@
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.find import Source, locate, resolve
-from jaxspec.checkpoint.load import MTP, Model, check_context, in_format, load_model, load_target, read_params
+from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.checkpoint.load import (
+    MTP,
+    Model,
+    check_context,
+    in_format,
+    load_model,
+    load_target,
+    outlined,
+    read_params,
+)
 from jaxspec.checkpoint.params import dummy
 from jaxspec.checkpoint.shards import ModelFolder
 
 __all__ = [
     "MTP",
     "CheckpointError",
+    "GgufFile",
     "Model",
     "ModelFolder",
     "Source",
@@ -18,6 +29,7 @@ __all__ = [
     "load_model",
     "load_target",
     "locate",
+    "outlined",
     "read_params",
     "resolve",
 ]

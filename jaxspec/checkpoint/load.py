@@ -19,14 +19,14 @@ from jax.sharding import Mesh
 from jaxspec import sharding
 from jaxspec.checkpoint import kv_scales
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
-from jaxspec.checkpoint.find import resolve
+from jaxspec.checkpoint.find import Source, resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.params import assemble, dummy
 from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, unused
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import DTYPES, ConfigError, EngineConfig, ModelConfig
 from jaxspec.models import MODELS
-from jaxspec.progress import progress_bar
+from jaxspec.progress import progress_bar, took
 from jaxspec.request import RequestError, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights import Fp8, Mxfp4, Unquantised
@@ -109,29 +109,17 @@ def load_model(
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
-    source = resolve(path_or_id, revision, load_format=load_format)
-    config = source.config
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
-    if dtype not in DTYPES:
-        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if quantization not in (None, *FORMATS):
-        raise CheckpointError(f"quantization must be None or one of {', '.join(FORMATS)}, got {quantization!r}")
-    check_context(context_length, config, source.name)
-    mesh = sharding.mesh_of(tp_size)
-    try:
-        config = replace(config, decoder=sharding.in_groups(config.decoder, tp_size, ep_size))
-        sharding.local(config.decoder, tp_size)  # refuses what can't be divided before it is read
-    except ConfigError as error:
-        raise ConfigError(f"{source.name}: {error}") from error
-    declared, how = MODELS[config.model_type].tensors(config.decoder), source.files.quantization
+    of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, context_length
+    source, config, dtype, declared = _declared(*of)
+    mesh, how = sharding.mesh_of(tp_size), source.files.quantization
     online = quantization is not None and how is None
-    declared = in_format(declared, how, quantization, load_format, fp8_activations)
     beside = ThreadPoolExecutor(1, "tokenizer")  # which takes seconds, most of them imports
-    reading = beside.submit(source.files.tokenizer)
+    reading = beside.submit(_tokenizer, source)
     beside.shutdown(wait=False)
     try:
         if load_format == "dummy":
-            params = jax.block_until_ready(dummy(declared, dtype, seed, mesh))
+            with took("made up weights"):
+                params = jax.block_until_ready(dummy(declared, dtype, seed, mesh))
         else:
             options = {"rename": text_name, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
             started = time.monotonic()
@@ -151,6 +139,52 @@ def load_model(
     if how is not None and load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, text_name)
     return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)
+
+
+def outlined(options: EngineConfig) -> Model:
+    """The model that an engine's options name, without arrays and tokenizer: its params are shapes, and of a quantised
+    checkpoint the formats are those that its config names. **Raises:** as `load_model`."""
+    of = options.revision, options.quantization, options.fp8_activations == "on", 1, 1, options.context_length
+    source, config, dtype, declared = _declared(options.model, options.dtype, options.load_format, *of, made_up=True)
+    params = jax.eval_shape(partial(dummy, declared, dtype, 0))
+    return Model(config, params, dtype, source.name, source.path, None, quantization=source.files.quantization)
+
+
+def _declared(
+    path_or_id: str,
+    dtype: str | None,
+    load_format: str,
+    revision: str | None,
+    quantization: str | None,
+    fp8_activations: bool,
+    tp_size: int,
+    ep_size: int,
+    context_length: int | None,
+    made_up: bool = False,
+) -> tuple[Source, ModelConfig, str, Any]:
+    """Where a model is, its config, its dtype and its declarations. `made_up`: in a quantised checkpoint's formats."""
+    source = resolve(path_or_id, revision, load_format=load_format)
+    config = source.config
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if quantization not in (None, *FORMATS):
+        raise CheckpointError(f"quantization must be None or one of {', '.join(FORMATS)}, got {quantization!r}")
+    check_context(context_length, config, source.name)
+    sharding.mesh_of(tp_size)  # refuses more devices than there are
+    try:
+        config = replace(config, decoder=sharding.in_groups(config.decoder, tp_size, ep_size))
+        sharding.local(config.decoder, tp_size)  # refuses what can't be divided before it is read
+    except ConfigError as error:
+        raise ConfigError(f"{source.name}: {error}") from error
+    declared, how = MODELS[config.model_type].tensors(config.decoder), source.files.quantization
+    load_format = "dummy" if made_up else load_format
+    return source, config, dtype, in_format(declared, how, quantization, load_format, fp8_activations)
+
+
+def _tokenizer(source: Source) -> Tokenizer | None:
+    with took("read the tokenizer"):
+        return source.files.tokenizer()
 
 
 def _tell(params: Any, seconds: float) -> None:

@@ -229,6 +229,20 @@ def _with_options(drafter: Drafter, own: dict[str, Any], draft: str) -> Drafter:
     return drafter
 
 
+def outlined(draft: str, model: Model, options: EngineConfig) -> str | None:
+    """`draft`, or what `auto` stands for, if the drafter's shapes follow from its config; else None."""
+    if draft == "auto":
+        if model.config.linear and options.load_format != "dummy":
+            return None  # its files decide
+        draft = _automatic(model, options)
+    if draft == "none":
+        return draft
+    if combined.parts(draft):
+        return None
+    cls, _, _ = _find(draft, model.name, options.load_format)
+    return draft if cls in (*WITHOUT_WEIGHTS, *TAKE_TOKEN_MAPS, MtpModules) else None
+
+
 def _automatic(model: Model, options: EngineConfig) -> str:
     """The best method that fetches nothing: n-grams suit every model, but are the weakest."""
     if mtp.preferred(model, options.load_format):

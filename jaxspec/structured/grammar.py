@@ -6,7 +6,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -15,6 +15,9 @@ from jaxspec.request import RequestError, StructuredOutput
 from jaxspec.structured.limits import Watch, check
 from jaxspec.structured.matcher import Matcher
 from jaxspec.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
 
 IDLE = 128  # matchers of ended completions kept for a grammar, some 30 KiB each
 KEPT = 64  # compiled grammars: agents send the same schemas again and again
@@ -166,3 +169,14 @@ def _reason(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
     said = [line[:200] for line in (*lines[:1], *lines[1:]) if line is lines[0] or line.startswith("error:")]
     return " ".join(said[:2]) or "the grammar library gives no reason"
+
+
+def grammars_of(model: Model, lazily: bool) -> Grammars | None:
+    """What compiles grammars for a model; None if it has no tokenizer, or nothing that ends a text. It prepares itself
+    in a thread, or if `lazily` at the first use."""
+    if model.tokenizer is None or not model.eos_ids:
+        return None
+    grammars = Grammars(model.tokenizer, model.config.vocab_size, model.eos_ids)
+    if not lazily:
+        threading.Thread(target=grammars.warm_up, name="jaxspec-vocabulary", daemon=True).start()
+    return grammars

@@ -10,6 +10,7 @@ keeps that of the last row that stands, and the next `draft` puts it in place of
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +26,17 @@ from jaxspec.round import conclude as end
 from jaxspec.sharding import mine, owned, told
 
 ON_DEVICE = -1  # as a number of forced drafts: what the request's last round left there counts
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenRound:
+    """A round whose drafts and forward have been dispatched. `drafts` i32[b, w] are on their way to the host: for each
+    request how many, which, and in a tree their parents."""
+
+    packed: Array
+    mode: str
+    drafts: Array
+    handed: tuple
 
 
 def columns(drafts: int) -> int:
