@@ -93,6 +93,31 @@ def mixed_load():
     return [tokens(n) for n in lengths], [params(**s) for s in settings]
 
 
+MEANINGS = [  # settings that must mean the same with drafts and without
+    # Only if a row sees the drafts before it does it count up instead of saying the likeliest again:
+    {"repetition_penalty": 2.0, "logit_bias": {65 + i: 100.0 - 5 * i for i in range(9)}},
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.5, "logit_bias": {65: 6.0, 66: 5.5, 67: 5.0}},
+    {"frequency_penalty": 0.8, "logit_bias": {65: 8.0, 66: 7.5}},
+    {"logit_bias": {65: 100.0}},
+    {"logit_bias": {65: 4.0, 70: -100.0}, "repetition_penalty": 0.8},
+    {"min_tokens": 6, "stop_token_ids": [9], "logit_bias": {9: 100.0, 10: 50.0}},
+    {"min_tokens": 5, "stop": ["A"], "logit_bias": {65: 100.0}},
+    {"stop": ["AAAAAA"], "logit_bias": {65: 100.0}},
+    {"stop_token_ids": list(range(0, 256, 9))},
+    {"ignore_eos": False, "logit_bias": {258: 4.0}},
+    {"stop": ["AAAAAA"], "include_stop_str_in_output": True, "logit_bias": {65: 100.0}},
+    {"stop_token_ids": [66], "include_stop_str_in_output": True, "min_tokens": 4, "logit_bias": {66: 100.0, 67: 90.0}},
+    {"skip_special_tokens": False, "logit_bias": {256: 100.0}, "max_tokens": 3},
+]
+
+
+@functools.cache
+def expected_meanings():
+    settings = [params(**{"logprobs": 4, "max_tokens": 36, **meaning}) for meaning in MEANINGS]
+    return settings, engine("none").generate([tokens(35, 8)] * len(settings), settings)
+
+
 def said(out):
     """What a caller can tell two outputs apart by, except times and the last bits of log-probabilities."""
     return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in out.completions]

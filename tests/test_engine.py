@@ -5,7 +5,6 @@ nothing of any request is left behind.
 """
 
 import dataclasses
-import functools
 import itertools
 import random
 from collections import Counter
@@ -20,11 +19,13 @@ from jaxspec.request import Delta
 from tests.engines import (
     COUNT_UP,
     DRAFTERS,
+    MEANINGS,
     OPTIONS,
     PAGE,
     SELF,
     VOCAB,
     checkpoint,
+    expected_meanings,
     idle,
     mixed_load,
     params,
@@ -354,36 +355,12 @@ def test_self_draft_accepts_everything(n):
 
 # -- speculation means what plain decoding means -----------------------------------------------------------------------
 
-MEANINGS = [
-    # Only if a row sees the drafts before it does it count up instead of saying the likeliest again:
-    {"repetition_penalty": 2.0, "logit_bias": {65 + i: 100.0 - 5 * i for i in range(9)}},
-    {"repetition_penalty": 1.4},
-    {"presence_penalty": 1.5, "logit_bias": {65: 6.0, 66: 5.5, 67: 5.0}},
-    {"frequency_penalty": 0.8, "logit_bias": {65: 8.0, 66: 7.5}},
-    {"logit_bias": {65: 100.0}},
-    {"logit_bias": {65: 4.0, 70: -100.0}, "repetition_penalty": 0.8},
-    {"min_tokens": 6, "stop_token_ids": [9], "logit_bias": {9: 100.0, 10: 50.0}},
-    {"min_tokens": 5, "stop": ["A"], "logit_bias": {65: 100.0}},
-    {"stop": ["AAAAAA"], "logit_bias": {65: 100.0}},
-    {"stop_token_ids": list(range(0, 256, 9))},
-    {"ignore_eos": False, "logit_bias": {258: 4.0}},
-    {"stop": ["AAAAAA"], "include_stop_str_in_output": True, "logit_bias": {65: 100.0}},
-    {"stop_token_ids": [66], "include_stop_str_in_output": True, "min_tokens": 4, "logit_bias": {66: 100.0, 67: 90.0}},
-    {"skip_special_tokens": False, "logit_bias": {256: 100.0}, "max_tokens": 3},
-]
-
 
 def test_special_tokens_kept_by_name_are_in_the_text():
     kept = params(kept_special_tokens=["<|im_start|>"], logit_bias={257: 100.0}, max_tokens=3)
     skipped = dataclasses.replace(kept, kept_special_tokens=())
     found = [out.text for out in engine("none").generate([tokens(9)] * 2, [kept, skipped])]
     assert found == ["<|im_start|>" * 3, ""]
-
-
-@functools.cache
-def expected_meanings():
-    settings = [params(**{"logprobs": 4, "max_tokens": 36, **meaning}) for meaning in MEANINGS]
-    return settings, engine("none").generate([tokens(35, 8)] * len(settings), settings)
 
 
 @pytest.mark.parametrize("draft", [*DRAFTERS, COUNT_UP])
