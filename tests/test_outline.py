@@ -20,6 +20,8 @@ from tests import hybrids
 from tests.blocks import write_drafter
 from tests.engines import OPTIONS, checkpoint
 from tests.heads import random_eagle3
+from tests.quantised import write
+from tests.test_quantisation import LAYOUTS, source
 from tests.tiny import tiny_checkpoint
 
 WARM = {**OPTIONS, "skip_warmup": False, "num_draft_tokens": 3}
@@ -58,6 +60,15 @@ def test_a_models_shapes_are_those_of_its_weights(family, quantization):
     assert alike(shapes.params, model.params) and (shapes.config, shapes.dtype) == (model.config, model.dtype)
     assert (shapes.name, shapes.path, shapes.quantization) == (model.name, model.path, model.quantization)
     assert not alike(shapes.params, load_target(dataclasses.replace(options, dtype="bfloat16")).params)
+
+
+@pytest.mark.parametrize("family,layout,same", [
+    ("qwen3_moe", "fp8", True), ("llama", "compressed channels", True), ("llama", "only the MLP", False),
+])  # fmt: skip
+def test_a_quantised_checkpoints_shapes_are_those_its_config_names(tmp_path, family, layout, same):
+    folder, _ = write(source(family), tmp_path, **LAYOUTS[layout])
+    options = EngineConfig(model=str(folder), dtype="bfloat16")
+    assert alike(outlined(options).params, load_target(options).params) == same
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram", "eagle3", "dflash", "mtp"])
