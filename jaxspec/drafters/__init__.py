@@ -18,7 +18,6 @@ from jaxspec.drafters.dflash2 import DFlash2
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.drafters.known import KNOWN, SHIPPED, Known, card, find
-from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.mtp_modules import MtpModules
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
@@ -58,7 +57,7 @@ ARCHITECTURES = {
 BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoints are told apart by their configs
 
 WITHOUT_WEIGHTS = (Ngram, Suffix)
-TAKE_TOKEN_MAPS = (DFlash, DFlash2, DSpark, Eagle, Eagle3, Mtp)
+TAKE_TOKEN_MAPS = (DFlash, DFlash2, DSpark, Eagle, Eagle3, MtpModules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +239,7 @@ def outlined(draft: str, model: Model, options: EngineConfig) -> str | None:
     if combined.parts(draft):
         return None
     cls, _, _ = _find(draft, model.name, options.load_format)
-    return draft if cls in (*WITHOUT_WEIGHTS, *TAKE_TOKEN_MAPS, MtpModules) else None
+    return draft if cls in (*WITHOUT_WEIGHTS, *TAKE_TOKEN_MAPS) else None
 
 
 def _automatic(model: Model, options: EngineConfig) -> str:
