@@ -25,10 +25,10 @@ from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint import params as loading
 from jaxspec.config import ModelConfig
 from jaxspec.decoder import few_rows as few_rows_path
+from jaxspec.decoder import fused_norms, mixture_rows, path, streamed, streamed_parts
 from jaxspec.decoder import layer as equations
-from jaxspec.decoder import mixture_rows, path, streamed, streamed_parts
 from jaxspec.models import MODELS
-from jaxspec.pallas import few_rows, peer_sum, weight_stream
+from jaxspec.pallas import expert_add, few_rows, peer_sum, router, weight_stream
 from jaxspec.pallas.weight_stream import unquantised
 from jaxspec.weights import is_param
 from tests import test_few_rows_layers as layers
@@ -145,12 +145,20 @@ def take_ranks(monkeypatch, count: int) -> Ranks:
         monkeypatch.setattr(module, "devices", lambda: count)
     for module in (mixture_rows, equations, streamed_parts):
         monkeypatch.setattr(module, "summed", ranks.summed)
-    for module in (few_rows_path, streamed_parts):
+    for module in (few_rows_path, fused_norms, streamed_parts):
         monkeypatch.setattr(module, "jax", SimpleNamespace(jit=lambda f, **_: f))
     monkeypatch.setattr(weight_stream, "stream_part", ranks.one_at_a_time(weight_stream.stream_part))
-    for name in ("heads", "gated", "product"):
+    for name in ("heads", "gated", "normed", "product"):
         monkeypatch.setattr(few_rows, name, ranks.one_at_a_time(getattr(few_rows, name)))
+    for module, name in ((router, "router"), (expert_add, "add_scaled")):
+        monkeypatch.setattr(module, name, ranks.one_at_a_time(getattr(module, name)))
     return ranks
+
+
+def in_float32(params):
+    """What sums are held to: a reference in bfloat16 is further from it than the kernels are."""
+    wide = lambda x: x.astype("float32") if x.dtype == bf16 else x  # noqa: E731
+    return jax.tree.map(wide, params)
 
 
 def over_two_devices(monkeypatch, family: str, take, **more) -> tuple[Ranks, int]:
@@ -163,7 +171,7 @@ def over_two_devices(monkeypatch, family: str, take, **more) -> tuple[Ranks, int
     declared = MODELS[family].tensors(config.decoder)
     params, own = loading.dummy(declared, "bfloat16", seed=0), config.on_one_of(2)
     rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
-    expected = layers.forward(config, params, rows)
+    expected = layers.forward(config, in_float32(params), rows)
     halves = [half(declared, params, rank) for rank in range(2)]
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, layers.PAGE, "bfloat16").kv(config).shape)
     kv, tokens, positions = kv.astype("bfloat16"), jnp.arange(8).reshape(2, 4), rows.marked_positions(4)
@@ -184,6 +192,40 @@ def over_two_devices(monkeypatch, family: str, take, **more) -> tuple[Ranks, int
 def test_few_rows_over_two_devices_are_the_models(monkeypatch):
     ranks, count = over_two_devices(monkeypatch, "qwen3", layers.take_few_rows)
     assert ranks.sums == 2 * count
+
+
+@pytest.mark.parametrize("kernels", ["plain experts", "router and sum"])
+def test_mixtures_over_two_devices_are_the_models(monkeypatch, kernels):
+    """Each rank has half of every expert's columns, and all of the router."""
+
+    def take(monkeypatch):
+        layers.take_few_rows(monkeypatch)
+        if kernels != "plain experts":
+            layers.take_mixtures(monkeypatch)
+
+    sizes = dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64)
+    ranks, count = over_two_devices(monkeypatch, "qwen3_moe", take, **sizes)
+    assert ranks.sums == 2 * count
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_hybrids_over_two_devices_are_the_models(monkeypatch, family):
+    """Each rank has half of the heads of both kinds, and their states."""
+    sizes = dict(linear_num_key_heads=8, linear_num_value_heads=64, num_attention_heads=4, num_key_value_heads=2)
+    config, params = layers.small_hybrid(family, 17 * 64, shared_expert_intermediate_size=64, **sizes)
+    expected, t = layers.hybrid_round(config, in_float32(params), 3, 2), 3
+    declared, own = MODELS[family].tensors(config.decoder), config.on_one_of(2)
+    halves = [half(declared, params, rank) for rank in range(2)]
+    layers.take_few_rows(monkeypatch)
+    monkeypatch.setattr(few_rows, "normed", partial(few_rows.normed, splits=1))
+    ranks = take_ranks(monkeypatch, 2)
+    made = ranks.run(lambda rank: layers.hybrid_round(own, halves[rank], t, 2, jit=False))
+    for i in range(2):  # the last rows, and an earlier layer's
+        np.testing.assert_array_equal(made[0][i], made[1][i])
+        layers.assert_close(made[0][i], expected[i], 2e-2)
+    pages = np.concatenate([each[2] for each in made], axis=3)
+    layers.assert_close(pages, expected[2], 2e-2)
+    assert ranks.sums == 2 * 2 * len(config.decoder.layers), "of two rounds"
 
 
 def test_streamed_layers_over_two_devices_are_the_models(monkeypatch):
@@ -212,12 +254,12 @@ def half(declared, params, rank: int):
     return jax.tree_util.tree_map_with_path(part, declared, params, is_leaf=is_param)
 
 
-def test_what_few_rows_has_not_run_over_several_devices_is_refused():
+def test_what_does_not_run_over_several_devices_is_refused():
     call = path.Call(1, 1, "bfloat16", 132, devices=2)
     for family, more, words in (
         ("qwen3", {}, None),
         ("qwen3", {"hidden_size": 1024}, "rows of 1024 divided among 2 devices"),
-        ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64), "a mixture of experts"),
+        ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64), None),
     ):
         given = dict(hidden_size=2048, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
         config = ModelConfig.from_hf(tiny_config(family, **given | more))
@@ -225,5 +267,3 @@ def test_what_few_rows_has_not_run_over_several_devices_is_refused():
         made = jax.eval_shape(lambda declared=declared: loading.dummy(declared, "bfloat16", seed=0))
         reason = few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], call)
         assert reason is None if words is None else words in reason
-    alone = path.Call(1, 1, "bfloat16", 132, inputs=(2048,), devices=2)
-    assert "a layer by itself divided" in few_rows_path.fits(config.decoder, made["layers"], alone)

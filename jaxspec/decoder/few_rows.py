@@ -49,20 +49,9 @@ IMPLEMENTS = {
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
-    if call.devices > 1 and (reason := _not_divided(decoder, layers, call)):
-        return f"{reason} divided among {call.devices} devices"  # not run on GPUs
+    if call.devices > 1 and decoder.width <= few_rows.NARROW:
+        return f"rows of {decoder.width} divided among {call.devices} devices"  # not run on GPUs
     return sizes_fit(decoder, layers, call)
-
-
-def _not_divided(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    """What isn't run over several devices this way, or None."""
-    if isinstance(layers[0]["qkv"].format, Fp8):
-        return "FP8 weights"
-    if call.inputs is not None:
-        return "a layer by itself"
-    if any(isinstance(layer.feed, Mixture) for layer in decoder.layers):
-        return "a mixture of experts"
-    return f"rows of {decoder.width}" if decoder.width <= few_rows.NARROW else None
 
 
 def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, fp8: bool = True) -> str | None:
@@ -182,7 +171,7 @@ def run_flat(
     mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, a.window, **equations.sinks(a, weights))
     mixed = mixed.reshape(len(x), -1)
     if isinstance(layer.feed, Mixture):
-        return *mixture(layer, weights, x, mixed, *valid, after), cache
+        return *mixture(layer, weights, x, mixed, *valid, after, following and following["qkv"]), cache
     bias = weights.get("out_bias")
     x, given = add(x, mixed, weights["out"], weights["mlp_norm"], bias=bias, ahead=weights["gate_up"])
     ahead = [following["qkv"].unquantised] if small and following else []

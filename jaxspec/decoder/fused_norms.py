@@ -172,10 +172,10 @@ def run_padded(
         out, given = mixture(layer, weights, rows, mixed, *valid_rows(positions), after)
         return out.reshape(x.shape), given, cache
     if _mlp_refused(layer, weights, len(rows)):
-        x = few_rows.add_product(rows, mixed, operand(weights["out"])).reshape(x.shape)
-        x = feed(layer, weights, x, positions)
+        rows, _ = add(rows, mixed, weights["out"], None)
+        x = feed(layer, weights, rows.reshape(x.shape), positions)
         return x, (flat_rows(x), after), cache
-    rows, given = add(rows, mixed, weights["out"], weights["mlp_norm"], norm.centred)
+    rows, given = add(rows, mixed, weights["out"], weights["mlp_norm"], norm.centred, ahead=weights["gate_up"])
     hidden = few_rows.gated(*given, operand(weights["gate_up"]), eps=norm.eps)
     rows, given = add(rows, hidden, weights["down"], after, norm.centred)
     return rows.reshape(x.shape), given, cache
@@ -193,4 +193,4 @@ def _projected(layer: Layer, weights: Weights, given: Given) -> list[Float[Array
     return made
 
 
-FUSED_NORMS = Path("fused_norms", IMPLEMENTS, 1, fits, run, run_one)
+FUSED_NORMS = Path("fused_norms", IMPLEMENTS, 1, fits, run, run_one, sums=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -42,16 +43,32 @@ def add(
     devices the product is a part of the sum, rounded to bfloat16; `ahead`: weights to prefetch while it is made.
     """
     if devices() > 1:
-        scaled = x.shape[1] > few_rows.NARROW and scale is not None
-        part = few_rows.product([rows], weight.unquantised)
+        part = few_rows.product([rows], operand(weight))
         part = part if bias is None else part + bias  # which is zero but on the first device
-        following = None if ahead is None else ahead.unquantised
-        out = summed(part, x, scale if scaled else None, following, centred=centred)
-        return out if scaled else (out, (out, scale))
+        return _summed(part, x, scale, centred, ahead)
     if x.shape[1] > few_rows.NARROW and scale is not None:
         return few_rows.add_product(x, rows, operand(weight), scale, bias, centred=centred)
     x = few_rows.add_product(x, rows, operand(weight), None, bias)
     return x, (x, scale)
+
+
+def _summed(
+    part: Float[Array, "r d"],
+    x: Float[Array, "r d"],
+    scale: Float[Array, " d"] | None,
+    centred: bool = False,
+    ahead: Weight | None = None,
+) -> tuple[Float[Array, "r d"], Given]:
+    """x and the sum of all devices' parts, and what is given to the norm that follows; as `add`."""
+    scaled = x.shape[1] > few_rows.NARROW and scale is not None
+    out = summed(part, x, scale if scaled else None, None if ahead is None else _read(ahead), centred=centred)
+    return out if scaled else (out, (out, scale))
+
+
+def _read(weight: Weight) -> Array:
+    """What a kernel reads of a weight, in a dtype that can be prefetched."""
+    values = weight.values
+    return values if values.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(values, jnp.int8)
 
 
 def mixture(
@@ -62,36 +79,43 @@ def mixture(
     positions: Int[Array, "1 r"],
     valid: int,
     after: Float[Array, " d"] | None = None,
+    ahead: Weight | None = None,
 ) -> tuple[Float[Array, "r d"], Given]:
     """The output projection of what was mixed, and the mixture of experts, each added to the residual stream.
 
     Norm and router are one kernel where that serves. Only the first `valid` rows go through the mixture, of those the
     ones that aren't padding, whose positions are negative: one token alone has an experts' kernel that looks for no
-    other. After the residual stream comes what is given to the norm that follows, of the scale `after`.
+    other. After the residual stream comes what is given to the norm that follows, of the scale `after`. `ahead`: as in
+    `add`, while the experts' parts are summed.
     """
     m, norm, router, bias = layer.feed, layer.norm, weights["router"].unquantised, weights.get("router_bias")
-    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], norm.centred, weights.get("out_bias"))
-    experts, scale = router.shape[1], after if after is not None and scaled_sums(layer, x) else None
+    named = dict(centred=norm.centred, bias=weights.get("out_bias"), ahead=weights["router"])
+    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], **named)
+    experts, several = router.shape[1], devices() > 1
     if lacking := -experts % few_rows.TILE:  # to a whole tile of columns: gpt-oss-20b has 32 experts
         router = jnp.pad(router, ((0, 0), (0, lacking)))
         bias = None if bias is None else jnp.pad(bias, (0, lacking))
     width = router.shape[1]
+    residual = jnp.zeros_like(x) if several else x  # the sum over devices adds the stream
     if few_rows.normed_supported(*x.shape, [width], router.dtype) is not None:
         rows = normed(x[None], weights["mlp_norm"], norm)
-        x = equations.mixture(m, weights, x[None], rows, positions)[0]
-        return x, (x, after)
-    further = dict(residual=x, valid=valid, scale=scale, centred=norm.centred)
+        made = equations.mixture(m, weights, residual[None], rows, positions)[0]
+        return _summed(made, x, after, norm.centred, ahead) if several else (made, (made, after))
+    own = after is not None and _experts_scale(layer, x)  # of several devices too, which leave what it scales
+    further = dict(residual=residual, valid=valid, scale=after if own else None, centred=norm.centred)
     one_kernel = one_router.supported(*x.shape, width, m.per_token, False, router.dtype)
     one_kernel = "a shared expert, with which two kernels are faster" if m.shared else one_kernel
     if isinstance(given, few_rows.Scaled) and chosen(one_kernel):
         options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, real=experts)
         ids, scores, rows = one_router.router(given, router, positions.reshape(-1), bias, **options)
-        x = equations.mix_chosen(m, weights, rows, ids, scores, **further)
+        made = equations.mix_chosen(m, weights, rows, ids, scores, **further)
     else:
         options = dict(eps=norm.eps, dtypes=("float32",), centred=norm.centred, keep=True)
         logits, rows = few_rows.normed(*given, [router], bias, **options)
-        x = equations.mix_experts(m, weights, rows, logits[:, :experts], positions, **further)
-    return x if scale is not None else (x, (x, after))
+        made = equations.mix_experts(m, weights, rows, logits[:, :experts], positions, **further)
+    if several:
+        return _summed(made[0] if own else made, x, after, norm.centred, ahead)
+    return made if own else (made, (made, after))
 
 
 def shared_expert(weights: Weights) -> list[Array]:
@@ -106,13 +130,19 @@ def given_first(layer: Layer, weights: Weights, x: Float[Array, "r d"], scale: F
     if not scaled_sums(layer, x):
         return x, scale
     rows, squares = few_rows.scale_rows(x, scale, layer.norm.centred)
-    if isinstance(layer.feed, Mixture) and isinstance(weights["experts_down"].format, Unquantised):
+    mixture = isinstance(layer.feed, Mixture) and devices() == 1
+    if mixture and isinstance(weights["experts_down"].format, Unquantised):
         squares = jnp.pad(squares, ((0, max(0, x.shape[1] // expert_few.COLUMNS - len(squares))), (0, 0)))
     return few_rows.Scaled(rows, squares)
 
 
 def scaled_sums(layer: Layer, x: Float[Array, "r d"]) -> bool:
     """Whether a layer gives its sums of rows like these as `Scaled`, if a norm follows."""
-    if x.shape[1] <= few_rows.NARROW or not isinstance(layer.feed, Mixture):
+    if devices() > 1 or not isinstance(layer.feed, Mixture):
         return x.shape[1] > few_rows.NARROW
-    return experts_scaled(x, layer.feed.per_token + bool(layer.feed.shared))
+    return _experts_scale(layer, x)
+
+
+def _experts_scale(layer: Layer, x: Float[Array, "r d"]) -> bool:
+    """Whether the kernel that adds a mixture's experts up scales their sums as well."""
+    return x.shape[1] > few_rows.NARROW and experts_scaled(x, layer.feed.per_token + bool(layer.feed.shared))
