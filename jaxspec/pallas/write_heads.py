@@ -2,7 +2,8 @@
 
 A Mosaic GPU kernel in place of four of XLA's and `kv_write`. The projection's result is read once, and a round waits
 for one kernel's start. A warpgroup takes one row and loads all of it before it begins. A head lies in some lanes of one
-warp, so its length is a sum over these, and columns that rotate together lie in one thread.
+warp, so its length is a sum over these, and columns that rotate together lie in one thread. Heads that four warps can't
+share out evenly, such as the one or two that several devices leave each, are all in every warp, which write the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jaxspec.pallas.once import lower_once
 
 WARPS, LANES = 4, 32  # of a warpgroup
 TILE = 16  # heads that a warpgroup takes at once, or the most that divide how many there are
+MOST = 16  # heads that four warps can't share out evenly, which each has all of in registers
 WIDTH = 128  # of a head
 
 _f32 = jnp.float32
@@ -39,8 +41,8 @@ def supported(heads: int, kv_heads: int, width: int, rotated: int, pages: Any, *
         return f"heads of width {width}; supported: {WIDTH}"
     if rotated != width:
         return f"{rotated} of {width} columns rotated"
-    if heads % WARPS or kv_heads % WARPS:
-        return f"{heads} query and {kv_heads} KV heads; supported: multiples of {WARPS}"
+    if odd := [count for count in (heads, kv_heads) if count % WARPS and count > MOST]:
+        return f"{odd[0]} heads; supported: up to {MOST}, and multiples of {WARPS}"
     return None
 
 
@@ -139,7 +141,11 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
 
 
 def _layout(heads: int, columns: int) -> Any:
-    """Of so many heads each warp has a quarter; a head lies in as many of its lanes as there are for it."""
+    """Of so many heads each warp has a quarter, or of a number that has none, all; a head lies in as many of its lanes
+    as there are for it."""
+    if heads % WARPS:
+        tiling, warps = plgpu.Tiling(((1, columns), (columns // LANES,))), plgpu.Replicated(WARPS)
+        return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=(-2,), vector_dim=-1)
     vector = heads * columns // (WARPS * LANES)
     if heads == WARPS:
         tiling = plgpu.Tiling(((heads, columns), (vector,)))
