@@ -166,7 +166,7 @@ def local_param(param: Param, size: int, rank: int = 0) -> Param:
         return dataclasses.replace(param, shape=tuple(shape))
     count = len(param.layout.splits)
     splits = tuple(itertools.islice(itertools.cycle(widths), count))
-    shape[_axis(param)] = sum(splits)
+    shape[_axis(param)] = max(sum(splits), param.least)
     interleave = run_length(sum(splits) // 2) if param.layout.interleave else 0
     return dataclasses.replace(param, shape=tuple(shape), layout=Layout(splits, interleave, param.layout.grouped))
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxspec import fp8, mxfp4
 
+LEAST = 64  # outputs of a weight that kernels of few rows take
 HALF = 32  # columns of gate, then as many of up, in the weight of a gated MLP: so a tile of columns holds both
 
 
@@ -231,6 +232,7 @@ class Param:
     each source's scales with its shape, or is empty: then sources are quantised as they are loaded.
 
     `split`: how it is divided among devices; None: nobody has decided, so a model that has it is served by one.
+    `least`: columns that one of several devices has at least, of zeros behind its own.
     """
 
     shape: tuple[int, ...]
@@ -245,6 +247,7 @@ class Param:
     format: Format = Unquantised()
     scales: tuple[tuple[str, tuple[int, ...]], ...] = ()
     split: Split | None = None
+    least: int = 0
 
     @property
     def stacked(self) -> bool:
@@ -288,11 +291,17 @@ def is_param(leaf: Any) -> bool:
 
 
 def linear(
-    inputs: int, sources: dict[str, int], interleave: int = 0, exact: bool = False, split: Split | None = None
+    inputs: int,
+    sources: dict[str, int],
+    interleave: int = 0,
+    exact: bool = False,
+    split: Split | None = None,
+    least: int = 0,
 ) -> Param:
     """A matmul weight `[inputs, sum of widths]` fused from the named `[width, inputs]` checkpoint tensors."""
     layout = Layout(tuple(sources.values()), interleave)
-    return Param((inputs, sum(sources.values())), tuple(sources), layout, transpose=True, exact=exact, split=split)
+    options = dict(transpose=True, exact=exact, split=split, least=least)
+    return Param((inputs, sum(sources.values())), tuple(sources), layout, **options)
 
 
 def bias(sources: dict[str, int], interleave: int = 0, split: Split | None = None) -> Param:

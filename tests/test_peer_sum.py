@@ -211,20 +211,22 @@ def test_mixtures_over_two_devices_are_the_models(monkeypatch, kernels):
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_hybrids_over_two_devices_are_the_models(monkeypatch, family):
     """Each rank has half of the heads of both kinds, and their states."""
-    sizes = dict(linear_num_key_heads=8, linear_num_value_heads=64, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(linear_num_key_heads=8, linear_num_value_heads=32, num_attention_heads=4, num_key_value_heads=2)
     config, params = layers.small_hybrid(family, 17 * 64, shared_expert_intermediate_size=64, **sizes)
-    expected, t = layers.hybrid_round(config, in_float32(params), 3, 2), 3
+    expected, plain = (layers.hybrid_round(config, each, 3, 2) for each in (in_float32(params), params))
     declared, own = MODELS[family].tensors(config.decoder), config.on_one_of(2)
     halves = [half(declared, params, rank) for rank in range(2)]
     layers.take_few_rows(monkeypatch)
     monkeypatch.setattr(few_rows, "normed", partial(few_rows.normed, splits=1))
     ranks = take_ranks(monkeypatch, 2)
-    made = ranks.run(lambda rank: layers.hybrid_round(own, halves[rank], t, 2, jit=False))
-    for i in range(2):  # the last rows, and an earlier layer's
-        np.testing.assert_array_equal(made[0][i], made[1][i])
-        layers.assert_close(made[0][i], expected[i], 2e-2)
+    made = ranks.run(lambda rank: layers.hybrid_round(own, halves[rank], 3, 2, jit=False))
     pages = np.concatenate([each[2] for each in made], axis=3)
-    layers.assert_close(pages, expected[2], 2e-2)
+    for one, other in zip(made[0][:2], made[1][:2], strict=True):
+        np.testing.assert_array_equal(one, other)
+    for got, rounded, exact in zip((*made[0][:2], pages), plain, expected[:3], strict=False):
+        got, rounded, exact = (np.asarray(each, np.float64) for each in (got, rounded, exact))
+        off = np.linalg.norm(got - exact)
+        assert off <= 1.2 * np.linalg.norm(rounded - exact) and off <= 3e-2 * np.linalg.norm(exact)
     assert ranks.sums == 2 * 2 * len(config.decoder.layers), "of two rounds"
 
 

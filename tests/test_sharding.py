@@ -18,6 +18,7 @@ import pytest
 from openai import APIConnectionError, OpenAI
 
 from jaxspec import sharding
+from jaxspec.checkpoint import params as loading
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters import dflash_checkpoint, mtp
 from jaxspec.models import MODELS
@@ -91,6 +92,16 @@ def test_parts_of_a_tensor_are_cut_one_by_one():
     tensor = np.arange(30).reshape(10, 3)
     rows = [sharding.cut(param, 0, tensor, rank, 2)[:, 0] // 3 for rank in range(2)]
     assert [list(each) for each in rows] == [[0, 1, 4, 6, 7], [2, 3, 5, 8, 9]]
+
+
+def test_narrow_projections_have_columns_of_zeros():
+    """One device's is as wide as the checkpoint's."""
+    param = linear(1, {"b": 4, "a": 4}, split=by_outputs(((4, 1),), ((4, 1),)), least=6)
+    sources = [np.arange(1, 5)[:, None], np.arange(5, 9)[:, None]]
+    own = [sharding.cut(param, i, source, 1, 2) for i, source in enumerate(sources)]
+    made = loading._placed(sharding.local_param(param, 2, 1), own, {}, "float32")
+    assert made.values.tolist() == [[3, 4, 7, 8, 0, 0]]
+    assert loading._placed(param, sources, {}, "float32").values.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
 
 
 def test_heads_are_repeated_on_neighbours_where_devices_are_more():

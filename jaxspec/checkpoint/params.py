@@ -105,7 +105,9 @@ def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray],
         if param.stacked:
             return param.made(_fused_rows(sources, param.layout, param.dtype or dtype))
         # Layers alike share what compiles.
-        return param.made(_fused(sources, param.transpose, param.layout, param.dtype or dtype))
+        values = _fused(sources, param.transpose, param.layout, param.dtype or dtype)
+        lacking = param.shape[-1] - values.shape[-1] if param.least else 0
+        return param.made(jnp.pad(values, ((0, 0), (0, lacking))) if lacking else values)
     if not param.scales:
         return param.made(*_quantised(sources, param.layout, param.format.block))
     values = sources[0] if param.stacked else _fused_rows(sources, param.layout)

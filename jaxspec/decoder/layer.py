@@ -199,7 +199,7 @@ def delta_rule(
         around = Around(ba, weights["decay_log"], weights["decay_bias"], qkvz, weights["read_norm"])
         read, cache = mixer.recur_normed(cache, i, q, k, v, around, layer.norm.eps)
         return read.reshape(b, r, -1), cache
-    beta, a = jnp.split(ba[:, :t], 2, axis=-1)
+    beta, a, _ = jnp.split(ba[:, :t], (rule.value_heads, 2 * rule.value_heads), axis=-1)
     decay = jnp.exp(-jnp.exp(weights["decay_log"]) * jax.nn.softplus(a + weights["decay_bias"]))
     read, cache = mixer.recur(cache, i, q, k, v, decay, jax.nn.sigmoid(beta), r)
     z = jax.nn.silu(qkvz[..., rule.channels :].astype(jnp.float32).reshape(read.shape))

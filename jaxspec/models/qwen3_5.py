@@ -11,7 +11,7 @@ from functools import partial
 from jaxspec.decoder.spec import Decoder, DeltaRule
 from jaxspec.models import qwen3_next, reading
 from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors
-from jaxspec.weights import by_outputs, linear
+from jaxspec.weights import LEAST, by_outputs, linear
 
 __all__ = ["read", "tensors"]
 
@@ -28,7 +28,7 @@ def separate_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
     ba = {prefix + "in_proj_b.weight": heads, prefix + "in_proj_a.weight": heads}
     return {
         "qkvz": linear(d, qkvz, split=by_outputs(channel_parts(rule), ((heads, rule.value_dim),))),
-        "ba": linear(d, ba, exact=True, split=by_outputs(*[((heads, 1),)] * 2)),
+        "ba": linear(d, ba, exact=True, split=by_outputs(*[((heads, 1),)] * 2), least=LEAST),
     }
 
 

@@ -8,13 +8,14 @@ zero-centred, but for the one inside a linear layer. Names and conventions are t
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from jaxspec.config import ConfigError
 from jaxspec.decoder.spec import Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
 from jaxspec.values import positive, shown
-from jaxspec.weights import Layout, Param, by_outputs
+from jaxspec.weights import LEAST, Layout, Param, by_outputs
 
 __all__ = ["read", "tensors"]
 
@@ -76,15 +77,15 @@ def grouped_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
     heads = rule.value_heads // rule.key_heads
     values = heads * rule.value_dim
 
-    def grouped(name: str, *widths: int, exact: bool = False) -> Param:
+    def grouped(name: str, *widths: int, **options: Any) -> Param:
         columns = rule.key_heads * sum(widths)
         layout = Layout((columns,), grouped=widths)
         split = by_outputs(((rule.key_heads, sum(widths)),))
-        return Param((d, columns), (prefix + name,), layout, transpose=True, exact=exact, split=split)
+        return Param((d, columns), (prefix + name,), layout, transpose=True, split=split, **options)
 
     return {
         "qkvz": grouped("in_proj_qkvz.weight", rule.key_dim, rule.key_dim, values, values),
-        "ba": grouped("in_proj_ba.weight", heads, heads, exact=True),
+        "ba": grouped("in_proj_ba.weight", heads, heads, exact=True, least=LEAST),
     }
 
 

@@ -23,10 +23,10 @@ _f32 = jnp.float32
 
 
 class Around(NamedTuple):
-    """For t rows of n heads: each head's b, then each one's a, float32; the weights of its decay, float32; rows that
-    end in z, a head after the other; and the scale of the norm."""
+    """For t rows of n heads: each head's b, then each one's a, float32, and maybe columns of zeros; the weights of its
+    decay, float32; rows that end in z, a head after the other; and the scale of the norm."""
 
-    ba: Float[Array, "b r n2"]
+    ba: Float[Array, "b r w2"]
     decay_log: Float[Array, " n"]
     decay_bias: Float[Array, " n"]
     rows: Float[Array, "b r w"]
@@ -35,7 +35,8 @@ class Around(NamedTuple):
 
 def plain(around: Around, t: int) -> tuple[Float[Array, "b t n"], Float[Array, "b t n"], Float[Array, "b r nv"]]:
     """Decays, betas and silu(z) in plain jnp, all float32: what the kernel is held to."""
-    beta, a = jnp.split(around.ba[:, :t], 2, axis=-1)
+    heads = len(around.decay_log)
+    beta, a, _ = jnp.split(around.ba[:, :t], (heads, 2 * heads), axis=-1)
     softplus = jnp.logaddexp(a + around.decay_bias, 0.0)
     decay = jnp.exp(-jnp.exp(around.decay_log) * softplus)
     z = around.rows[..., around.rows.shape[2] - len(around.decay_log) * len(around.scale) :].astype(_f32)
