@@ -12,10 +12,12 @@ over the largest value.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,10 +67,10 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if not cases:
         names = ", ".join(case.name for case in make_cases(args.small))
         raise BenchError(f"--only {args.only}: no case has this in its name; there are {names}")
-    limits = floors.ceilings(args)
-    for number, case in enumerate(tqdm(cases, desc="kernels", unit="case", disable=None)):
-        shortest = 0 if args.small else SHORTEST
-        result.add(measure(case, args.repeats, limits, not args.no_plain, number, shortest, args.profile))
+    limits, shortest = floors.ceilings(args), 0 if args.small else SHORTEST
+    programs = compiled([prepared(case, limits, not args.no_plain, shortest) for case in cases])
+    for number, each in enumerate(tqdm(programs, desc="kernels", unit="case", disable=None)):
+        result.add(measure(cases[number], each, args.repeats, limits, number, args.profile))
     if args.small or (reason := kernels_here()):
         why = "--small" if args.small else reason
         result.note(
@@ -76,59 +78,32 @@ def run(args: argparse.Namespace, result: Result) -> None:
         )
 
 
-def measure(
-    case: Case,
-    repeats: int,
-    limits: floors.Ceilings,
-    plain: bool,
-    seed: int,
-    shortest: float = 0,
-    profiled: bool = False,
-) -> Row:
-    """Time one case; with `plain` also its counterpart, and how far the two are apart.
+class Programs(NamedTuple):
+    """Of a case, lowered or compiled: what makes its operands, calls its operation, and calls the plain one if that is
+    asked for."""
 
-    A program goes through the layers so often that it would last for `shortest` seconds at its floor.
-    """
-    operands = jax.block_until_ready(jax.jit(case.build)(jax.random.key(seed)))
-    before = KERNELS.copy()
-    floor = limits.seconds(case.size, case.flops / case.speed)
-    passes = max(1, min(round(shortest / floor), MOST_CALLS) // case.layers)
-    seconds, out, alone = timed(case.op, operands, case.layers, repeats, case.in_place, passes, profiled)
-    row = {
-        "case": case.name,
-        "group": case.group,
-        "ran": case.kernel or ", ".join(KERNELS - before) or "reference",
-        "layers": case.layers,
-        "bytes": case.size,
-        "flops": case.flops,
-        "us": seconds * 1e6,
-        **({"alone_us": alone * 1e6} if profiled else {}),
-        "tb_per_s": case.size / seconds / 1e12,
-        "tflops": case.flops / seconds / 1e12,
-        "floor_us": floor * 1e6,
-        "ratio": seconds / floor,
-    }
-    if plain:
-        plain_seconds, expected, _ = timed(case.plain, operands, case.layers, max(repeats // 10, 1), case.in_place)
-        difference = jnp.max(jnp.abs(out.astype(jnp.float32) - expected.astype(jnp.float32)))
-        scale = jnp.max(jnp.abs(expected.astype(jnp.float32)))
-        row |= {"plain_us": plain_seconds * 1e6, "error": float(difference / scale)}
-    return row
+    build: Any
+    kernel: Any
+    plain: Any | None
+    passes: int  # of the kernel's program through all layers
+    ran: str
 
 
-def timed(
-    op: Callable,
-    operands: Any,
-    layers: int,
-    repeats: int,
-    in_place: bool = False,
-    passes: int = 1,
-    profiled: bool = False,
-) -> tuple[float, Any, float | None]:
-    """Seconds of one call, what the call on the first layer gave, and if `profiled`, seconds of its kernels alone.
+def prepared(case: Case, limits: floors.Ceilings, plain: bool, shortest: float = 0) -> Programs:
+    """A case's programs, lowered. A program goes through the layers so often that it would last for `shortest` seconds
+    at its floor."""
+    key = jax.random.key(0)
+    shapes, before = jax.eval_shape(case.build, key), KERNELS.copy()
+    calls = round(shortest / limits.seconds(case.size, case.flops / case.speed))
+    passes = max(1, min(calls, MOST_CALLS) // case.layers)
+    kernel = lowered(case.op, shapes, case.layers, case.in_place, passes)
+    ran = case.kernel or ", ".join(KERNELS - before) or "reference"
+    compared = lowered(case.plain, shapes, case.layers, case.in_place) if plain else None
+    return Programs(jax.jit(case.build).lower(key), kernel, compared, passes, ran)
 
-    A program has `passes` calls on each layer. **Raises:** `BenchError` where the profiler sees no kernels.
-    """
+
+def lowered(op: Callable, operands: Any, layers: int, in_place: bool = False, passes: int = 1) -> Any:
+    """The program that has `passes` calls on each layer."""
 
     @partial(jax.jit, donate_argnums=1 if in_place else ())
     def program(shared, own):
@@ -142,12 +117,60 @@ def timed(
                 outs.append(out)
         return outs, own if in_place else None
 
+    return program.lower(*operands)
+
+
+def compiled(programs: list[Programs]) -> list[Programs]:
+    """The same, compiled beside one another before any is timed: that takes longer than all the rest."""
+
+    def of(each: Programs) -> Programs:
+        plain = each.plain and each.plain.compile()
+        return each._replace(build=each.build.compile(), kernel=each.kernel.compile(), plain=plain)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(tqdm(pool.map(of, programs), desc="compiling", total=len(programs), unit="case", disable=None))
+
+
+def measure(
+    case: Case, programs: Programs, repeats: int, limits: floors.Ceilings, seed: int, profiled: bool = False
+) -> Row:
+    """Time one case; with a plain program also its counterpart, and how far the two are apart."""
+    operands = jax.block_until_ready(programs.build(jax.random.key(seed)))
+    floor, calls = limits.seconds(case.size, case.flops / case.speed), programs.passes * case.layers
+    seconds, out, alone = timed(programs.kernel, operands, calls, repeats, case.in_place, profiled)
+    row = {
+        "case": case.name,
+        "group": case.group,
+        "ran": programs.ran,
+        "layers": case.layers,
+        "bytes": case.size,
+        "flops": case.flops,
+        "us": seconds * 1e6,
+        **({"alone_us": alone * 1e6} if profiled else {}),
+        "tb_per_s": case.size / seconds / 1e12,
+        "tflops": case.flops / seconds / 1e12,
+        "floor_us": floor * 1e6,
+        "ratio": seconds / floor,
+    }
+    if programs.plain is not None:
+        fewer = max(repeats // 10, 1)
+        plain_seconds, expected, _ = timed(programs.plain, operands, case.layers, fewer, case.in_place)
+        difference = jnp.max(jnp.abs(out.astype(jnp.float32) - expected.astype(jnp.float32)))
+        scale = jnp.max(jnp.abs(expected.astype(jnp.float32)))
+        row |= {"plain_us": plain_seconds * 1e6, "error": float(difference / scale)}
+    return row
+
+
+def timed(
+    compiled: Any, operands: Any, calls: int, repeats: int, in_place: bool = False, profiled: bool = False
+) -> tuple[float, Any, float | None]:
+    """Seconds of one of a program's `calls`, what the call on the first layer gave, and if `profiled`, seconds of its
+    kernels alone. **Raises:** `BenchError` where the profiler sees no kernels."""
     shared, own = operands
     if in_place:
         own = jax.tree.map(jnp.copy, own)  # the caller's stays
-    compiled = program.lower(shared, own).compile()
     done = jax.block_until_ready(compiled(shared, own))
-    first, calls = done[0][0], passes * layers
+    first = done[0][0]
 
     def run(count):
         nonlocal own, done

@@ -17,6 +17,8 @@ from jaxspec.weights import HALF
 from tests.sample import rare
 from tests.test_few_rows import INTERPRET
 
+LIMITS = kernels.floors.Ceilings(1e12, 1e12)
+
 
 @pytest.mark.parametrize("first", [True, rare(False)], ids=["the first of each group", "every case"])
 def test_the_command_times_every_group(tmp_path, capsys, monkeypatch, first):
@@ -54,8 +56,12 @@ def test_a_wrong_kernel_shows_as_an_error(monkeypatch):
         "paged_attention",
         lambda q, kv, layer, table, start, **how: right(q, kv, layer, table, start - 1, **how),
     )
-    case = cases.make_cases(small=True)[0]
-    assert kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), True, seed=0)["error"] > 1e-3
+    assert measured(cases.make_cases(small=True)[0], plain=True)["error"] > 1e-3
+
+
+def measured(case, plain=False, limits=LIMITS):
+    (programs,) = kernels.compiled([kernels.prepared(case, limits, plain)])
+    return kernels.measure(case, programs, 1, limits, seed=0)
 
 
 def test_each_layer_has_its_own_share_of_the_cache():
@@ -73,8 +79,7 @@ def test_what_the_operation_chose_is_told(monkeypatch):
         return attention.reference(q, kv, layer, table, start, **how)
 
     monkeypatch.setattr(attention, "paged_attention", chooses)
-    case = cases.make_cases(small=True)[0]
-    assert kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), False, seed=0)["ran"] == "some_kernel"
+    assert measured(cases.make_cases(small=True)[0])["ran"] == "some_kernel"
 
 
 def test_a_program_calls_the_operation_on_each_layer():
@@ -84,7 +89,8 @@ def test_a_program_calls_the_operation_on_each_layer():
         called.append(layer)
         return shared + own[layer]
 
-    seconds, first, alone = kernels.timed(op, (jnp.float32(1), [jnp.float32(5), jnp.float32(6)]), 2, repeats=1)
+    operands = jnp.float32(1), [jnp.float32(5), jnp.float32(6)]
+    seconds, first, alone = kernels.timed(kernels.lowered(op, operands, 2).compile(), operands, 2, repeats=1)
     assert called == [0, 1] and first == 6 and seconds > 0 and alone is None
 
 
@@ -92,7 +98,8 @@ def test_a_short_program_goes_through_the_layers_until_it_is_long_enough():
     case, limits, called = cases.make_cases(small=True)[0], kernels.floors.Ceilings(1e9, 1e15), []
     floor = limits.seconds(case.size, case.flops)
     op = lambda layer, *operands: called.append(layer) or case.op(layer, *operands)  # noqa: E731
-    kernels.measure(dataclasses.replace(case, op=op), 1, limits, False, 0, 3.1 * case.layers * floor)
+    programs = kernels.prepared(dataclasses.replace(case, op=op), limits, False, 3.1 * case.layers * floor)
+    assert programs.passes == 3
     assert called == 3 * list(range(case.layers))
 
 
@@ -103,7 +110,8 @@ def test_the_profiler_counts_the_kernels_of_every_call(monkeypatch):
 
     monkeypatch.setattr(kernels.profile, "kernels", traced)
     operands = jnp.float32(1), [jnp.float32(5), jnp.float32(6)]
-    *_, alone = kernels.timed(lambda layer, shared, own: shared + own[layer], operands, 2, 1, passes=2, profiled=True)
+    program = kernels.lowered(lambda layer, shared, own: shared + own[layer], operands, 2, passes=2).compile()
+    *_, alone = kernels.timed(program, operands, 4, 1, profiled=True)
     assert alone == pytest.approx(90e-6 / (4 * kernels.PROFILED))
 
 
@@ -112,7 +120,8 @@ def test_what_an_operation_changes_in_place_reaches_the_next():
         return shared * own, own + 1
 
     held = jnp.float32(1)
-    _, first, _ = kernels.timed(op, (jnp.float32(5), held), 2, repeats=3, in_place=True)
+    program = kernels.lowered(op, (jnp.float32(5), held), 2, in_place=True).compile()
+    _, first, _ = kernels.timed(program, (jnp.float32(5), held), 2, repeats=3, in_place=True)
     assert first == 5 and held == 1
 
 
@@ -154,7 +163,7 @@ def test_layer_matmuls(monkeypatch):
 
     monkeypatch.setattr(matmuls.weight_stream, "stream", stream)
     case = matmuls.layer_matmuls(8, 64, 128, 96, layers=2)
-    row = kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), True, seed=0)
+    row = measured(case, plain=True)
     assert row["error"] < 0.02  # this one rounds its last sum to bfloat16
     weights = 64 * 64 + 64 * 256 + 128 * 64 + 64 * 96
     assert row["flops"] == 2 * 8 * weights and row["bytes"] == 2 * (weights + 8 * (3 * 64 + 96))
@@ -178,7 +187,7 @@ def test_few_rows_layer(monkeypatch, width, normed):
         options = {"splits": 1, "interpret": INTERPRET["interpret"]}
         monkeypatch.setattr(matmuls.few_rows, name, partial(getattr(matmuls.few_rows, name), **options))
     case = matmuls.few_rows_layer(8, 192, 2, 1, width, 128, normed, layers=2)
-    row = kernels.measure(case, 1, kernels.floors.Ceilings(1e12, 1e12), True, seed=0)
+    row = measured(case, plain=True)
     assert row["error"] < 0.02 and row["ran"] == "few_rows"
     weights = 192 * 4 * width + 2 * width * 192 + 192 * 256 + 128 * 192
     assert row["flops"] == 2 * 8 * weights and row["bytes"] == 2 * (weights + 8 * (2 * 192 + 4 * width))
