@@ -35,12 +35,26 @@ one_shot=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true
 
 # tests NAME FILE [ARGUMENTS...]
 tests() {
-    local name=$1
+    local name=$1 failed=0
     shift
     JAXSPEC_FIGURES=$out/$name.json timeout "$limit" python3 -m pytest -m gpu -s --durations=5 "$@" \
-        >"$out/$name.log" 2>&1 || status=$?
+        >"$out/$name.log" 2>&1 || failed=$?
     grep -E '^(FAILED|E  )' "$out/$name.log" | cut -c1-300 | head -20
     echo "$name: $(grep -E ' (passed|failed|error|skipped)' "$out/$name.log" | tail -n 1)"
+    [ "$failed" -eq 0 ] || status=$failed
+    return "$failed"
+}
+
+# each FILE: its tests at once, each in a process of its own, since nearly all that they do is compile
+each() {
+    local found one running=()
+    mapfile -t found < <(python3 -m pytest -m gpu --collect-only "$1" 2>/dev/null | grep ::)
+    [ ${#found[@]} -gt 0 ] || { echo "no tests in $1"; status=1; }
+    for one in "${!found[@]}"; do
+        XLA_PYTHON_CLIENT_PREALLOCATE=false tests "texts-$one" "${found[$one]}" &
+        running+=($!)
+    done
+    for one in "${running[@]}"; do wait "$one" || status=1; done
 }
 
 # bench NAME ARGUMENTS...
@@ -89,7 +103,7 @@ for part in "${@:-kernels sums texts servers local kept dense mixture hybrid lar
             sums)
                 bench sums sums --tp-size "$n"
                 XLA_FLAGS="${XLA_FLAGS:-} $one_shot" bench sums-one-shot sums --tp-size "$n" --ways psum ;;
-            texts) tests texts tests/gpu/test_several_gpus.py ;;
+            texts) each tests/gpu/test_several_gpus.py ;;
             servers) # several processes share each GPU's memory
                 XLA_PYTHON_CLIENT_PREALLOCATE=false tests servers tests/gpu/test_several_servers.py ;;
             local) CUDA_VISIBLE_DEVICES=$(cut -d, -f 1 <<<"${CUDA_VISIBLE_DEVICES:-0}") bench local kernels --only over --no-plain --profile ;;
