@@ -24,7 +24,8 @@ from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput, collect
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import host
 from jaxspec.cache import MemoryPlan
-from jaxspec.checkpoint import ModelFolder
+from jaxspec.checkpoint import ModelFolder, reserve
+from jaxspec.checkpoint import params as loading
 from jaxspec.decoder.spec import DeltaRule
 from jaxspec.models import MODELS
 from jaxspec.runner import Runner
@@ -187,6 +188,27 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     assert runner.plan.kv_bytes == plan.kv_bytes / 2
     assert "of each of 2 devices" in str(runner.plan)
     takes_turns(several, of_one[0][1][0], monkeypatch, MODES[:1])
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_each_device_reserves_memory_for_its_part(monkeypatch, quantization):
+    """Every place is of the shape and dtype of what a device has of a weight, so that all are taken."""
+    sizes = dict(head_dim=64, num_attention_heads=8, num_key_value_heads=8, intermediate_size=512)  # whole blocks
+    folder, made = checkpoint("qwen3_next") if quantization is None else tiny_checkpoint("qwen3", VOCAB, 2, **sizes), []
+    options = {"progress": False, "quantization": quantization, "tp_size": 2}
+    expected = jaxspec.load_model(str(folder), **options).params
+
+    def reserved(declared, dtype):
+        made.append(reserve.Reserved(reserve.values_of(declared, dtype)))
+        return made[-1]
+
+    monkeypatch.setattr(reserve, "LEAST", 512)
+    monkeypatch.setattr(loading, "reserved", reserved)
+    got = jaxspec.load_model(str(folder), **options).params
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.float32(a), np.float32(b)), got, expected)
+    assert len(made) == 2
+    for rank, each in enumerate(made):
+        assert each._places and not any(each._places.values()), rank
 
 
 def eagle3(folder: Path) -> Path:

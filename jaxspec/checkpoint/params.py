@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxspec import fp8, mxfp4, sharding
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.checkpoint.reserve import reserved
+from jaxspec.checkpoint.reserve import Reserved, reserved
 from jaxspec.fp8 import BLOCK
 from jaxspec.weights import Fp8, Layout, Mxfp4, Param
 
@@ -41,7 +41,7 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
     """
     if mesh is not None:
         sharding.check_params(declared, mesh.size)
-    places = reserved(declared if mesh is None else (), dtype)
+    places = _places(declared, dtype, mesh)
     leaves, structure = jax.tree.flatten(declared)
     owner = {name: i for i, param in enumerate(leaves) for name in (*param.sources, *dict(param.scales))}
     parts: dict[int, dict[str, np.ndarray]] = {}
@@ -55,12 +55,25 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
         if len(parts[i]) < len(leaves[i].sources) + len(leaves[i].scales):
             continue
         host = [parts[i].pop(source) for source in leaves[i].sources]
-        place = _placed if mesh is None else partial(_divided, mesh=mesh)
-        # Waiting for it bounds what the host holds.
-        filled[i] = jax.block_until_ready(places.moved(place(leaves[i], host, parts.pop(i), dtype)))
+        given = leaves[i], host, parts.pop(i), dtype
+        made = places[0].moved(_placed(*given)) if mesh is None else _divided(*given, mesh, places)
+        filled[i] = jax.block_until_ready(made)  # which bounds what the host holds
     if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
         raise CheckpointError(f"the weights ended before {len(lacking)} parameters were complete: {lacking[0]}, ...")
     return jax.tree.unflatten(structure, filled)
+
+
+def _places(declared: Any, dtype: str, mesh: Mesh | None) -> list[Reserved]:
+    """Memory for the weights, or in order of rank for the parts that devices of this host have of them."""
+    if mesh is None:
+        return [reserved(declared, dtype)]
+    places = []
+    for rank, device in enumerate(mesh.devices):
+        here = device.process_index == jax.process_index()
+        own = jax.tree.map(lambda param, rank=rank: sharding.local_param(param, mesh.size, rank), declared)
+        with jax.default_device(device if here else None):
+            places.append(reserved(own if here else (), dtype))
+    return places
 
 
 def _placed(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray], dtype: str) -> Any:
@@ -71,7 +84,9 @@ def _placed(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray],
     return _made(param, [jnp.array(host.pop(0)) for _ in range(len(host))], scales, dtype)
 
 
-def _divided(param: Param, host: list[Any], scales: dict[str, np.ndarray], dtype: str, mesh: Mesh) -> Any:
+def _divided(
+    param: Param, host: list[Any], scales: dict[str, np.ndarray], dtype: str, mesh: Mesh, places: list[Reserved]
+) -> Any:
     """The parameter on the devices of a mesh, made there of each one's part of its sources."""
     size, made = mesh.size, []
     names = [name for name, _ in param.scales]
@@ -83,7 +98,7 @@ def _divided(param: Param, host: list[Any], scales: dict[str, np.ndarray], dtype
         own_scales = {names[i]: sharding.cut(param, i, scales[names[i]], rank, size, scale=True) for i in held if names}
         with jax.default_device(device):
             own = [part if isinstance(part, np.ndarray) else jax.device_put(part, device) for part in own]
-            made.append(_placed(one, own, own_scales, dtype))
+            made.append(places[rank].moved(_placed(one, own, own_scales, dtype)))
     return sharding.joined(param, made, mesh)
 
 
@@ -212,7 +227,8 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
     if mesh is not None:
         sharding.check_params(declared, mesh.size)
     drawn = {} if isinstance(root, jax.core.Tracer) else _compiled(declared, dtype)
-    places = reserved(declared if mesh is None and drawn else (), dtype)
+    # Over several devices weights are made whole on one, which needs the room.
+    places = _places(declared if mesh is None and drawn else (), dtype, mesh)
     key_of = lambda path: jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))  # noqa: E731
 
     def values(path, param: Param) -> jax.Array:
@@ -224,15 +240,17 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
 
     def make(path, param: Param) -> Any:
         if mesh is not None:
-            return jax.block_until_ready(_divided(*_sources(param, values(path, param)), {}, dtype, mesh))
+            return jax.block_until_ready(_divided(*_sources(param, values(path, param)), {}, dtype, mesh, places))
         if isinstance(param.format, Mxfp4):
             made = _packed_stack(key_of(path), param.shape, param.shape[-1] ** -0.5, dtype)
             return jax.block_until_ready(param.made(*made))
         array = values(path, param)
         if not isinstance(param.format, Fp8):
-            return places.moved(param.made(array))
+            return places[0].moved(param.made(array))
         sources = [array] if param.stacked else [part.T for part in param.layout.unpack(array)]
-        return jax.block_until_ready(places.moved(param.made(*_quantised(sources, param.layout, param.format.block))))
+        return jax.block_until_ready(
+            places[0].moved(param.made(*_quantised(sources, param.layout, param.format.block)))
+        )
 
     return jax.tree_util.tree_map_with_path(make, declared)
 
