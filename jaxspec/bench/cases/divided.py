@@ -42,10 +42,11 @@ SIZES = 2, 4, 8
 
 
 def make_cases() -> list[Case]:
-    """All models over each number of GPUs, in bfloat16 and in FP8 where its blocks can be cut so."""
+    """All models over each number of GPUs, in bfloat16 and in FP8 where its blocks can be cut so; the dense one whole,
+    too, for what dividing it costs."""
     cases = []
     for name, model in MODELS.items():
-        for size in SIZES:
+        for size in SIZES if model.experts else (1, *SIZES):
             shapes, told = local_shapes(model, size), f"{name} over {size}"
             for quantised in (False, True):
                 if quantised and any(each % fp8.BLOCK for shape in shapes.values() for each in shape):
