@@ -30,7 +30,7 @@ from jaxspec.decoder import layer as equations
 from jaxspec.models import MODELS
 from jaxspec.pallas import expert_add, few_rows, peer_sum, router, weight_stream
 from jaxspec.pallas.weight_stream import unquantised
-from jaxspec.weights import is_param
+from jaxspec.weights import Weight, is_param
 from tests import test_few_rows_layers as layers
 from tests.tiny import tiny_config
 
@@ -161,18 +161,26 @@ def in_float32(params):
     return jax.tree.map(wide, params)
 
 
-def over_two_devices(monkeypatch, family: str, take, **more) -> tuple[Ranks, int]:
+def over_two_devices(monkeypatch, family: str, take, fp8=False, **more) -> tuple[Ranks, int]:
     """Each rank has half of the heads and of the MLP's columns, and both have the same bits after the last layer.
 
-    `take`: makes kernels serve. Returns the ranks, and how many layers there are.
+    `take`: makes kernels serve. `fp8`: weights are in FP8. Returns the ranks, and how many layers there are.
     """
     given = dict(hidden_size=17 * 64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     config = ModelConfig.from_hf(tiny_config(family, **given | more))
     declared = MODELS[family].tensors(config.decoder)
     params, own = loading.dummy(declared, "bfloat16", seed=0), config.on_one_of(2)
+    if fp8:  # numbers that FP8 has, in blocks that no device has a part of: each quantises its own alike
+        whole = lambda weight: Weight(weight.dequantised("float32"), layout=weight.layout)  # noqa: E731
+        is_weight = lambda leaf: isinstance(leaf, Weight)  # noqa: E731
+        params["layers"] = jax.tree.map(
+            lambda leaf: whole(leaf) if is_weight(leaf) else leaf, layers.in_fp8(params["layers"]), is_leaf=is_weight
+        )
     rows = Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
     expected = layers.forward(config, in_float32(params), rows)
     halves = [half(declared, params, rank) for rank in range(2)]
+    if fp8:
+        halves = [each | {"layers": layers.in_fp8(each["layers"])} for each in halves]
     kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, layers.PAGE, "bfloat16").kv(config).shape)
     kv, tokens, positions = kv.astype("bfloat16"), jnp.arange(8).reshape(2, 4), rows.marked_positions(4)
     take(monkeypatch)
@@ -191,6 +199,12 @@ def over_two_devices(monkeypatch, family: str, take, **more) -> tuple[Ranks, int
 
 def test_few_rows_over_two_devices_are_the_models(monkeypatch):
     ranks, count = over_two_devices(monkeypatch, "qwen3", layers.take_few_rows)
+    assert ranks.sums == 2 * count
+
+
+def test_few_rows_in_fp8_over_two_devices_are_the_models(monkeypatch):
+    sizes = dict(hidden_size=1408, intermediate_size=256, num_key_value_heads=4)
+    ranks, count = over_two_devices(monkeypatch, "qwen3", layers.take_few_rows, fp8=True, **sizes)
     assert ranks.sums == 2 * count
 
 
