@@ -28,7 +28,7 @@ from jaxspec.decoder import few_rows as few_rows_path
 from jaxspec.decoder import fused_norms, mixture_rows, path, streamed, streamed_parts
 from jaxspec.decoder import layer as equations
 from jaxspec.models import MODELS
-from jaxspec.pallas import expert_add, few_rows, peer_sum, router, weight_stream
+from jaxspec.pallas import expert_add, few_rows, hopper, peer_sum, router, weight_stream
 from jaxspec.pallas.weight_stream import unquantised
 from jaxspec.weights import Weight, is_param
 from tests import test_few_rows_layers as layers
@@ -141,6 +141,7 @@ class Ranks:
 def take_ranks(monkeypatch, count: int) -> Ranks:
     """From here on layers are run by so many ranks, and their kernels interpreted."""
     ranks = Ranks(count)
+    monkeypatch.setattr(hopper, "UNTIMED", True)
     for module in (mixture_rows, equations, path, streamed):
         monkeypatch.setattr(module, "devices", lambda: count)
     for module in (mixture_rows, equations, streamed_parts):
@@ -270,12 +271,12 @@ def half(declared, params, rank: int):
     return jax.tree_util.tree_map_with_path(part, declared, params, is_leaf=is_param)
 
 
-def test_what_does_not_run_over_several_devices_is_refused():
-    call = path.Call(1, 1, "bfloat16", 132, devices=2)
+def test_what_does_not_run_over_several_devices_is_refused(monkeypatch):
+    call, mixture = path.Call(1, 1, "bfloat16", 132, devices=2), "a mixture of experts divided among 2 devices"
     for family, more, words in (
         ("qwen3", {}, None),
         ("qwen3", {"hidden_size": 1024}, "rows of 1024 divided among 2 devices"),
-        ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64), None),
+        ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64), mixture),
     ):
         given = dict(hidden_size=2048, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
         config = ModelConfig.from_hf(tiny_config(family, **given | more))
@@ -283,3 +284,7 @@ def test_what_does_not_run_over_several_devices_is_refused():
         made = jax.eval_shape(lambda declared=declared: loading.dummy(declared, "bfloat16", seed=0))
         reason = few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], call)
         assert reason is None if words is None else words in reason
+    alone = dataclasses.replace(call, inputs=(2048,))
+    assert "a layer by itself divided" in few_rows_path.fits(config.decoder, made["layers"], alone)
+    monkeypatch.setattr(hopper, "UNTIMED", True)  # as a GPU may show
+    assert few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], call) is None

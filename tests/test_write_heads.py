@@ -164,6 +164,7 @@ def test_layers_are_those_of_the_model(monkeypatch, family, bias):
 ])  # fmt: skip
 def test_prompts_take_it_where_there_is_one(monkeypatch, family, heads, kv_heads):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "UNTIMED", kv_heads == 1)
     for blocks, pages, kernels in ((9, "bfloat16", 1), (1, "bfloat16", 1), (8, "float8_e4m3fn", 1)):
         before = KERNELS["write_heads"]
         mix, given = mixed(family, pages, blocks, 64, num_attention_heads=heads, num_key_value_heads=kv_heads)
@@ -230,7 +231,8 @@ def test_texts_without_pages_stay_as_they_are(monkeypatch):
     [
         ((32, 8, 64, 64, jnp.bfloat16), "width 64"),
         ((32, 8, 128, 32, jnp.bfloat16), "32 of 128 columns"),
-        ((33, 3, 128, 128, jnp.bfloat16), "33 heads; supported: up to 16"),
+        ((9, 3, 128, 128, jnp.bfloat16), "9 query and 3 KV heads"),
+        ((32, 2, 128, 128, jnp.bfloat16), "2 KV heads"),
         ((32, 8, 128, 128, jnp.bfloat16, jnp.float8_e4m3fn), "float8"),
         ((32, 8, 128, 128, jnp.float32, jnp.bfloat16), "float32"),
     ],
@@ -238,3 +240,9 @@ def test_texts_without_pages_stay_as_they_are(monkeypatch):
 def test_what_cannot_run_is_named(wrong, reason):
     assert op.supported(32, 8, 128, 128, jnp.bfloat16) is None
     assert reason in op.supported(*wrong)
+
+
+def test_heads_that_warps_share_unevenly_wait_for_a_device_to_time_them(monkeypatch):
+    monkeypatch.setattr(hopper, "UNTIMED", True)
+    assert op.supported(16, 1, 128, 128, jnp.bfloat16) is None
+    assert "up to 16 others" in op.supported(33, 3, 128, 128, jnp.bfloat16)

@@ -22,7 +22,7 @@ from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, opera
 from jaxspec.decoder.padding import flat, padded, unflat, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, Rope
-from jaxspec.pallas import few_rows
+from jaxspec.pallas import few_rows, hopper
 from jaxspec.pallas.prompt_attention import UNIT
 from jaxspec.weights import HALF, Fp8, Mxfp4, Unquantised, Weight
 
@@ -49,9 +49,22 @@ IMPLEMENTS = {
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
-    if call.devices > 1 and decoder.width <= few_rows.NARROW:
-        return f"rows of {decoder.width} divided among {call.devices} devices"  # not run on GPUs
+    if call.devices > 1 and (reason := _not_divided(decoder, layers, call)):
+        return f"{reason} divided among {call.devices} devices"
     return sizes_fit(decoder, layers, call)
+
+
+def _not_divided(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
+    """What isn't run over several devices this way, or None."""
+    if decoder.width <= few_rows.NARROW:
+        return f"rows of {decoder.width}"
+    if hopper.UNTIMED:
+        return None
+    if isinstance(layers[0]["qkv"].format, Fp8):
+        return "FP8 weights"
+    if call.inputs is not None:
+        return "a layer by itself"
+    return "a mixture of experts" if decoder.mixture is not None else None
 
 
 def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, fp8: bool = True) -> str | None:

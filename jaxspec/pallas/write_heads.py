@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import hopper
 from jaxspec.pallas.kv_write import PAGES, stored
 from jaxspec.pallas.once import lower_once
 
@@ -41,8 +42,10 @@ def supported(heads: int, kv_heads: int, width: int, rotated: int, pages: Any, *
         return f"heads of width {width}; supported: {WIDTH}"
     if rotated != width:
         return f"{rotated} of {width} columns rotated"
-    if odd := [count for count in (heads, kv_heads) if count % WARPS and count > MOST]:
-        return f"{odd[0]} heads; supported: up to {MOST}, and multiples of {WARPS}"
+    most = MOST if hopper.UNTIMED else 0
+    if any(count % WARPS and count > most for count in (heads, kv_heads)):
+        others = f", or up to {most} others" if most else ""
+        return f"{heads} query and {kv_heads} KV heads; supported: multiples of {WARPS}{others}"
     return None
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, kernels_here
 from tests import hybrids, several_devices
 from tests.several_devices import BATCHES, HYBRID, PROMPTS, SAMPLE, VOCAB
@@ -27,6 +28,12 @@ WIDE = dict(hidden_size=2048, intermediate_size=4096, num_attention_heads=16, nu
 # Each token has all of these experts: with a choice, the nearest logits would pick others on one GPU than on several.
 EXPERTS = dict(num_experts=8, num_experts_per_tok=8, moe_intermediate_size=256 * GPUS)
 LINEAR = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
+
+
+@pytest.fixture(autouse=True)
+def _all_kernels(monkeypatch):
+    """Those too that no GPU has timed: these tests come first."""
+    monkeypatch.setattr(hopper, "UNTIMED", True)
 
 
 def in_float32():
