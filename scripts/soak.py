@@ -114,11 +114,14 @@ async def soak(llm: AsyncLLM, work: list[Case], clients: int, seconds: float, kn
         await asyncio.sleep(0.05)
     balanced(llm)
     preemptions = llm.stats()["preemptions_total"]
-    for case in done:
+    print(f"after {counts['completed']} requests {len(wrong)} of {len(done)} cases had said two things", flush=True)
+    for i, case in enumerate(done):
         prompt, params = work[case]
         assert await llm.flush_cache(), "the prefix cache can't be emptied with no request there"
         alone = SamplingParams(**vars(params) | {"speculative": False})
         compare(case, await answer(llm, (prompt, alone), None))
+        if i % 20 == 19:
+            print(f"{i + 1} ran alone, {len(wrong)} cases differ", flush=True)
     balanced(llm)
     (host, device), (host_after, device_after) = memory[2], memory[-1]
     print(
