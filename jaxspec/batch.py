@@ -225,9 +225,5 @@ class Shapes:
     structured: bool = False  # programs for requests whose text a grammar constrains
     # rounds with fewer drafts than the drafter's: how many, ascending, and the numbers of requests in them
     narrower: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    ragged: bool = False  # those rounds have so many drafts a request on average, shared out
-
-    @property
-    def shared(self) -> tuple[int, ...]:
-        """Of `narrower`, the numbers of drafts that are shared out among requests."""
-        return tuple(drafts for drafts, _ in self.narrower if drafts > 0) if self.ragged else ()
+    # of those numbers, the ones that a request has on average, shared out; and the most that one request has
+    ragged: tuple[tuple[int, int], ...] = ()

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from jaxspec import sharding
+from jaxspec import ragged, sharding
 from jaxspec.adaptive import REST, rungs
 from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model, check_context
@@ -148,6 +148,7 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
         narrower = rungs(most) if drafter.topk == 1 and defaults.some_drafts else (0,)
         if drafter.rests and defaults.some_drafts and not config.deterministic:
             narrower = REST, *narrower
+    shared = [each for each in narrower if each > 0] if config.draft_policy == "ragged" else ()
     firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
     return Shapes(
         num_slots=slots,
@@ -161,5 +162,5 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
         rounds=rounds,
         structured=not config.disable_structured_output,
         narrower=tuple((drafts, batches(max(drafts, 0))) for drafts in narrower),
-        ragged=config.draft_policy == "ragged" and any(drafts > 0 for drafts in narrower),
+        ragged=tuple((each, ragged.most(drafter, each)) for each in shared),
     )

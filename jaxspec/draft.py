@@ -150,6 +150,7 @@ class Drafter:
     feature_layers: tuple[int, ...] = ()
     reach: int = 0
     topk: int = 1
+    steps: ClassVar[bool] = False  # each further draft takes it a step of its own
     rests: ClassVar[bool] = False  # rounds of plain decoding save what `idle` and `commit` take: see `adaptive.REST`
 
     @property

@@ -93,7 +93,7 @@ class Engine:
     def _chooser(self) -> Chooser | None:
         runner = self.runner
         longest = {drafts: runner.yields_of(drafts) - 1 for drafts in runner.drafts}
-        return Chooser(longest, runner.round_times, runner.shapes.shared) if runner.round_times else None
+        return Chooser(longest, runner.round_times, dict(runner.shapes.ragged)) if runner.round_times else None
 
     def complete_start(self) -> None:
         """End a start in stages, if all programs are there. Without a request if rounds are still to be timed."""

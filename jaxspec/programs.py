@@ -34,7 +34,7 @@ from jaxspec.ladder import drafting, kind_of
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.progress import progress_bar, took
-from jaxspec.ragged import Ragged
+from jaxspec.ragged import Ragged, sharing
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
 from jaxspec.structured import programs as structured
@@ -110,8 +110,8 @@ class Programs:
         }
         self._jit = jit
         for drafts, _ in shapes.narrower:
-            fewer = Ragged(drafter, drafts) if shapes.ragged and drafts > 0 else None
-            self.add_rounds(drafts, Resting() if drafts == REST else fewer or drafter.narrowed(drafts))
+            fewer = sharing if drafts in dict(shapes.ragged) else type(drafter).narrowed
+            self.add_rounds(drafts, Resting() if drafts == REST else fewer(drafter, drafts))
         self._compiled: dict[tuple[str, int], Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
         self._stopped = False

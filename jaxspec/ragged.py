@@ -1,8 +1,8 @@
 """Ragged verification: a round's rows shared out among its requests, by how likely each one's drafts are to stand.
 
-A round of n drafts a request verifies b * (n + 1) rows. Here the drafter drafts as many as it can, and those rows go to
-the drafts that are likeliest to be accepted together with all before them, whosever they are. One request may have all
-of its drafts verified and its neighbour none.
+A round of n drafts a request verifies b * (n + 1) rows. Here the drafter drafts more, and those rows go to the drafts
+that are likeliest to be accepted together with all before them, whosever they are. One request may have all of its
+drafts verified and its neighbour none.
 
 Rows are packed: the target's forward sees each as a request of one row, with the page table of the request it is of. So
 kernels and paths are those of plain decoding. A row sees the rows before it of the same request because each layer
@@ -31,6 +31,7 @@ from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.mixers import Cache, RoundRows
 
 DECAY = 0.97  # of what a request's drafts came to, with each further round
+AHEAD = 2  # times the average: the most drafts of one request, where each takes the drafter a step
 FIRST = 0.6  # acceptance before any draft was tried
 LEAST, MOST = 4.0, 1e4  # drafts that all requests' acceptance counts as, beside a request's own
 
@@ -71,6 +72,17 @@ class Ragged(Drafter):
             rates = jnp.broadcast_to(standing(slots, batch.live)[:, None], proposal.tokens.shape)
         rows = len(batch.live) * (self.each + 1)
         return proposal.replace(count=share(rates, proposal.count, rows - batch.live.sum()))
+
+
+def most(drafter: Drafter, each: int) -> int:
+    """The most drafts that a request has of those that are shared out, `each` on average."""
+    return min(drafter.num_draft_tokens, AHEAD * each) if drafter.steps else drafter.num_draft_tokens
+
+
+def sharing(drafter: Drafter, each: int) -> Ragged:
+    """The drafter of rounds with `each` drafts a request on average."""
+    some = most(drafter, each)
+    return Ragged(drafter if some == drafter.num_draft_tokens else drafter.narrowed(some), each)
 
 
 def share(rates: Float[Array, "b d"], count: Int[Array, " b"], rows: Int[Array, ""]) -> Int[Array, " b"]:

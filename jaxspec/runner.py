@@ -288,7 +288,7 @@ class Runner:
 
     def yields_of(self, drafts: int) -> int:
         """Most tokens that a round of so many drafts yields a request."""
-        return max(drafts, 0) + 1 if drafts in self.narrower and drafts not in self.shapes.shared else self.yields
+        return max(dict(self.shapes.ragged).get(drafts, drafts), 0) + 1 if drafts in self.narrower else self.yields
 
     def _empty_state(self, layout: PageLayout, snapshots: int) -> State:
         make = lambda: self._state_of(layout, snapshots, self._local, self._drafter)  # noqa: E731

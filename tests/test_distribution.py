@@ -27,6 +27,7 @@ from jaxspec.drafters.standalone import Standalone
 from jaxspec.mixers import NOTHING
 from jaxspec.pallas.kv_write import stored
 from jaxspec.programs import Programs
+from jaxspec.ragged import most
 from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, empty_state
 from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.tiny import tiny_checkpoint
@@ -142,7 +143,7 @@ class Lanes:
             firsts=(n,),
             batches=(n,),
             narrower=tuple((drafts, (n,)) for drafts in fewer),
-            ragged=ragged,
+            ragged=tuple((drafts, most(drafter, drafts)) for drafts in fewer if drafts) if ragged else (),
         )
         self.programs = Programs(config, drafter, shapes, model().params, draft_params)
         some = slots_for(

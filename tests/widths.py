@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from jaxspec import LLM, runner
+from jaxspec import ragged as sharing
 from jaxspec.adaptive import REST, rungs
 from jaxspec.round import LOGPROBS
 
@@ -47,8 +48,9 @@ def several(make: Callable[[], LLM], ragged: bool = False) -> LLM:
         found = shapes(config, drafter, alone)
         most = drafter.num_draft_tokens
         fewer = () if not most else rungs(most) if drafter.topk == 1 else (0,)
+        shared = tuple((n, sharing.most(drafter, n)) for n in fewer if n > 0) if ragged else ()
         fewer = (REST, *fewer) if most and drafter.rests else fewer
-        return dataclasses.replace(found, narrower=tuple((n, found.batches) for n in fewer), ragged=ragged)
+        return dataclasses.replace(found, narrower=tuple((n, found.batches) for n in fewer), ragged=shared)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "shapes_of", wider)

@@ -252,16 +252,15 @@ def _lengths(engine: Engine, mixed: list[list[float]]) -> dict[int, float]:
     slots = [choice.seq.slot for request in engine.requests.values() for choice in request.choices]
     parts = [mixed[slot % len(mixed)] for slot in slots if slot >= 0] or mixed
     mean = lambda depth: sum(expected_length(part[:depth]) for part in parts) / len(parts)  # noqa: E731
-    return {
-        n: mean(engine.runner.yields_of(n) - 1) for n in engine.runner.drafts if n not in engine.runner.shapes.shared
-    }
+    runner = engine.runner
+    return {n: mean(runner.yields_of(n) - 1) for n in runner.drafts if n not in dict(runner.shapes.ragged)}
 
 
 def _settings(engine: Engine, mixed: list[list[float]]) -> dict[str, tuple[Chooser, Meter]]:
     """By name, how drafts are chosen, and a meter. Plain decoding first, adaptive last."""
     runner = engine.runner
     longest = {n: runner.yields_of(n) - 1 for n in runner.drafts}
-    of = lambda always=None: Setting(longest, runner.round_times, always, runner.shapes.shared)  # noqa: E731
+    of = lambda always=None: Setting(longest, runner.round_times, always, dict(runner.shapes.ragged))  # noqa: E731
     fixed = {_name(n): of(n) for n in (REST, *runner.drafts)}
     return {name: (how, Meter(engine, _lengths(engine, mixed))) for name, how in (fixed | {AUTO: of()}).items()}
 

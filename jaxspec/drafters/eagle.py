@@ -60,6 +60,7 @@ class Chain(Drafter):
         if self.topk > 1 or self.num_steps is not None:
             eagle_tree.check(self.num_steps, self.topk, self.num_draft_tokens)
 
+    steps: ClassVar[bool] = True
     rests: ClassVar[bool] = True
 
     @property

@@ -25,6 +25,7 @@ class Standalone(Drafter):
 
     config: ModelConfig
     num_draft_tokens: int = 4
+    steps: ClassVar[bool] = True
     rests: ClassVar[bool] = True
 
     @classmethod
