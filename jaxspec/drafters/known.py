@@ -90,7 +90,13 @@ KNOWN: dict[str, dict[str, Known]] = {
         ),
         "qwen/qwen3.6-35b-a3b": Known("RedHatAI/Qwen3.6-35B-A3B-speculator.dspark", layout="speculators"),
         "qwen/qwen3.8-27b": Known("RedHatAI/Qwen3.8-27B-speculator.dspark-preview", layout="speculators"),
-        "smollm2-135m-instruct": Known(str(SHIPPED / "smollm2-135m-instruct-dspark"), 7, "SpecForge", "shipped"),
+        "smollm2-135m-instruct": Known(
+            str(SHIPPED / "smollm2-135m-instruct-dspark"),
+            7,
+            "SpecForge",
+            "shipped",
+            (("Spec-Bench and GSM8K, 128 tokens", 2.53),),
+        ),
     },
     "eagle": {},
     "eagle3": {
