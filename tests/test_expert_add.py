@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.decoder.functions import centred_rms_norm, rms_norm
 from jaxspec.pallas import experts, few_rows
-from jaxspec.pallas.expert_add import MOST, add_normed, add_scaled, normed_supported, supported
+from jaxspec.pallas.expert_add import MOST, add_scaled, supported
 from jaxspec.pallas.experts import NOBODY
 from tests.test_weight_stream import assert_close
 
@@ -57,30 +56,10 @@ def test_one_tokens_rows_need_no_places():
     check_alone(4, 192, interpret=plgpu.InterpretGPUParams())
 
 
-def check_normed(t: int, k: int, d: int, centred: bool, **options):
-    rows, place, weights, residual, scale = operands(t, k, d)
-    residual = residual[:t]
-    got, normed = add_normed(rows, place, weights, residual, scale, eps=1e-6, centred=centred, **options)
-    assert_close(got, residual + experts.combine(rows, place, weights))
-    norm = centred_rms_norm if centred else rms_norm
-    expected = norm(got[jnp.minimum(jnp.arange(8), t - 1)], scale, 1e-6)
-    assert normed.shape == (8, d)
-    assert_close(normed, expected)
-
-
-@pytest.mark.parametrize("t,k,centred", [(1, 3, True), (3, 2, False)])
-def test_rows_are_added_up_and_normed(t, k, centred):
-    check_normed(t, k, 512, centred, interpret=plgpu.InterpretGPUParams())
-
-
 @pytest.mark.parametrize("t", [1, 8])
 def test_lowers_for_cuda(t):
     given = jax.eval_shape(lambda: operands(t, 4, 2880))
     text = jax.jit(add_scaled).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
-    given = jax.eval_shape(lambda: operands(t, 9, 2048))
-    run = lambda *given: add_normed(*given[:3], given[3][:t], given[4], eps=1e-6)  # noqa: E731
-    text = jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
@@ -89,6 +68,4 @@ def test_what_it_leaves_to_others_is_named():
     assert "float32" in supported(8, 4, 2880, jnp.float32)
     assert "16 rows" in supported(16, 4, 2880, jnp.bfloat16)
     assert f"up to {MOST}" in supported(8, 17, 2880, jnp.bfloat16)
-    assert "9 rows" in normed_supported(9, 4, 2048, jnp.bfloat16)
-    assert "rows of 2880" in normed_supported(8, 4, 2880, jnp.bfloat16)
     assert "rows 100 wide" in supported(8, 4, 100, jnp.bfloat16)

@@ -23,10 +23,8 @@ from jaxspec.decoder.spec import Norm
 from jaxspec.mixers import WholeTexts
 from jaxspec.models import MODELS
 from jaxspec.pallas import add_norm as norm_module
-from jaxspec.pallas import expert_add, router
 from jaxspec.pallas.add_norm import add_norm, supported
 from jaxspec.weights import is_param
-from tests.sample import rare
 from tests.tiny import tiny_config
 
 INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
@@ -70,22 +68,6 @@ def test_layers_are_those_of_the_plain_path(monkeypatch, family):
     monkeypatch.setattr(fp8_layers, "add_norm", partial(add_norm, **INTERPRET))
     monkeypatch.setattr(fp8_layers.fp8_rows, "parts", partial(fp8_layers.fp8_rows.parts, **INTERPRET))
     check_layers(monkeypatch, family, FP8_ROWS)
-
-
-@pytest.mark.parametrize("family,layers", [("qwen3_moe", 1), rare("qwen3_moe", 2), rare("qwen3_5_moe", 2)])
-def test_one_rows_router_is_one_kernel_and_sums_are_one_with_the_norm(monkeypatch, family, layers):
-    calls = []
-
-    def note(name, function):
-        return lambda *given, **named: calls.append(name) or function(*given, **named, **INTERPRET)
-
-    monkeypatch.setattr(fp8_layers, "add_norm", partial(add_norm, **INTERPRET))
-    monkeypatch.setattr(fp8_layers.fp8_rows, "parts", partial(fp8_layers.fp8_rows.parts, **INTERPRET))
-    monkeypatch.setattr(fp8_layers, "chosen", lambda reason: reason is None)
-    monkeypatch.setattr(router, "router", note("router", partial(router.router, splits=1)))
-    monkeypatch.setattr(expert_add, "add_normed", note("add", expert_add.add_normed))
-    check_layers(monkeypatch, family, FP8_ROWS, 1, 1, num_experts=64, num_hidden_layers=layers)
-    assert set(calls) == {"router", "add"}
 
 
 @pytest.mark.parametrize("rows,width,splits", [(1, 512, 3), (9, 1024, 1), (2, 512, None)])

@@ -1,8 +1,7 @@
 """Layers with FP8 weights at up to 128 rows: each product is `pallas.fp8_rows`, each sum and norm `pallas.add_norm`.
 
 Rows stay padded from a norm to the product after it, and parts of sums go to the kernel that follows as they are.
-Mixing is the plain layer's, and so are routers and experts, but for one row alone: there a router is one kernel with
-its choice, and the experts' sums are one with the norm after them.
+Mixing is the plain layer's, and so are routers and experts.
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.layer import attention, delta_rule, mix_chosen, mixture, projections
+from jaxspec.decoder.layer import attention, delta_rule, mixture, projections
 from jaxspec.decoder.matmul import gate, matmul
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.mixture_rows import shared_expert
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
-from jaxspec.pallas import expert_add, fp8_rows
-from jaxspec.pallas import router as one_router
-from jaxspec.pallas.add_norm import GROUP, add_norm
+from jaxspec.pallas import fp8_rows
+from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.add_norm import supported as norm_supported
-from jaxspec.pallas.hopper import chosen
 from jaxspec.weights import Fp8, Unquantised, Weight
 
 IMPLEMENTS = {
@@ -77,7 +73,6 @@ def run(
     """All rows go through the last layer, too."""
     shape, norm, outputs, counts = x.shape, decoder.layers[0].norm, [], Counter()
     following = partial(add_norm, eps=norm.eps, centred=norm.centred)
-    marked = jnp.pad(positions.reshape(-1), (0, -positions.size % GROUP), constant_values=-1)
 
     @partial(jax.jit, static_argnums=0)  # one trace and one lowering for all layers alike: the index is data
     def one(layer, weights, next_norm, i, x, rows, cache):
@@ -88,8 +83,6 @@ def run(
             mixed, cache = delta_rule(layer, weights, i, *made, positions, mixer, cache)
         mixed = mixed[:, : shape[1]].reshape(len(x), -1)
         x, rows = following(x, _parts(mixed, weights["out"]), weights["mlp_norm"])
-        if isinstance(layer.feed, Mixture) and chosen(_not_together(layer, weights, x, rows)):
-            return *_mixed(layer, weights, x, rows, marked, next_norm), cache
         if isinstance(layer.feed, Mixture):
             valid = rows[: len(x)].reshape(shape)
             x, parts = mixture(layer.feed, weights, x.reshape(shape), valid, positions).reshape(x.shape), None
@@ -105,33 +98,6 @@ def run(
         counts[kind] += 1
         outputs.append(x.reshape(shape))
     return Stack(outputs, cache)
-
-
-def _not_together(layer: Layer, weights: Weights, x: Float[Array, "r d"], rows: Float[Array, "p d"]) -> str | None:
-    """Why a mixture's router isn't one kernel, or its sums and the norm after them; None if both are."""
-    m, router = layer.feed, weights["router"]
-    if len(x) > 1:
-        return f"{len(x)} rows"  # no faster at eight, and not measured between
-    each = m.per_token, m.per_token + bool(m.shared)
-    reason = one_router.supported(*rows.shape, router.outputs, each[0], m.shared, router.dtype)
-    return reason or expert_add.normed_supported(len(x), each[1], x.shape[1], x.dtype)
-
-
-def _mixed(
-    layer: Layer,
-    weights: Weights,
-    x: Float[Array, "r d"],
-    rows: Float[Array, "p d"],
-    positions: Int[Array, " p"],
-    next_norm: Float[Array, " d"],
-) -> tuple[Float[Array, "r d"], Float[Array, "p d"]]:
-    """The residual stream after a mixture of experts, and its norm."""
-    m, norm = layer.feed, layer.norm
-    gate = weights["shared_gate"].dequantised(x.dtype) if m.shared else None
-    of = rows, weights["router"].unquantised, positions, None, gate, shared_expert(weights)
-    ids, scores, rows = one_router.router(*of, k=m.per_token, renormalised=m.renormalised)
-    following = {"scale": next_norm, "centred": norm.centred, "eps": norm.eps}
-    return mix_chosen(m, weights, rows, ids, scores, x, valid=len(x), **following)
 
 
 def _projected(

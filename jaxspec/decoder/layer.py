@@ -319,7 +319,7 @@ def mix_chosen(
     **norm: Any,
 ) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Any]:
     """The same of flat rows whose experts are chosen; of the first `valid` rows alone, if that is given. `norm`: the
-    norm after it (`scale`, `centred`, `eps`), as in `experts_mlp`."""
+    norm after it (`scale`, `centred`), as in `experts_mlp`."""
     biases = (weights["experts_gate_up_bias"], weights["experts_down_bias"]) if m.bias else ()
     stacks, each = [(weights["experts_gate_up"], weights["experts_down"], *biases)], m.per_token
     if m.shared:  # one expert more, that every token chooses

@@ -103,7 +103,7 @@ def mixture(
         return _summed(made, x, after, norm.centred, ahead) if several else (made, (made, after))
     own = after is not None and _experts_scale(layer, x)  # of several devices too, which leave what it scales
     further = dict(residual=residual, valid=valid, scale=after if own else None, centred=norm.centred)
-    one_kernel = one_router.supported(*x.shape, width, m.per_token, False, router.dtype)
+    one_kernel = one_router.supported(*x.shape, width, m.per_token, router.dtype)
     one_kernel = "a shared expert, with which two kernels are faster" if m.shared else one_kernel
     if isinstance(given, few_rows.Scaled) and chosen(one_kernel):
         options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, real=experts)
@@ -116,12 +116,6 @@ def mixture(
     if several:
         return _summed(made[0] if own else made, x, after, norm.centred, ahead)
     return made if own else (made, (made, after))
-
-
-def shared_expert(weights: Weights) -> list[Array]:
-    """The matrices of the expert that all tokens share, if there is one: what a router's kernel can prefetch."""
-    names = [name for name in ("shared_gate_up", "shared_down") if name in weights]
-    return [weights[name].values.reshape(-1, weights[name].values.shape[2]) for name in names]
 
 
 def given_first(layer: Layer, weights: Weights, x: Float[Array, "r d"], scale: Float[Array, " d"]) -> Given:

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import add_norm
 from jaxspec.pallas.expert_stream import ALIGN
 from jaxspec.pallas.few_rows import GROUP, TILE, WIDE_ROWS, Scaled, tiles_of_squares
 from jaxspec.pallas.few_rows.block import by_row, one_row, params
@@ -35,71 +34,6 @@ def supported(rows: int, each: int, width: int, dtype: Any) -> str | None:
     if each > MOST:
         return f"{each} experts a token; supported: up to {MOST}"
     return f"rows {width} wide; supported: multiples of {TILE}" if width % TILE else None
-
-
-def normed_supported(rows: int, each: int, width: int, dtype: Any) -> str | None:
-    """Why `add_normed` can't serve so many rows of up to `each` experts, or None if it can."""
-    if rows > WIDE_ROWS:
-        return f"{rows} rows; supported: up to {WIDE_ROWS}"
-    if each > MOST:
-        return f"{each} experts a token; supported: up to {MOST}"
-    return add_norm.supported(width, dtype)
-
-
-@lower_once("expert_add", "eps", "each", "centred", "alone")
-def add_normed(
-    rows: Float[Array, "r d"],
-    place: Int[Array, "t _"],
-    weights: Float[Array, "t _"],
-    residual: Float[Array, "t d"],
-    scale: Float[Array, " d"],
-    *,
-    eps: float,
-    each: int | None = None,
-    centred: bool = False,
-    alone: int = 0,
-    interpret: Any = False,
-) -> tuple[Float[Array, "t d"], Float[Array, "p d"]]:
-    """The sums of `add_scaled`, and their norms, of `GROUP` rows: those from t on hold the last token's again."""
-    t, width = residual.shape
-    shapes = [jax.ShapeDtypeStruct((count, width), residual.dtype) for count in (t, GROUP)]
-    return tuple(
-        plgpu.kernel(
-            partial(_row, eps, each or place.shape[1], centred, alone),
-            kernel_name="expert_add",
-            out_type=shapes,
-            grid=(GROUP,),
-            grid_names=("row",),
-            compiler_params=plgpu.CompilerParams(approx_math=True),
-            interpret=interpret,
-        )(rows, place, weights, residual, scale)
-    )
-
-
-def _row(eps, each, centred, alone, rows_g, place_g, weights_g, residual_g, scale_g, out_g, normed_g):
-    row, (tokens, width) = lax.axis_index("row"), residual_g.shape
-    token = jnp.minimum(row, tokens - 1)
-    load = partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((width,), add_norm.VECTOR), optimized=False)
-    x, scale = load(residual_g.at[token]), load(scale_g).astype(_f32)
-    places = [_place(place_g[token, j], j, alone) for j in range(each)]
-    column = plgpu.broadcasted_iota(_i32, (width,), 0, layout=plgpu.Layout.WG_STRIDED((width,), add_norm.VECTOR))
-    total = jnp.zeros_like(x).astype(_f32)
-    for j, place in enumerate(places):
-        # Chosen, not multiplied by zero: what nobody wrote may not be a number.
-        wanted = column < jnp.where(place >= 0, _i32(width), _i32(0))
-        total = total + jnp.where(
-            wanted, load(rows_g.at[jnp.maximum(place, 0)]).astype(_f32) * weights_g[token, j], 0.0
-        )
-    x = (x.astype(_f32) + total.astype(x.dtype).astype(_f32)).astype(x.dtype)
-
-    @pl.when(row < tokens)
-    def _():
-        out_g[row] = x
-
-    wide = x.astype(_f32)
-    wide = wide * lax.rsqrt(jnp.sum(wide * wide) / width + eps)
-    wide = wide * (1 + scale) if centred else wide.astype(x.dtype).astype(_f32) * scale
-    normed_g[row] = wide.astype(x.dtype)
 
 
 def _place(number, j, alone):

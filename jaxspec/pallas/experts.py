@@ -59,8 +59,7 @@ def experts_mlp(
     scale: Float[Array, " d"] | None = None,
     centred: bool = False,
     tokens: int | None = None,
-    eps: float | None = None,
-) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled | Float[Array, "p d"]]:
+) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled]:
     """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype,
     added to `residual`, whose rows from t on stay as they are. `gating`: another function of gate and up.
 
@@ -70,8 +69,7 @@ def experts_mlp(
     it is given, hold nobody.
 
     With the `scale` of the norm after it the sums come as `Scaled` rows, too (`centred`: as in `few_rows.add_product`).
-    That is for rows where `scaled` is true. With its `eps` as well, they come as its normed rows instead, as
-    `expert_add.add_normed` makes them. `tokens`: how many rows of `x`, `ids` and `weights` are tokens, if not all.
+    That is for rows where `scaled` is true. `tokens`: how many rows of `x`, `ids` and `weights` are tokens, if not all.
     """
     each, whole = each or ids.shape[1], x
     x, ids, weights = (array[:tokens] for array in (x, ids, weights))
@@ -117,8 +115,6 @@ def experts_mlp(
     if scale is None:
         return _added(residual, combine(out, place, weights[:, :each]))
     named = {"each": each, "centred": centred, "alone": experts if alone else 0}
-    if eps is not None:
-        return expert_add.add_normed(out, place, weights, residual, scale, eps=eps, **named)
     return expert_add.add_scaled(out, place, weights, residual, scale, **named)
 
 

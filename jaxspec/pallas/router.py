@@ -7,7 +7,6 @@ normed rows, which the experts take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +21,13 @@ from jaxspec.pallas.few_rows.block import begin, grid_of, multiply, params, prep
 from jaxspec.pallas.few_rows.layer import Scaled
 from jaxspec.pallas.few_rows.share import GROUP, TILE, Share
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.top_experts import LANES, LAYOUT, NOBODY, across, choose, gate_product, most_chosen
+from jaxspec.pallas.top_experts import LANES, LAYOUT, NOBODY, across, choose, most_chosen
 
 CLUSTER = 8  # blocks, the most that every Hopper card runs together
 _i32, _f32 = jnp.int32, jnp.float32
 
 
-def supported(rows: int, width: int, experts: int, k: int, shared: bool, dtype: Any) -> str | None:
+def supported(rows: int, width: int, experts: int, k: int, dtype: Any) -> str | None:
     """Why the kernel can't choose k of so many experts for rows of this width, or None if it can."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"a router in {jnp.dtype(dtype).name}; supported: bfloat16"
@@ -36,10 +35,8 @@ def supported(rows: int, width: int, experts: int, k: int, shared: bool, dtype: 
         return f"{rows} rows; supported: {GROUP}"
     if width % TILE or experts % TILE:
         return f"a router of {width} by {experts}; supported: multiples of {TILE}"
-    if shared and width % LANES:
-        return f"rows {width} wide with a shared expert; supported: multiples of {LANES}"
-    if k > most_chosen(shared):
-        return f"{k} experts a token; supported: up to {most_chosen(shared)}"
+    if k > most_chosen(False):
+        return f"{k} experts a token; supported: up to {most_chosen(False)}"
     share = _share(rows, width, experts)
     return None if share.slots >= share.chunks else f"a router of {width} by {experts} for shared memory"
 
@@ -51,66 +48,52 @@ def _share(rows: int, width: int, columns: int, splits: int | None = None) -> Sh
 
 @lower_once("router", "k", "renormalised", "eps", "real", "splits")
 def router(
-    x: Scaled | Float[Array, "r d"],
+    x: Scaled,
     weight: Float[Array, "d e"],
     positions: Int[Array, " r"],
     bias: Float[Array, " e"] | None = None,
-    gate: Float[Array, "d 1"] | None = None,
-    ahead: Sequence[Array] = (),
     *,
     k: int,
     renormalised: bool,
-    eps: float = 0.0,
+    eps: float,
     real: int | None = None,
     splits: int | None = None,
     interpret: Any = False,
 ) -> tuple[Int[Array, "r w"], Float[Array, "r w"], Float[Array, "r d"]]:
     """`top_experts` of the normed rows' logits, in w = `LANES` columns, and the normed rows in bfloat16.
 
-    Rows that aren't `Scaled` are normed already. Otherwise the norm, of this `eps`, is rounded in the result alone:
-    logits are sums of the scaled rows, multiplied by the norm's factor in float32. `bias` is added to logits. `gate`:
-    of an expert that all tokens share. `ahead`: matrices that will be read next, such as that expert's, which are
-    prefetched into the L2 cache: memory is idle here. `real`: how many columns are experts', if not all. `splits`:
+    The norm, of this `eps`, is rounded in the result alone: logits are sums of the scaled rows, multiplied by the
+    norm's factor in float32. `bias` is added to logits. `real`: how many columns are experts', if not all. `splits`:
     among how many blocks to divide the inputs; interpret mode takes 1.
     """
-    given = x if isinstance(x, Scaled) else (x,)
-    (rows, width), experts, keep = given[0].shape, weight.shape[1], len(given) > 1
+    (rows, width), experts = x.rows.shape, weight.shape[1]
     share = _share(rows, width, experts, splits)
-    more = [each.reshape(-1) for each in (bias, gate) if each is not None]
+    biases = [] if bias is None else [bias]
     chosen = partial(jax.ShapeDtypeStruct, (rows, LANES))
-    logits = rows, -(-experts // LANES) * LANES
-    ahead = [x if x.dtype == jnp.bfloat16 else lax.bitcast_convert_type(x, jnp.int8) for x in ahead]
-    has = keep, bias is not None, gate is not None, len(ahead)
-    scratch = {"logits_s": plgpu.SMEM(logits, _f32), "factor_s": plgpu.SMEM((rows,), _f32)}
+    scratch = {"logits_s": plgpu.SMEM((rows, -(-experts // LANES) * LANES), _f32)}
     made = plgpu.kernel(
-        partial(_block, share, eps, real or experts, k, renormalised, has),
+        partial(_block, share, eps, real or experts, k, renormalised),
         kernel_name="router",
-        out_type=[chosen(_i32), chosen(_f32)] + [jax.ShapeDtypeStruct((rows, width), given[0].dtype)] * keep,
+        out_type=[chosen(_i32), chosen(_f32), jax.ShapeDtypeStruct((rows, width), x.rows.dtype)],
         **grid_of(share),
         scratch_types=scratch_of(share) | scratch,
         compiler_params=params(),
         interpret=interpret,
-    )(given[0], weight, positions, *given[1:], *more, *ahead)
-    return tuple(made) if keep else (*made, x)
+    )(x.rows, x.squares, weight, positions, *biases)
+    return tuple(made)
 
 
-def _block(share, eps, experts, k, renormalised, has, x_g, weight_g, positions_g, *refs, logits_s, factor_s, **scratch):
-    *more, ids_g, weights_g = refs if not has[0] else refs[:-1]
-    squares_g, bias_g, gate_g = (more.pop(0) if each else None for each in has[:3])
+def _block(share, eps, experts, k, renormalised, x_g, squares_g, weight_g, positions_g, *refs, logits_s, **scratch):
+    *biases_g, ids_g, weights_g, rows_g = refs
     load = partial(plgpu.load, optimized=False)
     fetch = begin(share, [weight_g], [x_g], **scratch)
     # Asked for before anything is waited for, as each would take its time later.
     position = load(positions_g, layout=LAYOUT.reduce(1))
-    biases = []
-    if bias_g is not None:
-        groups = [bias_g.at[pl.ds(g * TILE, TILE)] for g in range(share.groups)]
-        biases = [load(group, layout=plgpu.Layout.WGMMA.reduce(1)).astype(_f32) for group in groups]
-    product = None if gate_g is None else gate_product(x_g, gate_g)
-    factor = prepare(share, [x_g], [squares_g], eps, scratch["rows_s"], False, refs[-1]) if has[0] else None
+    groups = [bias_g.at[pl.ds(g * TILE, TILE)] for bias_g in biases_g for g in range(share.groups)]
+    biases = [load(group, layout=plgpu.Layout.WGMMA.reduce(1)).astype(_f32) for group in groups]
+    factor = prepare(share, [x_g], [squares_g], eps, scratch["rows_s"], False, rows_g)
 
     def finish(totals):
-        if factor is not None:
-            factor_s[...] = factor
         for g, total in enumerate(totals):
             if biases:
                 total = total + lax.broadcast_in_dim(biases[g], total.shape, [0])
@@ -118,13 +101,7 @@ def _block(share, eps, experts, k, renormalised, has, x_g, weight_g, positions_g
             part[...] = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         ids, weights = choose(load(logits_s, layout=LAYOUT), experts, k, renormalised)
-        if product is not None:
-            own = product if factor is None else product * load(factor_s, layout=LAYOUT.reduce(1))
-            own = 1 / (1 + jnp.exp(-own))
-            lane = plgpu.broadcasted_iota(_i32, ids.shape, 1, layout=LAYOUT)
-            ids = jnp.where(lane == k, experts, ids)
-            weights = jnp.where(lane == k, across(own, ids.shape), weights)
         ids_g[...] = jnp.where(across(position, ids.shape) >= 0, ids, NOBODY)
         weights_g[...] = weights
 
-    multiply(share, fetch, more, finish, factor, **scratch)
+    multiply(share, fetch, (), finish, factor, **scratch)

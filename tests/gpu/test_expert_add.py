@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_expert_add import check, check_alone, check_normed
+from tests.test_expert_add import check, check_alone
 
 pytestmark = pytest.mark.gpu
 
@@ -17,8 +17,3 @@ def test_rows_are_added_up(t, k, d):
 
 def test_one_tokens_rows_need_no_places():
     check_alone(9, 2048)
-
-
-@pytest.mark.parametrize("t", [1, 3, 8])
-def test_rows_are_added_up_and_normed(t):
-    check_normed(t, 9, 2048, centred=t == 1)
