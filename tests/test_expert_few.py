@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.fp8 import E4M3
 from jaxspec.pallas import experts, few_rows, hopper
 from jaxspec.pallas.expert_few import mix, plan, supported
 from jaxspec.pallas.expert_few.plan import COLUMNS, MOST, PARTS, ROWS, STEP, TILE, Plan, Work
 from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Weight
+from jaxspec.weights import Fp8, Weight
 from tests.sample import rare
+from tests.test_expert_fp8 import fp8_case
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
 from tests.test_moe import arrays, naive, random_case
 
@@ -40,6 +42,32 @@ def few_blocks(monkeypatch):
 def test_matches_what_each_token_gets_by_itself(few_blocks, t, e, k, shared, d, f):
     case = bfloat16(random_case(t, e, k, 0.3, d=d, f=f, seed=t, shared=shared))
     assert_close(interpreted(*case), naive(*case))
+
+
+def fp8_arrays(stacks):
+    """The weights of `fp8_case` as the kernel takes them."""
+    return [tuple(few_rows.Fp8Weight(weight.values, weight.scales) for weight in stack) for stack in stacks]
+
+
+@pytest.mark.parametrize("t,e,k,shared,d,f", [
+    rare(1, 6, 3, 256, 512, 256),  # blocks with half a tile, blocks with two
+    (1, 5, 4, 0, 512, 1280),  # an odd number of steps of `down`, more than the ring of hidden rows has slots
+    (3, 7, 2, 256, 512, 256),  # an odd number of tokens, several experts' parts in a tile
+    rare(8, 4, 2, 256, 512, 256),  # experts of several tokens, and one of all
+])  # fmt: skip
+def test_fp8_experts_match_numpy(few_blocks, t, e, k, shared, d, f):
+    (x, stacks, *rest), whole = fp8_case(t, e, k, d=d, f=f, shared=shared)
+    got = mix(x, fp8_arrays(stacks), *rest, fused=False, interpret=plgpu.InterpretGPUParams())
+    assert_close(got, naive(*whole))
+
+
+@pytest.mark.parametrize("t", [1, rare(3), rare(8)])
+@pytest.mark.parametrize("f", [512, 768])
+def test_rings_of_fp8_experts_are_shared_out(t, f):
+    """Each slot is one warpgroup's, whichever tile comes: steps of `up` and slots are even."""
+    sizes = Plan(t, 9, 2048, f, (256, 1), True)
+    assert sizes.slots % 2 == sizes.hidden_slots % 2 == sizes.d // STEP % 2 == 0
+    assert sizes.flight < sizes.slots
 
 
 def test_is_added_to_the_residual_stream(few_blocks):
@@ -110,13 +138,22 @@ def mixtures():
         yield pytest.param(*case, marks=() if case in often else pytest.mark.exhaustive)
 
 
+def shapes_of_weight(fp8: bool, *shape: int) -> Weight:
+    of = jax.ShapeDtypeStruct
+    if not fp8:
+        return Weight(of(shape, jnp.bfloat16))
+    e, n, k = shape
+    return Weight(of(shape, E4M3), Fp8(128), scales=of((e, n // 128, k // 128), jnp.float32))
+
+
 @pytest.mark.parametrize("model,tokens", list(mixtures()))
-def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, monkeypatch):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, fp8, monkeypatch):
     """Nothing stands before or after it, but for the counters' zeros."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     d, f, e, k, shared = MODELS[model]
     shape = jax.ShapeDtypeStruct
-    stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
+    stack = lambda e: tuple(shapes_of_weight(fp8, e, *s) for s in ((2 * f, d), (d, f)))  # noqa: E731
     stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
     before = KERNELS["expert_few"]

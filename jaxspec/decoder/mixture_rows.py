@@ -125,7 +125,7 @@ def given_first(layer: Layer, weights: Weights, x: Float[Array, "r d"], scale: F
         return x, scale
     rows, squares = few_rows.scale_rows(x, scale, layer.norm.centred)
     mixture = isinstance(layer.feed, Mixture) and devices() == 1
-    if mixture and isinstance(weights["experts_down"].format, Unquantised):
+    if mixture and isinstance(weights["experts_down"].format, (Unquantised, Fp8)):
         squares = jnp.pad(squares, ((0, max(0, x.shape[1] // expert_few.COLUMNS - len(squares))), (0, 0)))
     return few_rows.Scaled(rows, squares)
 

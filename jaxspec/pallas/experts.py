@@ -5,15 +5,16 @@ bulk copy can start), and are cut into items of at most n rows, which go through
 proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
 Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`); few tokens' sums are added up for the
-norm after them (`expert_add`), and one token alone needs no plan there. Unquantised weights are multiplied by
-`expert_stream`, or up to eight tokens by `expert_few`, which needs no items. FP8 weights are multiplied by
-`expert_fp8` and MXFP4 ones by `expert_mxfp4`, however many tokens there are. XLA multiplies all others, item by item.
+norm after them (`expert_add`), and one token alone needs no plan there. Up to eight tokens, unquantised and FP8 weights
+are multiplied by `expert_few`, which needs no items. Otherwise `expert_stream` multiplies unquantised weights,
+`expert_fp8` FP8 ones, and `expert_mxfp4` MXFP4 ones, and XLA all others, item by item.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from jaxspec.pallas import (
     portable,
 )
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, Items
-from jaxspec.pallas.few_rows import Scaled
+from jaxspec.pallas.few_rows import Fp8Weight, Scaled
 from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.pallas.portable import experts as portable_experts
 from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
@@ -75,9 +76,9 @@ def experts_mlp(
     x, ids, weights = (array[:tokens] for array in (x, ids, weights))
     unread = _unread(stacks, gating)
     arrays = [] if unread else [(gate_up.unquantised, down.unquantised) for gate_up, down in stacks]
-    few = unread or expert_few.supported(len(x if residual is None else residual), each, x.dtype, arrays)
+    few = _few_refused(len(x if residual is None else residual), each, x.dtype, stacks, gating)
     if chosen(few, x.shape[1] // expert_few.COLUMNS):
-        return expert_few.mix(x, arrays, ids, weights, residual, scale, each=each, centred=centred)
+        return expert_few.mix(x, _few_stacks(stacks), ids, weights, residual, scale, each=each, centred=centred)
     packed = Mxfp4() in formats(stacks)
     ported = (portable_mxfp4 if packed else portable_experts).supported(x.dtype, stacks)
     if ported is not None:
@@ -125,6 +126,20 @@ def _added(residual: Float[Array, "n d"] | None, mixed: Float[Array, "t d"]) -> 
 def scaled(residual: Float[Array, "n d"], each: int) -> bool:
     """Whether `experts_mlp` can give sums of rows like these, of so many experts each, as `Scaled` rows as well."""
     return chosen(expert_add.supported(len(residual), each, residual.shape[1], residual.dtype))
+
+
+def _few_refused(rows: int, each: int, dtype: Any, stacks: list[Stack], gating: Gating | None) -> str | None:
+    """Why `expert_few` can't serve so many rows of `each` of these experts, or None if it can."""
+    if reason := _unread(stacks, gating):
+        reason = _beyond_kernels(stacks, gating) or expert_fp8.supported(dtype, stacks)
+    return reason or expert_few.supported(rows, each, dtype, _few_stacks(stacks))
+
+
+def _few_stacks(stacks: list[Stack]) -> list[expert_few.Stack]:
+    """As that kernel takes them."""
+    if isinstance(stacks[0][0].format, Unquantised):
+        return [(gate_up.unquantised, down.unquantised) for gate_up, down in stacks]
+    return [tuple(Fp8Weight(weight.values, weight.scales) for weight in stack) for stack in stacks]
 
 
 def _unread(stacks: list[Stack], gating: Gating | None) -> str | None:

@@ -11,6 +11,7 @@ from jaxspec.pallas import experts
 from jaxspec.pallas.expert_few import ROWS, mix
 from jaxspec.pallas.experts import NOBODY
 from tests import test_expert_few as cpu
+from tests.gpu import test_expert_fp8
 from tests.gpu.test_expert_stream import draw
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
 from tests.test_moe import arrays, random_case
@@ -72,3 +73,33 @@ def test_small_experts(tokens):
         if tokens > 1:
             first = ids.at[0].set(NOBODY)
             assert_close(run(x, stacks, first, weights), expected(x, stacks, first, weights))
+
+
+@jax.jit
+def run_fp8(x, stacks, *rest):
+    return mix(x, cpu.fp8_arrays(stacks), *rest)
+
+
+@pytest.mark.parametrize("tokens", range(1, ROWS + 1))
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+def test_fp8_experts_match_the_reference(model, tokens):
+    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
+    for seed, skew in enumerate((0.0, 0.5)):
+        case = test_expert_fp8.draw(model, tokens, skew, seed)
+        got = run_fp8(*case)
+        for _ in range(3):
+            np.testing.assert_array_equal(got, run_fp8(*case))
+        assert_close(got, expected(*case), 1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_small_fp8_experts(tokens):
+    """As `test_small_experts`."""
+    for seed in range(5):
+        x, _, ids, weights = bfloat16(random_case(tokens, 16, 3, d=2048, f=1, seed=seed))
+        stacks = [test_expert_fp8.stack(16, 2048, 256, seed)]
+        assert_close(run_fp8(x, stacks, ids, weights), expected(x, stacks, ids, weights), 1e-2)
+        ids = ids.at[-1].set(NOBODY)
+        got = run_fp8(x, stacks, ids, weights)
+        assert not np.asarray(got[-1], np.float32).any()
+        np.testing.assert_array_equal(got[:-1], run_fp8(x, stacks, ids, weights)[:-1])

@@ -16,6 +16,9 @@ Weights go through a ring in shared memory. Its producer runs ahead of the produ
 blocks' hidden rows, its weights of `down` are on their way, and at one token all of them fit. Only a few are in flight
 at a time: with more, everything is slower, presumably because writes wait among the reads. Copies are few and large,
 because all of a warpgroup's threads announce each of them.
+
+FP8 weights (`fp8`) take half the bytes, and must become bfloat16 on their way. Two warpgroups multiply them, step by
+step in turn, and the first one adds up. A warp has one expert's outputs, and multiplies that expert's rows alone.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
@@ -40,13 +44,15 @@ from jaxspec.pallas.expert_few.plan import (
     STEP,
     TILE,
     Plan,
+    Stack,
     supported,
+    values_of,
 )
-from jaxspec.pallas.expert_stream import Stack
+from jaxspec.pallas.few_rows import Fp8Weight
 from jaxspec.pallas.few_rows.layer import Scaled
 from jaxspec.pallas.once import lower_once
 
-__all__ = ["COLUMNS", "ROWS", "mix", "supported"]
+__all__ = ["COLUMNS", "ROWS", "Stack", "mix", "supported"]
 
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -93,11 +99,10 @@ def mix(
 def _launch(ids, weights, *, up, down, shape, centred, interpret):
     """Hidden rows, which `up`, (tokens' rows, weights), makes; what `down`, (hidden rows, weights, the residual stream
     or None, the scale of a norm or None), makes of them, of up's if it has none."""
-    if up is None:
-        (f, d), stacks = down[1][0].shape[:0:-1], down[1]
-    else:
-        (d, f), stacks = (up[1][0].shape[2], up[1][0].shape[1] // 2), up[1]
-    plan, dtype = Plan(*shape, d, f, tuple(len(stack) for stack in stacks)), stacks[0].dtype
+    stacks = [values_of(weight) for weight in (down if up is None else up)[1]]
+    d, f = stacks[0].shape[1:] if up is None else (stacks[0].shape[2], stacks[0].shape[1] // 2)
+    quantised, dtype = isinstance((up or down)[1][0], Fp8Weight), (up or down)[0].dtype
+    plan = Plan(*shape, d, f, tuple(len(stack) for stack in stacks), quantised)
     outs = {}
     if up:
         outs["hidden"] = jax.ShapeDtypeStruct((plan.groups * plan.beside, f), dtype)
@@ -107,38 +112,52 @@ def _launch(ids, weights, *, up, down, shape, centred, interpret):
             outs |= {"scaled": outs["out"], "squares": jax.ShapeDtypeStruct((plan.blocks, ROWS), _f32)}
     held = {"ids": ids, "weights": weights if down else None, "x": up and up[0], "hidden": down and down[0]}
     held |= {"residual": down and down[2], "scale": down and down[3]}
-    held |= {f"up{i}": stack for i, stack in enumerate(up[1] if up else ())}
-    held |= {f"down{i}": stack for i, stack in enumerate(down[1] if down else ())}
+    for name, part in (("up", up), ("down", down)):
+        held |= _operands(name, part[1] if part else ())
     held = {name: value for name, value in held.items() if value is not None}
     barrier = partial(plgpu.Barrier, num_barriers=plan.slots)
+    two = dict(sums_s=plgpu.SMEM((TILE, ROWS), _f32), sent=plgpu.Barrier(), taken=plgpu.Barrier())
     return plgpu.kernel(
-        partial(kernel, plan, centred, tuple(held), tuple(outs)),
+        partial(kernel, plan, centred, bool(interpret), tuple(held), tuple(outs)),
         kernel_name="expert_few",
         out_type=list(outs.values()),
         grid=(plan.blocks,),
         grid_names=("block",),
-        num_threads=3,
+        num_threads=2 + plan.multipliers,
         thread_name="warpgroup",
         scratch_types=dict(
-            weight_s=plgpu.SMEM((plan.slots, TILE, STEP), dtype),
+            weight_s=plgpu.SMEM((plan.slots, TILE, STEP), jnp.int8 if quantised else dtype),
             x_s=plgpu.SMEM((d // STEP, ROWS, STEP), dtype),
             hidden_s=plgpu.SMEM((plan.hidden_slots, plan.beside, STEP), dtype),
             both_s=plgpu.SMEM((ROWS, TILE), _f32),
             part_s=plgpu.SMEM((PARTS, ROWS, PART), dtype),
-            each_s=plgpu.SMEM((ODD + plan.beside + ROWS, TILE), dtype),
+            each_s=plgpu.SMEM((ODD + plan.made + ROWS, TILE), dtype),
             out_s=plgpu.SMEM((ROWS, COLUMNS), dtype),
             rank_s=plgpu.SMEM((2, PAIRS), _i32),
             experts_s=plgpu.SMEM((2, PAIRS), _i32),
             known=plgpu.Barrier(),
             weight_full=barrier(num_arrivals=ARRIVALS),
             weight_empty=barrier(num_arrivals=1),
-            x_full=plgpu.Barrier(num_arrivals=d // STEP),
+            x_full=plgpu.Barrier(num_arrivals=d // STEP if plan.t == ROWS else 1),
             residual_full=plgpu.Barrier(),
             hidden_full=plgpu.Barrier(num_barriers=plan.hidden_slots),
             hidden_empty=plgpu.Barrier(num_barriers=plan.hidden_slots),
+            **(two if plan.multipliers > 1 else {}),
         ),
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below. What is
         # reduced lies within a warp.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(*held.values())
+
+
+def _operands(name, weights):
+    """By their names, the arrays that the kernel takes for each stack's weight."""
+    held = {}
+    for i, weight in enumerate(weights):
+        if isinstance(weight, Fp8Weight):
+            held[f"{name}{i}"] = lax.bitcast_convert_type(weight.values, jnp.int8)
+            held[f"{name}_scales{i}"] = weight.scales
+        else:
+            held[f"{name}{i}"] = weight
+    return held

@@ -10,11 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.pallas.expert_few import fp8
 from jaxspec.pallas.expert_few.find import find
 from jaxspec.pallas.expert_few.plan import (
     ARRIVALS,
     COLUMNS,
-    FLIGHT,
     HALF,
     PART,
     ROWS,
@@ -31,24 +31,28 @@ from jaxspec.pallas.expert_few.ring import drain, fill
 _i32, _f32 = jnp.int32, jnp.float32
 
 
-def kernel(plan, centred, held, outs, *refs, **scratch):
+def kernel(plan, centred, interpret, held, outs, *refs, **scratch):
     """`held` and `outs` name the references, operands and results."""
     block = _Block(plan, dict(zip((*held, *outs), refs, strict=True)), scratch)
-    block.centred = centred
+    block.centred, block.interpret = centred, interpret
     pl.when(block.warpgroup == 1)(lambda: _Weights(block).produce())
     pl.when(block.warpgroup == 2)(lambda: _produce_rows(block))
-    pl.when(block.warpgroup == 0)(lambda: _consume(block))
+    for turn, warpgroup in enumerate((0, 3)[: plan.multipliers]):
+        pl.when(block.warpgroup == warpgroup)(partial(_consume, block, turn))
 
 
 class _Block:
     """What the warpgroups of a block share. `centred`: of the norm that follows."""
 
     centred: bool
+    interpret: bool
 
     def __init__(self, plan: Plan, refs: dict[str, Any], scratch: dict[str, Any]):
         self.plan, self.refs, self.scratch = plan, refs, scratch
-        self.ups = [refs[f"up{i}"] for i in range(len(plan.stacks)) if "up0" in refs]
-        self.downs = [refs[f"down{i}"] for i in range(len(plan.stacks)) if "down0" in refs]
+        stacks = range(len(plan.stacks))
+        of_all = lambda name: [refs[f"{name}{i}"] for i in stacks if f"{name}0" in refs]  # noqa: E731
+        self.ups, self.downs = of_all("up"), of_all("down")
+        self.up_scales, self.down_scales = of_all("up_scales"), of_all("down_scales")
         self.number, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         self.columns = pl.ds(self.number * COLUMNS, COLUMNS)  # of the result, and of what it is added to
         self.first_experts = refs["ids"].at[0]  # known without a search: their weights are prefetched
@@ -74,7 +78,7 @@ class _Weights:
 
     def produce(self):
         block, plan = self.block, self.plan
-        plgpu.set_max_registers(96, action="decrease")
+        plgpu.set_max_registers(plan.registers[0], action="decrease")
         step = _i32(0)
         if block.ups:
             step = self._waves(0, _i32(plan.ahead), block.first_experts, step)
@@ -86,7 +90,7 @@ class _Weights:
         if block.downs:
             step = lax.fori_loop(_i32(0), work.groups, partial(self._down, work), step)
 
-        drain(self.full, plan.slots, step, FLIGHT)
+        drain(self.full, plan.slots, step, plan.flight)
         drain(self.empty, plan.slots, step, plan.slots)
 
     def _waves(self, first, end, experts, step):
@@ -113,7 +117,7 @@ class _Weights:
             for _ in range(2 * len(parts), ARRIVALS):
                 plgpu.barrier_arrive(self.full.at[slot])
 
-        return fill(plan.d // STEP, fetch, self.empty, plan.slots, step, self.full)
+        return fill(plan.d // STEP, fetch, self.empty, plan.slots, step, self.full, plan.flight)
 
     def _down(self, work, i, step):
         """The block's outputs of a group of experts."""
@@ -130,7 +134,7 @@ class _Weights:
             for _ in range(TOGETHER, ARRIVALS):
                 plgpu.barrier_arrive(self.full.at[slot])
 
-        return fill(plan.f // STEP, fetch, self.empty, plan.slots, step, self.full)
+        return fill(plan.f // STEP, fetch, self.empty, plan.slots, step, self.full, plan.flight)
 
     def _fetch(self, stacks, real, expert, rows, inputs, slot, place):
         """Copy weight rows of an expert to a place in a slot, or if it isn't `real`, only say so."""
@@ -157,7 +161,7 @@ def _produce_rows(block: _Block):
             plgpu.copy_gmem_to_smem(inputs, scratch["x_s"].at[k], scratch["x_full"])
     if plan.t > 1:
         find(plan, refs["ids"], scratch)
-    plgpu.set_max_registers(96, action="decrease")
+    plgpu.set_max_registers(plan.registers[0], action="decrease")
     if not block.downs:
         return
     if "residual" in refs:
@@ -179,45 +183,88 @@ def _produce_rows(block: _Block):
     drain(empty, plan.hidden_slots, lax.fori_loop(_i32(0), work.groups, group, _i32(0)), plan.hidden_slots)
 
 
-def _consume(block: _Block):
-    """Multiply: the block's tiles of `up`, then its columns of `down`."""
+def _consume(block: _Block, turn: int):
+    """Multiply: the block's tiles of `up`, then its columns of `down`. The first warpgroup of those that do adds up."""
     plan, refs, scratch = block.plan, block.refs, block.scratch
-    plgpu.set_max_registers(200, action="increase")
-    step = _i32(0)
-    if block.ups:
+    plgpu.set_max_registers(plan.registers[1], action="increase")
+    work, step = block.await_work(), _i32(0)
+    scales = partial(_scales, block, work)
+    up, down = scales("up", _i32(0)), scales("down", _i32(0))  # before anything is waited for
+    if block.ups and turn == 0:
         place_rows(plan, refs["x"], scratch["x_s"], scratch["x_full"])
-    work = block.await_work()
+    if plan.multipliers > 1 and block.ups and plan.t < ROWS:
+        pl.when(turn == 0)(lambda: plgpu.barrier_arrive(scratch["x_full"]))
+        plgpu.barrier_wait(scratch["x_full"])
+    elif block.ups and turn > 0:
+        plgpu.barrier_wait(scratch["x_full"])
     if block.ups:
 
-        def tile(i, step):
-            both, step = multiply(plan, scratch, plan.d, ROWS, step)
-            first, high = work.parts(i)
-            write_hidden(plan, scratch, both, refs["hidden"], first, high)
-            if block.done is not None:
-                tell(plan, block.done, first, high)
-            return step
+        def tile(i, carry):
+            step, own = carry
+            following = scales("up", i + 1)
+            both, step = _multiplied(block, turn, i, own, plan.d, ROWS, step)
+            if turn == 0:
+                first, high = work.parts(i)
+                write_hidden(plan, scratch, both, refs["hidden"], first, high)
+                if block.done is not None:
+                    tell(plan, block.done, first, high)
+            return step, following
 
-        step = lax.fori_loop(_i32(0), work.tiles, tile, step)
+        step, _ = lax.fori_loop(_i32(0), work.tiles, tile, (step, up))
     if block.downs:
-        scale = _load_scale(block)  # before anything is waited for
-        _write_out(block, _sum_up(block, work, step), scale)
-    plgpu.wait_smem_to_gmem(0)
+        scale = _load_scale(block) if turn == 0 else None  # before anything is waited for
+        total = _sum_up(block, work, turn, step, down)
+        if turn == 0:
+            _write_out(block, total, scale)
+    if turn == 0:
+        plgpu.wait_smem_to_gmem(0)
+    else:
+        sent = (work.tiles if block.ups else 0) + (work.groups if block.downs else 0)
+        pl.when(sent > 0)(lambda: plgpu.barrier_wait(scratch["taken"]))
 
 
-def _sum_up(block: _Block, work: Work, step):
+def _scales(block: _Block, work: Work, name: str, i):
+    """Those of a tile of `up`, or of a group of experts of `down`; None of unquantised weights."""
+    plan, interpret = block.plan, block.interpret
+    if name == "up" and block.up_scales:
+        first, high = work.parts(jnp.minimum(i, jnp.maximum(work.tiles - 1, 0)))
+        return fp8.up_scales(plan, block.up_scales, block.experts, first, high, interpret)
+    if name == "down" and block.down_scales:
+        column = block.number * COLUMNS
+        return fp8.down_scales(plan, block.down_scales, block.experts, work.count, i, column, interpret)
+    return None
+
+
+def _multiplied(block: _Block, turn: int, before, scales, inputs, rows, step, hidden_step=None):
+    """A tile of weights times `rows` rows, in the first warpgroup; `before`: how many tiles came before."""
+    plan, scratch = block.plan, block.scratch
+    if not plan.fp8:
+        return multiply(plan, scratch, inputs, rows, step, hidden_step)
+    total, step = fp8.multiply(plan, scratch, turn, scales, inputs, step, hidden_step, block.interpret)
+    if turn == 0:
+        return fp8.receive(scratch, total), step
+    fp8.send(scratch, total, before)
+    return total, step
+
+
+def _sum_up(block: _Block, work: Work, turn: int, step, scales):
     """The block's columns of what the experts make for each token, f32[ROWS, COLUMNS]."""
     plan, refs, scratch = block.plan, block.refs, block.scratch
-    share = share_of(plan, refs["ids"], refs["weights"])
+    share = share_of(plan, refs["ids"], refs["weights"]) if turn == 0 else None
+    tiles = work.tiles if block.ups else _i32(0)
 
     def group(i, carry):
-        step, total = carry
-        each_share = shares(plan, block.experts, share, i, work.count)  # loaded before anything is waited for
+        step, own, total = carry
+        following = _scales(block, work, "down", i + 1)
+        each_share = shares(plan, block.experts, share, i, work.count) if turn == 0 else None  # before any wait
         first = i * (plan.f // STEP)
-        each, step = multiply(plan, scratch, plan.f, plan.beside, step, first)
-        return step, add(plan, scratch["each_s"], each, each_share, total)
+        each, step = _multiplied(block, turn, tiles + i, own, plan.f, plan.beside, step, first)
+        if turn == 0:
+            total = add(plan, scratch["each_s"], each, each_share, total)
+        return step, following, total
 
     total = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), _f32), everywhere(COLUMNS))
-    return lax.fori_loop(_i32(0), work.groups, group, (step, total))[1]
+    return lax.fori_loop(_i32(0), work.groups, group, (step, scales, total))[2]
 
 
 def _load_scale(block: _Block):

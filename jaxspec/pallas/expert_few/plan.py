@@ -8,12 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.pallas.expert_stream import Stack
+from jaxspec.fp8 import BLOCK
+from jaxspec.pallas.few_rows import Fp8Weight
 from jaxspec.pallas.hopper import BULK_COPY, WGMMA_ROWS
 from jaxspec.pallas.weight_stream import ROOM
+
+# An expert's gate and up, [e, 2f, d], gate's rows first, and down, [e, d, f]; both in bfloat16 or both in FP8.
+Stack = tuple[jax.Array, jax.Array] | tuple[Fp8Weight, Fp8Weight]
 
 ROWS = 8  # of tokens in a product, whether they are tokens or not
 MOST = 16  # experts of a token
@@ -30,21 +35,26 @@ PART = 16  # rows of gate, and of up, that one copy brings where a tile isn't on
 PARTS = HALF // PART  # of a tile of `up`
 ARRIVALS = max(2 * PARTS, TOGETHER)  # of copies into a slot: as many as any tile has
 ALIGNED = 1024  # bytes: what each array in shared memory begins at a multiple of
-AHEAD = 768  # inputs of `down` whose hidden rows there is room for
-FLIGHT = 2  # slots of weights that are under way at once
+AHEAD, FP8_AHEAD = 768, 1024  # inputs of `down` whose hidden rows there is room for
+FLIGHT = 64 * 1024  # bytes of weights that are under way at once
+LANES = 32  # of a warp: each has the scale of a block of inputs
 ODD = 2  # rows before the results, so that slices begin at no multiple of four: Mosaic swizzles such slices wrongly
 _i32 = jnp.int32
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of one launch: t tokens, model width d, k experts of width f each, and how many each stack has."""
+    """Sizes of one launch: t tokens, model width d, k experts of width f each, and how many each stack has.
+
+    `fp8`: weights are, and become bfloat16 in registers. Two warpgroups multiply then, which take turns at steps.
+    """
 
     t: int
     k: int
     d: int
     f: int
     stacks: tuple[int, ...]
+    fp8: bool = False
 
     @property
     def experts(self) -> int:
@@ -86,14 +96,50 @@ class Plan:
 
     @property
     def hidden_slots(self) -> int:
-        return AHEAD // STEP
+        return self.hidden_ahead // STEP
+
+    @property
+    def hidden_ahead(self) -> int:
+        """Inputs of `down` whose hidden rows there is room for."""
+        return FP8_AHEAD if self.fp8 else AHEAD
+
+    @property
+    def multipliers(self) -> int:
+        """Warpgroups that multiply."""
+        return 2 if self.fp8 else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that fetches, and of one that multiplies."""
+        return (72, 184) if self.fp8 else (96, 200)
+
+    @property
+    def slot_bytes(self) -> int:
+        return (1 if self.fp8 else 2) * TILE * STEP
+
+    @property
+    def flight(self) -> int:
+        """Slots of weights that are under way at once."""
+        return FLIGHT // self.slot_bytes
+
+    @property
+    def made(self) -> int:
+        """Rows of what a group of experts makes: FP8 ones multiply their own hidden rows alone."""
+        return ROWS if self.fp8 else self.beside
+
+    @property
+    def apart(self) -> int:
+        """From the rows that an expert makes to the next one's."""
+        return 0 if self.fp8 else self.pitch
 
     @property
     def slots(self) -> int:
-        rows, hidden = 2 * ROWS * self.d, 2 * AHEAD * self.beside
-        results = 4 * ROWS * TILE, 2 * ROWS * HALF, 2 * (ODD + self.beside + ROWS) * TILE, 2 * ROWS * COLUMNS
-        taken = sum(-(-each // ALIGNED) * ALIGNED for each in (rows, hidden, *results, *[8 * PAIRS] * 2))
-        return (ROOM - taken) // (2 * TILE * STEP)
+        """Of the ring. A slot, of either ring, is always the same warpgroup's: a barrier is waited for each time."""
+        rows, hidden = 2 * ROWS * self.d, 2 * self.hidden_ahead * self.beside
+        results = 4 * ROWS * TILE, 2 * ROWS * HALF, 2 * (ODD + self.made + ROWS) * TILE, 2 * ROWS * COLUMNS
+        parts = [4 * ROWS * TILE] if self.fp8 else []
+        taken = sum(-(-each // ALIGNED) * ALIGNED for each in (rows, hidden, *results, *parts, *[8 * PAIRS] * 2))
+        return (ROOM - taken) // self.slot_bytes // self.multipliers * self.multipliers
 
 
 def supported(tokens: int, each: int, dtype: Any, stacks: list[Stack]) -> str | None:
@@ -102,14 +148,30 @@ def supported(tokens: int, each: int, dtype: Any, stacks: list[Stack]) -> str | 
         return f"{tokens} tokens of {each} experts; supported: up to {ROWS} of {MOST}"
     if dtype != jnp.bfloat16:
         return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
-    (d, f), *others = [down.shape[1:] for _, down in stacks]
+    (d, f), *others = [values_of(down).shape[1:] for _, down in stacks]
     if others and others != [(d, f)] * len(others):
         return f"experts of widths {f} and {others[0][1]} in one mixture"
     if d % 256 or d // COLUMNS not in BLOCKS:
         return f"a model {d} wide, which makes {d // COLUMNS} blocks"
     if f % 256:
         return f"experts {f} wide, not a multiple of 256"
+    if is_fp8(stacks) and d % (2 * STEP):
+        return f"a model {d} wide, not a multiple of {2 * STEP}"
+    if is_fp8(stacks) and max(d, f) > LANES * BLOCK:
+        return f"FP8 experts of {max(d, f)} inputs; supported: up to {LANES * BLOCK}"
+    for weight in (weight for stack in stacks for weight in stack if is_fp8(stacks)):
+        (_, outputs, inputs), (_, units, blocks) = weight.values.shape, weight.scales.shape
+        if outputs // units % COLUMNS or inputs // blocks != BLOCK:
+            return f"scales for {outputs // units} outputs and {inputs // blocks} inputs"
     return None
+
+
+def is_fp8(stacks: list[Stack]) -> bool:
+    return isinstance(stacks[0][0], Fp8Weight)
+
+
+def values_of(weight: jax.Array | Fp8Weight) -> jax.Array:
+    return weight.values if isinstance(weight, Fp8Weight) else weight
 
 
 class Work:

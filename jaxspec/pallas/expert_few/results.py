@@ -45,10 +45,10 @@ def add(plan, each_s, each, shares, total):
     """The sums and what the group's experts add to them, each expert's result rounded before it is weighted."""
     plgpu.commit_smem()  # all have read what was there before
     rounded = plgpu.layout_cast(each.astype(each_s.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    each_s.at[pl.ds(ODD, plan.beside)].transpose((1, 0))[...] = rounded
+    each_s.at[pl.ds(ODD, plan.made)].transpose((1, 0))[...] = rounded
     plgpu.commit_smem()
     for j, share in enumerate(shares):
-        own = each_s.at[pl.ds(ODD + j * plan.pitch, ROWS), pl.ds(j * COLUMNS, COLUMNS)]
+        own = each_s.at[pl.ds(ODD + j * plan.apart, ROWS), pl.ds(j * COLUMNS, COLUMNS)]
         own = plgpu.load(own, layout=everywhere(COLUMNS), optimized=False).astype(_f32)
         share = lax.broadcast_in_dim(share, (ROWS, COLUMNS), [0] if plan.t > 1 else [])
         # Chosen, not multiplied by zero: what nobody made may not be a number.

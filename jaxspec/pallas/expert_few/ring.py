@@ -7,22 +7,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.expert_few.plan import FLIGHT
-
 _i32 = jnp.int32
 
 
-def fill(steps, fetch, empty, slots, step, full=None):
+def fill(steps, fetch, empty, slots, step, full=None, flight=0):
     """Run `fetch(k, slot)` over so many steps as slots come free; `step` is how many there were before.
 
-    Given `full`, no more than `FLIGHT` are under way.
+    Given `full`, no more than `flight` are under way.
     """
 
     def one(k, step):
         slot = lax.rem(step, _i32(slots))
         pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
         if full is not None:
-            pl.when(step >= FLIGHT)(lambda: plgpu.barrier_wait(full.at[lax.rem(step - FLIGHT, _i32(slots))]))
+            pl.when(step >= flight)(lambda: plgpu.barrier_wait(full.at[lax.rem(step - flight, _i32(slots))]))
         fetch(k, slot)
         return step + 1
 

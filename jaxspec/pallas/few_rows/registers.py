@@ -25,7 +25,7 @@ from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
 from jaxspec.fp8 import BLOCK
-from jaxspec.pallas.few_rows.share import GROUP, TILE, Share
+from jaxspec.pallas.few_rows.share import GROUP, TILE
 from jaxspec.pallas.hopper import THREADS
 
 PIECES = (0, 3, 5, 6)  # by lane: the first of two of a row's eight parts of 16 bytes; the other is its neighbour
@@ -58,10 +58,12 @@ def rows_transforms() -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, BLOCK // 2)), plgpu.SwizzleTransform(128)
 
 
-def products(share: Share, weight_s: Any, rows_s: Any, staged_s: Any = None) -> list[list[Any]]:
-    """Of bytes [groups * TILE, chunk] and rows [r, chunk], f32[TILE, r] of each group and each `BLOCK` of the chunk.
+def products(share: Any, weight_s: Any, rows_s: Any, staged_s: Any = None, apart: int = 0) -> list[list[Any]]:
+    """Of bytes [groups * TILE, chunk] and rows [n, chunk], f32[TILE, r] of each group and each `BLOCK` of the chunk.
 
-    `staged_s`: interpret mode takes a product's left operand from shared memory alone, and this is where it is put.
+    `share`: how many `rows` are multiplied, r, and its `groups` and `chunk`. `apart`: from the first row that a warp
+    multiplies to the next warp's; then r is `GROUP`, and rows past the last stand for it. `staged_s`: interpret mode
+    takes a product's left operand from shared memory alone, and this is where it is put; with nothing `apart`.
     """
     groups, blocks = share.groups, share.chunk // BLOCK
     if staged_s is not None:
@@ -69,7 +71,7 @@ def products(share: Share, weight_s: Any, rows_s: Any, staged_s: Any = None) -> 
     one = plgpu.ShapeDtypeStruct((TILE, share.rows), _f32, layout=plgpu.Layout.WGMMA)
     types = plgpu.RefType(weight_transforms()), plgpu.RefType(rows_transforms())
     multiply = plgpu.inline_mgpu(arg_types=types, return_type=[one] * (groups * blocks))
-    made = multiply(partial(_products, share))(weight_s, rows_s)
+    made = multiply(partial(_products, share, apart, rows_s.shape[0] - 1))(weight_s, rows_s)
     return [made[g * blocks : (g + 1) * blocks] for g in range(groups)]
 
 
@@ -106,7 +108,7 @@ def _interpreted(weight_s, rows_s, group, block, staged_s):
     return pl.run_scoped(run, plgpu.ACC((TILE, rows_s.shape[0]), _f32))
 
 
-def _products(share, _, weight_s, rows_s):
+def _products(share, apart, last, _, weight_s, rows_s):
     groups, blocks, row_groups = share.groups, share.chunk // BLOCK, share.rows // 8
     eights, halves = TILE // 8 * blocks * ATOM, 2 * blocks  # bytes of a group; atoms of eight rows
     weight, rows = (mgpu.utils.memref_ptr(ref) for ref in (weight_s, rows_s))
@@ -115,13 +117,17 @@ def _products(share, _, weight_s, rows_s):
     piece = _int(PIECES[0])
     for i, each in enumerate(PIECES[1:], 1):
         piece = arith.select(arith.cmpi(arith.CmpIPredicate.eq, column, _int(i)), _int(each), piece)
-    of_row = _mul(row, 128)
     # Of the weight: an output's place among the warp's 16, of which eights are `blocks` atoms apart.
-    own = arith.addi(_mul(warp, 2 * blocks * ATOM), arith.addi(of_row, _mul(arith.xori(piece, row), BYTES)))
+    own = arith.addi(_mul(warp, 2 * blocks * ATOM), arith.addi(_mul(row, 128), _mul(arith.xori(piece, row), BYTES)))
     weights = [_at(weight, arith.xori(own, _int(BYTES * i))) for i in range(2)]
     # Of the rows: the same inputs are twice as many bytes, in one of two atoms.
+    first = _int(0)
+    if apart:
+        row = arith.minui(arith.addi(_mul(warp, apart), row), _int(last))
+        row, first = _rem(row, 8), _mul(_div(row, 8), halves * ATOM)
     inside = arith.xori(_rem(_mul(piece, 2), 8), row)
-    own = arith.addi(_mul(_div(piece, 4), ATOM), arith.addi(of_row, _mul(inside, BYTES)))
+    own = arith.addi(_mul(_div(piece, 4), ATOM), arith.addi(_mul(row, 128), _mul(inside, BYTES)))
+    own = arith.addi(first, own)
     inputs = [_at(rows, arith.xori(own, _int(BYTES * i))) for i in range(4)]
 
     zero = mgpu.c(0.0, ir.F32Type.get())
