@@ -63,6 +63,7 @@ def check(rows, real, inputs, outputs, block, unit, kind="plain", within=6e-3, *
     (297, 297, "added", (128, 64), (128, 64)),
     rare(512, 390, "plain", (128, 128), (None, 1)),  # of a tile, a warpgroup's rows are padding
     (128, 0, "plain", (128, 128), (128, 128)),
+    (260, 250, "gated", (192, 128), (128, 32)),  # three warpgroups
 ])  # fmt: skip
 def test_matches_plain_jnp(monkeypatch, rows, real, kind, tiling, scales):
     """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
@@ -127,8 +128,11 @@ def test_lowers_for_cuda(rows, outputs, block, unit, kind):
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
-def test_prompts_have_the_widest_tiles():
-    assert fp8_tiles.tiling_of(2048, 6144) == fp8_tiles.tiling_of(8192, 24576) == Tiling(128, 192)
+def test_prompts_have_the_quickest_tiles():
+    tiling_of = fp8_tiles.tiling_of
+    assert tiling_of(2048, 6144) == tiling_of(1024, 24576, gated=True) == Tiling(128, 192)
+    assert tiling_of(2048, 24576, gated=True) == tiling_of(8192, 24576, gated=True) == Tiling(192, 128)
+    assert tiling_of(2048, 4096) == tiling_of(512, 4096) == Tiling(128, 128)
 
 
 def kernels_in_interpret_mode(monkeypatch) -> None:

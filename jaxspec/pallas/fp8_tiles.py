@@ -5,7 +5,8 @@ some 14 bits of a sum, so a step's products are a sum of their own: it is multip
 inputs, and added to the total in float32. Meanwhile the tensor cores have the other warpgroup's products. Scales for
 all inputs, a row's and an output's, multiply the total.
 
-Tiles have 128 rows: the sums of 256 need more registers than there are, and ran at two fifths of the speed.
+A warpgroup has 64 rows of a tile: the sums of 128 need more registers than there are, and ran at two fifths of the
+speed. Tiles of 192 rows have three warpgroups.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from jaxtyping import Array, Float, Int
 from jaxspec import fp8
 from jaxspec.pallas import tiles
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.tiles import UNIT, WARPGROUPS, Block, Hands, Results, Tile, Tiling
+from jaxspec.pallas.tiles import UNIT, Block, Hands, Results, Tile, Tiling
 from jaxspec.weights import HALF
 
 STEP = fp8.BLOCK  # inputs: 128 bytes, the widest swizzle
 MIN_UNIT = 32  # outputs that share a scale for 128 inputs
 LEAST_ROWS = 128  # of a tile: fewer rows are padded
+# Rows and columns of a tile, and its time with 4,096 inputs in us on an H200. Three warpgroups pay where gates are
+# computed: one tile's are hidden behind the others' products.
+SIZES = {(128, 192): 22.7, (128, 128): 18.0, (128, 64): 11.0}
+GATED = SIZES | {(192, 128): 20.8}
 RING_BYTES = 176 * 1024
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -50,9 +55,10 @@ def supported(dtype: Any, block: int | None, outputs: int, inputs: int, unit: in
     return None
 
 
-def tiling_of(rows: int, outputs: int) -> Tiling:
+def tiling_of(rows: int, outputs: int, gated: bool = False) -> Tiling:
     """The tiles that should take the least time."""
-    return Tiling.quickest(rows, outputs, [(128, 192), (128, 128), (128, 64)])
+    sizes = GATED if gated else SIZES
+    return Tiling.quickest(rows, outputs, {size: sizes[size] for size in sizes if size[0] <= max(rows, LEAST_ROWS)})
 
 
 @lower_once("fp8_tiles", "block", "gated", "tiling")
@@ -75,7 +81,7 @@ def matmul(
     silu(gate) * up of it, half as wide, rounded once. `tiling` overrides its choice.
     """
     r, n = len(x), len(values)
-    tiling = tiling or tiling_of(r, n)
+    tiling = tiling or tiling_of(r, n, gated)
     filled = [tiles.filled(a, tiling.rows) for a in (x, x_scales, residual) if a is not None]
     rows, unit = len(filled[0]), n // len(scales)
     scale = scales if block else jnp.repeat(scales[:, 0], unit)
@@ -88,7 +94,7 @@ def matmul(
         out_type=jax.ShapeDtypeStruct((rows, n // 2 if gated else n), jnp.bfloat16),
         grid=(tiles.BLOCKS,),
         grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=dict(
             rows_s=plgpu.SMEM((slots, tiling.rows, STEP), fp8.E4M3),
@@ -96,7 +102,7 @@ def matmul(
             weight_s=plgpu.SMEM((slots, tiling.columns, STEP), fp8.E4M3),
             out_s=tiling.results(HALF if gated else min(piece, tiles.STEP), slots * slot_bytes),
             full=plgpu.Barrier(num_arrivals=3 if block else 2, num_barriers=slots),
-            empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
+            empty=plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=slots),
         ),
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -129,19 +135,19 @@ def _kernel(
 ):  # fmt: skip
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    (rows, inputs), outputs = x.shape, values.shape[0]
+    (rows, inputs), outputs, registers = x.shape, values.shape[0], tiles.REGISTERS[tiling.warpgroups]
     block = Block.of(tiling, rows, outputs, inputs // STEP, real[0], index)
     operands = _Operands(x, x_scales, values, scales)
     ring = _Ring(rows_s, scales_s, weight_s, Hands(full, empty, len(rows_s)))
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == tiling.warpgroups)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(registers[1], action="decrease")
         _produce(block, ring, operands, in_blocks)
 
-    @pl.when(warpgroup < WARPGROUPS)
+    @pl.when(warpgroup < tiling.warpgroups)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(registers[0], action="increase")
         multiply = partial(_multiply, block, ring, operands, in_blocks, piece)
         results = Results(gated, added, out, out_s, late=True)  # sums have the registers until then
         tiles.consume(block, ring.hands, warpgroup, results, multiply)

@@ -40,7 +40,6 @@ from jaxspec.weights import HALF
 # Rows and columns of a tile, and its time with 4,096 inputs in us on an H200, measured but for those of 192 rows.
 # Arithmetic bounds tiles of 256 rows, and conversions the others.
 SIZES = {(256, 128): 45.0, (192, 128): 39.0, (160, 128): 36.0, (128, 128): 31.5, (128, 192): 43.5}
-REGISTERS = {2: (232, 40), 3: (160, 32)}  # by warpgroups: of those that multiply, and of the one that copies
 MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of these
 RING_BYTES = tiles.ROOM - 1024  # less what results take
 MOST = 2048  # rows: with some 3,900, dequantising first takes no longer
@@ -66,13 +65,8 @@ def supported(rows: int, dtype: Any, block: int | None, outputs: int, inputs: in
 
 
 def tiling_of(rows: int, outputs: int) -> Tiling:
-    """The tiles that should take the least time: that of a multiprocessor which has most of them."""
-
-    def cost(size: tuple[int, int]) -> float:
-        count = -(-rows // size[0]) * (outputs // size[1])
-        return -(-count // tiles.BLOCKS) * SIZES[size]
-
-    return Tiling(*min((size for size in SIZES if size[0] <= rows and outputs % size[1] == 0), key=cost))
+    """The tiles that should take the least time."""
+    return Tiling.quickest(rows, outputs, {size: time for size, time in SIZES.items() if size[0] <= rows})
 
 
 @lower_once("fp8_wide", "block", "gated", "tiling")
@@ -169,12 +163,12 @@ def _kernel(
 
     @pl.when(warpgroup == groups)
     def _():
-        plgpu.set_max_registers(REGISTERS[groups][1], action="decrease")
+        plgpu.set_max_registers(tiles.REGISTERS[groups][1], action="decrease")
         _produce(block, ring, x, values)
 
     @pl.when(warpgroup < groups)
     def _():
-        plgpu.set_max_registers(REGISTERS[groups][0], action="increase")
+        plgpu.set_max_registers(tiles.REGISTERS[groups][0], action="increase")
         buffers = products_s.at[warpgroup], None if gated_s is None else gated_s.at[warpgroup]
 
         def tile(j, step):

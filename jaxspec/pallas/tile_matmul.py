@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import tiles
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.tiles import STEP, UNIT, WARPGROUPS, Block, Hands, Results, Tile, Tiling
+from jaxspec.pallas.tiles import STEP, UNIT, Block, Hands, Results, Tile, Tiling
 from jaxspec.pallas.weight_stream import MAX_ROWS
 from jaxspec.weights import HALF
 
@@ -52,9 +52,8 @@ def tiling_of(rows: int, outputs: int, added: bool = False, splits: int = 1) -> 
     """The tiles that should take the least time. `added`: to a residual, for which the tallest lack registers, as the
     widest do for several sums."""
     sizes = [(128, columns) for columns in (256, 192, 128, 64)]
-    if splits > 1:
-        return Tiling.quickest(rows, outputs, sizes[1:])
-    return Tiling.quickest(rows, outputs, sizes + [(256, 192)] * (rows >= 256 and not added))
+    sizes = sizes[1:] if splits > 1 else sizes + [(256, 192)] * (rows >= 256 and not added)
+    return Tiling.quickest(rows, outputs, {(r, c): r * c + 8 * (r + c) for r, c in sizes})  # products, copies
 
 
 @lower_once("tile_matmul", "gated", "tiling", "splits", "rounded")
@@ -88,14 +87,14 @@ def matmul(
         out_type=jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), x.dtype),
         grid=(tiles.BLOCKS,),
         grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=dict(
             rows_s=plgpu.SMEM((slots, tiling.rows, STEP), x.dtype),
             weight_s=plgpu.SMEM((slots, STEP, tiling.columns), x.dtype),
             out_s=tiling.results(HALF if gated else STEP, slots * slot_bytes),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-            empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
+            empty=plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=slots),
         ),
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -107,19 +106,19 @@ def matmul(
 def _kernel(tiling, gated, splits, rounded, x, weight, real, *results, rows_s, weight_s, out_s, full, empty):
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    steps = weight.shape[0] // STEP
+    steps, registers = weight.shape[0] // STEP, tiles.REGISTERS[tiling.warpgroups]
     # real is read once: memory is slow, and each tile asks
     block = Block.of(tiling, x.shape[0], weight.shape[1], steps, real[0], index)
     ring = _Ring(rows_s, weight_s, Hands(full, empty, len(rows_s)))
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == tiling.warpgroups)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(registers[1], action="decrease")
         _produce(block, ring, x, weight)
 
-    @pl.when(warpgroup < WARPGROUPS)
+    @pl.when(warpgroup < tiling.warpgroups)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(registers[0], action="increase")
         results = Results(gated, added, out, out_s, late=splits > 1, rounded=rounded)
         multiply = partial(_multiply, block, ring) if splits == 1 else partial(_multiply_parts, block, ring, splits)
         tiles.consume(block, ring.hands, warpgroup, results, multiply)

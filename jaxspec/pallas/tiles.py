@@ -2,8 +2,8 @@
 
 Each multiprocessor takes one tile of outputs after the other. Tiles of the same weights come next to one another, so
 that these are read from memory once. A producer warpgroup fills a ring in shared memory, and prefetches the next tile's
-operands while this one's results are written. Two warpgroups multiply, half of the tile's rows each. What they
-multiply, and how, is the kernel's own: `tile_matmul` and `fp8_tiles`.
+operands while this one's results are written. Two or three warpgroups multiply, an equal part of the tile's rows each.
+What they multiply, and how, is the kernel's own: `tile_matmul` and `fp8_tiles`.
 
 The number of valid rows is data: programs come in few sizes, and padding takes no time. Where rows don't fill the last
 tile, it begins among the rows of the tile before; a warpgroup whose rows all belong to that one has nothing to do. A
@@ -13,7 +13,7 @@ its results to a residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +31,8 @@ UNIT = WGMMA_ROWS
 COPIED = 8  # rows of an array that copies take: a multiple of these
 STEP = SWIZZLED  # bfloat16 numbers of 128 bytes, the widest swizzle
 BLOCKS = MULTIPROCESSORS  # on a card with fewer, some take two blocks' work, one after the other
-WARPGROUPS = 2  # that multiply
+# Of a thread, by how many warpgroups multiply: in those, and in the one that copies.
+REGISTERS = {2: (232, 40), 3: (160, 32)}
 ROOM = SHARED_BYTES - 1024  # for ring and results; the rest is for barriers
 _i32 = jnp.int32
 
@@ -43,25 +44,31 @@ class Tiling:
     rows: int
     columns: int
 
+    @property
+    def warpgroups(self) -> int:
+        """How many multiply."""
+        return 3 if self.rows == 3 * UNIT else 2
+
     @classmethod
-    def quickest(cls, rows: int, outputs: int, sizes: Iterable[tuple[int, int]]) -> Tiling:
-        """The tiles among `sizes` that should take the least time: that of a multiprocessor which has most of them."""
+    def quickest(cls, rows: int, outputs: int, times: Mapping[tuple[int, int], float]) -> Tiling:
+        """The tiles that should take the least time: that of a multiprocessor which has most of them.
 
-        def cost(tiling: Tiling) -> int:
-            tiles = -(-rows // tiling.rows) * (outputs // tiling.columns)
-            each = tiling.rows * tiling.columns + 8 * (tiling.rows + tiling.columns)  # products, copies
-            return -(-tiles // BLOCKS) * each
+        `times`: of one tile, by rows and columns.
+        """
 
-        return min((cls(*size) for size in sizes if outputs % size[1] == 0), key=cost)
+        def cost(size: tuple[int, int]) -> float:
+            return -(-(-(-rows // size[0]) * (outputs // size[1])) // BLOCKS) * times[size]
+
+        return cls(*min((size for size in times if outputs % size[1] == 0), key=cost))
 
     def results(self, part: int, ring_bytes: int) -> Any:
         """Shared memory for `part` columns of results at a time: what the ring leaves, but for no more than a tile's.
 
         They are bfloat16.
         """
-        stores = self.rows * self.columns // (WARPGROUPS * UNIT * STEP)  # of a warpgroup for one tile
-        places = min(stores, (ROOM - ring_bytes) // (WARPGROUPS * UNIT * part * 2))
-        return plgpu.SMEM((WARPGROUPS, places, UNIT, part), jnp.bfloat16)
+        stores = self.rows * self.columns // (self.warpgroups * UNIT * STEP)  # of a warpgroup for one tile
+        places = min(stores, (ROOM - ring_bytes) // (self.warpgroups * UNIT * part * 2))
+        return plgpu.SMEM((self.warpgroups, places, UNIT, part), jnp.bfloat16)
 
 
 class Block(NamedTuple):
@@ -190,7 +197,7 @@ class Results:
 
 def consume(block: Block, hands: Hands, warpgroup: Any, results: Results, multiply: Callable) -> None:
     """A warpgroup that multiplies: its part of each tile's rows. `multiply`: see `Results.write`."""
-    height = block.tiling.rows // WARPGROUPS
+    height = block.tiling.rows // block.tiling.warpgroups
     units = [warpgroup * height + at for at in range(0, height, UNIT)]  # of a tile's rows, this warpgroup's
 
     def each(j, step):

@@ -12,7 +12,7 @@ import pytest
 from jaxspec import fp8
 from jaxspec.bench import profile
 from jaxspec.decoder.matmul import project
-from jaxspec.pallas import fp8_quantise
+from jaxspec.pallas import fp8_quantise, fp8_tiles
 from jaxspec.pallas.tiles import Tiling
 from jaxspec.weights import HALF, Fp8, Layout, Weight
 from tests.test_fp8_many import check, operands, run
@@ -45,7 +45,7 @@ def test_few_quantised_rows(rows):
     check(rows, rows, 4096, 6144, 128, 128)
 
 
-@pytest.mark.parametrize("tiling", [(128, 64), (128, 128), (128, 192)])
+@pytest.mark.parametrize("tiling", fp8_tiles.GATED)
 @pytest.mark.parametrize("kind", ["plain", "gated"])
 def test_every_tile(kind, tiling):
     check(640, 600, 1152, 2304, 128, 64, kind, tiling=Tiling(*tiling))
