@@ -2,11 +2,12 @@
 
 The weight's outputs are the left operand, which tensor cores take from registers, 64 of them a warpgroup; the rows are
 the narrow side. So each number of a weight is read as a byte, and converted once for a tile's rows: two numbers are
-loaded as tensor cores take them, one instruction makes float16 of them, and from there the way is float32.
+loaded as tensor cores take them, and a byte's bits are moved to where bfloat16 has them.
 
-A number is multiplied by its block's scale on that way, and rounded to bfloat16 once, as `Weight.dequantised` does. So
-sums stay in the tensor cores' hands from a tile's first step to its last. A step is of 64 inputs. While one
-step is multiplied, the next one's weight is converted. Scales for all inputs multiply the total.
+A number is multiplied by its block's scale on that way, and rounded to bfloat16 once, as `Weight.dequantised` does. The
+scale is a sum of two bfloat16 numbers for it. So sums stay in the tensor cores' hands from a tile's first step to its
+last. A step is of 64 inputs. While one step is multiplied, the next one's weight is converted. Scales for all inputs
+multiply the total.
 
 `tiles` says which block makes which tile. Here a tile's columns are the left operand, so each warpgroup has 64 of the
 columns, of all of the tile's rows.
@@ -26,7 +27,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import optimization_barrier
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, Float, Int
 
 from jaxspec.fp8 import BLOCK
@@ -37,12 +38,36 @@ from jaxspec.pallas.tiles import STEP, UNIT, Block, Hands, Tiling
 from jaxspec.pallas.weight_stream import MAX_ROWS
 from jaxspec.weights import HALF
 
-# Rows and columns of a tile, and its time with 4,096 inputs in us on an H200, measured but for those of 192 rows.
-# Arithmetic bounds tiles of 256 rows, and conversions the others.
-SIZES = {(256, 128): 45.0, (192, 128): 39.0, (160, 128): 36.0, (128, 128): 31.5, (128, 192): 43.5}
+# Rows and columns of a tile, and its time with 4,096 inputs in us on an H100, from layers' products. Those of 192 rows
+# and of 160 x 128 are from tiles by themselves.
+SIZES = {
+    (128, 64): 19.5, (160, 64): 22.5, (192, 64): 28.0, (256, 64): 35.5,
+    (128, 128): 31.0, (160, 128): 38.0, (192, 128): 40.0, (256, 128): 48.0,
+    (128, 192): 44.5, (160, 192): 63.0, (192, 192): 66.0,
+}  # fmt: skip
 MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of these
 RING_BYTES = tiles.ROOM - 1024  # less what results take
 MOST = 2048  # rows: with some 3,900, dequantising first takes no longer
+LEFT = 2.0**20  # a factor that comes last, so that 2^120 times a scale is no overflow
+SPLIT = """{
+.reg .b32 both, word;
+.reg .f32 whole, part;
+mov.b32 whole, $2;
+cvt.rn.bf16x2.f32 both, whole, whole;
+and.b32 word, both, 0xFFFF0000;
+mov.b32 part, word;
+sub.f32 part, whole, part;
+cvt.rn.bf16x2.f32 $1, part, part;
+mov.b32 $0, both;
+}"""  # a scale as a sum of two bfloat16 numbers, each in both halves of a word
+CONVERT = """{
+.reg .b32 word, low;
+prmt.b32 word, $1, 0, 0x9180;
+shl.b32 word, word, 4;
+and.b32 word, word, 0x87F087F0;
+mul.bf16x2 low, word, $3;
+fma.rn.bf16x2 $0, word, $2, low;
+}"""  # two bytes, each with its sign spread over the upper half of 16 bits, times such a sum
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -59,8 +84,8 @@ def supported(rows: int, dtype: Any, block: int | None, outputs: int, inputs: in
         return f"scales for {block} inputs each; supported: {BLOCK}, and all of them"
     if block and (unit < MIN_UNIT or (unit % UNIT and UNIT % unit)):
         return f"scales for {unit} outputs; supported: {MIN_UNIT}, and multiples of {UNIT}"
-    if inputs % BLOCK or outputs % (2 * UNIT):
-        return f"a weight of {inputs} x {outputs}, not multiples of {BLOCK} and {2 * UNIT}"
+    if inputs % BLOCK or outputs % UNIT:
+        return f"a weight of {inputs} x {outputs}, not multiples of {BLOCK} and {UNIT}"
     return None
 
 
@@ -163,12 +188,14 @@ def _kernel(
 
     @pl.when(warpgroup == groups)
     def _():
-        plgpu.set_max_registers(tiles.REGISTERS[groups][1], action="decrease")
+        if groups in tiles.REGISTERS:
+            plgpu.set_max_registers(tiles.REGISTERS[groups][1], action="decrease")
         _produce(block, ring, x, values)
 
     @pl.when(warpgroup < groups)
     def _():
-        plgpu.set_max_registers(tiles.REGISTERS[groups][0], action="increase")
+        if groups in tiles.REGISTERS:
+            plgpu.set_max_registers(tiles.REGISTERS[groups][0], action="increase")
         buffers = products_s.at[warpgroup], None if gated_s is None else gated_s.at[warpgroup]
 
         def tile(j, step):
@@ -177,9 +204,11 @@ def _kernel(
             steps = jnp.where(j < block.mine(block.tiles), _i32(block.steps), 0)
             own = _Weight(ring, warpgroup, _Scales(scales, outputs, group) if in_blocks else None)
             total = _sums(ring, tiling.rows, own, step, steps)
+            by = _f32(LEFT)
             if not in_blocks:
-                by = plgpu.load(scales.at[pl.ds(group * UNIT, UNIT)], layout=_by_output(), optimized=False)
-                total = total * lax.broadcast_in_dim(by, total.shape, [0])
+                by *= plgpu.load(scales.at[pl.ds(group * UNIT, UNIT)], layout=_by_output(), optimized=False)
+                by = lax.broadcast_in_dim(by, total.shape, [0])
+            total *= by
             _write(total, top, group, added, out, *buffers)
             return step + steps
 
@@ -224,36 +253,43 @@ class _Scales:
     def at(self, k: Any) -> list[Any]:
         return [self._scales[self._first + u, k] for u in range(self._count)]
 
-    def times(self, weight: Any, scales: list[Any]) -> Any:
-        """[UNIT, STEP] of a weight times its scales, rounded to bfloat16."""
-        whole = scales[0]
-        if len(scales) > 1:
-            part = lax.div(plgpu.broadcasted_iota(_i32, (UNIT,), 0, layout=_by_output()), _i32(UNIT // len(scales)))
-            for u, scale in enumerate(scales[1:], 1):
-                whole = jnp.where(part >= u, scale, whole)
-            whole = lax.broadcast_in_dim(whole, weight.shape, [0])
-        return (weight.astype(_f32) * whole).astype(jnp.bfloat16)
+
+def _spread(scales: list[Any]) -> Any:
+    """f32[UNIT]: each output's scale."""
+    whole = lax.broadcast_in_dim(scales[0] if scales else _f32(1), (UNIT,), [])
+    whole = plgpu.layout_cast(whole, _by_output())
+    if len(scales) > 1:
+        part = lax.div(plgpu.broadcasted_iota(_i32, (UNIT,), 0, layout=_by_output()), _i32(UNIT // len(scales)))
+        for u, scale in enumerate(scales[1:], 1):
+            whole = jnp.where(part >= u, scale, whole)
+    return whole
 
 
-def _in_float16(bytes_s: Any) -> Any:
-    """e4m3 bytes [UNIT, STEP] as float16, which holds every one of them, where tensor cores take a left operand.
+def _in_bfloat16(bytes_s: Any, scales: Any) -> Any:
+    """e4m3 bytes [UNIT, STEP] times `scales` [UNIT] over `LEFT`, as bfloat16, where tensor cores take a left operand.
 
-    A lane loads two neighbours at a time, as it needs them, and one instruction converts both.
+    A lane loads two neighbours at a time, as it needs them. Their bits are moved to bfloat16's places, which is the
+    number times 2^-120, and multiplied by a scale in two parts, so that the product is rounded once.
     """
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(bytes_s.shape, jnp.float16, layout=layout)
+    layout, by_output = plgpu.Layout.WGMMA, _by_output()
+    result = plgpu.ShapeDtypeStruct(bytes_s.shape, jnp.bfloat16, layout=layout)
     loaded = plgpu.load(bytes_s, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_converted)(loaded)
+    return plgpu.inline_mgpu(arg_types=(layout, by_output), return_type=result)(_converted)(
+        loaded, scales * (2.0**120 / LEFT)
+    )
 
 
-def _converted(_, x):
+def _converted(_, x, scales):
     i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
-    pair, registers = ir.VectorType.get((2,), ir.F16Type.get()), np.empty_like(x.registers)
+    pair, registers = ir.VectorType.get((2,), ir.BF16Type.get()), np.empty_like(x.registers)
+    words = [mgpu.utils.bitcast(scale, i32) for scale in scales.registers.flat]  # a lane has two outputs
+    parts = [mgpu.utils.inline_ptx(SPLIT, word, result_types=(i32, i32)) for word in words]
     for at, vector in np.ndenumerate(x.registers):
-        both = mgpu.utils.bitcast(vector, i16)
-        made = llvm.inline_asm(i32, [both], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", has_side_effects=False)
+        both = arith.extui(i32, mgpu.utils.bitcast(vector, i16))
+        made = mgpu.utils.inline_ptx(CONVERT, both, *parts[at[4]], result_types=i32)
         registers[at] = mgpu.utils.bitcast(made, pair)
-    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    made = mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    return optimization_barrier(made)  # converted here and not later
 
 
 class _Weight(NamedTuple):
@@ -267,19 +303,15 @@ class _Weight(NamedTuple):
         return self.scales.at(k) if self.scales else []
 
     def at(self, step: Any, scales: list[Any]) -> Any:
-        """[UNIT, STEP] of a step in bfloat16, converted here and not later."""
-        bytes_s = self.ring.weight_s.at[self.ring.slot(step), self.warpgroup]
-        if self.ring.staged_s is not None:
-            staged_s = upcast.load(bytes_s, self.ring.staged_s.at[self.warpgroup])
-            if self.scales:
-                staged_s[...] = self.scales.times(plgpu.load(staged_s, layout=plgpu.Layout.WGMMA), scales)
-                plgpu.commit_smem()
-            return staged_s
-        weight = _in_float16(bytes_s)
-        weight = self.scales.times(weight, scales) if self.scales else weight.astype(jnp.bfloat16)
-        result = plgpu.ShapeDtypeStruct(weight.shape, weight.dtype, layout=plgpu.Layout.WGMMA)
-        here = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
-        return here(lambda _, converted: optimization_barrier(converted))(weight)
+        """[UNIT, STEP] of a step times its scales over `LEFT`, in bfloat16."""
+        bytes_s, spread = self.ring.weight_s.at[self.ring.slot(step), self.warpgroup], _spread(scales)
+        if self.ring.staged_s is None:
+            return _in_bfloat16(bytes_s, spread)
+        staged_s = upcast.load(bytes_s, self.ring.staged_s.at[self.warpgroup])
+        exact = plgpu.load(staged_s, layout=plgpu.Layout.WGMMA).astype(_f32)
+        staged_s[...] = (exact * lax.broadcast_in_dim(spread / LEFT, exact.shape, [0])).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        return staged_s
 
 
 def _sums(ring: _Ring, rows: int, weight: _Weight, step: Any, steps: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import fp8
 from jaxspec.pallas import fp8_wide
 from jaxspec.pallas.tiles import Tiling
 from tests.gpu.test_fp8_many import SHAPES
@@ -32,6 +34,20 @@ def test_every_tile(kind, unit, tiling):
 @pytest.mark.parametrize("kind", ["plain", "gated", "added"])
 def test_scales_of_outputs(kind):
     check(600, 600, 4096, 6144, None, 1, kind)
+
+
+@pytest.mark.parametrize("low,high", [(-14, -6), (-40, -30), (10, 20)])
+def test_every_number_is_converted(low, high):
+    """Rows of one 1 each show the weight: e4m3's numbers but for NaN, times scales, rounded to bfloat16."""
+    numbers = np.arange(256, dtype=np.uint8)
+    numbers = np.random.default_rng(0).permuted(np.tile(numbers[(numbers & 127) != 127], 130)[: 128 * 256])
+    values = jnp.asarray(numbers.reshape(128, 256)).view(jnp.float8_e4m3fn)
+    scales = jnp.exp2(jax.random.uniform(jax.random.key(0), (4, 2), minval=low, maxval=high))
+    out = fp8_wide.matmul(jnp.eye(256, dtype=jnp.bfloat16), values, scales, jnp.array([256], jnp.int32), block=128)
+    got, expected = (np.asarray(each, np.float32) for each in (out.T, fp8.dequantise(values, scales, 128)))
+    expected = expected.astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_allclose(got, expected, rtol=2**-7, atol=0)  # a unit in the last place
+    assert (got == expected).mean() > 0.995  # a scale's two parts have some 16 bits
 
 
 def test_a_row_gets_the_same_in_any_company():
