@@ -11,7 +11,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec import fp8
-from jaxspec.decoder.matmul import gate, product, project, reference
+from jaxspec.decoder.functions import normed
+from jaxspec.decoder.matmul import Quantised, gate, normed_for, product, project, reference
+from jaxspec.decoder.spec import Norm
 from jaxspec.pallas import fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, hopper, tile_matmul, tiles
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tiles import Tiling
@@ -101,9 +103,31 @@ def test_rows_are_quantised_as_in_plain_jnp():
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
-def test_quantising_lowers_for_cuda():
-    x = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16)
-    lowered = jax.jit(fp8_quantise.quantise_rows).trace(x).lower(lowering_platforms=("cuda",))
+def check_normed(rows: int, inputs: int, norm: Norm, **options) -> None:
+    """Rounded where `normed` rounds: numbers next to a limit between two may be either, and few are."""
+    keys = jax.random.split(jax.random.key(0))
+    x = operands(rows, inputs, 128, 128, 128)[0].at[rows // 2].set(0)
+    weight = 1 + jax.random.normal(keys[1], (inputs,), jnp.bfloat16) / 4
+    got = fp8_quantise.norm_and_quantise(x, weight, eps=norm.eps, centred=norm.centred, **options)
+    expected = fp8.quantise_rows(normed(x, weight, norm), 128)
+    assert got[0].dtype == fp8.E4M3
+    values, scales = (np.asarray(each, np.float32) for each in got)
+    theirs, their_scales = (np.asarray(each, np.float32) for each in expected)
+    np.testing.assert_allclose(scales, their_scales, rtol=2**-7)  # a unit of bfloat16, of the largest
+    np.testing.assert_allclose(values, theirs, rtol=0.13, atol=2**-9)  # a unit of e4m3
+    assert (values != theirs).mean() < 0.02
+
+
+@pytest.mark.parametrize("norm", [Norm(1e-6), Norm(1e-5, centred=True)])
+def test_rows_are_normed_and_quantised_as_in_plain_jnp(norm):
+    check_normed(5, 1024, norm, interpret=INTERPRET)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_quantising_lowers_for_cuda(normed):
+    given = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
+    of = partial(fp8_quantise.norm_and_quantise, eps=1e-6) if normed else fp8_quantise.quantise_rows
+    lowered = jax.jit(of).trace(*given[: 1 + normed]).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
@@ -141,8 +165,8 @@ def kernels_in_interpret_mode(monkeypatch) -> None:
     for module in (fp8_tiles, fp8_wide, tile_matmul):
         monkeypatch.setattr(module, "matmul", partial(module.matmul, interpret=INTERPRET))
     monkeypatch.setattr(fp8_rows, "product", partial(fp8_rows.product, interpret=INTERPRET))
-    of = partial(fp8_quantise.quantise_rows, interpret=INTERPRET)
-    monkeypatch.setattr(fp8_quantise, "quantise_rows", of)
+    for name in ("quantise_rows", "norm_and_quantise"):
+        monkeypatch.setattr(fp8_quantise, name, partial(getattr(fp8_quantise, name), interpret=INTERPRET))
 
 
 @pytest.mark.parametrize("rows,block,activations,kernel", [
@@ -169,12 +193,32 @@ def test_projections_choose_one_and_have_gradients(monkeypatch, rows, block, act
     np.testing.assert_array_equal(np.asarray(got[1], np.float32), np.asarray(expected[1], np.float32))
     with counting() as chosen:
         out = product([x[None, :, :128], x[None, :, 128:]], weight)[0]
+    chosen.pop("fp8_quantise", None)
     assert chosen == {kernel: 1}
     plain = np.asarray(reference(x, weight), np.float32)
     np.testing.assert_allclose(np.asarray(out, np.float32), plain, atol=1e-2 * np.abs(plain).max())
 
 
+@pytest.mark.parametrize("block,activations,rows", [(128, True, 72), (128, False, 136), (None, True, 72)])
+def test_normed_rows_are_quantised_where_a_kernel_does_both(monkeypatch, block, activations, rows):
+    """For one weight whose activations are quantised in blocks. A norm that two read stays as it is."""
+    x, values, scales = operands(rows, 1024, 128, block, 128 if block else 1)
+    weight, scale = Weight(values, Fp8(block, activations), Layout((128,)), scales), jnp.ones(1024, jnp.bfloat16)
+    valid, norm = jnp.array([rows], jnp.int32), Norm(1e-6)
+    expected = np.asarray(reference(normed(x, scale, norm), weight), np.float32)
+    kernels_in_interpret_mode(monkeypatch)
+    with counting() as chosen:
+        made = normed_for([weight], x[None], scale, norm)
+        out = np.asarray(project(made, weight, valid), np.float32)
+    assert isinstance(made, Quantised) == (chosen["fp8_norm_quantise"] == 1) == bool(block and activations)
+    np.testing.assert_allclose(out[0], expected, atol=2e-2 * np.abs(expected).max())
+    assert not isinstance(normed_for([weight, weight], x, scale, norm), Quantised)
+
+
 def test_what_is_not_for_them_is_named():
+    assert fp8_quantise.norm_supported(64, 4096, jnp.bfloat16, 128) is None
+    assert "rows of 4224" in fp8_quantise.norm_supported(64, 4224, jnp.bfloat16, 128)
+    assert "63 rows" in fp8_quantise.norm_supported(63, 4096, jnp.bfloat16, 128)
     assert fp8_quantise.supported(64, jnp.bfloat16, 128) is None
     assert "63 rows" in fp8_quantise.supported(63, jnp.bfloat16, 128)
     assert "float32" in fp8_quantise.supported(64, jnp.float32, 128)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import Table, cos_sin, normed, rms_norm, rope, row_of
-from jaxspec.decoder.matmul import gate, gating, matmul, project, valid_count
+from jaxspec.decoder.matmul import Quantised, gate, gating, matmul, normed_for, project, valid_count
 from jaxspec.decoder.mixer import LinearMixer, Mixer, NormingMixer, PagedMixer
 from jaxspec.decoder.path import Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, beyond
@@ -59,7 +59,8 @@ def run_layer(
     `rows`: what queries, keys and values are made of, if not the normed residual stream.
     """
     if rows is None:
-        rows = normed(x, weights["attn_norm"], layer.norm)
+        readers = [weights[name] for name in projections(layer)]
+        rows = normed_for(readers, x, weights["attn_norm"], layer.norm)
     made = products(layer, weights, rows, positions)
     mixed, cache = mix(layer, weights, i, made, positions, mixer if row is None else mixer.only(row >= 0), cache)
     x, mixed, positions = (row_of(a, row) for a in (x, mixed, positions))
@@ -72,7 +73,9 @@ def projections(layer: Layer) -> tuple[str, ...]:
 
 
 @jax.named_scope("projections")
-def products(layer: Layer, weights: Weights, rows: Float[Array, "b t w"], positions: Int[Array, "b t"]) -> list[Array]:
+def products(
+    layer: Layer, weights: Weights, rows: Float[Array, "b t w"] | Quantised, positions: Int[Array, "b t"]
+) -> list[Array]:
     """The normed rows' products with these weights; those of `ba`, which go into exponents, in float32."""
     valid = valid_count(positions)
     return [
@@ -240,7 +243,8 @@ def feed(
     layer: Layer, weights: Weights, x: Float[Array, "b t d"], positions: Int[Array, "b _"]
 ) -> Float[Array, "b t d"]:
     """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert."""
-    rows = normed(x, weights["mlp_norm"], layer.norm)
+    readers = [] if isinstance(layer.feed, Mixture) else [weights["gate_up"]]
+    rows = normed_for(readers, x, weights["mlp_norm"], layer.norm)
     if isinstance(layer.feed, Mixture):
         return added(layer, weights, "mlp_post_norm", x, lambda x: mixture(layer.feed, weights, x, rows, positions))
     valid = valid_count(positions)
@@ -249,7 +253,11 @@ def feed(
 
 @jax.named_scope("mlp")
 def mlp(
-    m: Mlp, weights: Weights, x: Float[Array, "b t d"] | None, rows: Float[Array, "b t d"], valid: Int[Array, "1"]
+    m: Mlp,
+    weights: Weights,
+    x: Float[Array, "b t d"] | None,
+    rows: Float[Array, "b t d"] | Quantised,
+    valid: Int[Array, "1"],
 ) -> Float[Array, "b t d"]:
     """x + down(activation(gate) * up) of the normed rows, of which the first `valid` count."""
     if m.bias or m.activation != "silu":

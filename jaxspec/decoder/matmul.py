@@ -6,23 +6,50 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec import fp8
+from jaxspec.decoder.functions import normed
 from jaxspec.decoder.padding import flat, padded, unflat
-from jaxspec.decoder.spec import ClampedSwiglu
+from jaxspec.decoder.spec import ClampedSwiglu, Norm
 from jaxspec.pallas import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, portable, tile_matmul
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.portable import fp8 as portable_fp8
 from jaxspec.weights import Fp8, Unquantised, Weight, matmul
 
 
+class Quantised(NamedTuple):
+    """Rows as e4m3, and their scales for each 128 inputs."""
+
+    values: Float[Array, "*b k"]
+    scales: Float[Array, "r g"]
+
+
+def normed_for(
+    weights: Sequence[Weight], x: Float[Array, "*b k"], scale: Float[Array, " k"], norm: Norm
+) -> Float[Array, "*b k"] | Quantised:
+    """The norm of x as `project` takes it: quantised already, if one weight alone reads it and a kernel does both."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(weights) != 1 or not chosen(_not_normed_and_quantised(rows, *weights)):
+        return normed(x, scale, norm)
+    values, scales = fp8_quantise.norm_and_quantise(rows, scale, eps=norm.eps, centred=norm.centred)
+    return Quantised(values.reshape(x.shape), scales)
+
+
+def _not_normed_and_quantised(rows: Float[Array, "r k"], weight: Weight) -> str | None:
+    """Why no kernel norms and quantises these rows for this weight, or None if one does."""
+    if not (isinstance(weight.format, Fp8) and weight.format.activations):
+        return f"a weight in {weight.format}"
+    return _not_fp8_tiled(rows, weight) or fp8_quantise.norm_supported(*rows.shape, rows.dtype, weight.format.block)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def project(
-    x: Float[Array, "*b k"],
+    x: Float[Array, "*b k"] | Quantised,
     weight: Weight,
     valid: Int[Array, "1"],
     residual: Float[Array, "*b n"] | None = None,
@@ -30,8 +57,12 @@ def project(
 ) -> Float[Array, "*b o"]:
     """`residual + x @ weight`; `gated`, without a residual, silu(gate) * up of the product, half as wide.
 
-    Rows from `valid` on are padding, and may be anything finite.
+    Rows from `valid` on are padding, and may be anything finite. x is `Quantised` where `normed_for` made it so.
     """
+    if isinstance(x, Quantised):
+        rows = x.values.reshape(-1, x.values.shape[-1]), x.scales
+        out = fp8_tiles.matmul(*rows, weight.values, weight.scales, valid, block=weight.format.block, gated=gated)
+        return out.reshape(*x.values.shape[:-1], -1)
     rows = x.reshape(-1, x.shape[-1])
     before = None if residual is None else residual.reshape(-1, residual.shape[-1])
     if chosen(_not_tiled(len(rows), weight)):
@@ -121,8 +152,7 @@ def _fp8_tiled(rows, weight, valid, residual=None, gated=False):
             return fp8_wide.matmul(rows, *of, block=weight.format.block, gated=gated)
         return tile_matmul.matmul(rows, weight.dequantised(rows.dtype), valid, residual, gated=gated)
     block = weight.format.block
-    # What is added to the residual stream is of rows that a kernel wrote. Others are normed and quantised by XLA.
-    ours = residual is not None and chosen(fp8_quantise.supported(len(rows), rows.dtype, block))
+    ours = chosen(fp8_quantise.supported(len(rows), rows.dtype, block))
     quantised = fp8_quantise.quantise_rows(rows) if ours else fp8.quantise_rows(rows, block)
     return fp8_tiles.matmul(*quantised, weight.values, weight.scales, valid, residual, block=block, gated=gated)
 

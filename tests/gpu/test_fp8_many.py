@@ -12,10 +12,11 @@ import pytest
 from jaxspec import fp8
 from jaxspec.bench import profile
 from jaxspec.decoder.matmul import project
+from jaxspec.decoder.spec import Norm
 from jaxspec.pallas import fp8_quantise, fp8_tiles
 from jaxspec.pallas.tiles import Tiling
 from jaxspec.weights import HALF, Fp8, Layout, Weight
-from tests.test_fp8_many import check, operands, run
+from tests.test_fp8_many import check, check_normed, operands, run
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +67,12 @@ def test_rows_are_quantised_as_in_plain_jnp(rows, inputs):
     got, expected = jax.jit(fp8_quantise.quantise_rows)(x), jax.jit(partial(fp8.quantise_rows, block=128))(x)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows,inputs", [(64, 4096), (100, 8192), (2048, 4096)])
+def test_rows_are_normed_and_quantised_as_in_plain_jnp(rows, inputs):
+    for norm in (Norm(1e-6), Norm(1e-6, centred=True)):
+        check_normed(rows, inputs, norm)
 
 
 RATES = {  # TFLOP/s at least, quantising and dequantising included, of gate and up at 2,048 rows
