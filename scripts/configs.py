@@ -1,0 +1,94 @@
+"""Sizes of the models and drafters that scripts lower and time: `python scripts/configs.py OUT` writes a folder of each
+with its config.json, for `--load-format dummy`. `-16` is cut to so many layers."""
+
+import json
+import sys
+from pathlib import Path
+
+QWEN3_8B = dict(
+    model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, rope_theta=1e6, max_position_embeddings=40960,
+)  # fmt: skip
+QWEN3_30B = dict(
+    model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, rope_theta=1e6, max_position_embeddings=40960,
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+)  # fmt: skip
+QWEN35_35B = dict(
+    model_type="qwen3_5_moe", vocab_size=248320, hidden_size=2048, num_hidden_layers=40,
+    num_attention_heads=16, num_key_value_heads=2, head_dim=256, rope_theta=1e7, max_position_embeddings=262144,
+    num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+    linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+    linear_conv_kernel_dim=4, mtp_num_hidden_layers=1,
+)  # fmt: skip
+GPT_OSS_20B = dict(
+    model_type="gpt_oss", vocab_size=201088, num_hidden_layers=24, num_local_experts=32,
+    quantization_config=dict(quant_method="mxfp4"),
+)  # fmt: skip
+SMOLLM2 = dict(
+    model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+    num_attention_heads=9, num_key_value_heads=3, rope_theta=1e5, max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)  # fmt: skip
+QWEN3_0_6B = QWEN3_8B | dict(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
+)
+EAGLE3 = dict(architectures=["LlamaForCausalLMEagle3"], model_type="llama", num_hidden_layers=1)
+EAGLE3_8B = QWEN3_8B | EAGLE3 | dict(num_key_value_heads=8, draft_vocab_size=32000)
+EAGLE3_SMALL = SMOLLM2 | EAGLE3 | dict(num_attention_heads=9, draft_vocab_size=16384, tie_word_embeddings=False)
+EAGLE_SMALL = SMOLLM2 | dict(architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1, bias=False)
+DFLASH = dict(architectures=["DFlashDraftModel"], mask_token_id=5, block_size=16, model_type="qwen3")
+DFLASH_8B = QWEN3_8B | DFLASH | dict(num_hidden_layers=3)
+DFLASH_SMALL = SMOLLM2 | DFLASH | dict(num_hidden_layers=3, head_dim=64)
+DSPARK = dict(
+    architectures=["Qwen3DSparkModel"], mask_token_id=5, block_size=7, model_type="qwen3", markov_rank=256,
+    enable_confidence_head=True, confidence_head_with_markov=True,
+)  # fmt: skip
+DSPARK_8B = QWEN3_8B | DSPARK | dict(num_hidden_layers=5)
+DFLASH2 = dict(
+    architectures=["DFlash2DraftModel"], mask_token_id=5, block_size=8, model_type="qwen3", conv_kernel_size=2,
+    conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False, use_sliding_window=True,
+    sliding_window=2048, max_window_layers=0,
+)  # fmt: skip
+DFLASH2_8B = QWEN3_8B | DFLASH2 | dict(num_hidden_layers=5)
+
+GPT_OSS_120B = GPT_OSS_20B | dict(num_hidden_layers=36, num_local_experts=128)
+LLAMA_8B = dict(
+    model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, rope_theta=5e5, max_position_embeddings=131072,
+)  # fmt: skip
+LLAMA_70B = LLAMA_8B | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+QWEN3_235B = QWEN3_30B | dict(
+    hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64, moe_intermediate_size=1536
+)
+QWEN3_NEXT = QWEN35_35B | dict(
+    model_type="qwen3_next", vocab_size=151936, num_hidden_layers=48, num_experts=512, num_experts_per_tok=10,
+    partial_rotary_factor=0.25, norm_topk_prob=True,
+)  # fmt: skip
+QWEN38_27B = dict(
+    model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
+    num_attention_heads=24, num_key_value_heads=4, head_dim=256, partial_rotary_factor=0.25, rope_theta=1e7,
+    max_position_embeddings=262144, linear_num_key_heads=16, linear_num_value_heads=48, linear_key_head_dim=128,
+    linear_value_head_dim=128, linear_conv_kernel_dim=4, full_attention_interval=4, mtp_num_hidden_layers=1,
+    attn_output_gate=True, tie_word_embeddings=False,
+)  # fmt: skip
+
+FOLDERS = {
+    "qwen3-8b": QWEN3_8B, "qwen3-8b-eagle3": EAGLE3_8B, "qwen3-8b-dflash": DFLASH_8B, "qwen3-8b-dspark": DSPARK_8B,
+    "qwen3-30b-a3b": QWEN3_30B, "qwen3-235b-a22b": QWEN3_235B, "qwen3-next-80b": QWEN3_NEXT,
+    "qwen3.5-35b-a3b": QWEN35_35B, "qwen3.8-27b": QWEN38_27B, "qwen3.8-27b-16": QWEN38_27B | dict(num_hidden_layers=16),
+    "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B, "llama-3.1-8b": LLAMA_8B, "llama-3.3-70b": LLAMA_70B,
+}  # fmt: skip
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    for name, config in FOLDERS.items():
+        folder = Path(sys.argv[1], name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""`python scripts/gpu/in_turn.py LOCK decode ...`: as `python -m jaxspec.bench decode ...`, on a GPU that is shared.
+
+Its engine starts beside those of others, which takes most of the time, and waits for the lock on the file LOCK before
+anything is timed. Give each engine its share of the memory by XLA_PYTHON_CLIENT_MEM_FRACTION, and let nothing else run
+on that GPU.
+"""
+
+import fcntl
+import sys
+from typing import Any
+
+from jaxspec.bench import engines
+from jaxspec.bench.__main__ import main
+
+
+def run(lock: str, arguments: list[str]) -> int:
+    start = engines.start
+    with open(lock, "a") as file:
+
+        def in_turn(*args: Any, **options: Any) -> Any:
+            engine = start(*args, **options)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return engine
+
+        engines.start = in_turn
+        return main(arguments)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    sys.exit(run(sys.argv[1], sys.argv[2:]))
