@@ -262,7 +262,7 @@ class EngineConfig:
     )
     draft_quantization: str | None = option(
         None,
-        "fp8 makes the drafter's weights FP8 while they load; a drafter whose checkpoint is quantised needs no flag",
+        "fp8 makes the drafter's weights FP8 while they load, with a copy of the head that it drafts with",
         "FORMAT",
         group=SPECULATION,
         shown="none, whatever --quantization says",

@@ -27,6 +27,7 @@ from jaxspec.cache import MemoryPlan
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
 from jaxspec.decoder.spec import DeltaRule
+from jaxspec.drafters import own_weights
 from jaxspec.models import MODELS
 from jaxspec.runner import Runner
 from tests import heads, hybrids, quantised, widths
@@ -338,6 +339,19 @@ def one_layer() -> Path:
 @pytest.mark.parametrize("family", hybrids.FAMILIES)
 def test_mtp_of_each_hybrid(family, size):
     check(hybrids.checkpoint(family, VOCAB, 2, **EIGHT | HYBRID), "mtp", size)
+
+
+@pytest.mark.exhaustive
+def test_drafts_by_a_copy_of_the_head_in_fp8(monkeypatch):
+    """Each device's part of the head has a copy; the layer is too small for blocks of 128 to be divided."""
+    kept = own_weights.in_format
+    monkeypatch.setattr(own_weights, "in_format", lambda declared, how, _, *rest: kept(declared, how, None, *rest))
+    folder = hybrids.checkpoint("qwen3_5", VOCAB, 2, **EIGHT | HYBRID)
+    plain, llm = engine(folder, "none", 1), engine(folder, "mtp", 2, draft_quantization="fp8")
+    copy = llm.engine.runner.draft.params["head"]["head_copy"]
+    assert copy.values.sharding.spec == copy.scales.sharding.spec == PartitionSpec(sharding.AXIS)
+    texts, expected = ([out.token_ids for out in each.generate(PROMPTS, BATCHES["greedy"])] for each in (llm, plain))
+    assert texts == expected
 
 
 @pytest.mark.exhaustive

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, fp8, load_drafter, load_model
+from jaxspec.decoder import forward
 from jaxspec.drafters import check_drafter
+from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.weights import Fp8, Unquantised, Weight, formats
 from tests import hybrids
 from tests.quantised import write
+from tests.sample import rare
 from tests.test_dflash import GOLDEN
 from tests.tiny import tiny_checkpoint
 
@@ -91,6 +94,47 @@ def test_drafts_are_those_of_the_dequantised_drafter(kind):
     found, expected = (jaxspec.propose(target, each, PROMPT, 2) for each in (drafter, dequantised(drafter)))
     assert found.count == expected.count == 2 and found.tokens.tolist() == expected.tokens.tolist()
     np.testing.assert_allclose(found.logits, expected.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", rare("dspark"), "mtp", rare("standalone")])
+def test_few_rows_are_drafted_with_a_copy_of_the_head(kind, monkeypatch):
+    """The head itself, which the target may use, stays as it is, and drafts of many rows are made with it."""
+    target, drafter = load(kind, draft_quantization="fp8")
+    inner = drafter.params["head"] if isinstance(drafter.params.get("head"), dict) else drafter.params
+    copy, tied = inner["head_copy"], "head" not in inner
+    whole = inner["embed"].T if tied else inner["head"].unquantised
+    assert copy.format == Fp8(128) and (copy.inputs, copy.outputs) == whole.shape
+    values, scales = fp8.quantise_blocks(whole.T)
+    np.testing.assert_allclose(copy.dequantised("float32"), fp8.dequantise(values, scales, 128).T, rtol=1e-6)
+    if kind == "mtp":
+        assert inner["head"] is target.params["head"]
+
+    def by(head):
+        """The logits of a drafter with this head and no copy."""
+        changed = {name: value for name, value in inner.items() if name != "head_copy"} | {"head": Weight(head)}
+        params = changed if inner is drafter.params else drafter.params | {"head": changed}
+        return jaxspec.propose(target, dataclasses.replace(drafter, params=params), PROMPT, 1).logits
+
+    first = lambda: jaxspec.propose(target, drafter, PROMPT, 1).logits  # noqa: E731
+    np.testing.assert_allclose(first(), by(copy.dequantised("float32")), atol=1e-4)
+    assert np.abs(np.asarray(first()) - by(whole)).max() > 1e-3
+    monkeypatch.setattr(forward, "COPY_ROWS", 0)
+    jax.clear_caches()
+    np.testing.assert_allclose(first(), by(whole), atol=1e-4)
+
+
+def test_a_map_of_tokens_has_a_copy_of_its_own_head(tmp_path):
+    ids = list(range(0, 64, 3))
+    (tmp_path / "map.json").write_text(str(ids))
+    target, drafter = load("mtp", draft_quantization="fp8", draft_token_map=str(tmp_path / "map.json"))
+    assert drafter.params["head"]["head_copy"].outputs == len(ids)
+    assert jaxspec.propose(target, drafter, PROMPT, 2).count == 2
+
+
+def test_a_head_that_is_fp8_already_is_not_copied():
+    values, scales = fp8.quantise_blocks(jax.random.normal(jax.random.key(0), (256, 128)))
+    params = {"embed": values, "head": Weight(values, Fp8(128), scales=scales)}
+    assert with_head_copy(params) is params
 
 
 def test_without_options_a_drafter_has_its_targets_dtype_and_its_own_format():

@@ -6,6 +6,7 @@ the engine says what runs (`path_table`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.fp8_layers import FP8_ROWS
 from jaxspec.decoder.functions import normed, rope, row_of
 from jaxspec.decoder.fused_norms import FUSED_NORMS
+from jaxspec.decoder.matmul import logits
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.decoder.path import Call, Path, Weights
@@ -27,7 +29,7 @@ from jaxspec.decoder.spec import Decoder, Norm, beyond
 from jaxspec.decoder.streamed import FP8_STREAM, WEIGHT_STREAM
 from jaxspec.pallas import few_rows, hopper, portable
 from jaxspec.sharding import devices, embed
-from jaxspec.weights import matmul
+from jaxspec.weights import Weight, matmul
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first
 
@@ -191,9 +193,19 @@ def unembed(
     it may be deterministic."""
     if decoder is not None and decoder.deterministic:
         return deterministic.unembed(params["head"], hidden)
-    if "head" in params:
-        return matmul(hidden, params["head"], jnp.float32)
+    if (head := _head(params, hidden)) is not None:
+        return logits(hidden, head)
     return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
+
+
+COPY_ROWS = 32  # for more `fp8_rows` reads at half of an unquantised head's speed: half of the bytes gain nothing
+
+
+def _head(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Weight | None:
+    """What these rows are multiplied by: a drafter's copy of the head for few rows, if it has one, or the head; None if
+    that is the embedding."""
+    few = math.prod(hidden.shape[:-1]) <= COPY_ROWS
+    return params["head_copy"] if few and "head_copy" in params else params.get("head")
 
 
 TOP_TOKENS = {Norm: frozenset({"eps"})}  # what the kernel implements that norms, unembeds and takes the argmax
@@ -203,7 +215,7 @@ def top_tokens(
     params: dict[str, Any], norm: Norm, scale: Float[Array, " d"], x: Float[Array, "b t d"] | None
 ) -> Int[Array, "b t"] | None:
     """The tokens with the highest logits of rows before their final norm; None where no kernel serves."""
-    if devices() > 1 or x is None or "head" in params:  # tied weights have a token's side by side
+    if devices() > 1 or x is None or _head(params, x) is not None:  # tied weights have a token's side by side
         return None
     b, t, _ = x.shape
     embed = params["embed"]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +112,11 @@ def _not_fp8_rows(rows: Float[Array, "r k"], weight: Weight, by: ModuleType = fp
     return f"a weight in {weight.format}"
 
 
-def _fp8_product(x: Float[Array, "*b k"], weight: Weight, by: ModuleType = fp8_rows) -> Float[Array, "*b n"]:
-    """The product by `fp8_rows`, or the portable one, rounded to x's dtype. Scales for all inputs come last."""
+def _fp8_product(
+    x: Float[Array, "*b k"], weight: Weight, by: ModuleType = fp8_rows, dtype: Any = None
+) -> Float[Array, "*b n"]:
+    """The product by `fp8_rows`, or the portable one, rounded to `dtype`, by default that of x. Scales for all inputs
+    come last."""
     rows, scales, by_row, by_output = x.reshape(-1, x.shape[-1]), weight.scales, 1.0, 1.0
     if weight.format.block is None:
         by_output = jnp.repeat(scales[:, 0], weight.outputs // len(scales))
@@ -122,7 +125,7 @@ def _fp8_product(x: Float[Array, "*b k"], weight: Weight, by: ModuleType = fp8_r
         quantised, by_row = fp8.quantise_rows(rows, None)
         rows = quantised.astype(rows.dtype)  # which is exact
     out = by.product(rows, weight.values, scales) * by_row * by_output
-    return out.astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
 
 
 def _not_fp8_tiled(rows: Float[Array, "r k"], weight: Weight) -> str | None:
@@ -212,6 +215,16 @@ def product(rows: Sequence[Float[Array, "b _ _"]], weight: Weight, keep_padding:
     if chosen(_not_fp8_tiled(whole_rows, weight)):
         return _fp8_tiled(whole_rows, weight, jnp.array([b * t], jnp.int32)).reshape(b, t, -1)
     return matmul(whole, weight)
+
+
+def logits(x: Float[Array, "*b d"], head: Weight) -> Float[Array, "*b v"]:
+    """`x @ head` in float32."""
+    rows = x.reshape(-1, x.shape[-1])
+    if chosen(_not_fp8_rows(rows, head)):
+        return _fp8_product(x, head, dtype=jnp.float32)
+    if portable.chosen(_not_fp8_rows(rows, head, portable_fp8), portable_fp8.SEEN):
+        return _fp8_product(x, head, portable_fp8, jnp.float32)
+    return matmul(x, head, jnp.float32)
 
 
 def _not_few(rows: int, widths: list[int], weight: Weight) -> str | None:

@@ -20,6 +20,7 @@ from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.drafters.known import KNOWN, SHIPPED, Known, card, find
 from jaxspec.drafters.mtp_modules import MtpModules
 from jaxspec.drafters.ngram import Ngram
+from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.drafters.suffix import Suffix
 from jaxspec.drafters.vocabulary import read_token_map
@@ -58,6 +59,7 @@ BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoi
 
 WITHOUT_WEIGHTS = (Ngram, Suffix)
 TAKE_TOKEN_MAPS = (DFlash, DFlash2, DSpark, Eagle, Eagle3, MtpModules)
+HAVE_HEADS = (*TAKE_TOKEN_MAPS, Standalone)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,8 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     drafter = _with_options(drafter, own, draft)
     if ids is not None:
         params = drafter.with_token_map(params, ids)
+    if options.draft_quantization is not None and cls in HAVE_HEADS:
+        params = with_head_copy(params)
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
     if options.topk > 1 and drafter.topk == 1:

@@ -1,20 +1,28 @@
 """A drafter's weights: read or made up in its own dtype and format, beside what it borrows from its target.
 
-Embedding and head of the target are shared, not copied, as long as the two have one dtype.
+Embedding and head of the target are shared, not copied, as long as the two have one dtype. A drafter whose weights are
+to be FP8 drafts with a copy of the head in FP8, which is read once for each draft. The target's own stays as it is, for
+verification.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 
-from jaxspec import sharding
+from jaxspec import fp8, sharding
 from jaxspec.checkpoint import ModelFolder, dummy, in_format, read_params
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.config import EngineConfig
-from jaxspec.weights import Unquantised, Weight
+from jaxspec.fp8 import BLOCK
+from jaxspec.weights import Fp8, Layout, Unquantised, Weight
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -72,3 +80,47 @@ def _in_dtype(weight: jax.Array | Weight, dtype: str) -> jax.Array | Weight:
     if weight.dtype == dtype or (isinstance(weight, Weight) and not isinstance(weight.format, Unquantised)):
         return weight
     return jax.tree.map(lambda array: array.astype(dtype), weight)
+
+
+COPIED_OUTPUTS = 4096  # that are in float32 at once
+
+
+def with_head_copy(params: dict[str, Any]) -> dict[str, Any]:
+    """The params with an FP8 copy of the head that makes their logits, as `head_copy` beside it. A head that is FP8
+    already needs none. With many rows the head itself is used, see `decoder.forward`."""
+    if isinstance(params.get("head"), dict):
+        return {**params, "head": with_head_copy(params["head"])}
+    if "head" not in params:
+        return {**params, "head_copy": _fp8_copy(params["embed"], 0)}
+    head = params["head"]
+    return {**params, "head_copy": _fp8_copy(head.unquantised, 1)} if isinstance(head.format, Unquantised) else params
+
+
+def _fp8_copy(head: jax.Array, axis: int) -> Weight:
+    """A head with the vocabulary along this axis, in FP8, on each device that has a part of it."""
+    make = partial(_quantised, axis=axis)
+    if isinstance(head, jax.core.Tracer) or isinstance(head.sharding, jax.sharding.SingleDeviceSharding):
+        return make(head)
+    mesh, spec = head.sharding.mesh, head.sharding.spec
+    part = PartitionSpec(spec[axis] if axis < len(spec) else None)
+    parts = jax.tree.map(lambda _: part, jax.eval_shape(make, sharding.on_one(head)))
+    return jax.jit(sharding.spread(make, mesh, (spec,), parts))(head)
+
+
+@partial(jax.jit, static_argnames="axis")
+def _quantised(head: Float[Array, "a b"], axis: int) -> Weight:
+    """In blocks, some outputs at a time: a quarter of a million in float32 would take as much as a small model."""
+    outputs = head.shape[axis]
+    at_once = math.gcd(outputs, COPIED_OUTPUTS)
+    if at_once % BLOCK:
+        at_once = outputs
+    size = math.gcd(outputs, BLOCK)  # outputs that share a scale
+
+    def some(first):
+        part = jax.lax.dynamic_slice_in_dim(head, first, at_once, axis)
+        values, scales = fp8.quantise_blocks(part.T if axis else part)
+        return values, jnp.repeat(scales, BLOCK // size, axis=0)[: at_once // size]
+
+    values, scales = jax.lax.map(some, jnp.arange(0, outputs, at_once))
+    values, scales = (each.reshape(-1, each.shape[-1]) for each in (values, scales))
+    return Weight(values, Fp8(BLOCK), Layout((outputs,)), scales)
