@@ -137,6 +137,13 @@ def test_a_head_that_is_fp8_already_is_not_copied():
     assert with_head_copy(params) is params
 
 
+@pytest.mark.parametrize("inputs,copied", [(64, False), (128, True)])
+def test_on_a_gpu_a_head_that_no_kernel_takes_is_not_copied(inputs, copied, monkeypatch, caplog):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    params = with_head_copy({"embed": jax.random.normal(jax.random.key(0), (256, inputs))})
+    assert ("head_copy" in params) is copied and bool(caplog.records) is not copied
+
+
 def test_without_options_a_drafter_has_its_targets_dtype_and_its_own_format():
     folder, draft = DRAFTERS["eagle"]
     target = load_model(str(folder), "bfloat16", quantization="fp8", progress=False)

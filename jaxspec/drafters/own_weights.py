@@ -7,6 +7,7 @@ verification.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -26,6 +27,8 @@ from jaxspec.weights import Fp8, Layout, Unquantised, Weight
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
+
+log = logging.getLogger("jaxspec")
 
 
 def own_dtype(target: Model, options: EngineConfig) -> str:
@@ -87,13 +90,23 @@ COPIED_OUTPUTS = 4096  # that are in float32 at once
 
 def with_head_copy(params: dict[str, Any]) -> dict[str, Any]:
     """The params with an FP8 copy of the head that makes their logits, as `head_copy` beside it. A head that is FP8
-    already needs none. With many rows the head itself is used, see `decoder.forward`."""
+    already needs none. With many rows the head itself is used, see `decoder.forward`.
+
+    A GPU's kernels take a multiple of 128 inputs. There another head gets no copy, which XLA would dequantise for each
+    draft, and the log says so.
+    """
     if isinstance(params.get("head"), dict):
         return {**params, "head": with_head_copy(params["head"])}
-    if "head" not in params:
-        return {**params, "head_copy": _fp8_copy(params["embed"], 0)}
-    head = params["head"]
-    return {**params, "head_copy": _fp8_copy(head.unquantised, 1)} if isinstance(head.format, Unquantised) else params
+    head, axis = (params["embed"], 0) if "head" not in params else (params["head"], 1)
+    if isinstance(head, Weight):
+        if not isinstance(head.format, Unquantised):
+            return params
+        head = head.unquantised
+    inputs = head.shape[1 - axis]
+    if inputs % BLOCK and jax.default_backend() != "cpu":
+        log.warning("drafts are made with the unquantised head: its %d inputs are no multiple of %d", inputs, BLOCK)
+        return params
+    return {**params, "head_copy": _fp8_copy(head, axis)}
 
 
 def _fp8_copy(head: jax.Array, axis: int) -> Weight:
