@@ -19,6 +19,7 @@ from jaxspec.draft import Proposal
 from jaxspec.ragged import FIRST, Packed, Ragged, observe, share, standing
 from jaxspec.round import DRAFTED, GREEDY, SAMPLED, decode_round
 from tests import test_distribution, test_lossless, widths
+from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -112,10 +113,10 @@ def test_never_fewer_tokens_of_the_same_rows(each, rates):
 
 
 @pytest.mark.parametrize("family,draft,overlap,rounds", [
-    ("qwen3", "standalone:self", True, 1),
     ("llama", "ngram", True, 1),
-    pytest.param("qwen3_moe", "standalone:noisy", True, 1, marks=pytest.mark.exhaustive),
-    pytest.param("llama", "standalone:noisy", False, 4, marks=pytest.mark.exhaustive),
+    rare("qwen3", "standalone:self", True, 1),
+    rare("qwen3_moe", "standalone:noisy", True, 1),
+    rare("llama", "standalone:noisy", False, 4),
 ])  # fmt: skip
 def test_greedy_text_is_plain_decodings(family, draft, overlap, rounds, monkeypatch):
     monkeypatch.setattr(test_lossless, "engine", partial(test_lossless.engine, ragged=True))
@@ -143,7 +144,7 @@ def sampled(name, monkeypatch):
     test_distribution.test_round_samples_the_target(name)
 
 
-@pytest.mark.parametrize("name", test_distribution.often(("doubtful", "noise"), ("doubtful", "noise", "ngram")))
+@pytest.mark.parametrize("name", ["doubtful", rare("noise"), rare("ngram")])
 def test_rounds_sample_the_target(name, monkeypatch):
     monkeypatch.setitem(test_distribution.DRAFTERS, "doubtful", lambda: (Doubtful(), {}))
     sampled(name, monkeypatch)
@@ -164,10 +165,10 @@ class Roomy(Ragged):
 
 @pytest.mark.parametrize("family,draft,vocab,layers,mode", [
     ("llama", "eagle/specforge-eagle3", 96, 8, GREEDY),
-    ("qwen3_5", "eagle/specforge-eagle3", 96, 8, SAMPLED),
-    pytest.param("llama", "eagle/specforge-eagle3", 96, 8, SAMPLED, marks=pytest.mark.exhaustive),
-    pytest.param("qwen3_5", "eagle/specforge-eagle3", 96, 8, GREEDY, marks=pytest.mark.exhaustive),
-    pytest.param("qwen3_moe", "dflash/full", 40, 6, SAMPLED, marks=pytest.mark.exhaustive),
+    rare("qwen3_5", "eagle/specforge-eagle3", 96, 8, SAMPLED),
+    rare("llama", "eagle/specforge-eagle3", 96, 8, SAMPLED),
+    rare("qwen3_5", "eagle/specforge-eagle3", 96, 8, GREEDY),
+    rare("qwen3_moe", "dflash/full", 40, 6, SAMPLED),
 ])  # fmt: skip
 def test_packed_rounds_leave_what_others_do(family, draft, vocab, layers, mode):
     """The text, the caches of target and drafter, states and records, and what the drafter made of features."""
