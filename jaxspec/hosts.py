@@ -41,6 +41,7 @@ BEAT_SECONDS = 1.0  # between two signs of life
 SILENT_SECONDS = 10.0  # without one, after which a node counts as gone
 NEXT_TRY = 0.2  # seconds
 END_SECONDS = 5.0  # in which a node that was told to ends
+TUNES_ALONE = "--xla_gpu_shard_autotuning=false"
 OWN = ("model", "revision")  # options that may differ: each node has its own folder
 
 
@@ -245,8 +246,9 @@ def join(nodes: int, rank: int, address: str, options: Any) -> Leader | Follower
     met = _gather(host, own, nodes, told) if rank == 0 else _come(host, own, rank, told)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which starts the drain
-    # Nodes tune a program's kernels together. One that had it on its disk would leave the others waiting.
-    jax.config.update("jax_enable_compilation_cache", False)
+    # XLA would have nodes tune a program's kernels together, so each would wait for all others to compile it. But one may
+    # compile it later, or have it on its disk.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {TUNES_ALONE}".strip()
     jax.distributed.initialize(address, nodes, rank, initialization_timeout=int(START_SECONDS))
     log.info("node %d of %d has met the others at %s", rank, nodes, address)
     return met

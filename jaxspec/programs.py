@@ -131,10 +131,9 @@ class Programs:
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
-        program = self._program("admit", len(packed), state)
         if self.tell is not None:
             self.tell("admit", packed)
-        return program(state, packed)
+        return self._program("admit", len(packed), state)(state, packed)
 
     def prefill(self, state: State, packed: np.ndarray) -> State:
         return self.dispatch("prefill", state, packed)[0]
@@ -304,9 +303,9 @@ class Programs:
         """Call a program by its kind; `handed` comes behind the packed array. Returns the state, and its results."""
         self.dispatches[kind] += 1
         called = time.monotonic()
-        program = self._program(kind, len(packed), state)
-        if self.tell is not None:
+        if self.tell is not None:  # first, so that all nodes compile at once
             self.tell(kind, packed, *(each for each in handed if isinstance(each, np.ndarray)))
+        program = self._program(kind, len(packed), state)
         results = program(*self._weights(kind), state, packed, *handed)
         if self.watch is not None:
             self.watch(kind, packed, called, results)

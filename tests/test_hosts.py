@@ -24,6 +24,7 @@ from jaxspec.channel import Channel
 from jaxspec.engine import Engine
 from jaxspec.follower import replay
 from jaxspec.hosts import Follower, HostLost, Leader, decode, encode, facts
+from jaxspec.programs import Programs
 from jaxspec.runner import Runner
 from server.cli.options import UsageError, parse
 from tests import heads
@@ -165,7 +166,15 @@ class Tape:
         return self.orders.pop(0) if self.orders else None
 
 
-def test_a_node_that_repeats_the_programs_has_the_same_state():
+def test_a_node_that_repeats_the_programs_has_the_same_state(monkeypatch):
+    """And is told of each program before the leader compiles it, so that both compile at once."""
+    untold, compile_one = [], Programs._compile
+
+    def watched(self: Programs, kind: str, *of):
+        untold.extend({kind} - {told for told, _ in tape.orders})
+        return compile_one(self, kind, *of)
+
+    monkeypatch.setattr(Programs, "_compile", watched)
     folder = tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, num_hidden_layers=1)
     options = EngineConfig(model=str(folder), draft="ngram", **OPTIONS)
     tape = Tape(follows=False)
@@ -179,6 +188,7 @@ def test_a_node_that_repeats_the_programs_has_the_same_state():
     llm.generate([[3, 4]], SamplingParams(temperature=0, max_tokens=9, structured=grammar))
     kinds = {kind.partition("_")[0] for kind, _ in tape.orders}
     assert kinds >= {"admit", "prefill", "score", "first", "round", "draft", "forward", "conclude", "masked"}
+    assert untold == []
 
     follower = Runner(options, hosts=Tape(follows=True))
     assert follower.programs.tell is None and follower.hosts.shapes == tape.shapes
