@@ -246,8 +246,8 @@ def join(nodes: int, rank: int, address: str, options: Any) -> Leader | Follower
     met = _gather(host, own, nodes, told) if rank == 0 else _come(host, own, rank, told)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which starts the drain
-    # XLA would have nodes tune a program's kernels together, so each would wait for all others to compile it. But one may
-    # compile it later, or have it on its disk.
+    # XLA would have nodes tune a program's kernels together, so each would wait for all others to compile it. But one
+    # may compile it later, or have it on its disk.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {TUNES_ALONE}".strip()
     jax.distributed.initialize(address, nodes, rank, initialization_timeout=int(START_SECONDS))
     log.info("node %d of %d has met the others at %s", rank, nodes, address)

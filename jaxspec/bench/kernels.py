@@ -109,8 +109,8 @@ def lowered(op: Callable, operands: Any, layers: int, in_place: bool = False, pa
     def program(shared, own):
         outs = []
         for _ in range(passes):
-            if not in_place:  # XLA would take the same of two passes once
-                shared, own, outs = jax.lax.optimization_barrier((shared, own, outs))
+            # XLA would take the same operation of two passes once.
+            shared, own, outs = jax.lax.optimization_barrier((shared, own, outs))
             for layer in range(layers):
                 out = op(layer, shared, own)
                 out, own = out if in_place else (out, own)

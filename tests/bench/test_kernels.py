@@ -199,3 +199,14 @@ def test_few_rows_layer_calls_the_kernels_as_they_are(quantised):
     shared, own = jax.eval_shape(case.build, jax.random.key(0))
     lowered = jax.jit(partial(case.op, 0)).trace(shared, own).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 4
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_a_program_does_in_each_pass_is_done_each_time(in_place):
+    def op(layer, shared, own):
+        out = shared @ own[layer]
+        return (out, own) if in_place else out
+
+    operands = jnp.ones((8, 32)), [jnp.ones((32, 16)), jnp.zeros((32, 16))]
+    program = kernels.lowered(op, operands, layers=2, in_place=in_place, passes=3).compile()
+    assert program.as_text().count(" dot(") == 6

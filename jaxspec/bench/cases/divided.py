@@ -93,6 +93,10 @@ def products(name: str, shapes: dict[str, tuple[int, int]], model: Model, size: 
         kv = jnp.zeros((layers, 2, 2, kv_heads, PAGE, width), "bfloat16")
         return [own(each) for each in jax.random.split(key, layers)], (x, scaled, kv)
 
+    def carried_on(scaled, made):
+        """What the next layer takes: it depends on all products, so that none is left out."""
+        return scaled._replace(squares=scaled.squares + 0 * sum(each[0, 0].astype(jnp.float32) for each in made))
+
     def op(i, own, carried):
         (x, scaled, kv), layer, made = carried, own[i], []
         if model.heads:
@@ -106,14 +110,12 @@ def products(name: str, shapes: dict[str, tuple[int, int]], model: Model, size: 
         if model.mlp:
             made.append(few_rows.gated(*scaled, layer["gate_up"], eps=EPS))
             made.append(few_rows.product([x[shapes["down"][0]]], layer["down"]))
-        changed = sum(each[0, 0].astype(jnp.float32) for each in made)  # so that none is left out
-        return made[-1], (x, scaled._replace(squares=scaled.squares + 0 * changed), kv)
+        return made[-1], (x, carried_on(scaled, made), kv)
 
     def one_by_one(i, own, carried):
         (x, scaled, kv), valid = carried, jnp.array([ROWS], jnp.int32)
         made = [matmul.project(x[k], own[i][each], valid, gated=each == "gate_up") for each, (k, _) in shapes.items()]
-        changed = sum(each[0, 0].astype(jnp.float32) for each in made)
-        return made[-1], ({k: each + (0 * changed).astype(each.dtype) for k, each in x.items()}, scaled, kv)
+        return made[-1], (x, carried_on(scaled, made), kv)
 
     def plain(i, own, carried):
         x, weight = carried[0], own[i][list(shapes)[-1]]
