@@ -1,5 +1,5 @@
 """How a model is divided among devices: the decisions and the cuts, with numpy alone; then programs, in a process of
-its own with virtual devices (`tests/several_devices.py`)."""
+its own with virtual devices (`tests/several_devices.py` and what is quantised, beside it)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from tests.server.live import wait_for
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
+APART = "tests/several_devices.py", "tests/several_devices_quantised.py"
+PARTS = "family", "drafter", "mtp", "rounds", "quantised"  # by words in the names of cases and files; then all others
 EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=16)
 EIGHT |= dict(linear_num_key_heads=8, linear_num_value_heads=16, attention_bias=True, mlp_bias=True)
 # What is whole on each device, and what one device adds to a sum. All else is divided.
@@ -143,11 +145,11 @@ def test_sizes_that_cannot_be_divided_are_named(family, sizes, size, words):
 
 
 def run_apart(*options: str) -> None:
-    """`tests/several_devices.py` over eight virtual devices."""
+    """The files of `APART` over eight virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     # Threads for all devices of two programs: a device that waits for the others in a sum holds one.
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PJRT_NPROC": "16", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "tests/several_devices.py", "-p", "no:cacheprovider", "-x", *options]
+    command = [sys.executable, "-m", "pytest", *APART, "-p", "no:cacheprovider", "-x", *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
@@ -158,7 +160,7 @@ def test_several_devices_say_what_one_does():
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("which", ["family", "drafter", "mtp", "rounds"])
+@pytest.mark.parametrize("which", [*PARTS, f"not ({' or '.join(PARTS)})"])
 def test_several_devices_in_every_combination(which):
     run_apart("-m", "exhaustive", "-k", which)
 
