@@ -119,33 +119,42 @@ def check_heads(given: dict, scaled: bool = True, normed: bool = True, **options
 @pytest.mark.parametrize("by_output,scaled,sizes", [rare(False, False, SIZES), (False, True, WIDE), (True, True, WIDE)])
 def test_gated(by_output, scaled, sizes):
     """Gate and up of a group have scales of their own."""
-    check_gated(operands(by_output=by_output, **sizes), scaled, splits=1, **INTERPRET)
+    check_gated(operands(by_output=by_output, **sizes), scaled, **INTERPRET)
 
 
 def test_a_last_tile_makes_again_what_it_has_no_columns_for(monkeypatch):
     monkeypatch.setattr(share_module, "BLOCKS", 2)
     share = share_out(8, [256], 320, fp8=True)
     assert (share.tiles, share.groups) == (2, 3)
-    check_gated(operands(f=160), splits=1, **INTERPRET)
+    check_gated(operands(f=160), **INTERPRET)
 
 
 @pytest.mark.parametrize(
     "by_output,biased,scaled", [rare(False, False, True), (False, True, False), (True, True, True)]
 )
 def test_product_added(by_output, biased, scaled):
-    check_add(operands(by_output=by_output), biased, scaled, splits=1, **INTERPRET)
+    check_add(operands(by_output=by_output), biased, scaled, **INTERPRET)
 
 
 @pytest.mark.parametrize("by_output", [False, True])
 def test_product_added_with_more_weights_than_shared_memory_holds(by_output):
     share = dataclasses.replace(share_out(8, [3072], 256, 1, normed=False, fp8=True), splits=1)
     assert share.slots < share.chunks
-    check_add(operands(f=3072, by_output=by_output), splits=1, **INTERPRET)
+    check_add(operands(f=3072, by_output=by_output), **INTERPRET)
 
 
 @pytest.mark.parametrize("centred,scaled,sizes", [rare(False, False, SIZES), (True, True, WIDE)])
 def test_normed(centred, scaled, sizes):
-    check_normed(operands(**sizes), centred, scaled, splits=1, **INTERPRET)
+    check_normed(operands(**sizes), centred, scaled, **INTERPRET)
+
+
+def test_interpreted_products_are_not_divided_among_blocks():
+    """Of 1,152 inputs three blocks would each have a part, and send its sums to one."""
+    given = operands(**WIDE)
+    share = share_out(8, [WIDE["d"]], 256, normed=False, fp8=True)
+    assert share.splits == 3 and share_module.with_splits(share, None, interpret=True).splits == 1
+    with pytest.raises(ValueError, match="splits=3 in interpret mode"):
+        check_gated(given, splits=3, **INTERPRET)
 
 
 def test_an_fp8_weight_is_normed_for_alone():
@@ -156,7 +165,7 @@ def test_an_fp8_weight_is_normed_for_alone():
 
 @pytest.mark.parametrize("by_output", [False, rare(True)])
 def test_product_of_rows_side_by_side(by_output):
-    check_product(operands(by_output=by_output), splits=1, **INTERPRET)
+    check_product(operands(by_output=by_output), **INTERPRET)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +173,7 @@ def test_product_of_rows_side_by_side(by_output):
     [(False, True, True, WIDE), (True, True, True, WIDE), rare(False, False, False, SIZES)],
 )
 def test_heads(by_output, scaled, normed, sizes):
-    check_heads(operands(by_output=by_output, **sizes), scaled, normed, splits=1, **INTERPRET)
+    check_heads(operands(by_output=by_output, **sizes), scaled, normed, **INTERPRET)
 
 
 def test_weights_that_do_not_fit_are_named():
@@ -172,6 +181,8 @@ def test_weights_that_do_not_fit_are_named():
     assert "64 outputs and all inputs" in op.fp8_supported(None, 4096, 4096, 64)
     assert "100 x 4096" in op.fp8_supported(None, 4096, 100, 1)
     assert "16 outputs" in op.fp8_supported(128, 4096, 4096, 16)
+    assert "multiples of 128" in op.product_supported(8, [576, 576], (1152, 256), jnp.bfloat16, fp8=True)
+    assert "multiples of 128" in op.normed_supported(8, 576, [256], jnp.bfloat16, fp8=True)
 
 
 KERNELS_OF = {
@@ -189,7 +200,9 @@ KERNELS_OF = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS_OF)
-@pytest.mark.parametrize("by_output,sizes", [(False, QWEN3), (True, QWEN3), rare(False, MIXTURE), rare(False, HYBRID)])
+@pytest.mark.parametrize(
+    "by_output,sizes", [(False, QWEN3), (True, QWEN3), (False, WIDE), rare(False, MIXTURE), rare(False, HYBRID)]
+)
 def test_lowers_for_cuda(kernel, by_output, sizes):
     given = jax.eval_shape(lambda: operands(by_output=by_output, **sizes))
     text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()

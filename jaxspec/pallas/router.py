@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.few_rows.block import begin, grid_of, multiply, params, prepare, scratch_of
 from jaxspec.pallas.few_rows.layer import Scaled
-from jaxspec.pallas.few_rows.share import GROUP, TILE, Share
+from jaxspec.pallas.few_rows.share import GROUP, TILE, Share, with_splits
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.top_experts import LANES, LAYOUT, NOBODY, across, choose, most_chosen
 
@@ -41,8 +41,8 @@ def supported(rows: int, width: int, experts: int, k: int, dtype: Any) -> str | 
     return None if share.slots >= share.chunks else f"a router of {width} by {experts} for shared memory"
 
 
-def _share(rows: int, width: int, columns: int, splits: int | None = None) -> Share:
-    splits = splits or next(n for n in range(CLUSTER, 0, -1) if width // TILE % n == 0)
+def _share(rows: int, width: int, columns: int) -> Share:
+    splits = next(n for n in range(CLUSTER, 0, -1) if width // TILE % n == 0)
     return Share(rows, (width,), columns, columns // TILE, splits, normed=False)
 
 
@@ -64,10 +64,10 @@ def router(
 
     The norm, of this `eps`, is rounded in the result alone: logits are sums of the scaled rows, multiplied by the
     norm's factor in float32. `bias` is added to logits. `real`: how many columns are experts', if not all. `splits`:
-    among how many blocks to divide the inputs; interpret mode takes 1.
+    among how many blocks to divide the inputs; interpret mode takes 1 alone.
     """
     (rows, width), experts = x.rows.shape, weight.shape[1]
-    share = _share(rows, width, experts, splits)
+    share = with_splits(_share(rows, width, experts), splits, interpret)
     biases = [] if bias is None else [bias]
     chosen = partial(jax.ShapeDtypeStruct, (rows, LANES))
     scratch = {"logits_s": plgpu.SMEM((rows, -(-experts // LANES) * LANES), _f32)}

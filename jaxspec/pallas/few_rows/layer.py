@@ -101,11 +101,11 @@ def gated(
 
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
     once less. `ahead`: weights that the kernels after it will read. `splits`: among how many blocks of a cluster to
-    divide the inputs; interpret mode can't send anything between them, and takes 1.
+    divide the inputs; interpret mode, which can't send anything between them, takes 1 alone.
     """
     rows, columns = len(x), outputs(weight)
     share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, fp8=isinstance(weight, Fp8Weight))
-    share = with_splits(share, splits)
+    share = with_splits(share, splits, interpret)
     return plgpu.kernel(
         partial(_gated_tile, share, eps, len(ahead)),
         kernel_name="few_rows_gated",
@@ -198,7 +198,8 @@ def _heads(
     count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
     fp8 = isinstance(weight, Fp8Weight)
-    share = with_splits(share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, fp8=fp8), splits)
+    share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, fp8=fp8)
+    share = with_splits(share, splits, interpret)
     biases = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     inverse = [] if inverse is None else [inverse]
     q = plgpu.kernel(
@@ -321,7 +322,8 @@ def product(
 def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=()):
     """The products, or sums, and what else `Scaled` has if there is a scale."""
     count, columns, fp8 = len(rows[0]), outputs(weight), isinstance(weight, Fp8Weight)
-    share = with_splits(share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, fp8=fp8), splits)
+    share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, fp8=fp8)
+    share = with_splits(share, splits, interpret)
     out = jax.ShapeDtypeStruct((count, columns), rows[0].dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
     return plgpu.kernel(
@@ -404,7 +406,8 @@ def normed(
     else:
         groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
         columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
-    share = with_splits(share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, fp8=fp8), splits)
+    share = share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, fp8=fp8)
+    share = with_splits(share, splits, interpret)
     outs = [jax.ShapeDtypeStruct((len(x), outputs(w)), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
     scratch = scratch_of(share, interpret)
     return plgpu.kernel(

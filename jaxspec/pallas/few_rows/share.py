@@ -163,7 +163,14 @@ def turn_of(share: Share) -> Any:
     return lax.axis_index("warpgroup") if share.warpgroups > 1 else jnp.int32(0)
 
 
-def with_splits(share: Share, splits: int | None) -> Share:
+def with_splits(share: Share, splits: int | None, interpret: Any = False) -> Share:
+    """The share with its inputs in so many parts; by default in its own, but in one if a kernel is interpreted.
+
+    **Raises:** `ValueError` for an interpreted kernel with more: jax's interpreter sends nothing from block to block.
+    """
+    if interpret and (splits or 1) > 1:
+        raise ValueError(f"splits={splits} in interpret mode, where blocks send each other nothing; supported: 1")
+    splits = 1 if interpret else splits
     return share if splits is None else replace(share, splits=splits)
 
 
@@ -245,8 +252,9 @@ def product_supported(
     most = MAX_ROWS if shape[1] <= NARROW else WIDE_ROWS
     if rows > most:
         return f"{rows} rows for {shape[1]} columns; supported: up to {most}"
-    if len(set(widths)) > 1 or widths[0] % TILE or shape[1] % TILE:
-        return f"widths {widths} and {shape[1]}; supported: equal multiples of {TILE}"
+    step = BLOCK if fp8 else TILE
+    if len(set(widths)) > 1 or widths[0] % step or shape[1] % TILE:
+        return f"widths {widths} and {shape[1]}; supported: equal multiples of {step}, and one of {TILE}"
     fits = share_out(-(-rows // GROUP) * GROUP, widths, shape[1], 1, normed=False, fp8=fp8).fits
     return None if fits else f"{rows} rows of {widths} for shared memory"
 
@@ -260,8 +268,9 @@ def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any
         return f"weights in {wrong[0]}; supported: bfloat16"
     if rows % GROUP or rows > WIDE_ROWS:
         return f"{rows} rows; supported: multiples of {GROUP} up to {WIDE_ROWS}"
-    if width % TILE:
-        return f"width {width}; supported: multiples of {TILE}"
+    step = BLOCK if fp8 else TILE
+    if width % step:
+        return f"width {width}; supported: multiples of {step}"
     if odd := [each for each in columns if each < TILE or each % (TILE if fp8 else COLUMNS)]:
         return f"{odd[0]} columns; supported: multiples of {TILE if fp8 else COLUMNS} from {TILE} on"
     whole = sum(-(-each // TILE) * TILE for each in columns)
