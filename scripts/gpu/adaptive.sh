@@ -9,14 +9,7 @@
 # a turn is. Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf. SMOLLM2 is the demo model's GGUF
 # file; QWEN, HYBRID, EAGLE3 and DSPARK are folders with a config.json (weights are made up), of Qwen3-8B,
 # Qwen3.5-35B-A3B, and Qwen3-8B's drafters.
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
-shift
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-status=0
+. "$(dirname "$0")/common.sh"
 
 # bench NAME ARGUMENTS...: one comparison; progress goes to NAME.log
 bench() {

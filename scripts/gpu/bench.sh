@@ -10,14 +10,7 @@
 # with Qwen3-8B's config.json (weights are made up) and a tokenizer, EAGLE3 and DFLASH folders with its drafters'
 # config.json, QWEN_MOE and QWEN_HYBRID the same of Qwen3-30B-A3B and Qwen3.5-35B-A3B; SMOLLM2 the demo model's GGUF
 # file; SPECBENCH Spec-Bench's question.jsonl.
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
-shift
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-status=0
+. "$(dirname "$0")/common.sh"
 
 # bench NAME SECONDS ARGUMENTS...: one benchmark, its progress bars out of the log
 bench() {

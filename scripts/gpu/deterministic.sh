@@ -7,16 +7,8 @@
 # PART is of: texts soak parity hybrid prompts; all by default, in that order. SMOLLM2 is the demo model's GGUF file,
 # SPECBENCH Spec-Bench's question.jsonl. SECONDS_OF_LOAD: how long the soak's clients come (150); as long again goes into
 # running cases alone. OUT receives logs, tables and JSON.
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
-shift
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
+. "$(dirname "$0")/common.sh"
 python3 scripts/configs.py "$out/models" || exit
-status=0
 eagle3=eagle3:jaxspec/drafters/shipped/smollm2-135m-instruct-eagle3
 demo=(--option dtype=bfloat16 --option context_length=2048 --option max_running_requests=128 --option few_programs=true
     --option mem_fraction_static=0.2)

@@ -7,11 +7,8 @@
 # OUT receives cpu.log, a log for each GPU test file, and device.txt. TESTS names GPU test files ("none" for no such),
 # LIMIT is the seconds for either part (400). Needed as wheels on PYTHONPATH where they aren't installed: what
 # `pip install -e '.[dev]'` would bring. Tests of the demo model fail where it can't be downloaded.
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# = 1 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
+. "$(dirname "$0")/common.sh"
+[ $# = 0 ] || usage
 limit=${LIMIT:-400}
 JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES='' timeout "$limit" python3 -m pytest -n "$(($(nproc) - 3))" --dist loadfile \
     --no-loadscope-reorder --max-worker-restart 0 >"$out/cpu.log" 2>&1 &

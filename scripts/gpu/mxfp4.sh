@@ -6,15 +6,7 @@
 #
 # PART is of: kernels 20b 120b; all by default, in that order. OUT receives for each a log and JSON. 120b needs 80 GB.
 # With jax and CUDA installed, but not this project.
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
-shift
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
-status=0
+. "$(dirname "$0")/common.sh"
 
 # decode NAME LAYERS EXPERTS: rounds of a model of these sizes; the rest is gpt-oss' default
 decode() {

@@ -22,15 +22,12 @@
 #
 #     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 PJRT_NPROC=16 QWEN=... FLAGS="--prompt-len 16 --output-len 48" \
 #         CONCURRENCY=1,2 scripts/gpu/parallel.sh OUT 2 sums texts servers kept dense mixture hybrid large
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -ge 2 ] || { sed -n '2,29s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd) n=$2
-shift 2
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0
-export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
-concurrency=${CONCURRENCY:-1,8,32,128} limit=${LIMIT:-240} status=0
+. "$(dirname "$0")/common.sh"
+[ $# -ge 1 ] || usage
+n=$1
+shift
+export NCCL_NVLS_ENABLE=0
+concurrency=${CONCURRENCY:-1,8,32,128} limit=${LIMIT:-240}
 one_shot=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true
 
 # tests NAME FILE [ARGUMENTS...]

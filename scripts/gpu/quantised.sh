@@ -8,16 +8,8 @@
 # engines start side by side and are timed one after the other (in_turn.py); their shares of memory are an H200's. A GPU
 # of 80 GB runs those that fit. OUT receives for each engine its table, its kernels, JSON and a log. LIMIT: seconds that
 # an engine may take (240).
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
-shift
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
+. "$(dirname "$0")/common.sh"
 python3 scripts/configs.py "$out/models" || exit
-status=0
 
 # bench NAME SHARE ARGUMENTS...: one benchmark with this share of the GPU's memory
 bench() {

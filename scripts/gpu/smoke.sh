@@ -7,13 +7,8 @@
 # OUT receives device.txt, host.json, and for each test file a log, junit.xml and figures; TESTS names some of them only,
 # LIMIT is a file's seconds (240). Needed as well, as wheels on PYTHONPATH where it isn't installed: gguf. The demo
 # model's GGUF file is $JAXSPEC_TEST_GGUF (else it is downloaded). Ends with the last failing file's status, or 0.
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# = 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
+. "$(dirname "$0")/common.sh"
+[ $# = 0 ] || usage
 
 {
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv
@@ -24,7 +19,6 @@ cat "$out/device.txt"
 
 # Kernels first, then fewest compilations: what fails later leaves these results. A process each, since a kernel that
 # reads out of bounds fails all that its process does afterwards.
-status=0
 kernels="expert_few expert_plan expert_stream top_experts expert_rows gated_delta conv_step conv_chunk weight_stream"
 kernels+=" fp8_stream few_rows tile_matmul kv_write write_heads decode_attention prompt_attention"
 for name in ${TESTS:-$kernels trees hybrid qwen3_8b smollm2 lossless}; do

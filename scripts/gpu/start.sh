@@ -10,16 +10,10 @@
 # seconds since it began; caches are kept elsewhere. Needed as well, as wheels on PYTHONPATH where they aren't installed:
 # fastapi, uvicorn, pydantic and gguf with what they need. QWEN is a folder with Qwen3-8B's config.json (weights are made
 # up) and a tokenizer, EAGLE3 one with its drafter's config.json, HYBRID one with Qwen3.5-35B-A3B's config.json.
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
-shift
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 FIRST=${FIRST:-}
+. "$(dirname "$0")/common.sh"
+export FIRST=${FIRST:-}
 cache=$(mktemp -d)
 trap 'rm -rf "$cache"' EXIT
-status=0
 
 # start NAME ARGUMENTS...: one server from its start to its last program, as a row, and as the parts of its first token
 start() {

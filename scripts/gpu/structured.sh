@@ -7,13 +7,8 @@
 # OUT receives a JSON file and a log for each model. QWEN is a folder with Qwen3-8B's config.json (weights are made up)
 # and a tokenizer, or TOKENIZER is a folder with one; SMOLLM2 is the demo model's GGUF file. Without one of them, its part
 # is left out.
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-status=0
+. "$(dirname "$0")/common.sh"
+[ $# = 0 ] || usage
 
 # bench NAME SECONDS ARGUMENTS...: one benchmark, its progress bars out of the log. Few programs, compiled on first use.
 bench() {

@@ -14,14 +14,7 @@
 # Spec-Bench's question.jsonl and GSM8K the test.jsonl of that. RATE is the learning rate (2e-3), RANK DSpark's (8),
 # FLAGS are added to a training's. DSpark begins as INIT, the DFlash drafter that ships, and its two heads are trained.
 # Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what optax and orbax-checkpoint need.
-set -uo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
-shift
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-status=0
+. "$(dirname "$0")/common.sh"
 IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}"
 gpus=${#devices[@]}
 

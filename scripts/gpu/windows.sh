@@ -5,11 +5,8 @@
 #     scripts/gpu/windows.sh OUT
 #
 # OUT receives windows.json and windows.log. With jax and CUDA installed, but not this project.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-[ $# -eq 1 ] || { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
+. "$(dirname "$0")/common.sh"
+[ $# = 0 ] || usage
+set -e
 python3 -m pytest -q -m gpu -k window tests/gpu/test_decode_attention.py tests/gpu/test_prompt_attention.py
-python3 -m jaxspec.bench kernels --only attention --no-plain --json "$1/windows.json" 2>"$1/windows.log"
+python3 -m jaxspec.bench kernels --only attention --no-plain --json "$out/windows.json" 2>"$out/windows.log"
