@@ -298,7 +298,7 @@ def run(
     mosaic.source_info_util = SimpleNamespace(**vars(mosaic.source_info_util) | {"user_frame": lambda *_: None})
     hashes: dict[str, str] = {}
     kernels = Kernels(hashes, alone)
-    once._Lowered.function = lambda self, jitted, tree, shapes: kernels.call(jitted, tree, shapes)
+    once._Lowered.function = lambda self, name, jitted, tree, shapes: kernels.call(jitted, tree, shapes)
     started = time.monotonic()
     for name in models:
         for program, jitted, arguments in programs(name, layers, modes, everything, only):
