@@ -44,6 +44,11 @@ class PageLayout:
         return jnp.zeros(shape, self.dtype)
 
 
+def page_dtype(kv_cache_dtype: str, dtype: str) -> str:
+    """The dtype of pages, of `--kv-cache-dtype` and the model's: "auto" is the model's."""
+    return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     return config.num_kv_layers * 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
 

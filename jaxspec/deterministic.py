@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache import page_dtype
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
@@ -42,7 +43,7 @@ def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model
     while segment * SEGMENTS < (options.context_length or model.config.max_position):
         segment *= 2
     decoder = dataclasses.replace(model.config.decoder, deterministic=segment)
-    pages = model.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    pages = page_dtype(options.kv_cache_dtype, model.dtype)
     try:
         for rows in (1, draft.drafter.num_draft_tokens + 1, PROMPT_BLOCK):
             choose(decoder, model.params["layers"], Call(1, rows, pages, hopper.multiprocessors()))

@@ -28,6 +28,7 @@ from jaxspec.cache import (
     StateSlots,
     claim_device,
     kv_bytes_per_token,
+    page_dtype,
     plan_memory,
     resident_memory,
     workspace_estimate,
@@ -96,7 +97,7 @@ class Runner:
             model, draft = loading.model, loading.draft
         self._load(options, model, draft)
         self._prepare(options)
-        self.state = self._shaped_state() if loading else self._empty_state(self._layout, self.plan.states.snapshots)
+        self.state = self._shaped_state() if loading else self._empty_state()
         grammars = lambda: grammars_of(self.model, self.config.skip_warmup) if self.shapes.structured else None  # noqa: E731
         self.grammars = None if loading else grammars()
         self._compile(options, staged_start, loading)
@@ -159,7 +160,7 @@ class Runner:
             log.warning("weights aren't as the config says, so programs are compiled again")
             self.programs.stop()
             self._prepare(options)
-            self.state = self._empty_state(self._layout, self.plan.states.snapshots)
+            self.state = self._empty_state()
             self._compile(options, staged, None)
             return
         if hosts is not None:
@@ -176,7 +177,7 @@ class Runner:
         if not (same and alike(shapes[:2], (model.params, draft.params)) and alike(shapes[2], self._shaped_state())):
             return False
         self.programs.fill(model.params, draft.params)
-        self.state = self._empty_state(self._layout, self.plan.states.snapshots)
+        self.state = self._empty_state()
         return True
 
     def complete_start(self, flush: Callable[[], None] | None) -> bool:
@@ -207,7 +208,7 @@ class Runner:
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
-        dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        dtype = page_dtype(config.kv_cache_dtype, config.dtype)
         per_token = kv_bytes_per_token(self._local, dtype) + self._drafter.kv_bytes_per_token(dtype)
         empty = self._state_shapes(PageLayout(1, 1, dtype), self._local, self._drafter)
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
@@ -261,8 +262,7 @@ class Runner:
 
     def _shaped_state(self) -> State:
         """The shapes of an empty state."""
-        make = lambda: self._state_of(self._layout, self.plan.states.snapshots, self._local, self._drafter)  # noqa: E731
-        return jax.eval_shape(make)
+        return jax.eval_shape(lambda: self._local_state())  # a new function: jax keeps what it saw of one
 
     def _recall_times(self) -> None:
         """Fill in `round_times` as an earlier start noted them beside the programs that were kept."""
@@ -290,25 +290,19 @@ class Runner:
         """Most tokens that a round of so many drafts yields a request."""
         return max(dict(self.shapes.ragged).get(drafts, drafts), 0) + 1 if drafts in self.narrower else self.yields
 
-    def _empty_state(self, layout: PageLayout, snapshots: int) -> State:
-        make = lambda: self._state_of(layout, snapshots, self._local, self._drafter)  # noqa: E731
+    def _empty_state(self) -> State:
         if self._division is None:
-            return make()
-        return jax.jit(sharding.spread(make, self._mesh, (), self._division.state))()
+            return self._local_state()
+        return jax.jit(sharding.spread(self._local_state, self._mesh, (), self._division.state))()
+
+    def _local_state(self) -> State:
+        """What a device has of an empty state."""
+        return self._state_of(self._layout, self.plan.states.snapshots, self._local, self._drafter)
 
     def _state_of(self, layout: PageLayout, snapshots: int, config: ModelConfig, drafter: Drafter) -> State:
         shapes, options = self.shapes, self.config
-        return empty_state(
-            config,
-            drafter,
-            layout,
-            shapes.num_slots,
-            shapes.capacity,
-            options.dtype,
-            snapshots,
-            options.state_dtype,
-            self._kv_scales(layout, config.num_kv_heads),
-        )
+        sizes = shapes.num_slots, shapes.capacity, options.dtype, snapshots, options.state_dtype
+        return empty_state(config, drafter, layout, *sizes, self._kv_scales(layout, config.num_kv_heads))
 
     def _kv_scales(self, layout: PageLayout, heads: int) -> Array | None:
         """The checkpoint's scales of an FP8 cache, of those KV heads, so many, that this device has."""
@@ -326,7 +320,7 @@ class Runner:
         for array in jax.tree.leaves(self.state):
             if not array.is_deleted():
                 array.delete()
-        self.state = jax.block_until_ready(self._empty_state(self._layout, self.plan.states.snapshots))
+        self.state = jax.block_until_ready(self._empty_state())
 
     @property
     def snapshots(self) -> tuple[int, ...] | None:
@@ -395,18 +389,20 @@ class Runner:
         out.copy_to_host_async()
         return out
 
-    def mode_of_round(self, mode: str, requests: int, rounds: int = 1) -> str:
-        """The mode of a round for requests that need `mode`: another only while that one's programs are missing."""
-        name = _rounds(rounds)
-        return self.programs.stand_in(name, MODES[MODES.index(mode) :], requests, self.shapes.batches)[0]
-
     def mode_of_first(self, mode: str, requests: int) -> str:
-        """As `mode_of_round`, of `first`."""
-        return self.programs.stand_in("first", MODES[MODES.index(mode) :], requests, self.shapes.firsts)[0]
+        """The mode of `first` for requests that need `mode`: another only while that one's programs are missing."""
+        return self._mode_of("first", mode, requests, self.shapes.firsts)
+
+    def mode_of_round(self, mode: str, requests: int, rounds: int = 1) -> str:
+        """As `mode_of_first`, of `round`."""
+        return self._mode_of(_rounds(rounds), mode, requests, self.shapes.batches)
 
     def mode_of_open_round(self, mode: str, requests: int) -> str:
-        """As `mode_of_round`, of `open_round`."""
-        return self.programs.stand_in("structured", MODES[MODES.index(mode) :], requests, self.shapes.batches)[0]
+        """As `mode_of_first`, of `open_round`."""
+        return self._mode_of("structured", mode, requests, self.shapes.batches)
+
+    def _mode_of(self, name: str, mode: str, requests: int, sizes: tuple[int, ...]) -> str:
+        return self.programs.stand_in(name, MODES[MODES.index(mode) :], requests, sizes)[0]
 
     def open_round(self, slots: list[int], table: np.ndarray, mode: str, forced: list[list[int] | None]) -> OpenRound:
         """Dispatch drafts and forward of a round that `close_round` ends, with the masks made meanwhile.

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.cache import page_dtype
 from jaxspec.pallas.hopper import KERNELS
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def report_start(runner: Runner, started: float, programs: int) -> None:
     drafter = runner.draft.drafter
     log.info("%s", runner.plan)
     if runner.model.kv_scales is not None:
-        pages = runner.config.dtype if runner.config.kv_cache_dtype == "auto" else runner.config.kv_cache_dtype
+        pages = page_dtype(runner.config.kv_cache_dtype, runner.config.dtype)
         used = "are" if pages.startswith("float8") else "aren't"
         log.info("the checkpoint's scales of keys and values %s used: %s pages", used, pages)
     if runner.snapshots == () and not runner.config.disable_prefix_cache:

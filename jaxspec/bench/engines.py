@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts, numbers
+from jaxspec.cache import page_dtype
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.config import EngineConfig
 from jaxspec.decoder.spec import Attention
@@ -101,6 +102,5 @@ def attention_only(model: Model) -> Model:
 
 
 def kv_dtype(engine: Engine) -> str:
-    """What the cache holds, `auto` resolved."""
-    config = engine.config
-    return config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    """The dtype of an engine's pages."""
+    return page_dtype(engine.config.kv_cache_dtype, engine.config.dtype)
