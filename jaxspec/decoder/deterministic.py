@@ -18,7 +18,6 @@ prefix tree holds prompts alone, and a preempted request starts again (`schedule
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ from jaxspec.decoder.layer import HEADS_WRITTEN, attention, projections
 from jaxspec.decoder.matmul import reference, valid_count
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.padding import flat, unflat
-from jaxspec.decoder.path import Call, Path, Stack, Weights
+from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope, beyond
 from jaxspec.pallas import few_rows, hopper, tile_matmul, weight_stream, write_heads
 from jaxspec.pallas.add_norm import WIDEST, add_norm
@@ -140,7 +139,7 @@ def in_turn(f: Callable[..., Any], *rows: Array, most: int = weight_stream.MAX_R
 
 def _wide_round(decoder, layers, x, positions, mixer, cache, table) -> Stack:
     """As `streamed.run`, with a last layer of the same kernels; more rows in tiles, with sums of the same parts."""
-    (b, t), outputs, counts = positions.shape, [], Counter()
+    (b, t), outputs = positions.shape, []
     shape, named = x.shape, {"eps": decoder.layers[0].norm.eps, "centred": decoder.layers[0].norm.centred}
 
     @partial(jax.jit, static_argnums=0)
@@ -193,14 +192,11 @@ def _wide_round(decoder, layers, x, positions, mixer, cache, table) -> Stack:
         made = jnp.moveaxis(weight_stream.product_fixed(rows, firsts[0].unquantised), 0, 1)
     else:
         made = _in_parts(rows, firsts[0], valid_count(positions))[:, None]
-    for layer, weights, following, after in zip(
-        decoder.layers, layers, [*firsts[1:], None], [*layers[1:], None], strict=True
-    ):
-        kind = type(layer.mixing)
-        mixed, cache = attend(layer, weights, jnp.int32(counts[kind]), x, made, cache)
+    each = zip(numbered(decoder, layers), [*firsts[1:], None], [*layers[1:], None], strict=True)
+    for (layer, weights, i), following, after in each:
+        mixed, cache = attend(layer, weights, i, x, made, cache)
         scale = None if after is None else after["attn_norm"]
         x, made = (stream if few else tiled)(weights, following, scale, x, mixed)
-        counts[kind] += 1
         outputs.append(x.reshape(shape))
     return Stack(outputs, cache)
 
@@ -250,7 +246,7 @@ def _narrow_round(decoder, layers, x, positions, mixer, cache, table) -> Stack:
 
 def _layer_by_layer(decoder, layers, x, positions, mixer, cache, table, wanted) -> Stack:
     """As the plain path, with products and norms of their own order: prompts, and all rows on a CPU."""
-    outputs, counts = [], Counter()
+    outputs = []
 
     def mix(layer, weights, i, rows, mixer, cache):
         made = _product(rows, weights[projections(layer)[0]], valid_count(positions))
@@ -269,10 +265,8 @@ def _layer_by_layer(decoder, layers, x, positions, mixer, cache, table, wanted) 
         hidden = _product(rows, weights["gate_up"], valid, gated=True)
         return _product(hidden, weights["down"], valid, x), cache
 
-    for layer, weights in zip(decoder.layers, layers, strict=True):
-        kind, last = type(layer.mixing), weights is layers[-1]
-        x, cache = one(layer, weights, jnp.int32(counts[kind]), x, cache, wanted if last else None)
-        counts[kind] += 1
+    for layer, weights, i in numbered(decoder, layers):
+        x, cache = one(layer, weights, i, x, cache, wanted if weights is layers[-1] else None)
         outputs.append(x)
     return Stack(outputs, cache)
 

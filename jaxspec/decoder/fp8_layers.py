@@ -6,7 +6,6 @@ Mixing is the plain layer's, and so are routers and experts.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.layer import attention, delta_rule, mixture, projections
 from jaxspec.decoder.matmul import gate, matmul
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.path import Call, Path, Stack, Weights
+from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import fp8_rows
 from jaxspec.pallas.add_norm import add_norm
@@ -71,7 +70,7 @@ def run(
     wanted: Int[Array, " b"] | None,
 ) -> Stack:
     """All rows go through the last layer, too."""
-    shape, norm, outputs, counts = x.shape, decoder.layers[0].norm, [], Counter()
+    shape, norm, outputs = x.shape, decoder.layers[0].norm, []
     following = partial(add_norm, eps=norm.eps, centred=norm.centred)
 
     @partial(jax.jit, static_argnums=0)  # one trace and one lowering for all layers alike: the index is data
@@ -92,10 +91,9 @@ def run(
         return *following(x, parts, next_norm), cache
 
     x, rows = following(x.reshape(-1, shape[2]), None, layers[0]["attn_norm"])
-    for at, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
-        kind, after = type(layer.mixing), layers[min(at + 1, len(layers) - 1)]  # nobody takes the last one's norm
-        x, rows, cache = one(layer, weights, after["attn_norm"], jnp.int32(counts[kind]), x, rows, cache)
-        counts[kind] += 1
+    nexts = [each["attn_norm"] for each in (*layers[1:], layers[-1])]  # nobody takes the last one's
+    for (layer, weights, i), after in zip(numbered(decoder, layers), nexts, strict=True):
+        x, rows, cache = one(layer, weights, after, i, x, rows, cache)
         outputs.append(x.reshape(shape))
     return Stack(outputs, cache)
 

@@ -10,7 +10,6 @@ anything, and nothing that follows looks from one row at another. What mixes tok
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from jaxspec.decoder.layer import feed, mix, projections
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, operand
 from jaxspec.decoder.padding import flat, pad, padded, valid_rows
-from jaxspec.decoder.path import Call, Path, Stack, Weights
+from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows, hopper
 from jaxspec.weights import HALF, Fp8, Unquantised, Weight
@@ -113,7 +112,7 @@ def run(
     wanted: Int[Array, " b"] | None,
 ) -> Stack:
     """All rows go through the last layer, too."""
-    x, t, outputs, counts = pad(x), positions.shape[1], [], Counter()
+    x, t, outputs = pad(x), positions.shape[1], []
 
     @partial(jax.jit, static_argnums=0)  # one trace and one lowering for all layers alike: the index is data
     def one(layer, weights, after, i, given, x, cache):
@@ -122,10 +121,9 @@ def run(
     given, first = (flat_rows(x), layers[0]["attn_norm"]), decoder.layers[0]
     if isinstance(first.feed, Mixture) or not _mlp_refused(first, layers[0], len(given[0])):
         given = given_first(first, layers[0], *given)
-    for at, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
-        kind, after = type(layer.mixing), layers[(at + 1) % len(layers)]["attn_norm"]  # at last, the next round's first
-        x, given, cache = one(layer, weights, after, jnp.int32(counts[kind]), given, x, cache)
-        counts[kind] += 1
+    nexts = [each["attn_norm"] for each in (*layers[1:], layers[0])]  # after the last, the next round's first
+    for (layer, weights, i), after in zip(numbered(decoder, layers), nexts, strict=True):
+        x, given, cache = one(layer, weights, after, i, given, x, cache)
         outputs.append(x[:, :t])
     return Stack(outputs, cache)
 

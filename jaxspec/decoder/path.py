@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.spec import Decoder, Table, beyond
+from jaxspec.decoder.spec import Decoder, Layer, Table, beyond
 from jaxspec.pallas import hopper
 from jaxspec.sharding import devices
 from jaxspec.weights import Weight, formats
@@ -43,6 +44,15 @@ class Call:
         pages = mixer.pages(cache)
         dtype = None if pages is None else jnp.dtype(pages.dtype).name
         return cls(*positions.shape, dtype, hopper.multiprocessors(), inputs, devices())
+
+
+def numbered(decoder: Decoder, layers: Sequence[Weights]) -> Iterator[tuple[Layer, Weights, Int[Array, ""]]]:
+    """Each layer, its weights, and its index among the layers that mix as it does, by which caches have it."""
+    counts: Counter[type] = Counter()
+    for layer, weights in zip(decoder.layers, layers, strict=True):
+        kind = type(layer.mixing)
+        yield layer, weights, jnp.int32(counts[kind])
+        counts[kind] += 1
 
 
 class Stack(NamedTuple):

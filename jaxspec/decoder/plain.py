@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import run_layer
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.path import Path, Stack, Weights
+from jaxspec.decoder.path import Path, Stack, Weights, numbered
 from jaxspec.decoder.spec import (
     ROPE_SCALINGS,
     Attention,
@@ -60,17 +59,15 @@ def run(
     wanted: Int[Array, " b"] | None,
 ) -> Stack:
     """The last layer attends for sequences that `wanted` names a row of, and computes that row alone after it."""
-    outputs, counts = [], Counter()
+    outputs = []
 
     # One trace and one lowering for all layers alike: the index is data.
     @partial(jax.jit, static_argnums=0)
     def one(layer, weights, i, x, cache, row):
         return run_layer(layer, weights, i, x, positions, mixer, cache, row)
 
-    for layer, weights in zip(decoder.layers, layers, strict=True):
-        kind, last = type(layer.mixing), weights is layers[-1]
-        x, cache = one(layer, weights, jnp.int32(counts[kind]), x, cache, wanted if last else None)
-        counts[kind] += 1
+    for layer, weights, i in numbered(decoder, layers):
+        x, cache = one(layer, weights, i, x, cache, wanted if weights is layers[-1] else None)
         outputs.append(x)
     return Stack(outputs, cache)
 
