@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import delta_around, gated_delta
+from jaxspec.pallas import delta_around, delta_plan, gated_delta
 from jaxspec.pallas import delta_step as op
 from jaxspec.pallas.delta_around import Around
 
@@ -234,7 +234,7 @@ def lowered(pool, slots, rest, fixed=False):
     (512, 3, 4, op.Division(1, 4)),
 ])  # fmt: skip
 def test_division(key_heads, group, t, division):
-    assert op._division(key_heads, group, t, t, jnp.float32) == division
+    assert delta_plan.division_of(key_heads, group, t, t, jnp.float32) == division
 
 
 BF16 = jnp.bfloat16

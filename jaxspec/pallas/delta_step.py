@@ -21,10 +21,10 @@ Invariant: records are overwritten after every block that reads them has read th
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,71 +35,22 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import delta_around, delta_fixed
 from jaxspec.pallas.delta_around import Around
-from jaxspec.pallas.hopper import WGMMA_ROWS
+from jaxspec.pallas.delta_plan import (
+    HALVES,
+    MAX_GROUP,
+    MAX_ROWS,
+    PIECES,
+    TILE,
+    WIDTH,
+    Division,
+    Plan,
+    division_of,
+    scratch_of,
+)
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.pieces import product
 
-TILE = WGMMA_ROWS  # rows of a state that a warpgroup has at a time
-WIDTH = 128  # of keys and values
-HALVES = WIDTH // TILE  # tiles of a value head
-MAX_ROWS = 16
-MAX_GROUP = 4  # value heads of a key head: 8 tiles, as many as a cluster has blocks
-GATES = 2 * MAX_ROWS  # decays and betas of a head's rows: 128 bytes, what a bulk copy's target is aligned to
-PIECES = 2  # errors of 2^-18 of an element, so some 1e-6 of a product
-ENOUGH = 250  # blocks: about two for each multiprocessor
-ROOM = 112 * 1024  # bytes of shared memory for a block, of which a multiprocessor has two or three
 _i32 = jnp.int32
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a round is shared out between blocks, and how much of it a block has on its way."""
-
-    splits: int  # blocks that share a request's key head; one has one tile or whole heads
-    stages: int  # parts of the state that a block has room for
-    columns: int = 64  # of a part, which has the rows of a tile: 64, or all 128
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Everything about one call that is static."""
-
-    b: int
-    t: int
-    rows: int  # of the records
-    m: int
-    group: int
-    dtype: Any  # of the state
-    division: Division
-    pieces: int
-    interpreted: bool
-    eps: float | None = None  # of the norm around it, if it is part of this
-    fixed: bool = False  # tokens enter the state one after the other, whichever round they are of
-
-    @property
-    def share(self) -> int:
-        """Tiles of one block and key head."""
-        return self.group * HALVES // self.division.splits
-
-    @property
-    def heads(self) -> int:
-        """Value heads that these are of."""
-        return max(self.share // HALVES, 1)
-
-    @property
-    def width(self) -> int:
-        """Rows of each of these heads' states, or values, that a block has."""
-        return min(self.share, HALVES) * TILE
-
-    @property
-    def parts(self) -> int:
-        """Of a tile."""
-        return WIDTH // self.division.columns
-
-    @property
-    def both(self) -> int:
-        """Rows of keys and queries together, in eights as the tensor cores take them."""
-        return -(-2 * self.t // 8) * 8
 
 
 def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, state_dtype, *dtypes) -> str | None:
@@ -178,10 +129,10 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
     m = q.shape[2]
     rows, dtype = pool[1].shape[2], pool[0].dtype
     around = isinstance(gates, Around)
-    division = division or _division(b * m, n // m, t, rows, dtype, around)
+    division = division or division_of(b * m, n // m, t, rows, dtype, around)
     if fixed:  # a row's sums are over all columns
         division = replace(division, stages=max(1, division.stages // 2), columns=WIDTH)
-    plan = _Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret), eps if around else None, fixed)
+    plan = Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret), eps if around else None, fixed)
     refs = [jax.new_ref(x) for x in pool]
     out = plgpu.kernel(
         partial(_block, plan),
@@ -191,7 +142,7 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
         grid_names=("b", "m"),
         cluster=(division.splits,),
         cluster_names=("split",),
-        scratch_types=_scratch(plan),
+        scratch_types=scratch_of(plan),
         # Safe here: what one thread writes and another reads is committed in between, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
@@ -199,147 +150,133 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
     return out, tuple(jax.freeze(ref) for ref in refs)
 
 
-def _division(key_heads: int, group: int, t: int, rows: int, dtype, whole: bool = False) -> Division:
-    """For so many key heads of all requests: few blocks with many tiles each, if that is enough, and so many parts on
-    their way that two or three blocks share a multiprocessor.
+class _Shared(NamedTuple):
+    """A block's arrays in shared memory (`delta_plan`)."""
 
-    Then what a key head's blocks have in common is done once, and none waits for the others of its cluster. `whole`: no
-    block has half a value head.
-    """
-    tiles = group * HALVES
-    splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), group if whole else tiles)
-    one = _Plan(1, t, rows, 1, group, dtype, Division(splits, 1), PIECES, False)
-    taken = sum(
-        -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024 for shape, dtype in _beside(one).values()
-    )
-    parts = (ROOM - taken) // (TILE * one.division.columns * jnp.dtype(dtype).itemsize)
-    parts = min(parts, 4 if t <= 4 else 3)  # so measured: two blocks with more are slower
-    return Division(splits, stages=max(1, min(parts, one.share * one.parts)))
+    rows_s: Any
+    kq_s: Any
+    keys_s: Any
+    among_s: Any
+    updates_s: Any
+    decays_s: Any
+    gates_s: Any
+    values_s: Any
 
 
-def _beside(plan: _Plan) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shapes and dtypes of what is in shared memory beside the state."""
-    mine = plan.heads, plan.width
-    return dict(
-        rows_s=((plan.both, WIDTH), jnp.bfloat16),  # new keys, then queries
-        kq_s=((plan.both, WIDTH), jnp.bfloat16),  # the same, as the tensor cores want it
-        keys_s=((plan.rows, WIDTH), jnp.bfloat16),
-        among_s=((plan.t, plan.both), jnp.float32),
-        updates_s=((plan.rows, *mine), jnp.float32),  # then the new ones
-        decays_s=((plan.heads, GATES), jnp.float32),
-        gates_s=((plan.heads, GATES), jnp.float32),
-        values_s=((plan.t, *mine), jnp.bfloat16),  # then what the rows read
-    )
+@dataclass(frozen=True)
+class _Ring:
+    """The parts of a block's state, which come, are changed in place and go back through the stages of `state_s`."""
+
+    plan: Plan
+    place: Callable  # of a part, in the pool
+    state_s: Any
+    ready: Any
+
+    @property
+    def stages(self) -> int:
+        return self.plan.division.stages
+
+    def stage(self, part: Any) -> Any:
+        return lax.rem(part, _i32(self.stages))
+
+    def fetch(self, part: Any) -> None:
+        """Begin to copy a part of the state into its stage."""
+        stage = self.stage(part)
+        plgpu.copy_gmem_to_smem(self.place(part), self.state_s.at[stage], self.ready.at[stage])
+
+    def write(self, part: Any) -> None:
+        """Begin to write a part back, and to fetch one into a stage whose write is over."""
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.state_s.at[self.stage(part)], self.place(part))
+        parts = self.plan.share * self.plan.parts
+        if self.stages < parts:
+            behind = min(1, self.stages - 1)  # parts whose write may still be under way when a place is filled anew
+            plgpu.wait_smem_to_gmem(behind, wait_read_only=True)
+            coming = part + self.stages - behind
+            pl.when((part >= behind) & (coming < parts))(partial(self.fetch, coming))
 
 
-def _scratch(plan: _Plan) -> dict:
-    """Shared memory and barriers."""
-    division = plan.division
-    scratch = {name: plgpu.SMEM(*array) for name, array in _beside(plan).items()}
-    scratch |= dict(
-        state_s=plgpu.SMEM((division.stages, TILE, division.columns), plan.dtype),
-        brought=plgpu.Barrier(num_arrivals=2),
-        shared=plgpu.Barrier(num_arrivals=3 + plan.heads),
-        ready=plgpu.Barrier(num_barriers=division.stages),
-    )
-    if division.splits > 1:
-        scratch["read"] = plgpu.ClusterBarrier(collective_axes=("split",))
-    return scratch
-
-
-def _block(plan: _Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, rows_s, kq_s, keys_s, among_s, state_s,
-           updates_s, decays_s, gates_s, values_s, brought, shared, ready, read=None):  # fmt: skip
+def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s, brought, shared, ready, read=None,
+           **arrays):  # fmt: skip
     """What one block, of one warpgroup, does."""
     *gates_g, state_g, keys_g, updates_g, decays_g, out_g = refs
     b, m, split = (lax.axis_index(name) for name in ("b", "m", "split"))
-    layer, slot, replay = layer_g[0], slots_g[b], replay_g[b]
-    t, columns, stages = plan.t, plan.division.columns, plan.division.stages
-    parts = plan.share * plan.parts
-    behind = min(1, stages - 1)  # parts whose write may still be under way when a place is filled anew
+    layer, slot, replay, own = layer_g[0], slots_g[b], replay_g[b], _Shared(**arrays)
+    t = plan.t
     first = split * plan.share  # of the key head's tiles
     head = m * plan.group + lax.div(first, _i32(HALVES))
     # The value heads that the block has something of, and which of their rows.
     heads, width = pl.ds(head, plan.heads), decays_g.shape[3]
     rows = pl.ds(lax.rem(first, _i32(HALVES)) * TILE if plan.share == 1 else 0, plan.width)
+    ring = _Ring(plan, partial(_part_of, plan, state_g, layer, slot, m, first), state_s, ready)
 
-    place = partial(_part_of, plan, state_g, layer, slot, m, first)
-
-    def fetch(part):
-        stage = lax.rem(part, _i32(stages))
-        plgpu.copy_gmem_to_smem(place(part), state_s.at[stage], ready.at[stage])
-
-    plgpu.copy_gmem_to_smem(k_g.at[b, :, m], rows_s.at[pl.ds(0, t)], brought)  # first: they needn't wait for the slot
-    plgpu.copy_gmem_to_smem(q_g.at[b, :, m], rows_s.at[pl.ds(t, t)], brought)
+    # Keys and queries first: they needn't wait for the slot.
+    plgpu.copy_gmem_to_smem(k_g.at[b, :, m], own.rows_s.at[pl.ds(0, t)], brought)
+    plgpu.copy_gmem_to_smem(q_g.at[b, :, m], own.rows_s.at[pl.ds(t, t)], brought)
     bring = partial(plgpu.copy_gmem_to_smem, barrier=shared)
     gates = _load_gates(plan, gates_g, b, head)
     z = None if plan.eps is None else delta_around.load_z(gates_g, b, t, plan.heads, head, plan.m * plan.group)
-    bring(v_g.at[b, :, heads, rows], values_s)
-    bring(keys_g.at[layer, slot, :, m], keys_s)
-    bring(updates_g.at[layer, slot, :, heads, rows], updates_s)
+    bring(v_g.at[b, :, heads, rows], own.values_s)
+    bring(keys_g.at[layer, slot, :, m], own.keys_s)
+    bring(updates_g.at[layer, slot, :, heads, rows], own.updates_s)
     for h in range(plan.heads):
-        bring(decays_g.at[layer, slot, head + h], decays_s.at[h, pl.ds(0, width)])
-    for part in range(stages):
-        fetch(_i32(part))
-    _write_gates(plan, gates, gates_s, width)
+        bring(decays_g.at[layer, slot, head + h], own.decays_s.at[h, pl.ds(0, width)])
+    for part in range(ring.stages):
+        ring.fetch(_i32(part))
+    _write_gates(plan, gates, own.gates_s, width)
     plgpu.barrier_wait(brought)
     if plan.fixed:
         plgpu.commit_smem()  # the gates
     else:
-        _write_products(plan, rows_s, kq_s, among_s)
+        _write_products(plan, own.rows_s, own.kq_s, own.among_s)
     plgpu.barrier_wait(shared)
     if plan.division.splits > 1:
         plgpu.barrier_arrive(read)
-
-    def tile(i, carry):
-        h = lax.div(i, _i32(HALVES)) if plan.share > 1 else 0
-        cut = pl.ds(lax.rem(i, _i32(HALVES)) * TILE if plan.share > 1 else 0, TILE)
-        products = []
-        for p in range(plan.parts):
-            part, across = i * plan.parts + p, pl.ds(p * columns, columns)
-            stage = lax.rem(part, _i32(stages))
-            plgpu.barrier_wait(ready.at[stage])
-            records = keys_s.at[:, across], updates_s.at[:, h, cut], decays_s.at[h]
-            replayed = delta_fixed.replayed if plan.fixed else _replayed
-            state = replayed(columns, replay, state_s.at[stage], *records)
-            state_s[stage] = state.astype(plan.dtype)
-            if p == plan.parts - 1:
-                values = _values(plan, values_s.at[:, h, cut])
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(state_s.at[stage], place(part))
-            if stages < parts:
-                plgpu.wait_smem_to_gmem(behind, wait_read_only=True)
-                coming = part + stages - behind
-                pl.when((part >= behind) & (coming < parts))(partial(fetch, coming))
-            if plan.fixed:
-                continue
-            operand = kq_s.at[:, across].transpose((1, 0))
-            products.append(product(state, [operand], pieces=plan.pieces, interpreted=plan.interpreted))
-        if plan.fixed:
-            gates = [(gates_s[h, j], gates_s[h, MAX_ROWS + j]) for j in range(t)]
-            updates, outs = delta_fixed.run_rows(state, values, rows_s, gates, plan.dtype)
-        else:
-            updates, outs = _run_rows(plan, sum(products), values, among_s, gates_s.at[h])
-        for j in range(t):
-            updates_s[j, h, cut] = updates[j]
-            values_s[j, h, cut] = outs[j].astype(jnp.bfloat16)
-        return carry
-
-    lax.fori_loop(_i32(0), _i32(plan.share), tile, None)
+    lax.fori_loop(_i32(0), _i32(plan.share), partial(_tile, plan, ring, replay, own), None)
     plgpu.commit_smem()
     if plan.division.splits > 1:
         plgpu.barrier_wait(read)
     new = pl.ds(0, t)
     decays_g = [decays_g.at[layer, slot, head + h] for h in range(plan.heads)]
     records = keys_g.at[layer, slot, new, m], updates_g.at[layer, slot, new, heads, rows], decays_g
-    _write_records(plan, split, first, (rows_s.at[new], updates_s.at[new], gates_s), records)
+    _write_records(plan, split, first, (own.rows_s.at[new], own.updates_s.at[new], own.gates_s), records)
     if plan.eps is None:
-        plgpu.copy_smem_to_gmem(values_s, out_g.at[b, new, heads, rows])
+        plgpu.copy_smem_to_gmem(own.values_s, out_g.at[b, new, heads, rows])
     else:
-        delta_around.write_normed(values_s, out_g.at[b], *z, head, plan.eps)
+        delta_around.write_normed(own.values_s, out_g.at[b], *z, head, plan.eps)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _write_records(plan: _Plan, split, first, made, records):
+def _tile(plan: Plan, ring: _Ring, replay: Any, own: _Shared, i: Any, carry: None) -> None:
+    """One tile of the block's state: replay its records, run the new rows, and leave their updates and results."""
+    h = lax.div(i, _i32(HALVES)) if plan.share > 1 else 0
+    cut = pl.ds(lax.rem(i, _i32(HALVES)) * TILE if plan.share > 1 else 0, TILE)
+    columns, products = plan.division.columns, []
+    for p in range(plan.parts):
+        part, across = i * plan.parts + p, pl.ds(p * columns, columns)
+        stage = ring.stage(part)
+        plgpu.barrier_wait(ring.ready.at[stage])
+        records = own.keys_s.at[:, across], own.updates_s.at[:, h, cut], own.decays_s.at[h]
+        replayed = delta_fixed.replayed if plan.fixed else _replayed
+        state = replayed(columns, replay, ring.state_s.at[stage], *records)
+        ring.state_s[stage] = state.astype(plan.dtype)
+        if p == plan.parts - 1:
+            values = _values(plan, own.values_s.at[:, h, cut])
+        ring.write(part)
+        if not plan.fixed:
+            operand = own.kq_s.at[:, across].transpose((1, 0))
+            products.append(product(state, [operand], pieces=plan.pieces, interpreted=plan.interpreted))
+    if plan.fixed:
+        gates = [(own.gates_s[h, j], own.gates_s[h, MAX_ROWS + j]) for j in range(plan.t)]
+        updates, outs = delta_fixed.run_rows(state, values, own.rows_s, gates, plan.dtype)
+    else:
+        updates, outs = _run_rows(plan, sum(products), values, own.among_s, own.gates_s.at[h])
+    for j in range(plan.t):
+        own.updates_s[j, h, cut] = updates[j]
+        own.values_s[j, h, cut] = outs[j].astype(jnp.bfloat16)
+
+
+def _write_records(plan: Plan, split, first, made, records):
     """The new rows' keys, updates and decays, which no other block of the cluster reads any more, into the records."""
     (keys_s, updates_s, gates_s), (keys_g, updates_g, decays_g) = made, records
     plgpu.copy_smem_to_gmem(updates_s, updates_g)
@@ -348,13 +285,13 @@ def _write_records(plan: _Plan, split, first, made, records):
     pl.when(split == 0)(lambda: plgpu.copy_smem_to_gmem(keys_s, keys_g))
 
 
-def _write_decays(plan: _Plan, gates_s, decays_g):
+def _write_decays(plan: Plan, gates_s, decays_g):
     """The decays of each head of the block into its records."""
     for h in range(plan.heads):
         plgpu.copy_smem_to_gmem(gates_s.at[h, pl.ds(0, decays_g[h].shape[0])], decays_g[h])
 
 
-def _part_of(plan: _Plan, state_g, layer, slot, m, first, part):
+def _part_of(plan: Plan, state_g, layer, slot, m, first, part):
     """Where a part of the state is, of the block whose tiles of the key head begin at `first`."""
     tile, across = first + lax.div(part, _i32(plan.parts)), lax.rem(part, _i32(plan.parts))
     head, half = m * plan.group + lax.div(tile, _i32(HALVES)), lax.rem(tile, _i32(HALVES))
@@ -369,7 +306,7 @@ def _lanes():
     )
 
 
-def _load_gates(plan: _Plan, gates_g, b, head):
+def _load_gates(plan: Plan, gates_g, b, head):
     """The decay and the beta of each row of each of the block's value heads, by head and row.
 
     All are asked for before the first is needed. No copy could bring them: a head's are apart by a row of heads.
@@ -382,7 +319,7 @@ def _load_gates(plan: _Plan, gates_g, b, head):
     return {(h, t): (decay_g[t, head + h], beta_g[t, head + h]) for h, t in each}
 
 
-def _write_gates(plan: _Plan, gates, gates_s, width):
+def _write_gates(plan: Plan, gates, gates_s, width):
     """Put the decays of each head, and the betas behind them, into a row of `gates_s`. All threads write the same."""
     for (h, t), (decay, beta) in gates.items():
         gates_s[h, t] = decay
@@ -392,7 +329,7 @@ def _write_gates(plan: _Plan, gates, gates_s, width):
             gates_s[h, t] = jnp.float32(1)
 
 
-def _write_products(plan: _Plan, rows_s, kq_s, among_s):
+def _write_products(plan: Plan, rows_s, kq_s, among_s):
     """Put each new key's products with all new keys and queries into a row of `among_s`, and all of these into `kq_s`.
 
     Their rows make up eights with some that nobody has written; what comes of those isn't looked at.
@@ -425,13 +362,13 @@ def _replayed(columns: int, replay, state_s, keys_s, updates_s, decays_s):
     return lax.fori_loop(_i32(0), replay, record, (state, jnp.float32(1)))[0]
 
 
-def _values(plan: _Plan, values_s):
+def _values(plan: Plan, values_s):
     """Each row's values of a tile's rows, in registers before what the rows read takes their place."""
     rows_only = plgpu.Layout.WGMMA.reduce(1)
     return [plgpu.load(values_s.at[t], layout=rows_only, optimized=False).astype(jnp.float32) for t in range(plan.t)]
 
 
-def _run_rows(plan: _Plan, products, values, among_s, gates_s):
+def _run_rows(plan: Plan, products, values, among_s, gates_s):
     """From the products of the state before the rows to the rows' updates and what they read."""
     column = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
     take = lambda j: jnp.where(column == j, products, 0.0).sum(axis=1)  # noqa: E731

@@ -1,0 +1,121 @@
+"""How a round of the gated delta rule is shared out: `delta_step`'s blocks, their parts of the state, their memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.hopper import WGMMA_ROWS
+
+TILE = WGMMA_ROWS  # rows of a state that a warpgroup has at a time
+WIDTH = 128  # of keys and values
+HALVES = WIDTH // TILE  # tiles of a value head
+MAX_ROWS = 16
+MAX_GROUP = 4  # value heads of a key head: 8 tiles, as many as a cluster has blocks
+GATES = 2 * MAX_ROWS  # decays and betas of a head's rows: 128 bytes, what a bulk copy's target is aligned to
+PIECES = 2  # errors of 2^-18 of an element, so some 1e-6 of a product
+ENOUGH = 250  # blocks: about two for each multiprocessor
+ROOM = 112 * 1024  # bytes of shared memory for a block, of which a multiprocessor has two or three
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a round is shared out between blocks, and how much of it a block has on its way."""
+
+    splits: int  # blocks that share a request's key head; one has one tile or whole heads
+    stages: int  # parts of the state that a block has room for
+    columns: int = 64  # of a part, which has the rows of a tile: 64, or all 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about one call that is static."""
+
+    b: int
+    t: int
+    rows: int  # of the records
+    m: int
+    group: int
+    dtype: Any  # of the state
+    division: Division
+    pieces: int
+    interpreted: bool
+    eps: float | None = None  # of the norm around it, if it is part of this
+    fixed: bool = False  # tokens enter the state one after the other, whichever round they are of
+
+    @property
+    def share(self) -> int:
+        """Tiles of one block and key head."""
+        return self.group * HALVES // self.division.splits
+
+    @property
+    def heads(self) -> int:
+        """Value heads that these are of."""
+        return max(self.share // HALVES, 1)
+
+    @property
+    def width(self) -> int:
+        """Rows of each of these heads' states, or values, that a block has."""
+        return min(self.share, HALVES) * TILE
+
+    @property
+    def parts(self) -> int:
+        """Of a tile."""
+        return WIDTH // self.division.columns
+
+    @property
+    def both(self) -> int:
+        """Rows of keys and queries together, in eights as the tensor cores take them."""
+        return -(-2 * self.t // 8) * 8
+
+
+def division_of(key_heads: int, group: int, t: int, rows: int, dtype, whole: bool = False) -> Division:
+    """For so many key heads of all requests: few blocks with many tiles each, if that is enough, and so many parts on
+    their way that two or three blocks share a multiprocessor.
+
+    Then what a key head's blocks have in common is done once, and none waits for the others of its cluster. `whole`: no
+    block has half a value head.
+    """
+    tiles = group * HALVES
+    splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), group if whole else tiles)
+    one = Plan(1, t, rows, 1, group, dtype, Division(splits, 1), PIECES, False)
+    taken = sum(
+        -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024 for shape, dtype in _beside(one).values()
+    )
+    parts = (ROOM - taken) // (TILE * one.division.columns * jnp.dtype(dtype).itemsize)
+    parts = min(parts, 4 if t <= 4 else 3)  # so measured: two blocks with more are slower
+    return Division(splits, stages=max(1, min(parts, one.share * one.parts)))
+
+
+def _beside(plan: Plan) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of what is in shared memory beside the state."""
+    mine = plan.heads, plan.width
+    return dict(
+        rows_s=((plan.both, WIDTH), jnp.bfloat16),  # new keys, then queries
+        kq_s=((plan.both, WIDTH), jnp.bfloat16),  # the same, as the tensor cores want it
+        keys_s=((plan.rows, WIDTH), jnp.bfloat16),
+        among_s=((plan.t, plan.both), jnp.float32),
+        updates_s=((plan.rows, *mine), jnp.float32),  # then the new ones
+        decays_s=((plan.heads, GATES), jnp.float32),
+        gates_s=((plan.heads, GATES), jnp.float32),
+        values_s=((plan.t, *mine), jnp.bfloat16),  # then what the rows read
+    )
+
+
+def scratch_of(plan: Plan) -> dict:
+    """Shared memory and barriers."""
+    division = plan.division
+    scratch = {name: plgpu.SMEM(*array) for name, array in _beside(plan).items()}
+    scratch |= dict(
+        state_s=plgpu.SMEM((division.stages, TILE, division.columns), plan.dtype),
+        brought=plgpu.Barrier(num_arrivals=2),
+        shared=plgpu.Barrier(num_arrivals=3 + plan.heads),
+        ready=plgpu.Barrier(num_barriers=division.stages),
+    )
+    if division.splits > 1:
+        scratch["read"] = plgpu.ClusterBarrier(collective_axes=("split",))
+    return scratch
