@@ -5,15 +5,14 @@ Invariant: a translation is accepted by our own parser, and what it leaves out i
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.elsewhere import ELSEWHERE, METHODS, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
+from jaxspec.elsewhere import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
 from jaxspec.options import flag
-from jaxspec.values import shown
+from server.cli.speculation import speculation
 
 PROGRAM = "python -m server"
 # what stands before the flags of the others' command lines
@@ -25,7 +24,6 @@ LAUNCHERS = (
     ("-m", "sglang.srt.entrypoints.http_server"),
 )
 VLLM_PORT = 8000  # where its clients look, who were told no port
-COUNTS_ROOT = "speculative_num_draft_tokens"  # SGLang's, which counts the newest token beside the drafts
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[list[str], str | None]:
@@ -83,7 +81,7 @@ def translate(argv: Sequence[str], known: Mapping[str, tuple[bool, Any]]) -> tup
         else:
             why = UNSUPPORTED.get(name) or NEEDLESS.get(name) or "it has no counterpart here"
             left.append(f"{flag(name)}: {why}")
-    ours |= _speculation(foreign, left)
+    ours |= speculation(foreign, left)
     if server == "vllm":
         ours.setdefault("port", str(VLLM_PORT))
     ours = {name: value for name, value in ours.items() if not _is_default(name, value, known[name][1], left)}
@@ -119,87 +117,3 @@ def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> 
         left.append(f"--kv-cache-dtype {value}: supported are auto, fp8 (e4m3), bfloat16 and float16")
         return True
     return False
-
-
-# A drafter's own options, by what they are called there.
-VLLM_DRAFTER_OPTIONS = {
-    "ngram": {"min_match": "prompt_lookup_min", "max_match": "prompt_lookup_max"},
-    "suffix": {
-        "max_depth": "suffix_decoding_max_tree_depth",
-        "max_requests": "suffix_decoding_max_cached_requests",
-        "max_factor": "suffix_decoding_max_spec_factor",
-        "min_prob": "suffix_decoding_min_token_prob",
-    },
-}
-SGLANG_NGRAM_OPTIONS = {
-    "min_match": "speculative_ngram_min_match_window_size",
-    "max_match": "speculative_ngram_max_match_window_size",
-}
-
-
-def _speculation(foreign: dict[str, str | None], left: list[str]) -> dict[str, str]:
-    """--draft and what belongs to it, from SGLang's flags, vLLM's JSON, or vLLM's older flags."""
-    get = foreign.pop
-    config = _json_config(get("speculative_config", None), left)
-    method = config.get("method") or get("speculative_algorithm", None)
-    model = config.get("model") or next(
-        (get(name) for name in ("speculative_draft_model_path", "speculative_draft_model", "speculative_model")
-         if name in foreign),
-        None,
-    )  # fmt: skip
-    if method is None and model in METHODS:
-        method, model = model, None
-    ours: dict[str, Any] = {}
-    found = METHODS.get(str(method).lower()) if method else None
-    if method and not found:
-        left.append(f"speculation by {shown(method)}: the methods are {', '.join(sorted(set(METHODS.values())))}")
-        foreign.clear()
-        return {}
-    if found == "eagle" and not model and "method" not in config:
-        found = "mtp"  # SGLang's name for a model's own module
-    if found or model:
-        takes_model = found not in ("ngram", "suffix", "mtp")
-        ours["draft"] = f"{found}:{model}" if found and model and takes_model else found or model
-    drafts = config.get("num_speculative_tokens") or get("num_speculative_tokens", None)
-    steps, topk = get("speculative_num_steps", None), get("speculative_eagle_topk", None)
-    rows = get(COUNTS_ROOT, None)
-    if topk not in (None, "1"):
-        ours |= {"topk": topk, "num_steps": steps}
-    drafts = drafts or (steps if topk in (None, "1") else None) or (_less_one(rows) if rows else None)
-    ours["num_draft_tokens"] = drafts
-    own = {option: config.get(name) or get(name, None) for option, name in VLLM_DRAFTER_OPTIONS.get(found, {}).items()}
-    for option, name in SGLANG_NGRAM_OPTIONS.items():
-        value = get(name, None)
-        if found == "ngram":
-            own[option] = own[option] or value
-    if given := [f"{option}={value}" for option, value in own.items() if value]:
-        ours["draft"] += "?" + "&".join(given)
-    names = ("speculative_draft_model_quantization", "speculative_model_quantization")
-    given = [config.get("quantization"), *(get(name, None) for name in names)]
-    if (quantization := next(filter(None, given), None)) == "fp8" and found not in ("ngram", "suffix"):
-        ours["draft_quantization"] = quantization
-    elif quantization not in (None, "fp8", "none", "unquant"):
-        left.append(f"a drafter quantised by {shown(quantization)}: fp8 can be made while loading, or be on disk")
-    ours["draft_token_map"] = get("speculative_token_map", None)
-    size = get("speculative_draft_tensor_parallel_size", None) or config.get("draft_tensor_parallel_size", 1)
-    if str(size) != "1":
-        left.append(f"a drafter on {shown(size)} GPUs: it is divided as its target is, by --tp-size")
-    left += [f"{flag(name)}: it has no counterpart here" for name in foreign]
-    return {name: str(value) for name, value in ours.items() if value is not None}
-
-
-def _json_config(text: str | None, left: list[str]) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        left.append(f"--speculative-config {shown(text)}: it isn't a JSON object")
-        return {}
-    return config
-
-
-def _less_one(text: str) -> str | None:
-    return str(int(text) - 1) if text.isdecimal() and int(text) > 1 else None
