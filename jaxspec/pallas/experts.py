@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,49 +74,64 @@ def experts_mlp(
     """
     each, whole = each or ids.shape[1], x
     x, ids, weights = (array[:tokens] for array in (x, ids, weights))
-    unread = _unread(stacks, gating)
-    arrays = [] if unread else [(gate_up.unquantised, down.unquantised) for gate_up, down in stacks]
     few = _few_refused(len(x if residual is None else residual), each, x.dtype, stacks, gating)
     if chosen(few, x.shape[1] // expert_few.COLUMNS):
         return expert_few.mix(x, _few_stacks(stacks), ids, weights, residual, scale, each=each, centred=centred)
-    packed = Mxfp4() in formats(stacks)
-    ported = (portable_mxfp4 if packed else portable_experts).supported(x.dtype, stacks)
-    if ported is not None:
-        portable.tell("a mixture of experts", ported)
-    unquantised = [] if ported or packed else [(stack[0].unquantised, stack[1].unquantised) for stack in stacks]
-    if portable.chosen(ported) and not packed and len(x) <= portable_experts.FEW:
-        return _added(residual, portable_experts.few(x, unquantised, ids, weights, each, gating))
-    fits = unread or expert_stream.supported(x.dtype, arrays)
-    if packed:
-        quantised, highest = expert_mxfp4.supported(x.dtype, stacks), expert_mxfp4.MAX_ROWS
-    else:
-        quantised = _beyond_kernels(stacks, gating) or expert_fp8.supported(x.dtype, stacks)
-        highest = expert_fp8.MAX_ROWS
-    if fits is not None and quantised is not None:
-        tell("a mixture of experts", fits if unread is None else quantised)
-    experts = sum(len(stack[1].values) for stack in stacks)
-    alone = len(x) == 1 and len(whole) >= ALIGN and scale is not None and chosen(quantised)
-    smaller = chosen(quantised)
-    if packed and portable.chosen(ported):
-        smaller, highest = True, portable_mxfp4.MAX_ROWS
+    if len(x) <= portable_experts.FEW and portable.chosen(portable_experts.supported(x.dtype, stacks)):
+        return _added(residual, portable_experts.few(x, _unquantised(stacks), ids, weights, each, gating))
+    way, experts = _way(x.dtype, stacks, gating), sum(len(stack[1].values) for stack in stacks)
+    alone = way.unplanned and len(x) == 1 and len(whole) >= ALIGN and scale is not None
     if alone:
         rows, items, place = whole, Items(ids, ALIGN, each * ALIGN, each), ids
     else:
-        most, spare = (highest, QUANTISED_SPARE) if smaller else (ITEM_ROWS[-1], SPARE)
-        rows, items, place = plan(x, ids, experts, each, most, spare)
-    if chosen(quantised):
-        out = expert_mxfp4.mix(rows, stacks, items, gating) if packed else expert_fp8.mix(rows, stacks, items)
-    elif chosen(fits, expert_stream.BLOCKS):
-        out = expert_stream.stream(rows, arrays, items)
-    elif portable.chosen(ported):
-        run = portable_mxfp4.items if packed else portable_experts.items
-        out = run(rows, stacks[0] if packed else unquantised, items, gating)
-    else:
-        out = reference(rows, stacks, items, gating)
+        rows, items, place = plan(x, ids, experts, each, way.highest, way.spare)
+    out = way.run(rows, items)
     if scale is None:
         return _added(residual, combine(out, place, weights[:, :each]))
     named = {"each": each, "centred": centred, "alone": experts if alone else 0}
     return expert_add.add_scaled(out, place, weights, residual, scale, **named)
+
+
+class _Way(NamedTuple):
+    """How items are multiplied: `run(rows, items)` as `reference`, of items as `plan` has them with these sizes."""
+
+    run: Callable[[Array, Items], Array]
+    highest: int = ITEM_ROWS[-1]
+    spare: float = SPARE
+    unplanned: bool = False  # one token's experts can be items without a plan
+
+
+def _way(dtype: Any, stacks: list[Stack], gating: Gating | None) -> _Way:
+    """The first that takes such experts: kernels of quantised weights, of others, portable ones, plain jnp."""
+    packed = Mxfp4() in formats(stacks)
+    if packed:
+        quantised = expert_mxfp4.supported(dtype, stacks)
+        mix, highest = partial(expert_mxfp4.mix, gating=gating), expert_mxfp4.MAX_ROWS
+    else:
+        quantised = _beyond_kernels(stacks, gating) or expert_fp8.supported(dtype, stacks)
+        mix, highest = expert_fp8.mix, expert_fp8.MAX_ROWS
+    if chosen(quantised):
+        return _Way(lambda rows, items: mix(rows, stacks, items), highest, QUANTISED_SPARE, unplanned=True)
+    unread = _unread(stacks, gating)
+    fits = unread or expert_stream.supported(dtype, _unquantised(stacks))
+    if chosen(fits, expert_stream.BLOCKS):
+        return _Way(lambda rows, items: expert_stream.stream(rows, _unquantised(stacks), items))
+    if fits is not None and quantised is not None:
+        tell("a mixture of experts", fits if unread is None else quantised)
+    ported = (portable_mxfp4 if packed else portable_experts).supported(dtype, stacks)
+    if ported is not None:
+        portable.tell("a mixture of experts", ported)
+    if portable.chosen(ported):
+        if packed:
+            run = lambda rows, items: portable_mxfp4.items(rows, stacks[0], items, gating)  # noqa: E731
+            return _Way(run, portable_mxfp4.MAX_ROWS, QUANTISED_SPARE)
+        return _Way(lambda rows, items: portable_experts.items(rows, _unquantised(stacks), items, gating))
+    return _Way(lambda rows, items: reference(rows, stacks, items, gating))
+
+
+def _unquantised(stacks: list[Stack]) -> list[tuple[Array, Array]]:
+    """Gate and up, and down, of each stack as arrays. **Raises:** as `Weight.unquantised`."""
+    return [(stack[0].unquantised, stack[1].unquantised) for stack in stacks]
 
 
 def _added(residual: Float[Array, "n d"] | None, mixed: Float[Array, "t d"]) -> Float[Array, "n d"]:
@@ -138,7 +153,7 @@ def _few_refused(rows: int, each: int, dtype: Any, stacks: list[Stack], gating: 
 def _few_stacks(stacks: list[Stack]) -> list[expert_few.Stack]:
     """As that kernel takes them."""
     if isinstance(stacks[0][0].format, Unquantised):
-        return [(gate_up.unquantised, down.unquantised) for gate_up, down in stacks]
+        return _unquantised(stacks)
     return [tuple(Fp8Weight(weight.values, weight.scales) for weight in stack) for stack in stacks]
 
 
