@@ -44,9 +44,5 @@ class Hermes(ToolScanner):
                 return False
             if (yield from self.literal(",", "}", "]")):
                 continue
-            if not (yield from self.more()) or self.buffer[self.at] != "{":
-                return True
-            self.mark()
-            if not (yield from self.json_call()):
-                self.refuse("{")
+            if not (yield from self.another_call()):
                 return True

@@ -46,11 +46,7 @@ class Mistral(ToolScanner):
                 return True
             if sign:
                 continue
-            if not (yield from self.more()) or self.buffer[self.at] != "{":
-                return True
-            self.mark()
-            if not (yield from self.json_call()):
-                self.refuse("{")
+            if not (yield from self.another_call()):
                 return True
 
     def _compact(self) -> Steps:

@@ -82,6 +82,16 @@ class ToolScanner(Scanner):
 
     # Calls in JSON
 
+    def another_call(self) -> Steps:
+        """Read a call in braces after others. Returns whether there is one: what began like one is text then."""
+        if not (yield from self.more()) or self.buffer[self.at] != "{":
+            return False
+        self.mark()
+        if (yield from self.json_call()):
+            return True
+        self.refuse("{")
+        return False
+
     def json_call(self, marked: bool = True) -> Generator[None, None, bool]:
         """Read `{"name": ..., "arguments": {...}}`, its keys in any order, behind a mark. Returns whether it is a call:
         if not, nothing was passed on. `marked`: a marker stands before it, so it needs no arguments, and may name a
