@@ -143,7 +143,7 @@ def _kernel(
     @pl.when(warpgroup == tiling.warpgroups)
     def _():
         plgpu.set_max_registers(registers[1], action="decrease")
-        _produce(block, ring, operands, in_blocks)
+        tiles.produce(block, ring.hands, partial(_copy, block, ring, operands, in_blocks))
 
     @pl.when(warpgroup < tiling.warpgroups)
     def _():
@@ -153,27 +153,14 @@ def _kernel(
         tiles.consume(block, ring.hands, warpgroup, results, multiply)
 
 
-def _produce(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any) -> None:
-    """The warpgroup that copies."""
-    tiling, hands = block.tiling, ring.hands
-
-    def tile(j, step):
-        top, _, c = block.place(j)
-
-        def fetch(k, step):
-            slot = lax.rem(step, _i32(hands.slots))
-            pl.when(step >= hands.slots)(lambda: plgpu.barrier_wait(hands.empty.at[slot]))
-            inputs = pl.ds(k * STEP, STEP)
-            rows, outputs = pl.ds(top, tiling.rows), pl.ds(c * tiling.columns, tiling.columns)
-            plgpu.copy_gmem_to_smem(operands.x.at[rows, inputs], ring.rows_s.at[slot], hands.full.at[slot])
-            plgpu.copy_gmem_to_smem(operands.values.at[outputs, inputs], ring.weight_s.at[slot], hands.full.at[slot])
-            if in_blocks:
-                plgpu.copy_gmem_to_smem(operands.x_scales.at[k, rows], ring.scales_s.at[slot], hands.full.at[slot])
-            return step + 1
-
-        return lax.fori_loop(_i32(0), _i32(block.steps), fetch, step)
-
-    hands.observe(lax.fori_loop(_i32(0), block.mine(block.tiles), tile, _i32(0)))
+def _copy(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
+    """As `tiles.produce` calls it."""
+    full, inputs = ring.hands.full.at[slot], pl.ds(k * STEP, STEP)
+    rows, outputs = pl.ds(top, block.tiling.rows), pl.ds(c * block.tiling.columns, block.tiling.columns)
+    plgpu.copy_gmem_to_smem(operands.x.at[rows, inputs], ring.rows_s.at[slot], full)
+    plgpu.copy_gmem_to_smem(operands.values.at[outputs, inputs], ring.weight_s.at[slot], full)
+    if in_blocks:
+        plgpu.copy_gmem_to_smem(operands.x_scales.at[k, rows], ring.scales_s.at[slot], full)
 
 
 def _multiply(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, piece: int, tile: Tile, write: Any):
@@ -196,7 +183,7 @@ def _multiply(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, pi
 
     def step(k, carried):
         totals, scales = carried
-        slot, following = lax.rem(tile.step + k, _i32(hands.slots)), scales_of(k + 1)
+        slot, following = hands.slot(tile.step + k), scales_of(k + 1)
         plgpu.barrier_wait(hands.full.at[slot])
         sums = []
         for row, total in zip(tile.units, totals, strict=True):

@@ -190,7 +190,7 @@ def _kernel(
     def _():
         if groups in tiles.REGISTERS:
             plgpu.set_max_registers(tiles.REGISTERS[groups][1], action="decrease")
-        _produce(block, ring, x, values)
+        tiles.produce(block, ring.hands, partial(_copy, block, ring, x, values), ring.slot)
 
     @pl.when(warpgroup < groups)
     def _():
@@ -220,26 +220,13 @@ def _by_output() -> Any:
     return plgpu.Layout.WGMMA.reduce(1)
 
 
-def _produce(block: Block, ring: _Ring, x: Any, values: Any) -> None:
-    """The warpgroup that copies."""
-    hands = ring.hands
-
-    def tile(j, step):
-        top, _, c = block.place(j)
-
-        def fetch(k, step):
-            slot = ring.slot(step)
-            pl.when(step >= hands.slots)(lambda: plgpu.barrier_wait(hands.empty.at[slot]))
-            inputs, full = pl.ds(k * STEP, STEP), hands.full.at[slot]
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(top, block.tiling.rows), inputs], ring.rows_s.at[slot], full)
-            for w in range(ring.groups):
-                outputs = pl.ds((c * ring.groups + w) * UNIT, UNIT)
-                plgpu.copy_gmem_to_smem(values.at[outputs, inputs], ring.weight_s.at[slot, w], full)
-            return step + 1
-
-        return lax.fori_loop(_i32(0), _i32(block.steps), fetch, step)
-
-    hands.observe(lax.fori_loop(_i32(0), block.mine(block.tiles), tile, _i32(0)))
+def _copy(block: Block, ring: _Ring, x: Any, values: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
+    """As `tiles.produce` calls it."""
+    full, inputs = ring.hands.full.at[slot], pl.ds(k * STEP, STEP)
+    plgpu.copy_gmem_to_smem(x.at[pl.ds(top, block.tiling.rows), inputs], ring.rows_s.at[slot], full)
+    for w in range(ring.groups):
+        outputs = pl.ds((c * ring.groups + w) * UNIT, UNIT)
+        plgpu.copy_gmem_to_smem(values.at[outputs, inputs], ring.weight_s.at[slot, w], full)
 
 
 class _Scales:

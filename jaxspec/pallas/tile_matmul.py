@@ -114,7 +114,7 @@ def _kernel(tiling, gated, splits, rounded, x, weight, real, *results, rows_s, w
     @pl.when(warpgroup == tiling.warpgroups)
     def _():
         plgpu.set_max_registers(registers[1], action="decrease")
-        _produce(block, ring, x, weight)
+        tiles.produce(block, ring.hands, partial(_copy, block, ring, x, weight))
 
     @pl.when(warpgroup < tiling.warpgroups)
     def _():
@@ -132,25 +132,12 @@ class _Ring(NamedTuple):
     hands: Hands
 
 
-def _produce(block: Block, ring: _Ring, x: Any, weight: Any) -> None:
-    """The warpgroup that copies."""
-    tiling, hands = block.tiling, ring.hands
-
-    def tile(j, step):
-        top, _, c = block.place(j)
-
-        def fetch(k, step):
-            slot = lax.rem(step, _i32(hands.slots))
-            pl.when(step >= hands.slots)(lambda: plgpu.barrier_wait(hands.empty.at[slot]))
-            inputs = pl.ds(k * STEP, STEP)
-            rows, outputs = pl.ds(top, tiling.rows), pl.ds(c * tiling.columns, tiling.columns)
-            plgpu.copy_gmem_to_smem(x.at[rows, inputs], ring.rows_s.at[slot], hands.full.at[slot])
-            plgpu.copy_gmem_to_smem(weight.at[inputs, outputs], ring.weight_s.at[slot], hands.full.at[slot])
-            return step + 1
-
-        return lax.fori_loop(_i32(0), _i32(block.steps), fetch, step)
-
-    hands.observe(lax.fori_loop(_i32(0), block.mine(block.tiles), tile, _i32(0)))
+def _copy(block: Block, ring: _Ring, x: Any, weight: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
+    """As `tiles.produce` calls it."""
+    full, inputs = ring.hands.full.at[slot], pl.ds(k * STEP, STEP)
+    rows, outputs = pl.ds(top, block.tiling.rows), pl.ds(c * block.tiling.columns, block.tiling.columns)
+    plgpu.copy_gmem_to_smem(x.at[rows, inputs], ring.rows_s.at[slot], full)
+    plgpu.copy_gmem_to_smem(weight.at[inputs, outputs], ring.weight_s.at[slot], full)
 
 
 def _multiply(block: Block, ring: _Ring, tile: Tile, write: Any) -> None:
@@ -159,12 +146,12 @@ def _multiply(block: Block, ring: _Ring, tile: Tile, write: Any) -> None:
 
     def accumulate(*totals):
         def multiply(k, step):
-            slot = lax.rem(step, _i32(hands.slots))
+            slot = hands.slot(step)
             plgpu.barrier_wait(hands.full.at[slot])
             for row, total in zip(units, totals, strict=True):
                 plgpu.wgmma(total, ring.rows_s.at[slot, pl.ds(row, UNIT)], ring.weight_s.at[slot])
             plgpu.wgmma_wait(len(units))  # this step's may go on: those of the step before are done
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[lax.rem(step - 1, _i32(hands.slots))]))
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[hands.slot(step - 1)]))
             return step + 1
 
         def columns(unit, first, count):
@@ -175,7 +162,7 @@ def _multiply(block: Block, ring: _Ring, tile: Tile, write: Any) -> None:
         made = {}
         last = lax.fori_loop(_i32(0), tile.needed, multiply, tile.step)
         write(columns)
-        pl.when(tile.needed > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[lax.rem(last - 1, _i32(hands.slots))]))
+        pl.when(tile.needed > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[hands.slot(last - 1)]))
 
     pl.run_scoped(accumulate, *[plgpu.ACC((UNIT, block.tiling.columns), jnp.float32)] * len(units))
 
@@ -189,17 +176,17 @@ def _multiply_parts(block: Block, ring: _Ring, splits: int, tile: Tile, write: A
 
         def accumulate(*totals, count=count, step=step):
             def multiply(k, step):
-                slot = lax.rem(step, _i32(hands.slots))
+                slot = hands.slot(step)
                 plgpu.barrier_wait(hands.full.at[slot])
                 for row, total in zip(units, totals, strict=True):
                     plgpu.wgmma(total, ring.rows_s.at[slot, pl.ds(row, UNIT)], ring.weight_s.at[slot])
                 plgpu.wgmma_wait(len(units))
-                pl.when(k > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[lax.rem(step - 1, _i32(hands.slots))]))
+                pl.when(k > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[hands.slot(step - 1)]))
                 return step + 1
 
             last = lax.fori_loop(_i32(0), count, multiply, step)
             plgpu.wgmma_wait(0)
-            pl.when(count > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[lax.rem(last - 1, _i32(hands.slots))]))
+            pl.when(count > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[hands.slot(last - 1)]))
             return tuple(total[...] for total in totals)
 
         parts = pl.run_scoped(accumulate, *[plgpu.ACC((UNIT, block.tiling.columns), jnp.float32)] * len(units))

@@ -117,11 +117,15 @@ class Hands(NamedTuple):
     empty: Any
     slots: int
 
+    def slot(self, step: Any) -> Any:
+        """Where a step's operands are."""
+        return lax.rem(step, _i32(self.slots))
+
     def observe(self, steps: Any) -> None:
         """The producer's last act, after so many steps: a barrier must not be left with an arrival that nobody saw."""
 
         def wait(step, _):
-            plgpu.barrier_wait(self.empty.at[lax.rem(step, _i32(self.slots))])
+            plgpu.barrier_wait(self.empty.at[self.slot(step)])
             return _
 
         lax.fori_loop(jnp.maximum(steps - self.slots, 0), steps, wait, _i32(0))
@@ -195,6 +199,26 @@ class Results:
         multiply(tile, write)
 
 
+def produce(block: Block, hands: Hands, copy: Callable, slot_of: Callable | None = None) -> None:
+    """The warpgroup that copies. `copy(slot, k, top, c)` begins to copy step k of a tile into a free slot.
+
+    The tile begins at row `top` and has columns `c`. `slot_of`: another `Hands.slot`.
+    """
+
+    def tile(j, step):
+        top, _, c = block.place(j)
+
+        def fetch(k, step):
+            slot = (slot_of or hands.slot)(step)
+            pl.when(step >= hands.slots)(lambda: plgpu.barrier_wait(hands.empty.at[slot]))
+            copy(slot, k, top, c)
+            return step + 1
+
+        return lax.fori_loop(_i32(0), _i32(block.steps), fetch, step)
+
+    hands.observe(lax.fori_loop(_i32(0), block.mine(block.tiles), tile, _i32(0)))
+
+
 def consume(block: Block, hands: Hands, warpgroup: Any, results: Results, multiply: Callable) -> None:
     """A warpgroup that multiplies: its part of each tile's rows. `multiply`: see `Results.write`."""
     height = block.tiling.rows // block.tiling.warpgroups
@@ -207,7 +231,7 @@ def consume(block: Block, hands: Hands, warpgroup: Any, results: Results, multip
         idle = done | (top + warpgroup * height >= block.count)
 
         def release(_, step):
-            slot = lax.rem(step, _i32(hands.slots))
+            slot = hands.slot(step)
             plgpu.barrier_wait(hands.full.at[slot])
             plgpu.barrier_arrive(hands.empty.at[slot])
             return step + 1
