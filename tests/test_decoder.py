@@ -10,10 +10,10 @@ import pytest
 from jaxspec.config import ModelConfig
 from jaxspec.decoder import forward as paths
 from jaxspec.decoder.few_rows import FEW_ROWS
-from jaxspec.decoder.forward import PATHS, choose, path_table
+from jaxspec.decoder.forward import PATHS, choose, describe, path_table
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.layer import HEADS_WRITTEN
-from jaxspec.decoder.path import Call
+from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.spec import (
     Attention,
@@ -232,7 +232,7 @@ def test_each_faster_path_says_why_not():
     assert "16 rows" in refused[FEW_ROWS.name] and refused[WEIGHT_STREAM.name] == "Attention.out_bias=True"
     assert refused[FUSED_NORMS.name] == "Attention.bias=True"
     _, refused = choose(*described("qwen3"), Call(8, 1, "bfloat16", processors=0))
-    assert refused[WEIGHT_STREAM.name] == "0 Hopper multiprocessors; 132 are needed"
+    assert refused[WEIGHT_STREAM.name] == NO_HOPPER
     _, refused = choose(*described("qwen3"), Call(64, 4, "bfloat16", processors=132))
     assert "256 rows" in refused[FEW_ROWS.name] and "zero-centred" in refused[FUSED_NORMS.name]
     _, refused = choose(*described("qwen3_moe"), Call(16, 1, "bfloat16", processors=132))
@@ -277,4 +277,5 @@ def test_the_table_has_a_line_for_each_batch():
     table = path_table(*described("qwen3"), [1, 8, 64], 4, "bfloat16")
     assert [line["rows"] for line in table] == [4, 32, 256]
     assert all(line["path"] == "plain" for line in table)  # a CPU has no multiprocessors
-    assert table[0]["refused"][FEW_ROWS.name] == "0 Hopper multiprocessors; 1 are needed"
+    assert table[0]["refused"][FEW_ROWS.name] == NO_HOPPER
+    assert describe(table) == "the decoder's layers in a round of 4, 32, 256 rows: plain", "nothing of Hopper"

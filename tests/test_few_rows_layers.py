@@ -22,7 +22,7 @@ from jaxspec.decoder import matmul as matmul_module
 from jaxspec.decoder import mixture_rows
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.fused_norms import FUSED_NORMS
-from jaxspec.decoder.path import Call
+from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters import dflash, eagle, mtp
 from jaxspec.mixers import Cache, RoundRows, empty_cache
@@ -409,7 +409,7 @@ def test_models_that_keep_the_plain_layers():
     assert refuses(config, params, call) is None
     assert "no pages" in refuses(config, params, dataclasses.replace(call, pages=None))
     assert "float32" in refuses(config, params, dataclasses.replace(call, pages="float32"))
-    assert "0 Hopper multiprocessors" in refuses(config, params, dataclasses.replace(call, processors=0))
+    assert refuses(config, params, dataclasses.replace(call, processors=0)) == NO_HOPPER
     assert "64 rows of a request" in refuses(config, params, dataclasses.replace(call, rows=64))
     assert refuses(*small_model(attention_bias=True), call) is None
     assert "Mlp.bias=True" in refuses(*small_model(mlp_bias=True), call)

@@ -23,7 +23,7 @@ from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.matmul import logits
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.padding import flat, padded
-from jaxspec.decoder.path import Call, Path, Weights
+from jaxspec.decoder.path import NO_HOPPER, Call, Path, Weights
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.spec import Decoder, Norm, beyond
 from jaxspec.decoder.streamed import FP8_STREAM, WEIGHT_STREAM
@@ -82,10 +82,14 @@ def path_table(
 
 
 def describe(table: list[dict[str, Any]]) -> str:
-    """A `path_table` in words: batches that take the same path, for the same reasons, in one line."""
+    """A `path_table` in words: batches that take the same path, for the same reasons, in one line.
+
+    That the device has no kernels is left out: the start's line about kernels says so.
+    """
     lines: dict[tuple[str, str], list[str]] = {}
     for line in table:
-        reasons = "; ".join(f"not {name}: {reason}" for name, reason in line["refused"].items())
+        refused = line["refused"].items()
+        reasons = "; ".join(f"not {name}: {reason}" for name, reason in refused if reason != NO_HOPPER)
         lines.setdefault((line["path"], reasons), []).append(str(line["rows"]))
     told = (
         f"{', '.join(rows)} rows: {path}{f' ({reasons})' * bool(reasons)}" for (path, reasons), rows in lines.items()

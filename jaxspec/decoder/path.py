@@ -18,6 +18,7 @@ from jaxspec.sharding import devices
 from jaxspec.weights import Weight, formats
 
 Weights = dict[str, Array | jax.ShapeDtypeStruct | Weight]  # of a layer, or their shapes
+NO_HOPPER = "Hopper's kernels don't serve here"  # the log's line about kernels says why
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Path:
             return "a layer by itself"
         if call.devices > 1 and not self.sums:
             return f"weights divided among {call.devices} devices"
+        if self.processors and not call.processors:
+            return NO_HOPPER
         if call.processors < self.processors:
             return f"{call.processors} Hopper multiprocessors; {self.processors} are needed"
         return self.lacks(decoder, layers) or self.fits(decoder, layers, call)
