@@ -196,6 +196,11 @@ class Programs:
         self.behind.start()
 
     @property
+    def ready(self) -> int:
+        """How many programs are there, compiled or found in the store."""
+        return len(self._compiled)
+
+    @property
     def pending(self) -> list[tuple[str, int]]:
         """Kinds and sizes that a start in stages has still to bring."""
         if self.behind is None:

@@ -91,7 +91,7 @@ class Runner:
         enable_compilation_cache()
         log.info("kernels: %s", portable.told())
         self.compiles = compile_counter()
-        compiled, started = self.compiles["compiles"], time.monotonic()
+        started = time.monotonic()
         loading = None if model or draft or hosts else Loading.begin(options)
         if loading is not None:
             model, draft = loading.model, loading.draft
@@ -102,7 +102,7 @@ class Runner:
         self.grammars = None if loading else grammars()
         self._compile(options, staged_start, loading)
         self.grammars = self.grammars or grammars()
-        stats.report_start(self, started, self.compiles["compiles"] - compiled + len(self.programs.found))
+        stats.report_start(self, started)
 
     def _load(self, options: EngineConfig, model: Model | None, draft: LoadedDrafter | None) -> None:
         """Model and drafter, those given or those of the options; and both as one of several devices has them."""

@@ -15,6 +15,7 @@ from jaxspec.pallas.hopper import KERNELS
 
 if TYPE_CHECKING:
     from jaxspec.engine import Engine
+    from jaxspec.programs import Programs
     from jaxspec.runner import Runner
 
 log = logging.getLogger("jaxspec")
@@ -158,8 +159,8 @@ def together(engines: list[dict[str, Any]], lost: list[bool]) -> dict[str, Any]:
     return total | {"avg_spec_accept_length": total["verified_tokens_total"] / rounds if rounds else 0.0}
 
 
-def report_start(runner: Runner, started: float, programs: int) -> None:
-    """Log what a start came to: it began then, and so many programs are there."""
+def report_start(runner: Runner, started: float) -> None:
+    """Log what a start that began then came to."""
     drafter = runner.draft.drafter
     log.info("%s", runner.plan)
     if runner.model.kv_scales is not None:
@@ -176,7 +177,13 @@ def report_start(runner: Runner, started: float, programs: int) -> None:
             drafter.num_draft_tokens,
             drafter.longest,
         )
-    pending = len(runner.programs.pending)
-    more = f". {pending} more follow; until then rounds are slower" if runner.starting else ""
-    told = f"{runner.model.name} with --draft {runner.draft.name}, {programs} programs compiled or read from the cache"
-    log.info("ready in %.1f s: %s%s", time.monotonic() - started, told, more)
+    seconds, name = time.monotonic() - started, f"{runner.model.name} with --draft {runner.draft.name}"
+    log.info("ready in %.1f s: %s, %s", seconds, name, programs_there(runner.programs))
+
+
+def programs_there(programs: Programs) -> str:
+    """How many of an engine's programs are compiled, in words."""
+    ready, pending = programs.ready, len(programs.pending)
+    if pending:
+        return f"{ready} of {ready + pending} programs. The others are being compiled; until then requests are slower"
+    return f"{ready} programs" if ready else "whose programs are compiled when they are first used"

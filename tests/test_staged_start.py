@@ -15,6 +15,7 @@ from jaxspec.engine import Engine
 from jaxspec.ladder import essential, ladder_of, special, stand_in, use
 from jaxspec.programs import Programs
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED
+from jaxspec.stats import programs_there
 from tests.engines import OPTIONS, checkpoint, engine, mixed_load, params
 
 SHAPES = Shapes(
@@ -50,6 +51,12 @@ def test_a_stand_in_is_the_nearest_that_there_is():
     have = {("draft_sampled", 8), ("forward", 8), ("forward", 1), ("conclude_logprobs", 8), ("conclude_greedy", 1)}
     assert stand_in(have, "structured", MODES, 1, (1, 8)) == (LOGPROBS, 8), "drafts of size 1 are missing"
     assert stand_in(have | {("draft_greedy", 1)}, "structured", MODES, 1, (1, 8)) == (GREEDY, 1)
+
+
+@pytest.mark.parametrize(("ready", "pending", "told"), [(4, 46, "4 of 50 programs. "), (50, 0, "50 programs"),
+                                                        (0, 0, "compiled when they are first used")])  # fmt: skip
+def test_the_log_says_how_many_of_all_programs_are_there(ready, pending, told):
+    assert told in programs_there(types.SimpleNamespace(ready=ready, pending=[("admit", 1)] * pending))
 
 
 def test_what_most_requests_use_follows_first():
