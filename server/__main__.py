@@ -26,6 +26,7 @@ import jax
 import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
+from jaxspec.cli import called
 from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.flags import engine_options
 from jaxspec.follower import follow
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         log.info("stopped")
     except (UsageError, ConfigError, CheckpointError, TokenizerError) as error:
-        print(f"python -m server: {error}", file=sys.stderr)
+        print(f"{called('serve', 'server')}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import jaxspec
 from jaxspec import cli
 
 
@@ -30,7 +31,9 @@ def test_commands(monkeypatch, argv, module, passed):
 
     monkeypatch.setattr(cli, "import_module", lambda name: ran.append(name) or Module())
     monkeypatch.setattr(sys, "argv", ["jaxspec", *argv])
+    monkeypatch.setattr(sys, "path", ["/elsewhere"])
     assert cli.main() == 7 and ran == [module, passed]
+    assert "" in sys.path, "--draft module:Class finds a module of the folder that one is in"
 
 
 @pytest.mark.parametrize(("argv", "status"), [([], 0), (["--help"], 0), (["sevre"], 2)])
@@ -39,6 +42,11 @@ def test_what_else_is_typed(monkeypatch, capsys, argv, status):
     assert cli.main() == status
     told = capsys.readouterr()
     assert "jaxspec serve" in told.out + told.err and ("no command 'sevre'" in told.err) == (status == 2)
+
+
+def test_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxspec", "--version"])
+    assert cli.main() == 0 and capsys.readouterr().out == f"jaxspec {jaxspec.__version__}\n"
 
 
 def test_the_library_does_not_import_the_server():

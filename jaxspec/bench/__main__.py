@@ -32,6 +32,7 @@ from jaxspec.bench import (
 from jaxspec.bench.results import BenchError, Result
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError
+from jaxspec.cli import called
 from jaxspec.config import ConfigError
 from jaxspec.request import RequestError
 from jaxspec.tokenizer import TokenizerError
@@ -58,7 +59,7 @@ SUBCOMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m jaxspec.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog=called("bench", "jaxspec.bench"), description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in SUBCOMMANDS.items():
         command = _add(commands, name, module)
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _measure(SUBCOMMANDS[args.command], args, argv)
     except (BenchError, CheckpointError, ConfigError, RequestError, TokenizerError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
     return 0
 
 

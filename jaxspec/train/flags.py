@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxspec.cli import called
 from jaxspec.drafters.dspark import HEADS
 from jaxspec.flags import add_engine_flags, natural, positive
 from jaxspec.train.losses import KINDS
@@ -17,7 +18,7 @@ TEXTS_HELP = "self, for prompts of the model's own; a .jsonl of chats or prompts
 
 def parser() -> argparse.ArgumentParser:
     """Subcommands `data`, `token-map`, `eagle3`, `dflash`, `dspark`, `evaluate`; `args.command` says which."""
-    top = argparse.ArgumentParser(prog="python -m jaxspec.train", description="Train a drafter for a model.")
+    top = argparse.ArgumentParser(prog=called("train", "jaxspec.train"), description="Train a drafter for a model.")
     commands = top.add_subparsers(dest="command", required=True)
     add = lambda name, text: commands.add_parser(  # noqa: E731
         name, help=text, description=text, formatter_class=_FORMAT, allow_abbrev=False

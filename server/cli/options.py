@@ -11,11 +11,12 @@ from typing import NoReturn
 import yaml
 
 import jaxspec
+from jaxspec.cli import called
 from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
 from jaxspec.flags import add_engine_flags, natural, positive
 from jaxspec.options import flag
 from server import logs
-from server.cli.translate import PROGRAM, pairs, translate, without_launcher
+from server.cli.translate import pairs, translate, without_launcher
 from server.http.cors import add_cors_flags
 from server.parsers import PARSERS, REASONING_PARSERS
 
@@ -55,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The parser; its namespace has a field per `EngineConfig` field, and the server's own."""
     parser = _Parser(
-        prog=PROGRAM,
+        prog=called("serve", "server"),
         usage="%(prog)s [MODEL] [--draft D] [--port PORT] [flags below]",
         description="Serve a language model with speculative decoding, behind OpenAI's API.",
         epilog="Give a command line of vLLM's or SGLang's as it is, and the server prints its translation.",

@@ -10,11 +10,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxspec.cli import called
 from jaxspec.elsewhere import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
 from jaxspec.options import flag
 from server.cli.speculation import speculation
 
-PROGRAM = "python -m server"
 # what stands before the flags of the others' command lines
 LAUNCHERS = (
     ("vllm", "serve"),
@@ -86,7 +86,7 @@ def translate(argv: Sequence[str], known: Mapping[str, tuple[bool, Any]]) -> tup
         ours.setdefault("port", str(VLLM_PORT))
     ours = {name: value for name, value in ours.items() if not _is_default(name, value, known[name][1], left)}
     words = [word for name, value in ours.items() for word in (flag(name), value) if word is not None]
-    return shlex.join([*PROGRAM.split(), *words]), left
+    return shlex.join([*called("serve", "server").split(), *words]), left
 
 
 def _value(name: str, value: str | None) -> str | None:

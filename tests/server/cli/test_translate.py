@@ -1,6 +1,7 @@
 """Command lines of vLLM's and SGLang's, as their users have them, and what they are here."""
 
 import shlex
+import sys
 
 import pytest
 
@@ -18,6 +19,12 @@ def answer(line):
     assert before and command.startswith("python -m server")
     EngineConfig(**engine_options(parse(shlex.split(command)[3:])))
     return command.removeprefix("python -m server").strip(), left
+
+
+def test_the_command_is_the_one_that_was_typed(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/jaxspec serve", "--max-model-len", "9"])
+    with pytest.raises(UsageError, match=r"\n  jaxspec serve --context-length 9$"):
+        parse(sys.argv[1:])
 
 
 VLLM = "vllm serve Qwen/Qwen3-8B"
