@@ -8,6 +8,7 @@ whatever hangs; one whose engine has died or doesn't come back ends by itself, w
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import logging
 import os
@@ -49,6 +50,7 @@ CLOSE_SECONDS = 3  # for the engine to end its step, once requests have had thei
 SWITCH_SECONDS = 0.0002
 YOUNG_OBJECTS = 5000  # made between two collections, which then take a millisecond; Python's 700 are two requests'
 LAST_SECONDS = 5  # for that, and for those whose requests were cut off to be told
+_loaded = threading.Event()  # there is an engine to be closed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             return _follow(args)
         with _bind(args.host, args.port) as listener, _prompt_log(args.log_prompts) as kept:
             llm = _start(args)
+            _loaded.set()
             try:
                 status = _serve(llm, args, listener, kept)
             finally:
@@ -267,6 +270,8 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         hint = "choose another with --port, or 0 for any that is free"
+        if error.errno == errno.EADDRNOTAVAIL:
+            hint = "--host is an address of this machine: 127.0.0.1, or 0.0.0.0 for all that it has"
         raise UsageError(f"can't listen on {host} port {port}: {error.strerror}; {hint}") from error
     return listener
 
@@ -280,9 +285,12 @@ def _interrupt(*_: object) -> None:
 
 
 def _leave() -> NoReturn:
-    log.critical("the server was told to stop and something in it doesn't end; the process ends without it")
+    if _loaded.is_set():
+        log.critical("the server was told to stop and something in it doesn't end; the process ends without it")
+    else:
+        log.info("stopped before it was ready; a program that was being compiled is lost")
     logging.shutdown()
-    os._exit(1)
+    os._exit(1 if _loaded.is_set() else 0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import dataclasses
 import socket
 import subprocess
+import threading
 
 import httpx
 import pytest
@@ -146,6 +147,12 @@ def test_bad_flags_exit_2_with_one_line(no_engine, capsys, argv):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_an_address_of_another_machine_is_no_port_in_use(no_engine, capsys):
+    assert command.main(["--host", "192.0.2.1", "--port", "0"]) == 2
+    told = capsys.readouterr().err
+    assert "--host is an address of this machine" in told and "choose another" not in told
+
+
 def test_engine_errors_exit_2(no_engine, monkeypatch, capsys):
     def refuse(**_):
         raise ConfigError("--page-size must be an integer of at least 1, got 0")
@@ -162,6 +169,20 @@ def test_interrupt_while_loading_is_quiet(no_engine, monkeypatch, capsys):
     monkeypatch.setattr(command, "AsyncLLM", interrupt)
     assert command.main(["--port", "0"]) == 0
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("loaded", "status", "level"), [(False, 0, "INFO"), (True, 1, "CRITICAL")])
+def test_what_does_not_end_is_left(monkeypatch, caplog, loaded, status, level):
+    """Compiling can't be interrupted, and nobody needs to hear of it as of a failure."""
+    event, left = threading.Event(), []
+    if loaded:
+        event.set()
+    monkeypatch.setattr(command, "_loaded", event)
+    monkeypatch.setattr(command.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(command.os, "_exit", left.append)
+    with caplog.at_level("INFO", "jaxspec.server"):
+        command._leave()
+    assert left == [status] and [each.levelname for each in caplog.records] == [level]
 
 
 @pytest.mark.parametrize("source", ["none", "flag", "environment"])
