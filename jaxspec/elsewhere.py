@@ -53,8 +53,17 @@ NEEDLESS = {
                     "requests are logged with --access-log alone"),
     **dict.fromkeys(("trust_remote_code", "no_trust_remote_code"), "a checkpoint's code is never run"),
     "distributed_executor_backend": "one process serves on the GPUs of each host",
-    **dict.fromkeys(("max_prefill_tokens", "schedule_policy", "schedule_conservativeness", "scheduling_policy"),
+    **dict.fromkeys(("torch_compile_max_bs", "enable_torch_compile"), "every step is one compiled program"),
+    **dict.fromkeys(("schedule_policy", "schedule_conservativeness", "scheduling_policy"),
                     "requests are served first come, first served"),
+    **dict.fromkeys(("max_prefill_tokens", "max_num_partial_prefills", "long_prefill_token_threshold"),
+                    "--chunked-prefill-size and --max-itl-ms limit prompts"),
+    **dict.fromkeys(("guided_decoding_backend", "grammar_backend", "structured_outputs_config"),
+                    "llguidance compiles grammars"),
+    "max_logprobs": "a request may ask for 20",
+    "return_tokens_as_token_ids": "a request may ask for it by the field of that name",
+    "stream_interval": "a stream has what each round yields; --num-continuous-decode-steps makes that more",
+    "skip_server_warmup": "the server sends itself no request; --skip-warmup compiles programs on first use",
     **dict.fromkeys(("ngram_min", "ngram_max", "speculative_ngram_min_match_window_size",
                      "speculative_ngram_max_match_window_size", "prompt_lookup_min", "prompt_lookup_max"),
                     "the drafter takes it: --draft 'ngram?min_match=2&max_match=5'"),
@@ -84,6 +93,11 @@ UNSUPPORTED = {
     **dict.fromkeys(("disaggregation_mode", "kv_transfer_config"), "prefill and decoding run in one process"),
     **dict.fromkeys(("hf_overrides", "rope_scaling", "json_model_override_args"),
                     "the model's config is taken as it is; change its config.json"),
+    "no_enable_chunked_prefill": "long prompts are always prefilled in chunks",
+    "download_dir": "set HF_HOME in the environment",
+    "override_generation_config": "change the model's generation_config.json, or set --sampling-defaults openai",
+    "root_path": "put a proxy before the server",
+    "enable_sleep_mode": "the server keeps its memory until it ends",
 }  # fmt: skip
 SWITCHES = frozenset(
     {
@@ -93,6 +107,8 @@ SWITCHES = frozenset(
         *("no_enable_log_requests", "disable_log_stats", "trust_remote_code", "no_trust_remote_code", "enable_lora"),
         *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
         *("enable_deterministic_inference", "enable_hierarchical_cache", "speculative_adaptive", "enable_dp_attention"),
+        *("enable_torch_compile", "return_tokens_as_token_ids", "skip_server_warmup", "no_enable_chunked_prefill"),
+        "enable_sleep_mode",
     }
 )
 

@@ -109,7 +109,7 @@ def from_query(cls: type, query: str, of: str) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             have = "; ".join(f"{each}: {said.help}" for each, (_, _, said) in known.items()) or "none"
-            raise ConfigError(f"--draft {of} has no option {name!r}; {hint}It has {have}")
+            raise ConfigError(f"--draft {of} has no option {name!r}; {hint}it has {have}")
         kind = known[name][0]
         try:
             values[name] = _read(kind, text, bool(equals))

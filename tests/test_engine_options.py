@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.drafters import DRAFTERS
-from jaxspec.elsewhere import ELSEWHERE, METHODS, SEVERAL_GPUS
+from jaxspec.elsewhere import ELSEWHERE, METHODS, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
 from jaxspec.options import flag
 
 
@@ -45,6 +45,11 @@ def test_an_engine_option_is_refused_by_its_flag(options, words):
         EngineConfig(**options)
     for word in words:
         assert word in str(error.value)
+
+
+def test_another_servers_option_has_one_answer():
+    tables = ELSEWHERE, SEVERAL_GPUS, NEEDLESS, UNSUPPORTED
+    assert sum(map(len, tables)) == len(set().union(*tables)) and set().union(*tables) > SWITCHES
 
 
 def test_engine_options_at_their_limits():
