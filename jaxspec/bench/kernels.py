@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @as_asked
 def run(args: argparse.Namespace, result: Result) -> None:
     """Time every case."""
+    if not args.small and jax.default_backend() == "cpu":
+        raise BenchError("the kernels' full sizes take hours on a CPU: run this on a GPU, or try it out with --small")
     result.fact(**device_facts())
     cases = [case for case in make_cases(args.small) if args.only in case.name]
     if not cases:

@@ -47,6 +47,10 @@ def test_only_and_no_plain(tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench.main(["kernels", "--small", "--only", "nonsense"])
     assert "--only nonsense: no case has this in its name; there are decode attention" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["kernels"])
+    told = capsys.readouterr().err
+    assert "on a CPU" in told and "--small" in told and told.count("\n") == 1, "one line, without the usage"
 
 
 def test_a_wrong_kernel_shows_as_an_error(monkeypatch):
