@@ -63,11 +63,10 @@ class Recipe:
             max_tokens=min(self.max_answer, self.longest - prompt_length),
         )
 
-    def asking(self, i: int, stop_ids: tuple[int, ...]) -> SamplingParams:
-        seed = self.seed * 2**40 + 2 * i + 1
-        return SamplingParams(
-            temperature=1.0, min_p=0.05, seed=seed, max_tokens=self.max_prompt, stop_token_ids=stop_ids
-        )
+    def asking(self, i: int, prompt_length: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+        """For prompt i, which leaves half of a short text to its answer."""
+        seed, most = self.seed * 2**40 + 2 * i + 1, min(self.max_prompt, (self.longest - prompt_length) // 2)
+        return SamplingParams(temperature=1.0, min_p=0.05, seed=seed, max_tokens=most, stop_token_ids=stop_ids)
 
 
 def synthesise(llm: LLM, source: str, path: Path, num_samples: int | None, recipe: Recipe) -> None:
@@ -138,7 +137,13 @@ def _ask(llm: LLM, indices: Sequence[int], recipe: Recipe) -> list[Prompt]:
     kinds = [categories[k] for k in rng.integers(len(categories), size=len(indices))]
     words = [OPENINGS[kind][rng.integers(len(OPENINGS[kind]))] for kind in kinds]
     started = [before + tokenizer.encode(w, add_special_tokens=False) if w else before for w in words]
-    outs = llm.generate(started, [recipe.asking(i, tuple(after[:1])) for i in indices])
+    if (longest := max(map(len, started))) > recipe.longest - 4:
+        raise TrainError(
+            f"--row-length {recipe.longest} has no room for a prompt and an answer: the chat template takes {longest} "
+            "tokens of it. Give a longer one"
+        )
+    params = [recipe.asking(i, len(ids), tuple(after[:1])) for i, ids in zip(indices, started, strict=True)]
+    outs = llm.generate(started, params)
     return [
         Prompt(((word + out.text).strip() or word or "Hello",), category=kind)
         for word, kind, out in zip(words, kinds, outs, strict=True)

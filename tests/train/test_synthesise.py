@@ -1,5 +1,6 @@
 """Texts that the target writes: what it would say to these prompts, marked as its own; and what serving measures."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -67,12 +68,20 @@ def test_its_own_prompts_are_between_the_templates_ends(llm, tmp_path, monkeypat
     assert path.read_text() == whole
 
 
+def test_its_own_prompts_leave_short_texts_half_of_their_room():
+    assert Recipe(longest=128).asking(0, 28, (END,)).max_tokens == 50
+    assert Recipe(longest=1024).asking(0, 28, (END,)).max_tokens == 384
+
+
 def test_what_cant_be_written_is_refused(llm, tmp_path, monkeypatch):
     with pytest.raises(TrainError, match="--data self needs --num-samples"):
         synthesise.synthesise(llm, "self", tmp_path / "d", None, GREEDY)
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(TrainError, match="empty"):
         synthesise.synthesise(llm, str(tmp_path / "empty.txt"), tmp_path / "d", None, GREEDY)
+    short = dataclasses.replace(GREEDY, longest=20)
+    with pytest.raises(TrainError, match="--row-length 20 has no room for a prompt and an answer"):
+        synthesise.synthesise(llm, "self", tmp_path / "d", 1, short)
     monkeypatch.setattr(llm.engine.tokenizer, "chat_template", None)
     with pytest.raises(TrainError, match="has no chat template"):
         synthesise.synthesise(llm, "self", tmp_path / "d", 1, GREEDY)
