@@ -233,6 +233,10 @@ class Runner:
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
     @property
+    def page_dtype(self) -> str:
+        return self._layout.dtype
+
+    @property
     def keeps_programs(self) -> bool:
         """Not on a CPU, where jax can't, nor for drafters whose source isn't here, nor on several hosts."""
         ours = type(self.draft.drafter).__module__.startswith("jaxspec.drafters")

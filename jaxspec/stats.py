@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cache import page_dtype
 from jaxspec.pallas.hopper import KERNELS
 
 if TYPE_CHECKING:
@@ -164,9 +163,8 @@ def report_start(runner: Runner, started: float) -> None:
     drafter = runner.draft.drafter
     log.info("%s", runner.plan)
     if runner.model.kv_scales is not None:
-        pages = page_dtype(runner.config.kv_cache_dtype, runner.config.dtype)
-        used = "are" if pages.startswith("float8") else "aren't"
-        log.info("the checkpoint's scales of keys and values %s used: %s pages", used, pages)
+        used = "are" if runner.page_dtype.startswith("float8") else "aren't"
+        log.info("the checkpoint's scales of keys and values %s used: %s pages", used, runner.page_dtype)
     if runner.snapshots == () and not runner.config.disable_prefix_cache:
         log.info("the prefix cache is off: a hybrid needs state snapshots for it, and there is no room for any")
     if drafter.topk > 1:
