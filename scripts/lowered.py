@@ -97,8 +97,9 @@ class Kernels:
         function, fixed = jitted.func, dict(jitted.keywords)
         fixed.pop("interpret")
         name = f"{function.__module__.removeprefix('jaxspec.pallas.')}.{function.__name__}"
+        told = without_addresses(fixed)
         operands = ", ".join(f"{s.dtype}{list(s.shape)}" for s in shapes)
-        key = f"kernel {name} {fixed} {tree} ({operands})"
+        key = f"kernel {name} {told} {tree} ({operands})"
         if key not in self.calls:
 
             def flat(*leaves):
@@ -110,7 +111,7 @@ class Kernels:
 
             def opaque(*operands):
                 what = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-                return jax.tree.unflatten(structure, what(*operands, static=f"{fixed} {tree}"))
+                return jax.tree.unflatten(structure, what(*operands, static=f"{told} {tree}"))
 
             self.calls[key] = jax.jit(opaque)
             if self.alone:
@@ -211,7 +212,12 @@ class Graph:
             return str([self.parameter(each) for each in value])
         if hasattr(value, "eqns"):
             value = jax.extend.core.ClosedJaxpr(value, ())
-        return Graph().program(value) if hasattr(value, "jaxpr") else re.sub(r" at 0x[0-9a-f]+", "", str(value))
+        return Graph().program(value) if hasattr(value, "jaxpr") else without_addresses(value)
+
+
+def without_addresses(value) -> str:
+    """What it says of itself, functions without their places in this process' memory."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def digest(*what) -> str:
