@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.conv_step import WIDTH, heads_supported
 from jaxspec.pallas.once import lower_once
 
 BLOCK = 64  # rows
-WIDTH = 128  # channels of a head
 GROUP = 2  # heads of a warpgroup, if there is an even number of them
 STEP = 16  # rows that a warpgroup convolves at once
 HALO = 8  # rows of shared memory before a block's own, of which the last hold what came before
@@ -40,10 +40,8 @@ def supported(b: int, t: int, taps: int, key_dim: int, value_dim: int, *dtypes: 
         return f"{b * t} rows"
     if t != BLOCK:
         return f"blocks of {t} tokens; supported: {BLOCK}"
-    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"inputs, windows or weights in {wrong[0]}; supported: bfloat16"
-    if (key_dim, value_dim) != (WIDTH, WIDTH):
-        return f"keys of width {key_dim} and values of width {value_dim}; supported: {WIDTH} and {WIDTH}"
+    if reason := heads_supported(key_dim, value_dim, *dtypes):
+        return reason
     return f"{taps} taps, more than {HALO}" if taps > HALO else None
 
 

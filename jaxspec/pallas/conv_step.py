@@ -26,11 +26,18 @@ MAX_ROWS = 16
 
 def supported(rows: int, key_dim: int, value_dim: int, *dtypes: Any) -> str | None:
     """Why the kernel can't convolve so many rows of heads so wide, or None if it can. `dtypes`: all operands'."""
+    if reason := heads_supported(key_dim, value_dim, *dtypes):
+        return reason
+    return f"{rows} rows a request; supported: up to {MAX_ROWS}" if rows > MAX_ROWS else None
+
+
+def heads_supported(key_dim: int, value_dim: int, *dtypes: Any) -> str | None:
+    """Why a kernel can't convolve heads so wide, with operands of these dtypes; None if it can."""
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
         return f"inputs, windows or weights in {wrong[0]}; supported: bfloat16"
     if (key_dim, value_dim) != (WIDTH, WIDTH):
         return f"keys of width {key_dim} and values of width {value_dim}; supported: {WIDTH} and {WIDTH}"
-    return f"{rows} rows a request; supported: up to {MAX_ROWS}" if rows > MAX_ROWS else None
+    return None
 
 
 @lower_once("conv_step", "key_heads", "eps")

@@ -64,13 +64,7 @@ def step(
 
     gates = decay.astype(jnp.float32), beta.astype(jnp.float32)
     state, updates, outs = sliced(request, 1, slots, replay, q, k, v, *gates)
-    pool = pool.replace(
-        state=pool.state.at[layer, slots].set(state),
-        keys=pool.keys.at[layer, slots, :t].set(k),
-        updates=pool.updates.at[layer, slots, :t].set(updates),
-        decay=pool.decay.at[layer, slots, :, :t].set(gates[0].swapaxes(1, 2)),
-    )
-    return outs.astype(v.dtype), pool
+    return outs.astype(v.dtype), pool.recorded(layer, slots, state, k, updates, gates[0])
 
 
 def chunk(

@@ -52,6 +52,24 @@ class DeltaPool:
     updates: Float[Array, "l r q n v"]
     decay: Float[Array, "l r n w"]
 
+    def recorded(
+        self,
+        layer: Int[Array, ""],
+        slots: Int[Array, " b"],
+        state: Float[Array, "b n v k"],
+        k: Float[Array, "b t m k"],
+        updates: Float[Array, "b t n v"],
+        decay: Float[Array, "b t n"],
+    ) -> DeltaPool:
+        """The pool after a round of t rows: these states before them, and their records."""
+        t = k.shape[1]
+        return self.replace(
+            state=self.state.at[layer, slots].set(state.astype(self.state.dtype)),
+            keys=self.keys.at[layer, slots, :t].set(k),
+            updates=self.updates.at[layer, slots, :t].set(updates),
+            decay=self.decay.at[layer, slots, :, :t].set(decay.swapaxes(1, 2)),
+        )
+
 
 def empty(
     num_layers: int,
@@ -156,7 +174,7 @@ def unnormed(pool: DeltaPool, q_shape: tuple[int, ...], v_shape: tuple[int, ...]
 
 def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Array, DeltaPool]:
     """`step` in plain jnp, for any shapes and dtypes."""
-    t, group = q.shape[1], pool.state.shape[2] // q.shape[2]
+    group = pool.state.shape[2] // q.shape[2]
     state = _replayed(pool, layer, slots, replay)
     logs, beta = jnp.cumsum(_logs(decay), axis=1).swapaxes(1, 2), beta.astype(jnp.float32).swapaxes(1, 2)
     corrected, mixed, total, _ = _within(q, k, logs, beta)
@@ -164,12 +182,7 @@ def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Ar
     read = _einsum("bnvk,sbtnk->sbntv", state, rows) * total[..., None]
     updates = _einsum("bnti,bniv->bntv", corrected, v.astype(jnp.float32).swapaxes(1, 2) - read[0])
     out = read[1] + _einsum("bnti,bniv->bntv", mixed, updates)
-    pool = pool.replace(
-        state=pool.state.at[layer, slots].set(state.astype(pool.state.dtype)),
-        keys=pool.keys.at[layer, slots, :t].set(k),
-        updates=pool.updates.at[layer, slots, :t].set(updates.swapaxes(1, 2)),
-        decay=pool.decay.at[layer, slots, :, :t].set(decay.astype(jnp.float32).swapaxes(1, 2)),
-    )
+    pool = pool.recorded(layer, slots, state, k, updates.swapaxes(1, 2), decay.astype(jnp.float32))
     return out.swapaxes(1, 2).astype(v.dtype), pool
 
 
