@@ -66,28 +66,13 @@ class Intake:
         **Raises:** `RequestError` for anything that could never be served.
         """
         tokens = self._tokens(prompt)
-        vocab = self.model.config.vocab_size
-        if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab):
-            bad = next(t for t in tokens if type(t) is not int or not 0 <= t < vocab)
-            raise RequestError(f"token id {bad!r} is outside the vocabulary, ints from 0 to {vocab - 1}", "prompt")
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            if (bad := next((t for t in ids if t >= vocab), None)) is not None:
-                raise RequestError(f"{name}: token id {bad} is outside the vocabulary, 0 to {vocab - 1}", name)
+        self._check_ids(tokens, params)
         if params.stop and self.model.tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
             )
-        ends = not params.ignore_eos or params.structured is not None  # a grammar's text ends where the grammar does
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset(self.model.eos_ids) if ends else frozenset())
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(
-                f"{len(stop_ids)} token ids would end this request (the model's own included), at most {MAX_STOP_IDS}",
-                "stop_token_ids",
-            )
+        stop_ids = self._stop_ids(params)
         limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
-        plain = params.temperature == 0 and not params.logit_bias and not params.min_tokens
-        unpenalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
-        mode = LOGPROBS if params.logprobs is not None else GREEDY if plain and unpenalised else SAMPLED
         return Request(
             id=request_id or secrets.token_hex(8),
             prompt=prompt if isinstance(prompt, str) else None,
@@ -96,11 +81,32 @@ class Intake:
             seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             limit=limit,
-            mode=mode,
+            mode=_mode(params),
             seeded=params.temperature > 0 and not (params.seed is None and self.config.seed is None),
             added=time.monotonic(),
             matchers=None if params.structured is None else self._matchers(params),
         )
+
+    def _check_ids(self, tokens: list[int], params: SamplingParams) -> None:
+        """That all token ids of a request are of the vocabulary."""
+        vocab = self.model.config.vocab_size
+        if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab):
+            bad = next(t for t in tokens if type(t) is not int or not 0 <= t < vocab)
+            raise RequestError(f"token id {bad!r} is outside the vocabulary, ints from 0 to {vocab - 1}", "prompt")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if (bad := next((t for t in ids if t >= vocab), None)) is not None:
+                raise RequestError(f"{name}: token id {bad} is outside the vocabulary, 0 to {vocab - 1}", name)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Token ids that end the text, the model's own among them unless it is to go on."""
+        ends = not params.ignore_eos or params.structured is not None  # a grammar's text ends where the grammar does
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset(self.model.eos_ids) if ends else frozenset())
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"{len(stop_ids)} token ids would end this request (the model's own included), at most {MAX_STOP_IDS}",
+                "stop_token_ids",
+            )
+        return stop_ids
 
     def _matchers(self, params: SamplingParams) -> list[Matcher]:
         wanted, name = params.structured, self.model.name
@@ -129,3 +135,12 @@ class Intake:
             return self.model.tokenizer.encode(prompt)
         except TokenizerError as error:
             raise RequestError(str(error), "prompt") from error
+
+
+def _mode(params: SamplingParams) -> str:
+    """The least of the round's modes that does what the request asks for."""
+    if params.logprobs is not None:
+        return LOGPROBS
+    plain = params.temperature == 0 and not params.logit_bias and not params.min_tokens
+    unpenalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
+    return GREEDY if plain and unpenalised else SAMPLED
