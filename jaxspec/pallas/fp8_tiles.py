@@ -67,7 +67,7 @@ def matmul(
     x_scales: Float[Array, "r b"],
     values: Float[Array, "n k"],
     scales: Float[Array, "a b"],
-    real: Int[Array, "1"],
+    valid: Int[Array, "1"],
     residual: Float[Array, "r n"] | None = None,
     *,
     block: int | None,
@@ -75,15 +75,15 @@ def matmul(
     tiling: Tiling | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
-    """`fp8.product` of the first `real` rows, whose values and scales are given, as bfloat16; of others that or zeros.
+    """`fp8.product` of the first `valid` rows, whose values and scales are given, as bfloat16; of others that or zeros.
 
     `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
     silu(gate) * up of it, half as wide, rounded once. `tiling` overrides its choice.
     """
     r, n = len(x), len(values)
     tiling = tiling or tiling_of(r, n, gated)
-    filled = [tiles.filled(a, tiling.rows) for a in (x, x_scales, residual) if a is not None]
-    rows, unit = len(filled[0]), n // len(scales)
+    padded = [tiles.padded(a, tiling.rows) for a in (x, x_scales, residual) if a is not None]
+    rows, unit = len(padded[0]), n // len(scales)
     scale = scales if block else jnp.repeat(scales[:, 0], unit)
     slot_bytes = STEP * (tiling.rows + tiling.columns) + 4 * tiling.rows
     slots = RING_BYTES // slot_bytes
@@ -107,7 +107,7 @@ def matmul(
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(filled[0], filled[1].T, values, scale, real, *filled[2:])
+    )(padded[0], padded[1].T, values, scale, valid, *padded[2:])
     return out[:r]
 
 
@@ -130,13 +130,13 @@ class _Ring(NamedTuple):
 
 
 def _kernel(
-    tiling, gated, in_blocks, piece, x, x_scales, values, scales, real, *results,
+    tiling, gated, in_blocks, piece, x, x_scales, values, scales, valid, *results,
     rows_s, scales_s, weight_s, out_s, full, empty,
 ):  # fmt: skip
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     (rows, inputs), outputs, registers = x.shape, values.shape[0], tiles.REGISTERS[tiling.warpgroups]
-    block = Block.of(tiling, rows, outputs, inputs // STEP, real[0], index)
+    block = Block.of(tiling, rows, outputs, inputs // STEP, valid[0], index)
     operands = _Operands(x, x_scales, values, scales)
     ring = _Ring(rows_s, scales_s, weight_s, Hands(full, empty, len(rows_s)))
 

@@ -99,7 +99,7 @@ def matmul(
     x: Float[Array, "r k"],
     values: Float[Array, "n k"],
     scales: Float[Array, "a b"],
-    real: Int[Array, "1"],
+    valid: Int[Array, "1"],
     residual: Float[Array, "r n"] | None = None,
     *,
     block: int | None,
@@ -107,7 +107,7 @@ def matmul(
     tiling: Tiling | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
-    """x @ (values * scales)' of the first `real` rows, summed in float32, as bfloat16; of others that or zeros.
+    """x @ (values * scales)' of the first `valid` rows, summed in float32, as bfloat16; of others that or zeros.
 
     The weight is rounded to bfloat16 if its scales are for blocks. `residual`, which a gated one can't have: what that
     is added to, rounded before as the plain layers do. `gated`: silu(gate) * up of it, half as wide, rounded where the
@@ -115,7 +115,7 @@ def matmul(
     """
     r, n = len(x), len(values)
     tiling = tiling or tiling_of(r, n)
-    filled = [tiles.filled(a, tiling.rows) for a in (x, residual) if a is not None]
+    padded = [tiles.padded(a, tiling.rows) for a in (x, residual) if a is not None]
     scale = scales if block else jnp.repeat(scales[:, 0], n // len(scales))
     groups, part = tiling.columns // UNIT, _part(tiling)
     results = 2 * groups * part * (UNIT + HALF * gated)
@@ -123,7 +123,7 @@ def matmul(
     out = plgpu.kernel(
         partial(_kernel, tiling, gated, block),
         kernel_name="fp8_wide",
-        out_type=jax.ShapeDtypeStruct((len(filled[0]), n // 2 if gated else n), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((len(padded[0]), n // 2 if gated else n), jnp.bfloat16),
         grid=(tiles.BLOCKS,),
         grid_names=("block",),
         num_threads=groups + 1,
@@ -141,7 +141,7 @@ def matmul(
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(filled[0], lax.bitcast_convert_type(values, jnp.int8), scale, real, *filled[1:])
+    )(padded[0], lax.bitcast_convert_type(values, jnp.int8), scale, valid, *padded[1:])
     return out[:r]
 
 
@@ -177,13 +177,13 @@ class _Ring(NamedTuple):
 
 
 def _kernel(
-    tiling, gated, in_blocks, x, values, scales, real, *results,
+    tiling, gated, in_blocks, x, values, scales, valid, *results,
     rows_s, weight_s, products_s, full, empty, gated_s=None, staged_s=None,
 ):  # fmt: skip
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     (rows, inputs), outputs, groups = x.shape, values.shape[0], tiling.columns // UNIT
-    block = Block.of(tiling, rows, outputs, inputs // STEP, real[0], index)
+    block = Block.of(tiling, rows, outputs, inputs // STEP, valid[0], index)
     ring = _Ring(rows_s, weight_s, Hands(full, empty, len(rows_s)), staged_s)
 
     @pl.when(warpgroup == groups)

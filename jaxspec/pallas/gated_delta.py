@@ -199,17 +199,17 @@ def chunk(
     decay: Float[Array, "b t n"],
     beta: Float[Array, "b t n"],
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
-    """Run blocks of t prompt tokens, one after the other, of which the first `count[r]` of block r are real.
+    """Run blocks of t prompt tokens, one after the other, of which the first `count[r]` of block r are valid.
 
     Block r starts from the state of slot `source[r]`, or from zero if that is negative, as earlier blocks left it; a
     later block of the same request names its own slot. It writes slot `slots[r]`, and slot `keep[r]` the same, unless
     that is out of range. Sources must have no records to replay, and no slot has any afterwards: the next `step` of
     what was written must be called with `replay` 0. Operands and result are as in `step`, though what rows that aren't
-    real read has no meaning.
+    valid read has no meaning.
     """
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
-    real = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
-    logs, beta = jnp.where(real, _logs(decay), 0), jnp.where(real, beta, 0).astype(jnp.float32)
+    valid = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
+    logs, beta = jnp.where(valid, _logs(decay), 0), jnp.where(valid, beta, 0).astype(jnp.float32)
     operands = q, k, v, jnp.cumsum(logs, axis=1).swapaxes(1, 2), beta.swapaxes(1, 2)
     fits = delta_chunk_fits(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
     if fits is not None:

@@ -60,7 +60,7 @@ def tiling_of(rows: int, outputs: int, added: bool = False, splits: int = 1) -> 
 def matmul(
     x: Float[Array, "r k"],
     weight: Float[Array, "k n"],
-    real: Int[Array, "1"],
+    valid: Int[Array, "1"],
     residual: Float[Array, "r n"] | None = None,
     *,
     gated: bool = False,
@@ -69,7 +69,7 @@ def matmul(
     rounded: bool = False,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
-    """`x @ weight` of the first `real` rows, summed in float32, rounded to x's dtype; of others that or zeros.
+    """`x @ weight` of the first `valid` rows, summed in float32, rounded to x's dtype; of others that or zeros.
 
     `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
     silu(gate) * up of it, half as wide, rounded once. `tiling` overrides its choice.
@@ -77,8 +77,8 @@ def matmul(
     gate and up, and silu(gate), are rounded as well, as there.
     """
     outputs = weight.shape[1]
-    filled = [tiles.filled(a, LEAST) for a in (x, residual) if a is not None]
-    rows, tiling = len(filled[0]), tiling or tiling_of(len(x), outputs, residual is not None, splits)
+    padded = [tiles.padded(a, LEAST) for a in (x, residual) if a is not None]
+    rows, tiling = len(padded[0]), tiling or tiling_of(len(x), outputs, residual is not None, splits)
     slot_bytes = 2 * STEP * (tiling.rows + tiling.columns)
     slots = RING_BYTES // slot_bytes
     out = plgpu.kernel(
@@ -99,16 +99,16 @@ def matmul(
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(filled[0], weight, real, *filled[1:])
+    )(padded[0], weight, valid, *padded[1:])
     return out[: len(x)]
 
 
-def _kernel(tiling, gated, splits, rounded, x, weight, real, *results, rows_s, weight_s, out_s, full, empty):
+def _kernel(tiling, gated, splits, rounded, x, weight, valid, *results, rows_s, weight_s, out_s, full, empty):
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     steps, registers = weight.shape[0] // STEP, tiles.REGISTERS[tiling.warpgroups]
-    # real is read once: memory is slow, and each tile asks
-    block = Block.of(tiling, x.shape[0], weight.shape[1], steps, real[0], index)
+    # valid is read once: memory is slow, and each tile asks
+    block = Block.of(tiling, x.shape[0], weight.shape[1], steps, valid[0], index)
     ring = _Ring(rows_s, weight_s, Hands(full, empty, len(rows_s)))
 
     @pl.when(warpgroup == tiling.warpgroups)

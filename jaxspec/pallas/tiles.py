@@ -260,6 +260,6 @@ def rounded_gate(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
     return (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32) * up
 
 
-def filled(x: jax.Array, least: int = 0) -> jax.Array:
+def padded(x: jax.Array, least: int = 0) -> jax.Array:
     """Rows, and as many more as copies need: a multiple of `COPIED`, `least` at least."""
     return jnp.pad(x, ((0, max(-len(x) % COPIED, least - len(x))), (0, 0)))

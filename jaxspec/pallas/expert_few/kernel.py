@@ -111,9 +111,9 @@ class _Weights:
         def fetch(k, slot):
             inputs = pl.ds(k * STEP, STEP)
             for half in range(2):
-                for j, (real, expert, part) in enumerate(parts):
+                for j, (valid, expert, part) in enumerate(parts):
                     rows, place = pl.ds(part * size + half * plan.f, size), pl.ds(half * HALF + j * size, size)
-                    self._fetch(self.block.ups, real, expert, rows, inputs, slot, place)
+                    self._fetch(self.block.ups, valid, expert, rows, inputs, slot, place)
             for _ in range(2 * len(parts), ARRIVALS):
                 plgpu.barrier_arrive(self.full.at[slot])
 
@@ -128,17 +128,17 @@ class _Weights:
 
         def fetch(k, slot):
             inputs = pl.ds(k * STEP, STEP)
-            for j, (real, expert) in enumerate(items):
+            for j, (valid, expert) in enumerate(items):
                 place = pl.ds(j * COLUMNS, COLUMNS)
-                self._fetch(self.block.downs, real, expert, self.block.columns, inputs, slot, place)
+                self._fetch(self.block.downs, valid, expert, self.block.columns, inputs, slot, place)
             for _ in range(TOGETHER, ARRIVALS):
                 plgpu.barrier_arrive(self.full.at[slot])
 
         return fill(plan.f // STEP, fetch, self.empty, plan.slots, step, self.full, plan.flight)
 
-    def _fetch(self, stacks, real, expert, rows, inputs, slot, place):
-        """Copy weight rows of an expert to a place in a slot, or if it isn't `real`, only say so."""
-        first, left = 0, real
+    def _fetch(self, stacks, valid, expert, rows, inputs, slot, place):
+        """Copy weight rows of an expert to a place in a slot, or if it isn't `valid`, only say so."""
+        first, left = 0, valid
         for i, (stack, size) in enumerate(zip(stacks, self.plan.stacks, strict=True)):
             mine = left & (expert < first + size) if i + 1 < len(stacks) else left
             left = left & (expert >= first + size)
@@ -149,7 +149,7 @@ class _Weights:
                 plgpu.copy_gmem_to_smem(source, self.ring.at[slot, place], self.full.at[slot])
 
             first += size
-        pl.when(~real)(lambda: plgpu.barrier_arrive(self.full.at[slot]))
+        pl.when(~valid)(lambda: plgpu.barrier_arrive(self.full.at[slot]))
 
 
 def _produce_rows(block: _Block):

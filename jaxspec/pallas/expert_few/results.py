@@ -34,10 +34,10 @@ def shares(plan, experts, share_of, group, count):
     """Of the group's experts: each token's share, zero of those there aren't."""
     shares = []
     for item in (group * TOGETHER + j for j in range(TOGETHER)):
-        real, item = item < count, jnp.minimum(item, count - 1)
+        valid, item = item < count, jnp.minimum(item, count - 1)
         expert = experts[item]
-        real = real & (expert < plan.experts)
-        shares.append(share_of(item, expert) * jnp.where(real, 1.0, 0.0).astype(_f32))
+        valid = valid & (expert < plan.experts)
+        shares.append(share_of(item, expert) * jnp.where(valid, 1.0, 0.0).astype(_f32))
     return shares
 
 
