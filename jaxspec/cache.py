@@ -50,6 +50,7 @@ def page_dtype(kv_cache_dtype: str, dtype: str) -> str:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
+    """Of a token's keys and values in all layers, in pages of this dtype."""
     return config.num_kv_layers * 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
 
 

@@ -203,6 +203,7 @@ def sendable(error: BaseException) -> Exception:
 
 
 def main() -> None:
+    """Serve the process that started this one until it says so or is gone; ends with the worker's status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end, level, bars = map(int, sys.argv[1:])

@@ -59,6 +59,7 @@ IMPLEMENTS = {
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
+    """As `Path.fits`. On a CPU all do."""
     if not call.processors and jax.default_backend() == "cpu":
         return None
     if call.processors < weight_stream.BLOCKS:
@@ -112,6 +113,7 @@ def run(
     cache: Any,
     wanted: Int[Array, " b"] | None,
 ) -> Stack:
+    """As `Path.run`: a round of a narrow model, prompts and a CPU's rows, or a wide model's round."""
     narrow_round = not _by_xla() and positions.shape[1] < PROMPT_ROWS and _narrow(decoder)
     placed = flat(positions[..., None])[:, 0] if narrow_round else positions
     of = decoder, layers, x, positions, mixer, cache, cos_sin_apart(placed, decoder.attention)

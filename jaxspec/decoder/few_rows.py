@@ -47,6 +47,7 @@ IMPLEMENTS = {
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
+    """As `Path.fits`."""
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
     if call.devices > 1 and (reason := _not_divided(decoder, layers, call)):

@@ -43,6 +43,7 @@ IMPLEMENTS = {
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
+    """As `Path.fits`."""
     if not all(layer.norm.centred for layer in decoder.layers):
         return "norms that aren't zero-centred"  # not measured
     if call.devices > 1 and not hopper.UNTIMED:

@@ -198,6 +198,7 @@ def integer(key: str, value: Any, low: int, end: int | None = None) -> int:
 
 
 def number(own: Mapping[str, Any], key: str, default: float = 1.0) -> float:
+    """A positive number of a drafter's config. **Raises:** `ConfigError` for anything else."""
     value = own.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:

@@ -57,6 +57,7 @@ def linear_layers(hf: reading.Config) -> list[bool]:
 
 
 def delta_rule(hf: reading.Config) -> DeltaRule:
+    """The linear attention that a config describes. **Raises:** `ConfigError` for sizes that don't fit together."""
     keys, values = positive(hf, "linear_num_key_heads"), positive(hf, "linear_num_value_heads")
     if values % keys:
         raise ConfigError(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys})")

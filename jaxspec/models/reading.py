@@ -56,6 +56,7 @@ def full_attention_only(hf: Config) -> None:
 
 
 def no_windows(hf: Config) -> None:
+    """**Raises:** `ConfigError` if a layer has a sliding window, for families that are served without."""
     kinds = hf.get("layer_types") or ()
     if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
         raise ConfigError(f"config.json: layer_types must be a list of names, got {shown(kinds)}")
@@ -105,6 +106,7 @@ def layer_number(hf: Config, key: str) -> int:
 
 
 def activation(hf: Config, key: str = "hidden_act") -> str:
+    """The MLP's activation as `decoder.spec.Mlp` names it. **Raises:** `ConfigError` for one that isn't supported."""
     known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
     name = hf.get(key, "silu")
     if not isinstance(name, str) or name not in known:

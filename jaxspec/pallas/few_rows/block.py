@@ -151,11 +151,11 @@ def multiply(
 ):
     """Call `end` with the products of all rows and a tile's columns, f32[TILE, rows] of each group.
 
-    Only a tile's first block does. `ahead`: weights to bring into the L2 cache meanwhile. `factor`: what each row's
+    Only a tile's first block does. `ahead`: weights to prefetch into the L2 cache meanwhile. `factor`: what each row's
     products are still to be multiplied by.
     """
     split = split_of(share)
-    _bring(ahead, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
+    _prefetch(ahead, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
 
     def finish(totals):
         if factor is not None:
@@ -229,8 +229,8 @@ def _sums(share, fetch, *, weight_s, rows_s, ready):
     return pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)
 
 
-def _bring(ahead, block, blocks):
-    """Begin to bring this block's share of the weights `ahead` into the L2 cache."""
+def _prefetch(ahead, block, blocks):
+    """Begin to prefetch this block's share of the weights `ahead` into the L2 cache."""
     for weight_g in ahead:
         height, width = (largest(size) for size in weight_g.shape)
         across = weight_g.shape[1] // width

@@ -32,6 +32,7 @@ MASKED = -(2.0**100)  # finite, or rows without a visible score turn NaN; a powe
 
 
 def kernel(plan: Plan, *operands) -> None:
+    """What one block does: consumer warpgroups multiply, the last one copies. `operands`: those of `Refs`, scratch."""
     *refs, scratch = operands
     refs = Refs.of(plan, refs)
     me = lax.axis_index("warpgroup")
