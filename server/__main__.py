@@ -50,6 +50,7 @@ CLOSE_SECONDS = 3  # for the engine to end its step, once requests have had thei
 SWITCH_SECONDS = 0.0002
 YOUNG_OBJECTS = 5000  # made between two collections, which then take a millisecond; Python's 700 are two requests'
 LAST_SECONDS = 5  # for that, and for those whose requests were cut off to be told
+WAITED_FOR = ("jaxspec-engine", "jaxspec-programs")  # daemons, but the interpreter's end waits for what they run
 _loaded = threading.Event()  # there is an engine to be closed
 
 
@@ -119,7 +120,7 @@ def run() -> NoReturn:
     status = main()
     logging.shutdown()
     threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-    left = any(not thread.daemon or thread.name == "jaxspec-engine" for thread in threads)
+    left = any(not thread.daemon or thread.name in WAITED_FOR for thread in threads)
     if left or jax.distributed.is_initialized():  # whose end waits for all hosts, and one may be gone
         sys.stdout.flush()
         sys.stderr.flush()

@@ -3,6 +3,7 @@
 import gc
 import socket
 import sys
+import threading
 
 import pytest
 
@@ -38,6 +39,20 @@ def test_garbage_is_looked_for_among_what_requests_leave_alone(serve):
     assert seen["threshold"] == main.YOUNG_OBJECTS
     assert gc.get_threshold() == before
     assert any(each is sys.modules for each in gc.get_objects()), "the interpreter's end finds everything"
+
+
+@pytest.mark.parametrize(("name", "left"), [("jaxspec-programs", True), ("jaxspec-engine", True), ("other", False)])
+def test_programs_that_are_being_compiled_do_not_hold_up_the_end(monkeypatch, name, left):
+    """Workers of an executor are joined at the interpreter's end, daemons or not."""
+    ends = []
+    monkeypatch.setattr(main, "main", lambda: 0)
+    monkeypatch.setattr(main.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(main.os, "_exit", lambda status: ends.append(("left", status)))
+    monkeypatch.setattr(main.sys, "exit", lambda status: ends.append(("ended", status)))
+    monkeypatch.setattr(main.threading, "enumerate", lambda: [threading.main_thread(), thread])
+    thread = threading.Thread(name=name, daemon=True)
+    main.run()
+    assert ends[0] == ("left" if left else "ended", 0)
 
 
 def test_the_heap_is_released_when_serving_fails(serve):
