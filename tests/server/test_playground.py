@@ -153,6 +153,17 @@ def test_comparing_runs_plain_and_drafted_one_after_the_other(window, fake):
     assert shown(window, "#verdict")[0].startswith("Identical text, 19 tokens; ")
 
 
+def test_times_taken_while_programs_compile_are_said_to_mean_little(window, fake, monkeypatch):
+    figures, pending = FakeLLM._figures, {"programs_pending": ["forward 1", "admit 1"]}
+    monkeypatch.setattr(FakeLLM, "_figures", lambda self: figures(self) | pending)
+    window.run("poll()")
+    window.until("pending === 2")
+    window.click("#to-compare")
+    say(window, "hello")
+    idle(window)
+    assert "still compiling 2 of its programs" in shown(window, "#verdict")[0]
+
+
 def test_comparing_together(window, fake):
     window.click("#to-compare")
     window.run("document.getElementById('order').value = 'together'")
