@@ -20,18 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu.fragmented_array import optimization_barrier
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, Float, Int
 
 from jaxspec.fp8 import BLOCK
-from jaxspec.pallas import tiles, upcast
+from jaxspec.pallas import scaled, tiles
 from jaxspec.pallas.few_rows.block import by_row
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.tiles import STEP, UNIT, Block, Hands, Tiling
@@ -48,26 +43,6 @@ SIZES = {
 MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of these
 RING_BYTES = tiles.ROOM - 1024  # less what results take
 MOST = 2048  # rows: with some 3,900, dequantising first takes no longer
-LEFT = 2.0**20  # a factor that comes last, so that 2^120 times a scale is no overflow
-SPLIT = """{
-.reg .b32 both, word;
-.reg .f32 whole, part;
-mov.b32 whole, $2;
-cvt.rn.bf16x2.f32 both, whole, whole;
-and.b32 word, both, 0xFFFF0000;
-mov.b32 part, word;
-sub.f32 part, whole, part;
-cvt.rn.bf16x2.f32 $1, part, part;
-mov.b32 $0, both;
-}"""  # a scale as a sum of two bfloat16 numbers, each in both halves of a word
-CONVERT = """{
-.reg .b32 word, low;
-prmt.b32 word, $1, 0, 0x9180;
-shl.b32 word, word, 4;
-and.b32 word, word, 0x87F087F0;
-mul.bf16x2 low, word, $3;
-fma.rn.bf16x2 $0, word, $2, low;
-}"""  # two bytes, each with its sign spread over the upper half of 16 bits, times such a sum
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -202,11 +177,11 @@ def _kernel(
             top, _, c = block.place(j)
             group = c * groups + warpgroup
             steps = jnp.where(j < block.mine(block.tiles), _i32(block.steps), 0)
-            own = _Weight(ring, warpgroup, _Scales(scales, outputs, group) if in_blocks else None)
+            own = _Weight(ring, warpgroup, scaled.Scales(scales, outputs, group) if in_blocks else None)
             total = _sums(ring, tiling.rows, own, step, steps)
-            by = _f32(LEFT)
+            by = _f32(scaled.LEFT)
             if not in_blocks:
-                by *= plgpu.load(scales.at[pl.ds(group * UNIT, UNIT)], layout=_by_output(), optimized=False)
+                by *= plgpu.load(scales.at[pl.ds(group * UNIT, UNIT)], layout=scaled.by_output(), optimized=False)
                 by = lax.broadcast_in_dim(by, total.shape, [0])
             total *= by
             _write(total, top, group, added, out, *buffers)
@@ -214,10 +189,6 @@ def _kernel(
 
         lax.fori_loop(_i32(0), block.mine(_i32(block.all_high * block.across)), tile, _i32(0))
         plgpu.wait_smem_to_gmem(0)
-
-
-def _by_output() -> Any:
-    return plgpu.Layout.WGMMA.reduce(1)
 
 
 def _copy(block: Block, ring: _Ring, x: Any, values: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
@@ -229,76 +200,20 @@ def _copy(block: Block, ring: _Ring, x: Any, values: Any, slot: Any, k: Any, top
         plgpu.copy_gmem_to_smem(values.at[outputs, inputs], ring.weight_s.at[slot, w], full)
 
 
-class _Scales:
-    """The scales of a group of 64 outputs at each block of inputs: one number, or one for each `MIN_UNIT` outputs."""
-
-    def __init__(self, scales: Any, outputs: int, group: Any):
-        unit = outputs // scales.shape[0]
-        self._scales, self._count = scales, UNIT // min(unit, UNIT)
-        self._first = lax.div(group * UNIT, _i32(unit))
-
-    def at(self, k: Any) -> list[Any]:
-        return [self._scales[self._first + u, k] for u in range(self._count)]
-
-
-def _spread(scales: list[Any]) -> Any:
-    """f32[UNIT]: each output's scale."""
-    whole = lax.broadcast_in_dim(scales[0] if scales else _f32(1), (UNIT,), [])
-    whole = plgpu.layout_cast(whole, _by_output())
-    if len(scales) > 1:
-        part = lax.div(plgpu.broadcasted_iota(_i32, (UNIT,), 0, layout=_by_output()), _i32(UNIT // len(scales)))
-        for u, scale in enumerate(scales[1:], 1):
-            whole = jnp.where(part >= u, scale, whole)
-    return whole
-
-
-def _in_bfloat16(bytes_s: Any, scales: Any) -> Any:
-    """e4m3 bytes [UNIT, STEP] times `scales` [UNIT] over `LEFT`, as bfloat16, where tensor cores take a left operand.
-
-    A lane loads two neighbours at a time, as it needs them. Their bits are moved to bfloat16's places, which is the
-    number times 2^-120, and multiplied by a scale in two parts, so that the product is rounded once.
-    """
-    layout, by_output = plgpu.Layout.WGMMA, _by_output()
-    result = plgpu.ShapeDtypeStruct(bytes_s.shape, jnp.bfloat16, layout=layout)
-    loaded = plgpu.load(bytes_s, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout, by_output), return_type=result)(_converted)(
-        loaded, scales * (2.0**120 / LEFT)
-    )
-
-
-def _converted(_, x, scales):
-    i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
-    pair, registers = ir.VectorType.get((2,), ir.BF16Type.get()), np.empty_like(x.registers)
-    words = [mgpu.utils.bitcast(scale, i32) for scale in scales.registers.flat]  # a lane has two outputs
-    parts = [mgpu.utils.inline_ptx(SPLIT, word, result_types=(i32, i32)) for word in words]
-    for at, vector in np.ndenumerate(x.registers):
-        both = arith.extui(i32, mgpu.utils.bitcast(vector, i16))
-        made = mgpu.utils.inline_ptx(CONVERT, both, *parts[at[4]], result_types=i32)
-        registers[at] = mgpu.utils.bitcast(made, pair)
-    made = mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-    return optimization_barrier(made)  # converted here and not later
-
-
 class _Weight(NamedTuple):
     """A warpgroup's part of the ring, as left operands."""
 
     ring: _Ring
     warpgroup: Any
-    scales: _Scales | None
+    scales: scaled.Scales | None
 
     def scales_at(self, k: Any) -> list[Any]:
         return self.scales.at(k) if self.scales else []
 
     def at(self, step: Any, scales: list[Any]) -> Any:
-        """[UNIT, STEP] of a step times its scales over `LEFT`, in bfloat16."""
-        bytes_s, spread = self.ring.weight_s.at[self.ring.slot(step), self.warpgroup], _spread(scales)
-        if self.ring.staged_s is None:
-            return _in_bfloat16(bytes_s, spread)
-        staged_s = upcast.load(bytes_s, self.ring.staged_s.at[self.warpgroup])
-        exact = plgpu.load(staged_s, layout=plgpu.Layout.WGMMA).astype(_f32)
-        staged_s[...] = (exact * lax.broadcast_in_dim(spread / LEFT, exact.shape, [0])).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        return staged_s
+        """[UNIT, STEP] of a step times its scales over `scaled.LEFT`, in bfloat16."""
+        bytes_s, staged_s = self.ring.weight_s.at[self.ring.slot(step), self.warpgroup], self.ring.staged_s
+        return scaled.load(bytes_s, scales, None if staged_s is None else staged_s.at[self.warpgroup])
 
 
 def _sums(ring: _Ring, rows: int, weight: _Weight, step: Any, steps: Any) -> Any:
