@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec import fp8
@@ -16,11 +18,12 @@ from jaxspec.checkpoint import dummy
 from jaxspec.decoder.path import Call
 from jaxspec.decoder.streamed import FP8_STREAM
 from jaxspec.models import MODELS
-from jaxspec.pallas import weight_stream
+from jaxspec.pallas import hopper, scaled, weight_stream
 from jaxspec.pallas.weight_stream import chain, stream_fp8
 from jaxspec.pallas.weight_stream import fp8 as fp8_module
-from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8
-from jaxspec.weights import is_param
+from jaxspec.pallas.weight_stream.chain import GROUP
+from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8, Overlapped
+from jaxspec.weights import HALF, is_param
 from tests.test_fp8_layers import check_layers, declared
 from tests.test_weight_stream import EPS, assert_close, reference
 
@@ -50,20 +53,27 @@ def expected(x, mixed, whole, norms):
     return reference(*jax.tree.map(lambda a: a.astype(jnp.float32), (x, mixed, whole, norms)))
 
 
-@pytest.mark.parametrize("rows", [40, pytest.param(9, marks=pytest.mark.exhaustive)])  # gated in two parts, or in one
-def test_each_stage_matches_plain_layers(monkeypatch, rows):
-    monkeypatch.setattr(chain, "BLOCKS", 1)  # fewer than items, so that each takes several
-    x, mixed, weights, whole, norms = inputs(rows, 256, 256, 256)
-    got, partials = stream_fp8(x, mixed, weights, norms, eps=EPS, **INTERPRET)
+@pytest.mark.parametrize("rows,width,overlapped", [
+    (40, 256, False),  # gated in two parts, or in one
+    pytest.param(9, 256, False, marks=pytest.mark.exhaustive),
+    (40, 256, True),
+    (9, 1024, True),  # normed by two warpgroups
+])  # fmt: skip
+def test_each_stage_matches_plain_layers(monkeypatch, rows, width, overlapped):
+    monkeypatch.setattr(chain, "BLOCKS", 3 if width > 256 else 1)  # fewer than items, so that each takes several
+    x, mixed, weights, whole, norms = inputs(rows, width, 256, 256)
+    got, partials = stream_fp8(x, mixed, weights, norms, eps=EPS, overlapped=overlapped, **INTERPRET)
     residual, logits = expected(x, mixed, whole, norms)
     assert_close(got, residual)
     assert_close(partials.sum(0), logits)
 
 
 @pytest.mark.parametrize("rows", [8, 128])
-def test_whole_chain_lowers_for_cuda(rows):
-    x, mixed, weights, _, norms = jax.eval_shape(lambda: inputs(rows, 512, 1024, 768))
-    lowered = jax.jit(partial(stream_fp8, eps=EPS)).trace(x, mixed, weights, norms).lower(lowering_platforms=("cuda",))
+@pytest.mark.parametrize("overlapped,width", [(False, 512), (True, 512), (True, 1024)])
+def test_whole_chain_lowers_for_cuda(rows, overlapped, width):
+    x, mixed, weights, _, norms = jax.eval_shape(lambda: inputs(rows, width, 1024, 768))
+    run = jax.jit(partial(stream_fp8, eps=EPS, overlapped=overlapped))
+    lowered = run.trace(x, mixed, weights, norms).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1  # one kernel, whatever the stages
 
 
@@ -77,18 +87,57 @@ def test_share_out_keeps_every_block_busy(widths, rows):
     assert Fp8(rows, rows, share.groups, 4096).weight_slots >= 4
 
 
-def test_layers_are_those_of_the_plain_path(monkeypatch):
+def held(layout, shape):
+    """Of each warp, lane and register the elements of an array that it holds, by their place in the array."""
+    places = np.arange(np.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:
+        lead, count = places.ndim - len(tile), range(len(tile))
+        split = [n for size, part in zip(places.shape[lead:], tile, strict=True) for n in (size // part, part)]
+        order = (*range(lead), *(lead + 2 * i for i in count), *(lead + 2 * i + 1 for i in count))
+        places = places.reshape(*places.shape[:lead], *split).transpose(order)
+    order = [places.ndim + axis for axis in (*layout.warp_dims, *layout.lane_dims)]
+    rest = [axis for axis in range(places.ndim - 1) if axis not in order]
+    return places.transpose(*order, *rest, places.ndim - 1).reshape(4, 32, -1, layout.vector_length)
+
+
+def test_a_lane_has_gate_and_up_of_an_output():
+    """Interpret mode doesn't see lanes: the order in which it puts a weight's rows is the one that registers have."""
+    columns = 64
+    rows = np.asarray(scaled._alternating(jnp.arange(GROUP)[:, None]))[:, 0]  # of the weight, by their place
+    together = held(mgpu.WGMMA_LAYOUT, (GROUP, columns)).reshape(4, 32, columns // 8, 2, 2)
+    half = mgpu.TiledLayout(Tiling(scaled.HALF_TILES), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    own = held(half, (HALF, columns))
+    for part in range(2):
+        here = together[:, :, :, part]
+        np.testing.assert_array_equal(rows[here // columns], own // columns + part * HALF)
+        np.testing.assert_array_equal(here % columns, own % columns)
+
+
+@pytest.mark.parametrize("width", [2048, 4096, 5120, 8192])
+@pytest.mark.parametrize("rows", [16, 32, 96, 128])
+def test_overlapped_rings_fit(width, rows):
+    form = Overlapped(rows, rows, chain.MAX_GROUPS, width)
+    weights, pieces = form.weight_slots * chain.MAX_GROUPS * GROUP * BLOCK, form.row_slots * rows * BLOCK
+    assert form.weight_slots >= 4 and form.row_slots >= 5
+    assert weights + pieces + chain.MAX_GROUPS * rows * 2 * HALF + 2 * width + form.sums_bytes <= chain.ROOM
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_layers_are_those_of_the_plain_path(monkeypatch, overlapped):
     monkeypatch.setattr(chain, "BLOCKS", 1)
+    monkeypatch.setattr(hopper, "UNTIMED", overlapped)
     monkeypatch.setattr(fp8_module, "MIN_ROWS", 9)
     monkeypatch.setattr(weight_stream, "stream_fp8", partial(stream_fp8, **INTERPRET))
     check_layers(monkeypatch, "qwen3", FP8_STREAM, 3, **WIDER)
 
 
-def test_what_is_not_for_it_is_named():
+def test_what_is_not_for_it_is_named(monkeypatch):
     sizes = BLOCK, 4096, 4096, 128
     supported = weight_stream.fp8_supported
     assert supported(128, jnp.bfloat16, [sizes]) is None
     assert "129 rows" in supported(129, jnp.bfloat16, [sizes]) and "64 rows" in supported(64, jnp.bfloat16, [sizes])
+    monkeypatch.setattr(hopper, "UNTIMED", True)
+    assert supported(9, jnp.bfloat16, [sizes]) is None and "8 rows" in supported(8, jnp.bfloat16, [sizes])
     assert "float32" in supported(96, jnp.float32, [sizes])
     assert "128 inputs each" in supported(96, jnp.bfloat16, [(None, *sizes[1:])])
     assert "16 outputs" in supported(96, jnp.bfloat16, [(*sizes[:3], 16)])

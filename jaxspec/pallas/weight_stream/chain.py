@@ -16,7 +16,7 @@ Between stages rows travel as `[width / step, row, step]`, a tile of one step's 
 float32, as `[split, row, width / step, step]`.
 
 This file has all but the products: which block makes what, the rings, the counters and the norm. How weights of a
-format come and are multiplied is a `Geometry` of its own, in `unquantised` and `fp8`.
+format come and are multiplied is a `Geometry` of its own, in `unquantised`, `fp8_sums` and `fp8_overlapped`.
 """
 
 from __future__ import annotations
@@ -109,10 +109,11 @@ class Geometry:
 
     `rows` of `padded` are valid. `widest`: groups of outputs of the widest tile. `width`: of the residual stream.
 
-    - `step`: inputs of one step.
+    - `step`: inputs of one step; rows come in `row_pieces` for it.
     - `warpgroups`: how many multiply; `registers` of each of their threads, `other_registers` of those that copy. A
       block has what 65,536 divided by its threads leaves each, in eights, and waits for ever for more.
     - `weight_slots`, `row_slots`: of each ring.
+    - `norming`: warpgroups that norm a row together; `sums_bytes`: of shared memory, for sums over a warpgroup's warps.
     """
 
     rows: int
@@ -121,11 +122,14 @@ class Geometry:
     width: int
     name: ClassVar[str]
     step: ClassVar[int]
+    row_pieces: ClassVar[int] = 1
     warpgroups: ClassVar[int]
     registers: ClassVar[int]
     other_registers: ClassVar[int] = 40
     weight_slots: ClassVar[int]
     row_slots: ClassVar[int]
+    norming: ClassVar[int] = 1
+    sums_bytes: ClassVar[int] = 2048
 
     @classmethod
     def share(cls, operands: tuple, padded: int, gated: bool) -> Share:
@@ -140,9 +144,20 @@ class Geometry:
         """Begin to copy stage i's weights of step k to a slot, with `widest` arrivals."""
         raise NotImplementedError
 
-    def fetch_rows(self, block: Block, i: int, k: Any, slot: Any) -> None:
-        """Begin to copy stage i's rows of step k to a slot."""
+    def fetch_rows(self, block: Block, i: int, piece: Any, slot: Any) -> None:
+        """Begin to copy a piece of stage i's rows to a slot."""
         raise NotImplementedError
+
+    def norm(self, block: Block, i: int, warpgroup: Any, norm: tuple[float, bool]) -> None:
+        """A warpgroup's part of this block's rows in stage i. `norm`: eps, and whether it is centred."""
+        _, _, (scale,), reads, writes = block.work[i]
+        block.wait_for(i - 1)
+
+        def row(j, none):
+            _norm(block.index + j * BLOCKS, scale, norm, reads, writes, block.scratch["norm_s"])
+            return none
+
+        lax.fori_loop(_i32(0), block.mine(block.items(i)), row, _i32(0))
 
     def multiply(self, block: Block, i: int, warpgroup: Any, item: Any, step: Any) -> Any:
         """Accumulate one item as its tiles arrive and write it; `step`: how many this block has used so far."""
@@ -238,7 +253,9 @@ def _launch(kind, stages, b, held, taken, norm, interpret):
             rows_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=geometry.row_slots),
         ),
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=geometry.sums_bytes
+        ),
         interpret=interpret,
     )(*held.values(), *[array for operands in taken for array in operands])
     results, left = iter(results), {"x": x}
@@ -278,7 +295,8 @@ class Block(NamedTuple):
     def wait_for(self, i: int) -> None:
         """Until all blocks that have work in stage i have done it."""
         if i >= 0:
-            signals = min(self.items(i), BLOCKS) * (self.geometry.warpgroups if self.work[i].share else 1)
+            each = self.geometry.warpgroups if self.work[i].share else self.geometry.norming
+            signals = min(self.items(i), BLOCKS) * each
             plgpu.semaphore_wait(self.done[i], signals, decrement=False, memory_scope="gpu")
 
 
@@ -313,15 +331,18 @@ def _bring_rows(block: Block) -> None:
     geometry = block.geometry
     plgpu.set_max_registers(geometry.other_registers, action="decrease")
 
-    def fetch(i, k, tile, slot):
-        geometry.fetch_rows(block, i, k, slot)
+    def fetch(i, piece, tile, slot):
+        geometry.fetch_rows(block, i, piece, slot)
 
-    empty = block.scratch["rows_empty"]
-    _produce(block, fetch, empty, geometry.row_slots, before=lambda i: block.wait_for(i - 1))
+    empty, pieces = block.scratch["rows_empty"], geometry.row_pieces
+    _produce(block, fetch, empty, geometry.row_slots, pieces, before=lambda i: block.wait_for(i - 1))
 
 
-def _produce(block, fetch, empty, slots, before=lambda i: None):
-    """Run `fetch(stage index, input step, column tile, slot)` over this block's items, as slots come free."""
+def _produce(block, fetch, empty, slots, pieces=1, before=lambda i: None):
+    """Run `fetch(stage index, piece of the inputs, column tile, slot)` over this block's items, as slots come free.
+
+    `pieces`: of a step.
+    """
     step = _i32(0)
     for i, (_, share, *_) in enumerate(block.work):
         if share is None:
@@ -336,7 +357,7 @@ def _produce(block, fetch, empty, slots, before=lambda i: None):
                 fetch(i, k, tile, slot)
                 return step + 1
 
-            return lax.fori_loop(low, high, one, step)
+            return lax.fori_loop(low * pieces, high * pieces, one, step)
 
         before(i)
         step = lax.fori_loop(_i32(0), block.mine(share.items), item, step)
@@ -350,23 +371,13 @@ def _produce(block, fetch, empty, slots, before=lambda i: None):
 
 def _consume(block: Block, warpgroup: Any, norm: tuple[float, bool]) -> None:
     """A warpgroup that multiplies, norms, and hands stages over."""
-    geometry, scratch = block.geometry, block.scratch
+    geometry = block.geometry
     plgpu.set_max_registers(geometry.registers, action="increase")
     step = _i32(0)
-    for i, (_, share, operands, reads, writes) in enumerate(block.work):
+    for i, (_, share, *_) in enumerate(block.work):
         if share is None:
-
-            @pl.when((warpgroup == 0) & (block.index < block.items(i)))
-            def _(i=i, operands=operands, reads=reads, writes=writes):
-                block.wait_for(i - 1)
-
-                def row(j, none):
-                    _norm(block.index + j * BLOCKS, *operands, norm, reads, writes, scratch["norm_s"])
-                    return none
-
-                lax.fori_loop(_i32(0), block.mine(block.items(i)), row, _i32(0))
-
-            signals = (block.index < block.items(i)) & (warpgroup == 0)
+            signals = (lax.div(warpgroup, _i32(geometry.norming)) == 0) & (block.index < block.items(i))
+            pl.when(signals)(partial(geometry.norm, block, i, warpgroup, norm))
         else:
             multiply = partial(geometry.multiply, block, i, warpgroup)
             step = lax.fori_loop(
