@@ -29,10 +29,9 @@ def main(argv: list[str] | None = None) -> None:
 
     # Compiling on first use is quicker than warming up the whole ladder of shapes for a handful of prompts.
     llm = jaxspec.LLM(args.model, args.draft, skip_warmup=True)
-    chat = llm.engine.tokenizer.apply_chat_template
-    prompts = [chat([{"role": "user", "content": question}]) for question in args.questions]
+    chats = [[{"role": "user", "content": question}] for question in args.questions]
     started = time.perf_counter()
-    outs = llm.generate(prompts, jaxspec.SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
+    outs = llm.chat(chats, jaxspec.SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
     seconds = time.perf_counter() - started
 
     for question, out in zip(args.questions, outs, strict=True):

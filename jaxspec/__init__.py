@@ -1,10 +1,11 @@
 """jaxspec: speculative decoding for large language models on NVIDIA GPUs, in JAX and Pallas."""
 
+from jaxspec.async_llm import AsyncLLM, EngineDead
 from jaxspec.checkpoint import CheckpointError, Model, load_model
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.drafters import load_drafter
 from jaxspec.functional import hidden_states, logits, propose
-from jaxspec.llm import LLM, AsyncLLM, EngineDead
+from jaxspec.llm import LLM
 from jaxspec.request import (
     Completion,
     Delta,

@@ -22,10 +22,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jaxspec.affinity import Prefixes, pages
-from jaxspec.checkpoint.find import resolve
-from jaxspec.config import ConfigError, EngineConfig
-from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
-from jaxspec.llm import (
+from jaxspec.async_llm import (
     CLOSE_SECONDS,
     EXIT_SECONDS,
     LONG_PROMPT,
@@ -35,6 +32,9 @@ from jaxspec.llm import (
     RequestFailed,
     RequestTimeout,
 )
+from jaxspec.checkpoint.find import resolve
+from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.request import Delta, RequestError, SamplingParams
 from jaxspec.stats import together
 from jaxspec.streams import Stream, wake

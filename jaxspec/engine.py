@@ -1,7 +1,8 @@
 """The loop: admit requests, plan, dispatch, and read the results of all but the rounds just dispatched.
 
-`Engine` is single-threaded and owns scheduler and runner; `jaxspec.llm` drives it. Overlap is nothing but dispatching
-round n+1 before reading round n. With `disable_overlap` each round is read as soon as it is dispatched.
+`Engine` is single-threaded and owns scheduler and runner; `jaxspec.llm` and `jaxspec.async_llm` drive it. Overlap is
+nothing but dispatching round n+1 before reading round n. With `disable_overlap` each round is read as
+soon as it is dispatched.
 """
 
 from __future__ import annotations

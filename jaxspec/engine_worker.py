@@ -26,11 +26,11 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxspec.async_llm import AsyncLLM, EngineDead, RequestFailed, described_devices
 from jaxspec.cache import claim_device
 from jaxspec.channel import Channel
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config import ConfigError
-from jaxspec.llm import AsyncLLM, EngineDead, RequestFailed, described_devices
 from jaxspec.request import Delta, RequestError
 from jaxspec.tokenizer import TokenizerError
 from jaxspec.without_torch import spare_torch

@@ -27,12 +27,12 @@ import jax
 import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
+from jaxspec.async_llm import EngineDead
 from jaxspec.cli import called
 from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.flags import engine_options
 from jaxspec.follower import follow
 from jaxspec.hosts import join
-from jaxspec.llm import EngineDead
 from jaxspec.tokenizer import TokenizerError
 from jaxspec.without_torch import spare_torch
 from server import logs

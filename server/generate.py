@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxspec import AsyncLLM
-from jaxspec.llm import LONG_PROMPT
+from jaxspec.async_llm import LONG_PROMPT
 from jaxspec.request import CONTEXT_EXCEEDED, Delta, RequestError
 from jaxspec.tokenizer import Tokenizer, TokenizerError, TooLong
 from server.chat.speech import Formats

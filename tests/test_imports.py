@@ -35,7 +35,7 @@ LAYERS = (
     "defaults runner",
     "intake",
     "engine gathered timeline",
-    "llm",
+    "async_llm llm",
     "data_parallel engine_process engine_worker follower",
     "ahead bench train cli __main__",
 )

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxspec import RequestError, SamplingParams
+from jaxspec.tokenizer import TokenizerError
 from tests.engines import engine, idle, params, said, tokens
 from tests.sample import rare
 from tests.tiny import tiny_checkpoint
@@ -28,6 +29,22 @@ def test_without_params_a_prompt_is_sampled_as_the_checkpoint_says(monkeypatch):
     monkeypatch.setattr(llm.engine, "sampling", {"temperature": 0.0})
     expected = llm.generate([tokens(9)], SamplingParams(temperature=0.0))
     assert said(llm.generate([tokens(9)])[0]) == said(expected[0])
+
+
+def test_chats_are_prompts_of_the_models_template():
+    llm = engine("none")
+    one, other = ([{"role": "user", "content": text}] for text in ("Hi", "Ho"))
+    tokenizer, greedy = llm.engine.tokenizer, params(max_tokens=3)
+    ids = [tokenizer.apply_chat_template(chat) for chat in (one, other)]
+    assert [out.prompt_token_ids for out in llm.chat([one, other], greedy)] == ids
+    ((answer,), (same,)) = llm.chat(one, greedy), llm.generate(ids[0], greedy)
+    assert said(answer) == said(same)
+    open_ended = dict(add_generation_prompt=False, continue_final_message=True)
+    begun = [*one, {"role": "assistant", "content": "Good"}]
+    (out,) = llm.chat(begun, greedy, **open_ended)
+    assert out.prompt_token_ids == tokenizer.apply_chat_template(begun, **open_ended)
+    with pytest.raises(TokenizerError, match="the chat template refused the messages"):
+        llm.chat(begun, greedy, continue_final_message=True)  # and a generation prompt behind it
 
 
 def test_threads_that_generate_at_once_take_turns():

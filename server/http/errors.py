@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from jaxspec.llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
+from jaxspec.async_llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
 from jaxspec.request import RequestError
 from server.protocol.base import shown
 

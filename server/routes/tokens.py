@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from jaxspec import RequestError
-from jaxspec.llm import LONG_PROMPT
+from jaxspec.async_llm import LONG_PROMPT
 from jaxspec.tokenizer import Tokenizer
 from server.http.errors import ApiError
 from server.protocol import CompletionRequest

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import cache
 
+from jaxspec.async_llm import EngineDead
 from jaxspec.config import EngineConfig, ModelConfig
-from jaxspec.llm import EngineDead
 from jaxspec.request import (
     CONTEXT_EXCEEDED,
     TOKEN_SOURCES,

@@ -1,0 +1,368 @@
+"""The engine for many callers: `AsyncLLM` streams to each (`jaxspec.llm` has the one that takes a list of prompts).
+
+Invariant: every caller that waits for the engine hears from it. A request ends with its last delta or with one of the
+errors below, also when its step fails, takes too long, or never returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import math
+import queue
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.engine import Engine
+from jaxspec.hosts import Leader
+from jaxspec.intake import Request
+from jaxspec.request import Delta, RequestError, SamplingParams
+from jaxspec.streams import Stream, wake
+
+log = logging.getLogger("jaxspec")
+
+LONG_PROMPT = 20_000  # characters; tokenising more than this would hold up the event loop
+MAX_UNREAD = 4096  # deltas that wait for one caller; a request whose caller reads slower than that is aborted
+QUIET_SECONDS = 0.2  # without a request, after which what is left of a start in stages is done
+CLOSE_SECONDS = 10.0  # that `close` waits for the step that runs
+EXIT_SECONDS = 120.0  # that it waits at the end of a program that didn't call it
+
+
+class EngineDead(RuntimeError):
+    """The engine loop has stopped; the cause is chained."""
+
+
+class RequestFailed(RuntimeError):
+    """A request that began and can't be finished, while the engine continues. Its own cause, if any, is chained."""
+
+
+class RequestTimeout(RequestFailed):
+    """A request that took longer than `request_timeout` allows."""
+
+
+class Overloaded(RuntimeError):
+    """As many requests wait as `max_queued_requests` allows; nothing of this one was kept, so send it again later."""
+
+
+class AsyncLLM:
+    """Generate for many callers on an event loop; the engine runs in a thread of its own. Arguments as `LLM`'s, and:
+
+    - `max_queued_requests`: completions that may wait for a slot; None bounds nothing. The next is refused.
+    - `request_timeout`: seconds that a request may take in all; None bounds nothing.
+    - `staged_start`: be ready once the programs that serve most requests are compiled, one size of each, and compile
+      the others meanwhile. Until they are there rounds are slower, and have `num_draft_tokens` drafts whatever the
+      load; a request with a grammar or `prompt_logprobs` waits until its own are.
+    - `hosts`: the other nodes that run the model, `jaxspec.hosts.join`'s. Once one is lost, so is the engine.
+    - `watchdog_timeout`: seconds after which a step counts as stuck, compiling excluded: see `stuck`.
+
+    A step that fails ends its own requests and no others: the engine drops them, makes its state anew and continues. It
+    ends for good if that fails, or if the next step fails before any request has finished.
+
+    **Attributes:** `config`, the options with what was left to the machine filled in; `model_config`; `tokenizer`, or
+    None; `sampling`, the checkpoint's own settings; `devices`, in words; `error`, what the engine loop ended with, or
+    None.
+
+    `jaxspec.data_parallel.DataParallelLLM` has the same methods and runs several engines.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m-instruct",
+        draft: str = "none",
+        *,
+        max_queued_requests: int | None = None,
+        request_timeout: float | None = None,
+        watchdog_timeout: float = 300.0,
+        staged_start: bool = False,
+        hosts: Leader | None = None,
+        **engine_options: Any,
+    ):
+        if max_queued_requests is not None and max_queued_requests < 0:
+            raise ConfigError(f"--max-queued-requests must be at least 0, got {max_queued_requests}")
+        options = EngineConfig.from_options(model=model, draft=draft, **engine_options)
+        self.engine = Engine(options, staged_start=staged_start and hosts is None, hosts=hosts)
+        self.config = self.engine.config
+        self.model_config = self.engine.model_config
+        self.tokenizer, self.sampling = self.engine.tokenizer, self.engine.sampling
+        self.error: BaseException | None = None
+        self.request_timeout, self.watchdog_timeout = request_timeout, watchdog_timeout
+        queued = math.inf if max_queued_requests is None else max_queued_requests
+        self._places = self.config.max_running_requests + queued  # completions taken in, or waiting to be
+        self._held = self._refused = self._failures = 0
+        self._counting = threading.Lock()  # of the line above, which several event loops change
+        self._shaken = False  # a step has failed, and no request has finished since
+        self._step_began: float | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}
+        self._early: list[tuple[Request, Stream]] = []  # whose programs a start in stages has still to bring
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
+        self._thread.start()
+        self._hosts = hosts
+        if hosts is not None:
+            hosts.when_lost = self.give_up
+        # Before jax ends, which aborts a process where a program still runs.
+        atexit.register(self.close, EXIT_SECONDS)
+
+    async def generate(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """Stream one request's deltas, all completions interleaved. Closing the iterator aborts the request.
+
+        **Raises:** `Overloaded`, or `RequestError` for a request that can't be served, at the first iteration;
+        `RequestFailed` or its `RequestTimeout` at a later one; `EngineDead`.
+        """
+        self._reserve(params.n)
+        unfinished, stream, timer = params.n, None, None
+        try:
+            if params.structured is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
+                request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id)
+            else:
+                request = self.engine.prepare(prompt, params, request_id)
+            loop = asyncio.get_running_loop()
+            mine = Stream(loop, asyncio.Queue())
+            if self._streams.setdefault(request.id, mine) is not mine:
+                raise RequestError(f"request id {request.id!r} is in use", "request_id")
+            stream = mine
+            self._call(lambda: self._begin(request, stream))
+            if (limit := self.request_timeout) is not None:
+                late = RequestTimeout(
+                    f"the request took longer than the {limit:g} seconds that the server allows (--request-timeout)"
+                )
+                timer = loop.call_later(limit, stream.arrived.put_nowait, late)
+            while unfinished:
+                delta = await stream.arrived.get()
+                stream.taken += 1
+                if isinstance(delta, RequestFailed):
+                    raise delta
+                if isinstance(delta, BaseException):
+                    raise EngineDead("the engine has stopped") from delta
+                if isinstance(delta.error, RequestError):
+                    raise delta.error
+                if delta.error is not None:
+                    raise RequestFailed(f"request {request.id} failed on {type(delta.error).__name__}") from delta.error
+                unfinished -= delta.finish_reason is not None
+                yield delta
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if stream is not None:
+                if unfinished and self.error is None and not self._closed:
+                    self._calls.put(lambda: self._abort(request.id))
+                del self._streams[request.id]  # the id is free only behind the abort, which would end its next owner
+            self._release(params.n)
+
+    async def check(self, requests: Sequence[tuple[str | list[int], SamplingParams]]) -> None:
+        """**Raises:** `RequestError` for the first of these prompts, each with its params, that can't be served."""
+        if any(params.structured is not None for _, params in requests):  # compiled once, beside the loop, then found
+            await asyncio.to_thread(self.engine.prepare, *requests[0])
+        for each in requests:
+            self.engine.prepare(*each)
+
+    @property
+    def devices(self) -> list[str]:
+        return described_devices()
+
+    def abort(self, request_id: str | None = None) -> None:
+        """End a request, or all: each of its completions gets a last delta with the finish reason "abort".
+
+        An id that no request has is ignored. **Raises:** `EngineDead`.
+        """
+        ids = list(self._streams) if request_id is None else [request_id]
+        self._call(lambda: self._deliver([delta for each in ids for delta in self._abort(each)]))
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix tree. False, and nothing done, while requests run.
+
+        **Raises:** `EngineDead`.
+        """
+        loop, answer, key = asyncio.get_running_loop(), asyncio.Queue(), f"flush {secrets.token_hex(8)}"
+        self._streams[key] = Stream(loop, answer)  # as a request's, so that a failure of the engine reaches it
+        try:
+            self._call(lambda: wake(loop, [(answer, self.engine.flush_cache())]))
+            done = await answer.get()
+        finally:
+            del self._streams[key]
+        if isinstance(done, BaseException):
+            raise EngineDead("the engine has stopped") from done
+        return done
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since start, and whether requests can be served now."""
+        return self.engine.stats() | {
+            "ready": self.error is None and not self._closed and not self.stuck,
+            "step_seconds": self.step_seconds,
+            "refused_total": self._refused,
+            "engine_failures_total": self._failures,
+        }
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that the current step has run, compiling excluded; 0 while there is none."""
+        began, programs = self._step_began, self.engine.runner.programs
+        return 0.0 if began is None or programs.compiling else time.monotonic() - max(began, programs.compiled_at)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the current step has run for longer than `watchdog_timeout`."""
+        return self.step_seconds > self.watchdog_timeout
+
+    def give_up(self, error: BaseException) -> None:
+        """Stop waiting for an engine that doesn't return: unfinished requests end with `EngineDead`."""
+        self.error = error
+        self._fail(error)
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> bool:
+        """Stop the engine thread and wait for its end. Unfinished requests end with `EngineDead`.
+
+        False: its step still runs after `timeout` seconds. A program that ends without it has it called then.
+        """
+        atexit.unregister(self.close)
+        if not self._closed:
+            self._closed = True
+            self._calls.put(None)
+            self.engine.runner.programs.stop()
+        self._thread.join(timeout)
+        if ended := not self._thread.is_alive():
+            if self._hosts is not None:
+                self._hosts.close()
+            return ended
+        log.warning("the engine's step, or its compiling, didn't end within %g seconds: ending now", timeout)
+        self._fail(EngineDead("the engine was closed"))
+        return ended
+
+    def _reserve(self, n: int) -> None:
+        """Count `n` completions as admitted. **Raises:** `Overloaded`, unless they would be the only ones."""
+        with self._counting:
+            if self._held and self._held + n > self._places:
+                self._refused += 1
+                raise Overloaded(
+                    f"{self._held} completions run or wait, and the server takes in {self._places} at once "
+                    "(--max-running-requests and --max-queued-requests); send the request again later"
+                )
+            self._held += n
+
+    def _release(self, n: int) -> None:
+        with self._counting:
+            self._held -= n
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Have the engine thread run `function` before its next step."""
+        if self.error is not None or self._closed:
+            raise EngineDead("the engine has stopped") from self.error
+        self._calls.put(function)
+
+    def _abort(self, request_id: str) -> list[Delta]:
+        early, self._early = self._early, []
+        for request, stream in early:
+            self._begin(request, stream, now=request.id == request_id)
+        return self.engine.abort(request_id)
+
+    def _begin(self, request: Request, stream: Stream, now: bool = False) -> None:
+        """Hand a request to the engine: `now`, or once its programs are there. Others go first until then."""
+        scores, grammars = request.params.prompt_logprobs is not None, request.matchers is not None
+        if not now and self.engine.runner.programs.lacks(scores, grammars):
+            self._early.append((request, stream))
+            return
+        try:
+            self.engine.add(request)
+        except Exception as error:
+            log.error("request %s can't be admitted; other requests continue", request.id, exc_info=error)
+            failed = RequestFailed(f"the engine couldn't admit request {request.id}: {error}")
+            wake(stream.loop, [(stream.arrived, failed)])
+        else:
+            stream.begun = True
+
+    def _begin_early(self) -> None:
+        early, self._early = self._early, []
+        for each in early:
+            self._begin(*each)
+
+    def _run(self) -> None:
+        try:
+            while self.error is None:
+                try:
+                    if not self._take_calls():
+                        break
+                    self._begin_early()
+                    self._step_began = time.monotonic()
+                    self._deliver(self.engine.step())
+                except Exception as error:
+                    self._recover(error)
+                finally:
+                    self._step_began = None
+            self._fail(EngineDead("the engine was closed"))
+            self.engine.settle()
+        except BaseException as error:
+            log.critical("the engine loop failed; no request can be served any more", exc_info=error)
+            self.error = error
+            self._fail(error)
+
+    def _recover(self, error: Exception) -> None:
+        """End the requests of a step that raised `error`, and restart the engine. **Raises:** `error` if it can't."""
+        self._failures += 1
+        if self._shaken or self.engine.runner.hosts is not None:  # nobody knows how far other hosts are
+            raise error
+        self._shaken = True
+        log.error("a step failed: its requests end with an error, and the engine restarts", exc_info=error)
+        try:
+            self.engine.recover()
+        except Exception as second:
+            log.error("the engine can't restart", exc_info=second)
+            raise error from second
+        for stream in list(self._streams.values()):
+            if stream.begun:
+                stream.begun = False
+                lost = RequestFailed(f"the engine failed on {type(error).__name__} during this request; send it again")
+                lost.__cause__ = error
+                wake(stream.loop, [(stream.arrived, lost)])
+
+    def _take_calls(self) -> bool:
+        """Run what callers asked for, waiting for something to do. False: close."""
+        while True:
+            starting = self.engine.runner.starting
+            try:
+                call = self._calls.get(
+                    block=not self.engine.busy, timeout=QUIET_SECONDS if starting or self._early else None
+                )
+            except queue.Empty:
+                self._begin_early()
+                if starting:
+                    self.engine.complete_start()
+                if self.engine.busy:
+                    return True
+                continue
+            if call is None:
+                return False
+            call()
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """Hand a step's deltas over with one wake-up per event loop."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Any]]] = {}
+        for delta in deltas:
+            self._shaken &= delta.finish_reason in (None, "error", "abort")
+            if (stream := self._streams.get(delta.request_id)) and stream.begun:
+                stream.sent += 1
+                if stream.sent - stream.taken > MAX_UNREAD and delta.finish_reason is None:
+                    self.engine.abort(delta.request_id)
+                    stream.begun = False
+                    delta = RequestFailed(f"{MAX_UNREAD} deltas are unread, so the request was aborted")
+                batches.setdefault(stream.loop, []).append((stream.arrived, delta))
+        for loop, batch in batches.items():
+            wake(loop, batch)
+
+    def _fail(self, error: BaseException) -> None:
+        for stream in list(self._streams.values()):
+            wake(stream.loop, [(stream.arrived, error)])
+
+
+def described_devices() -> list[str]:
+    """The devices that this process sees, of all hosts, in words."""
+    return [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()]
