@@ -1,9 +1,9 @@
 """A faster search for the layouts of a kernel's arrays, which is most of the time that jax takes to lower it.
 
 jax goes through all constraints of a kernel again whenever one array's layout becomes known, and rebuilds each. Here a
-constraint is left alone until one of the arrays that it is about has a layout. The result is the same: the kernel's
-text is equal to the byte (tests/test_once.py). The functions replaced are private ones of the jax that the lock names;
-another version keeps its own.
+constraint is left alone until one of the arrays that it is about has a layout, and what is asked of a tiling is
+computed once. The result is the same: the kernel's text is equal to the byte (tests/test_once.py). The functions
+replaced are private ones of the jax that the lock names; another version keeps its own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,21 @@ def install() -> Callable | None:
     if jax.__version__ != KNOWN_JAX:
         log.info("jax %s lowers kernels with its own search for layouts; ours is for %s", jax.__version__, KNOWN_JAX)
         return None
-    from jax.experimental.mosaic.gpu import constraints, layout_inference
+    from jax.experimental.mosaic.gpu import constraints, fragmented_array, layout_inference
 
     original = constraints._reduce_system_once
     constraints.Variable.__hash__ = _hash
     constraints._reduce_system_once = functools.partial(_reduce_once, constraints)
     layout_inference.ValueSite.__str__ = _name
+    for kind, name in ((fragmented_array.Tiling, "tile_shape"), (fragmented_array.TiledLayout, "canonicalize")):
+        setattr(kind, name, _remembered(getattr(kind, name)))
     return original
+
+
+def _remembered(method: Callable) -> Callable:
+    """A method of frozen objects, of which a kernel has few kinds, computed once for each."""
+    made = functools.lru_cache(maxsize=65536)(method)
+    return functools.wraps(method)(lambda *given: made(*given))  # a function, which binds as methods do
 
 
 def _hash(variable) -> int:
@@ -54,9 +62,10 @@ def _reduce_once(cs, system):
     Gives a new system, None if nothing changed, or Unsatisfiable.
     """
     known, left, changed = system.assignments, [], False
+    hashes = set(map(hash, known))  # ints are compared without a call of Python's
     for constraint in system.constraints:
         free = constraint.__dict__.get("_free")
-        if free is not None and not any(variable in known for variable in free):
+        if free is not None and hashes.isdisjoint(free):
             left.append(constraint)
             continue
         reduced = cs.reduce_constraint(constraint, known)
@@ -67,6 +76,7 @@ def _reduce_once(cs, system):
             if known.get(variable, layout) != layout or not cs.is_valid_assignment(variable, layout):
                 return cs.Unsatisfiable()
             known[variable] = layout
+            hashes.add(hash(variable))
             changed = True
             continue
         holds = reduced.holds()
@@ -76,15 +86,18 @@ def _reduce_once(cs, system):
             else:
                 changed = True
             if free is None or reduced is not constraint:
-                object.__setattr__(reduced, "_free", _variables(cs, reduced))
+                object.__setattr__(reduced, "_free", tuple(map(hash, _variables(cs, reduced))))
             left.append(reduced)
         elif holds:
             changed = True
         else:
             return cs.Unsatisfiable()
-    merged = cs._merge_all_divides_constraints(left)
-    if cs._has_relayout_of_non_splat_to_splat(merged):
-        return cs.Unsatisfiable()
+    kinds = set(map(type, left))  # jax looks at each constraint by patterns, which are slow
+    merged = cs._merge_all_divides_constraints(left) if cs.Divides in kinds else left
+    if {cs.NotOfType, cs.Relayout} <= kinds:
+        pairs = [each for each in merged if type(each) in (cs.NotOfType, cs.Relayout)]
+        if cs._has_relayout_of_non_splat_to_splat(pairs):
+            return cs.Unsatisfiable()
     return cs.ConstraintSystem(dict(known), merged) if changed or len(merged) != len(left) else None
 
 
