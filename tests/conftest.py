@@ -21,6 +21,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
         "backend_extra_options=xla_cpu_disable_new_fusion_emitters",
     )
     os.environ.setdefault("XLA_FLAGS", " ".join(f"--xla_{flag}" for flag in flags))
+    # Locations in lowered programs without the lines that called them: a tenth of the time that lowering and compiling
+    # an engine's programs take.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     # An interpreted kernel's threads wait for one another on jax's own, of which there are as many as cores: on two,
     # those that were waited for found none left, and the test stood still. No kernel has as many as these.
     os.environ.setdefault("PJRT_NPROC", "8")
@@ -28,7 +31,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 import jax
 import pytest
 from jax._src.lru_cache import LRUCache
-from jaxtyping import install_import_hook
 
 from tests import checked, interpreting
 
@@ -36,7 +38,7 @@ from tests import checked, interpreting
 # Elsewhere tests give what isn't allowed on purpose, to see the errors.
 KERNELS = ("expert_plan", "few_rows", "paged_attention", "prompt_attention", "weight_stream", "write_heads")
 CHECKED = ("decoder", "mixers", "models", *(f"pallas.{name}" for name in KERNELS), "sampling", "verify")
-install_import_hook([f"jaxspec.{name}" for name in CHECKED], f"{checked.__name__}.check")
+checked.install([f"jaxspec.{name}" for name in CHECKED])
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     interpreting.install()
