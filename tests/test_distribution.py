@@ -33,10 +33,10 @@ from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.tiny import tiny_checkpoint
 
 VOCAB, STOP_ID = 12, 7
-SAMPLES = 10_000  # of each drafter and setting; `make exhaustive` takes EXHAUSTIVE
+SAMPLES = 4_000  # of each drafter and setting; `make exhaustive` takes EXHAUSTIVE
 EXHAUSTIVE = 100_000
 LANES = 512  # slots of each setting that decode together
-COMPLETIONS = 60  # of each request in the run through `LLM`
+COMPLETIONS = 40  # of each request in the run through `LLM`
 PAGE = 16
 
 # The text repeats itself, so that n-grams are found; some of it was generated, so that penalties have what to count.

@@ -32,6 +32,7 @@ from jaxspec.pallas import expert_add, few_rows, hopper, peer_sum, router, weigh
 from jaxspec.pallas.weight_stream import unquantised
 from jaxspec.weights import Weight, is_param
 from tests import test_few_rows_layers as layers
+from tests.sample import rare
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,7 +210,7 @@ def test_few_rows_in_fp8_over_two_devices_are_the_models(monkeypatch):
     assert ranks.sums == 2 * count
 
 
-@pytest.mark.parametrize("kernels", ["plain experts", "router and sum"])
+@pytest.mark.parametrize("kernels", [rare("plain experts"), "router and sum"])
 def test_mixtures_over_two_devices_are_the_models(monkeypatch, kernels):
     """Each rank has half of every expert's columns, and all of the router."""
 
@@ -223,7 +224,7 @@ def test_mixtures_over_two_devices_are_the_models(monkeypatch, kernels):
     assert ranks.sums == 2 * count
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", [rare("qwen3_5"), "qwen3_5_moe"])
 def test_hybrids_over_two_devices_are_the_models(monkeypatch, family):
     """Each rank has half of the heads of both kinds, and their states."""
     sizes = dict(linear_num_key_heads=8, linear_num_value_heads=32, num_attention_heads=4, num_key_value_heads=2)

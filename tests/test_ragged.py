@@ -19,7 +19,7 @@ from jaxspec.draft import Proposal
 from jaxspec.ragged import FIRST, Packed, Ragged, observe, share, standing
 from jaxspec.round import DRAFTED, GREEDY, SAMPLED, decode_round
 from tests import test_distribution, test_lossless, widths
-from tests.sample import rare
+from tests.sample import one_in, rare
 from tests.tiny import tiny_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -83,8 +83,9 @@ def test_a_request_is_judged_by_its_last_rounds_and_at_first_like_its_neighbours
     assert standing(of(slots), live)[1] > 0.8, "what is long ago is forgotten, so that it is tried again"
 
 
-@pytest.mark.parametrize("each", [1, 2])
-@pytest.mark.parametrize("rates", [(0.2, 0.9), (0.6, 0.6), (0.85, 0.85), (0.1, 0.1, 0.1, 1.0)])
+@pytest.mark.parametrize("rates,each", one_in(
+    2, [((0.2, 0.9),), ((0.6, 0.6),), ((0.85, 0.85),), ((0.1, 0.1, 0.1, 1.0),)], [1, 2]
+))  # fmt: skip
 def test_never_fewer_tokens_of_the_same_rows(each, rates):
     """Requests of several kinds, seven drafts of each: rows shared out, beside as many drafts for everybody."""
     b, d, rng, rounds = 32, 7, np.random.default_rng(0), 400
@@ -140,6 +141,7 @@ class Doubtful(test_distribution.Noise):
 
 
 def sampled(name, monkeypatch):
+    monkeypatch.setattr(test_distribution, "SAMPLES", 10_000)  # fewer pass where a confidence knows the draft
     monkeypatch.setattr(test_distribution, "Lanes", partial(test_distribution.Lanes, fewer=(0, 1), ragged=True))
     test_distribution.test_round_samples_the_target(name)
 
