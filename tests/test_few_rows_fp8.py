@@ -17,7 +17,7 @@ from jaxspec.pallas.few_rows import Fp8Weight
 from jaxspec.pallas.few_rows import share as share_module
 from jaxspec.pallas.few_rows.share import share_out
 from jaxspec.weights import HALF
-from tests.sample import rare
+from tests.sample import one_in, rare
 from tests.test_few_rows import EPS, INTERPRET, assert_written, rotating
 from tests.test_few_rows import operands as unquantised
 from tests.test_weight_stream import assert_close
@@ -136,7 +136,7 @@ def test_product_added(by_output, biased, scaled):
     check_add(operands(by_output=by_output), biased, scaled, **INTERPRET)
 
 
-@pytest.mark.parametrize("by_output", [False, True])
+@pytest.mark.parametrize("by_output", [False, rare(True)])
 def test_product_added_with_more_weights_than_shared_memory_holds(by_output):
     share = dataclasses.replace(share_out(8, [3072], 256, 1, normed=False, fp8=True), splits=1)
     assert share.slots < share.chunks
@@ -170,7 +170,7 @@ def test_product_of_rows_side_by_side(by_output):
 
 @pytest.mark.parametrize(
     "by_output,scaled,normed,sizes",
-    [(False, True, True, WIDE), (True, True, True, WIDE), rare(False, False, False, SIZES)],
+    [(False, True, True, WIDE), rare(True, True, True, WIDE), rare(False, False, False, SIZES)],
 )
 def test_heads(by_output, scaled, normed, sizes):
     check_heads(operands(by_output=by_output, **sizes), scaled, normed, **INTERPRET)
@@ -199,11 +199,19 @@ KERNELS_OF = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kernel,by_output", one_in(2, KERNELS_OF, [False, True]))
+def test_lowers_for_cuda(kernel, by_output):
+    check_lowers(kernel, by_output, QWEN3)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", KERNELS_OF)
-@pytest.mark.parametrize(
-    "by_output,sizes", [(False, QWEN3), (True, QWEN3), (False, WIDE), rare(False, MIXTURE), rare(False, HYBRID)]
-)
-def test_lowers_for_cuda(kernel, by_output, sizes):
+@pytest.mark.parametrize("sizes", [WIDE, MIXTURE, HYBRID])
+def test_other_sizes_lower_for_cuda(kernel, sizes):
+    check_lowers(kernel, False, sizes)
+
+
+def check_lowers(kernel, by_output, sizes):
     given = jax.eval_shape(lambda: operands(by_output=by_output, **sizes))
     text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
