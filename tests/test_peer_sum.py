@@ -219,7 +219,7 @@ def test_mixtures_over_two_devices_are_the_models(monkeypatch, kernels):
         if kernels != "plain experts":
             layers.take_mixtures(monkeypatch)
 
-    sizes = dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64)
+    sizes = dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=16)
     ranks, count = over_two_devices(monkeypatch, "qwen3_moe", take, **sizes)
     assert ranks.sums == 2 * count
 
