@@ -32,7 +32,7 @@ import jax
 import pytest
 from jax._src.lru_cache import LRUCache
 
-from tests import checked, eager, interpreting
+from tests import checked, interpreting
 
 # What signatures say of shapes and dtypes is checked whenever these are called, or traced: where arrays are computed.
 # Elsewhere tests give what isn't allowed on purpose, to see the errors.
@@ -42,7 +42,6 @@ checked.install([f"jaxspec.{name}" for name in CHECKED])
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     interpreting.install()
-    eager.install()
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED, MOST_BYTES = ROOT / ".cache" / "jax-tests", 2 * 1024**3
