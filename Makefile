@@ -25,7 +25,7 @@ help:  ## show this list
 serve: $(READY)  ## serve a model on an OpenAI-compatible API; flags: make serve ARGS="--model M --draft D --port 8000"
 	@exec $(PY) -m server $(ARGS)
 
-# Three workers: tests wait for processes and sockets, too. On two cores that is 703 s, where two workers take 903.
+# Three workers: tests wait for processes and sockets, too. On two cores that takes a fifth less time than two do.
 # Without a limit on restarts, xdist waits for ever for a worker that crashed. It would start with the files of most
 # tests, which aren't those that take longest (tests/conftest.py).
 test: $(READY)  ## run the tests on the CPU; one file: make test ARGS=tests/test_models.py

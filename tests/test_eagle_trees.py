@@ -32,7 +32,7 @@ def load(folder, model, topk, steps, drafts):
 
 
 @pytest.mark.parametrize("name,topk,steps,drafts,length", [
-    ("safeailab-eagle", 2, 3, 6, 1),
+    rare("safeailab-eagle", 2, 3, 6, 1),
     pytest.param("safeailab-eagle", 4, 5, 8, 150, marks=pytest.mark.exhaustive),
     rare("safeailab-eagle", 8, 6, 59, 17),
     ("safeailab-eagle3", 4, 1, 3, 2),

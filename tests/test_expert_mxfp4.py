@@ -20,6 +20,7 @@ from jaxspec.pallas.expert_rows import FEWEST
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
 from jaxspec.weights import Fp8, Mxfp4, Weight
+from tests.sample import rare
 from tests.test_expert_stream import assert_close
 from tests.test_moe import random_case
 
@@ -78,7 +79,7 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize("t,e,k,more,activation", [
     (1, 3, 1, {"d": 1728}, GPT_OSS),  # one token; a ring that goes round
-    (9, 2, 1, {"biased": False}, None),  # items of up to 16 rows, and experts as other models would have them
+    rare(9, 2, 1, {"biased": False}, None),  # items of up to 16 rows, and experts as other models would have them
     (70, 2, 1, {"skew": 5}, GPT_OSS),  # all tokens at one expert, whose last item has few rows
 ])  # fmt: skip
 def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
@@ -122,7 +123,7 @@ def shapes(e, d, f):
     return weight(2 * f, d), weight(d, f), shape((e, 2 * f), jnp.bfloat16), shape((e, d), jnp.bfloat16)
 
 
-@pytest.mark.parametrize("model,tokens", [("gpt-oss-120b", 1), ("gpt-oss-20b", 600)])
+@pytest.mark.parametrize("model,tokens", [("gpt-oss-120b", 1), rare("gpt-oss-20b", 600)])
 def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     d, f, e, k = MODELS[model]

@@ -163,7 +163,7 @@ def fp8_model(seed=5, *, activations):
 SAMPLED = (*distribution.DRAFTERS, "eagle", "eagle3", "tree", "dflash", "dspark", "dflash2")
 
 
-@pytest.mark.parametrize("draft,activations", cases(SAMPLED, {("standalone", "on")}))
+@pytest.mark.parametrize("draft,activations", cases(SAMPLED, set()))
 def test_rounds_sample_the_target(draft, activations, monkeypatch, tmp_path):
     """As for unquantised weights; both the rounds and what they are held against have the FP8 model."""
     monkeypatch.setattr(distribution, "model", functools.partial(fp8_model, activations=activations))

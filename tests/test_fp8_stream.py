@@ -24,6 +24,7 @@ from jaxspec.pallas.weight_stream import fp8 as fp8_module
 from jaxspec.pallas.weight_stream.chain import GROUP
 from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8, Overlapped
 from jaxspec.weights import HALF, is_param
+from tests.sample import rare
 from tests.test_fp8_layers import check_layers, declared
 from tests.test_weight_stream import EPS, assert_close, reference
 
@@ -56,8 +57,8 @@ def expected(x, mixed, whole, norms):
 @pytest.mark.parametrize("rows,width,overlapped", [
     (40, 256, False),  # gated in two parts, or in one
     pytest.param(9, 256, False, marks=pytest.mark.exhaustive),
-    (40, 256, True),
-    (9, 1024, True),  # normed by two warpgroups
+    rare(40, 256, True),
+    rare(9, 1024, True),  # normed by two warpgroups
 ])  # fmt: skip
 def test_each_stage_matches_plain_layers(monkeypatch, rows, width, overlapped):
     monkeypatch.setattr(chain, "BLOCKS", 3 if width > 256 else 1)  # fewer than items, so that each takes several
@@ -122,7 +123,7 @@ def test_overlapped_rings_fit(width, rows):
     assert weights + pieces + chain.MAX_GROUPS * rows * 2 * HALF + 2 * width + form.sums_bytes <= chain.ROOM
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("overlapped", [False, rare(True)])
 def test_layers_are_those_of_the_plain_path(monkeypatch, overlapped):
     monkeypatch.setattr(chain, "BLOCKS", 1)
     monkeypatch.setattr(hopper, "UNTIMED", overlapped)

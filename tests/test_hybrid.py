@@ -100,7 +100,8 @@ def test_texts_are_the_same_however_many_drafts_a_round_has(family, draft, monke
     assert widths.took_turns(engine(family, draft))
 
 
-@pytest.mark.parametrize("family,draft", cases(("qwen3_5_moe", "mtp")))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family,draft", cases())
 def test_texts_are_the_same_where_drafts_are_shared_out(family, draft, monkeypatch):
     """Linear attention's rows are then packed with other requests', and records follow rows of another request."""
     ragged = functools.partial(engine, ragged=True)

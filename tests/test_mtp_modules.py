@@ -163,7 +163,8 @@ def rounds(text, prompt_length, drafts, count):
     return taken
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("count", [2, 5])
 def test_rounds_of_the_engine_are_the_formulas(count):
     """With prompts in chunks, several requests at a time, and prefixes that are shared the second time."""
     _, _, drafts = formula()

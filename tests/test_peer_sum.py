@@ -204,6 +204,7 @@ def test_few_rows_over_two_devices_are_the_models(monkeypatch):
     assert ranks.sums == 2 * count
 
 
+@pytest.mark.exhaustive
 def test_few_rows_in_fp8_over_two_devices_are_the_models(monkeypatch):
     sizes = dict(hidden_size=1408, intermediate_size=256, num_key_value_heads=4)
     ranks, count = over_two_devices(monkeypatch, "qwen3", layers.take_few_rows, fp8=True, **sizes)
@@ -224,7 +225,8 @@ def test_mixtures_over_two_devices_are_the_models(monkeypatch, kernels):
     assert ranks.sums == 2 * count
 
 
-@pytest.mark.parametrize("family", [rare("qwen3_5"), "qwen3_5_moe"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_hybrids_over_two_devices_are_the_models(monkeypatch, family):
     """Each rank has half of the heads of both kinds, and their states."""
     sizes = dict(linear_num_key_heads=8, linear_num_value_heads=32, num_attention_heads=4, num_key_value_heads=2)

@@ -152,6 +152,7 @@ def test_rounds_sample_the_target(name, monkeypatch):
     sampled(name, monkeypatch)
 
 
+@pytest.mark.exhaustive
 def test_a_confidence_that_knows_the_draft_would_bend_it(monkeypatch):
     """So the test above can fail."""
     monkeypatch.setitem(test_distribution.DRAFTERS, "early", lambda: (Doubtful(early=True), {}))
@@ -166,7 +167,7 @@ class Roomy(Ragged):
 
 
 @pytest.mark.parametrize("family,draft,vocab,layers,mode", [
-    ("llama", "eagle/specforge-eagle3", 96, 8, GREEDY),
+    rare("llama", "eagle/specforge-eagle3", 96, 8, GREEDY),
     rare("qwen3_5", "eagle/specforge-eagle3", 96, 8, SAMPLED),
     rare("llama", "eagle/specforge-eagle3", 96, 8, SAMPLED),
     rare("qwen3_5", "eagle/specforge-eagle3", 96, 8, GREEDY),

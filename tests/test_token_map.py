@@ -50,7 +50,7 @@ def _head(params):
     return head["head"] if "head" in head else head["embed"]
 
 
-@pytest.mark.parametrize("kind", [rare("dspark"), "dflash2"])
+@pytest.mark.parametrize("kind", [rare("dspark"), rare("dflash2")])
 def test_drafts_follow_one_another_by_the_targets_ids(kind, tmp_path):
     """With a map, drafts are those of the whole drafter whose other tokens' logits are minus infinity."""
     target, draft = drafting(kind)

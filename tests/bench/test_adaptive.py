@@ -60,6 +60,7 @@ def test_a_fixed_number_is_kept_whatever_is_faster():
     assert free.choose(group, 1.0) == 0
 
 
+@pytest.mark.exhaustive
 def test_tokens_of_drafts_that_are_shared_out_are_counted(tiny, tmp_path, monkeypatch):
     """One request accepts both of its drafts and the other none: of two rows for drafts, the former gets both."""
     monkeypatch.setattr(defaults, "CPU", dataclasses.replace(defaults.CPU, some_drafts=True))

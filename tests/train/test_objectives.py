@@ -21,6 +21,7 @@ from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Batch, Objective
 from jaxspec.train.packing import pack
 from tests.blocks import write_drafter
+from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -78,7 +79,7 @@ def test_a_trained_block_is_the_drafted_one(target):
     np.testing.assert_allclose(unembed(loaded.params, out[0, 1, 1:]), prop.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("head", ["vanilla", pytest.param("gated", marks=pytest.mark.exhaustive), "rnn"])
+@pytest.mark.parametrize("head", ["vanilla", rare("gated"), rare("rnn")])
 def test_a_trained_dspark_block_is_the_drafted_chain(target, head, tmp_path):
     """Given the text's tokens, which are those that were drafted, the Markov head adds what it added to the chain."""
     heads = dict(markov_rank=6, markov_head_type=head, enable_confidence_head=True, confidence_head_with_markov=True)
