@@ -139,7 +139,7 @@ def test_how_to_sample_comes_along(folder, caplog):
     assert load(folder).sampling == {}
     says = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "max_new_tokens": 9}
     (folder / "generation_config.json").write_text(json.dumps(says))
-    assert load(folder).sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95} and not caplog.text
+    assert load(folder).sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95} and "ignored" not in caplog.text
     (folder / "generation_config.json").write_text(json.dumps(says | {"temperature": -1, "top_p": "most"}))
     assert load(folder).sampling == {"top_k": 20}
     assert "generation_config.json is ignored where it says: temperature must be" in caplog.text
