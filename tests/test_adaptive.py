@@ -8,7 +8,7 @@ import pytest
 from jaxspec import adaptive
 from jaxspec.adaptive import Chooser, Times, rungs
 
-# ms of a round by requests and drafts, from docs/measurements.md; others lie on the lines between
+# ms of a round by requests and drafts, from docs/measurements/decoding.md; others lie on the lines between
 TIMES = {
     "EAGLE-3": {
         1: {0: 4.67, 1: 4.69, 3: 5.05},

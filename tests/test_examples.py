@@ -30,7 +30,7 @@ EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 FLAGS = (ROOT / "docs" / "flags.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
-PAGES = sorted(str(page.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for page in folder.glob("*.md"))
+PAGES = sorted(str(page.relative_to(ROOT)) for pattern in ("*.md", "docs/**/*.md") for page in ROOT.glob(pattern))
 OPTIONS = {
     "page_size": 8,
     "context_length": 128,
@@ -38,6 +38,7 @@ OPTIONS = {
     "skip_warmup": True,
     "few_programs": True,
 }
+NAMED = re.compile(r"\bdocs/[\w/-]+\.md")
 VOCAB = 272
 DRAFT = "examples.markov:Markov"
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (1, 3, 9, 40)]
@@ -171,11 +172,35 @@ def test_readme_has_every_drafter():
     assert methods == {"none", "auto", *DRAFTERS}
 
 
+def anchors(page):
+    """A page's headings as GitHub spells them in links: small letters, no punctuation, hyphens for spaces."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)", prose, re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_code_names_pages_that_exist():
+    files = [
+        file
+        for folder in ("jaxspec", "server", "scripts", "examples", "deploy")
+        for file in (ROOT / folder).rglob("*.*")
+    ]
+    named = {
+        name for file in files if file.suffix in (".py", ".sh", ".yaml") for name in NAMED.findall(file.read_text())
+    }
+    assert len(named) > 5 and not [name for name in named if not (ROOT / name).exists()]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere_and_python_is_python(page):
     text = (ROOT / page).read_text()
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), link
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), f"{page} links to {link}, and there is no such file"
+        assert not anchor or anchor in anchors(target), f"{page} links to {link}, and {target.name} has no such heading"
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
         ast.parse(block)
 

@@ -1,6 +1,6 @@
 """The drafters that ship with the demo model: found by name, made for it, small enough.
 
-What the engine makes of them is tests/gpu/test_smollm2.py's; how often they are right, docs/measurements.md's.
+What the engine makes of them is tests/gpu/test_smollm2.py's; how often they are right, docs/measurements/training.md's.
 """
 
 import pytest

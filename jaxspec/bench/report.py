@@ -1,7 +1,7 @@
 """Markdown from the JSON files of a folder: each with the command that made it, the machine, tables and notes.
 
-docs/measurements.md embeds what this prints. A PNG beside a JSON file, of the same name, is linked. With --plot, the
-decode results are drawn in one chart, a curve for each file: where one drafter overtakes another.
+The pages of docs/measurements/ embed what this prints. A PNG beside a JSON file, of the same name, is linked. With
+--plot, the decode results are drawn in one chart, a curve for each file: where one drafter overtakes another.
 """
 
 from __future__ import annotations

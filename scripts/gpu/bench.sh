@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The figures of docs/measurements.md, on a machine with one H200 that has Python, jax with CUDA, flax, transformers and
+# The figures of docs/measurements/, on a machine with one H200 that has Python, jax with CUDA, flax, transformers and
 # matplotlib, but not this project installed. From the repository's root:
 #
 #     scripts/gpu/bench.sh OUT [PART...]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rounds, kernels and prompts of quantised models on one Hopper GPU: the tables "FP8 weights" of docs/measurements.md.
+# Rounds, kernels and prompts of quantised models on one Hopper GPU: the tables of docs/measurements/fp8.md.
 # From the repository's root, with jax and CUDA installed, but not this project:
 #
 #     scripts/gpu/quantised.sh OUT [PART...]
