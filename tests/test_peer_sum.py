@@ -142,7 +142,6 @@ class Ranks:
 def take_ranks(monkeypatch, count: int) -> Ranks:
     """From here on layers are run by so many ranks, and their kernels interpreted."""
     ranks = Ranks(count)
-    monkeypatch.setattr(hopper, "UNTIMED", True)
     for module in (mixture_rows, equations, path, streamed):
         monkeypatch.setattr(module, "devices", lambda: count)
     for module in (mixture_rows, equations, streamed_parts):
@@ -275,11 +274,11 @@ def half(declared, params, rank: int):
 
 
 def test_what_does_not_run_over_several_devices_is_refused(monkeypatch):
-    call, mixture = path.Call(1, 1, "bfloat16", 132, devices=2), "a mixture of experts divided among 2 devices"
+    call = path.Call(1, 1, "bfloat16", 132, devices=2)
     for family, more, words in (
         ("qwen3", {}, None),
         ("qwen3", {"hidden_size": 1024}, "rows of 1024 divided among 2 devices"),
-        ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64), mixture),
+        ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64), None),
     ):
         given = dict(hidden_size=2048, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
         config = ModelConfig.from_hf(tiny_config(family, **given | more))
@@ -290,4 +289,4 @@ def test_what_does_not_run_over_several_devices_is_refused(monkeypatch):
     alone = dataclasses.replace(call, inputs=(2048,))
     assert "a layer by itself divided" in few_rows_path.fits(config.decoder, made["layers"], alone)
     monkeypatch.setattr(hopper, "UNTIMED", True)  # as a GPU may show
-    assert few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], call) is None
+    assert few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], alone) is None

@@ -50,22 +50,11 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """As `Path.fits`."""
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
-    if call.devices > 1 and (reason := _not_divided(decoder, layers, call)):
-        return f"{reason} divided among {call.devices} devices"
+    if call.devices > 1 and decoder.width <= few_rows.NARROW:
+        return f"rows of {decoder.width} divided among {call.devices} devices"
+    if call.devices > 1 and call.inputs is not None and not hopper.UNTIMED:
+        return f"a layer by itself divided among {call.devices} devices"
     return sizes_fit(decoder, layers, call)
-
-
-def _not_divided(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    """What isn't run over several devices this way, or None."""
-    if decoder.width <= few_rows.NARROW:
-        return f"rows of {decoder.width}"
-    if hopper.UNTIMED:
-        return None
-    if isinstance(layers[0]["qkv"].format, Fp8):
-        return "FP8 weights"
-    if call.inputs is not None:
-        return "a layer by itself"
-    return "a mixture of experts" if decoder.mixture is not None else None
 
 
 def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, fp8: bool = True) -> str | None:

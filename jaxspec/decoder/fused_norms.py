@@ -24,7 +24,7 @@ from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, opera
 from jaxspec.decoder.padding import flat, pad, padded, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
-from jaxspec.pallas import few_rows, hopper
+from jaxspec.pallas import few_rows
 from jaxspec.weights import HALF, Fp8, Unquantised, Weight
 
 IMPLEMENTS = {
@@ -46,8 +46,6 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """As `Path.fits`."""
     if not all(layer.norm.centred for layer in decoder.layers):
         return "norms that aren't zero-centred"  # not measured
-    if call.devices > 1 and not hopper.UNTIMED:
-        return f"weights divided among {call.devices} devices"
     if call.inputs is not None and len(call.inputs) != 1:
         return "inputs that aren't one residual stream"
     rows = call.requests * padded(call.requests, call.rows)

@@ -25,9 +25,8 @@ THREADS = 128  # of a warpgroup
 WGMMA_ROWS = 64  # the M of a warpgroup's matmul
 SWIZZLED = 64  # bfloat16 numbers in 128 bytes, the widest swizzle
 BULK_COPY = 256  # numbers along one axis that a bulk copy can bring
-# Take kernels where they are right in interpret mode, and no GPU has timed them there: several devices' mixtures,
-# hybrids, FP8 weights and layers by themselves at few rows, heads that four warps can't share out (`write_heads`), and
-# FP8 layers of 9 to 128 rows in another form (`fp8_overlapped`). Tests set it, and whoever times them does.
+# Take kernels where they are right, and no GPU has timed them there: few rows of a drafter's layer over several
+# devices, and heads that four warps can't share out (`write_heads`). Tests set it, and whoever times them does.
 UNTIMED = False
 
 KERNELS: Counter = Counter()  # by a kernel's own name: how many times a trace has called it

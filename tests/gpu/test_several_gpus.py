@@ -27,6 +27,7 @@ EIGHT = several_devices.EIGHT
 WIDE = dict(hidden_size=2048, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
 # Each token has all of these experts: with a choice, the nearest logits would pick others on one GPU than on several.
 EXPERTS = dict(num_experts=8, num_experts_per_tok=8, moe_intermediate_size=256 * GPUS)
+SHARED = dict(shared_expert_intermediate_size=256 * GPUS)
 LINEAR = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
 
 
@@ -85,7 +86,7 @@ def decoded(folder: str, size: int, requests: int) -> tuple[list[list[int]], lis
 PATHS = {
     "few_rows": ("qwen3", {}, 4, ("few_rows_product", "few_rows_heads")),
     "few_rows-mixture": ("qwen3_moe", EXPERTS, 4, ("few_rows_product", "expert_few", "router")),
-    "fused_norms": ("qwen3_5_moe", EXPERTS | LINEAR, 4, ("few_rows_normed", "expert_few", "delta_step")),
+    "fused_norms": ("qwen3_5_moe", EXPERTS | SHARED | LINEAR, 4, ("few_rows_normed", "expert_few", "delta_step")),
     "weight_stream": ("qwen3", {"num_key_value_heads": GPUS}, 16, ("weight_stream", "write_heads")),
 }  # fmt: skip
 
