@@ -242,7 +242,7 @@ def test_segments_lower_for_cuda(h, page, group, t, parts):
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("h", [64, rare(128), 256])  # steps of 128 tokens, of 64, and of 64
+@pytest.mark.parametrize("h", [64, rare(128), rare(256)])  # steps of 128 tokens, of 64, and of 64
 def test_a_thread_adds_a_rows_tokens_in_the_same_order_in_tiles_of_8_16_and_32_rows(h, monkeypatch):
     """Seen in what the kernel is lowered to: the interpreter sums another way."""
     reduce, addf, made, orders = FragmentedArray.reduce, fragmented_array.addf, {}, {}

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import delta_around, delta_plan, gated_delta
 from jaxspec.pallas import delta_step as op
 from jaxspec.pallas.delta_around import Around
+from tests.sample import one_in
 
 LAYERS, LAYER = 2, 1
 
@@ -198,14 +199,13 @@ def test_lowers_with_gates_and_norm(t, group):
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("t,group,dtype", [
+@pytest.mark.parametrize("t,group,dtype,fixed", one_in(2, [
     (1, 2, "float32"),  # Qwen3-Next 80B-A3B, Qwen3.5 35B-A3B, 9B and 4B
     (2, 1, "float32"),  # Qwen3.5 2B
     (4, 3, "float32"),  # Qwen3.5 27B
     (4, 2, "bfloat16"),
     (8, 2, "float32"),
-])  # fmt: skip
-@pytest.mark.parametrize("fixed", [False, True])
+], [False, True]))  # fmt: skip
 def test_lowers_for_cuda_once_for_all_layers(t, group, dtype, fixed):
     text = lowered(*Case("", t, t, (0,) * 3, 16, group, dtype, division=None).inputs(), fixed)
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1

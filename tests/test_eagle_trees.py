@@ -35,7 +35,7 @@ def load(folder, model, topk, steps, drafts):
     rare("safeailab-eagle", 2, 3, 6, 1),
     pytest.param("safeailab-eagle", 4, 5, 8, 150, marks=pytest.mark.exhaustive),
     rare("safeailab-eagle", 8, 6, 59, 17),
-    ("safeailab-eagle3", 4, 1, 3, 2),
+    rare("safeailab-eagle3", 4, 1, 3, 2),
     pytest.param("safeailab-eagle3", 4, 2, 20, 64, marks=pytest.mark.exhaustive),
     ("safeailab-eagle3", 8, 6, 59, 150),
 ])  # fmt: skip

@@ -309,12 +309,12 @@ KERNELS_OF = {
 
 
 def lowered_kernels():
-    """Each with the fewest and the most rows; of the most, heads take jax seconds to lay out, which two of them do."""
+    """Each with the fewest and the most rows; of the most, heads take jax seconds to lay out, as one does."""
     for kernel in KERNELS_OF:
         if "biased" in kernel:  # of gpt-oss' sizes, below
             continue
         yield kernel, 8
-        slow = kernel in ("heads", "scaled heads", "heads of two")  # like "normed heads" and "keys and values"
+        slow = kernel in ("heads", "scaled heads", "heads of two", "keys and values")  # like "normed heads"
         yield pytest.param(kernel, 32 if "two" in kernel else 64, marks=pytest.mark.exhaustive if slow else ())
 
 
