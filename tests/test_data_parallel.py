@@ -38,7 +38,7 @@ OPTIONS = dict(
     skip_warmup=True,
     few_programs=True,
 )
-LONG = {"prompt": "abcabcabcabc", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "abcabcabcabc", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 
 
 @functools.cache
