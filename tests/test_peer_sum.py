@@ -32,6 +32,7 @@ from jaxspec.pallas import expert_add, few_rows, hopper, peer_sum, router, weigh
 from jaxspec.pallas.weight_stream import unquantised
 from jaxspec.weights import Weight, is_param
 from tests import test_few_rows_layers as layers
+from tests.sample import rare
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,8 +210,7 @@ def test_few_rows_in_fp8_over_two_devices_are_the_models(monkeypatch):
     assert ranks.sums == 2 * count
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kernels", ["plain experts", "router and sum"])
+@pytest.mark.parametrize("kernels", [rare("plain experts"), "router and sum"])
 def test_mixtures_over_two_devices_are_the_models(monkeypatch, kernels):
     """Each rank has half of every expert's columns, and all of the router."""
 
