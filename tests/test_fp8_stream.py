@@ -18,11 +18,11 @@ from jaxspec.checkpoint import dummy
 from jaxspec.decoder.path import Call
 from jaxspec.decoder.streamed import FP8_STREAM
 from jaxspec.models import MODELS
-from jaxspec.pallas import hopper, scaled, weight_stream
+from jaxspec.pallas import scaled, weight_stream
 from jaxspec.pallas.weight_stream import chain, stream_fp8
 from jaxspec.pallas.weight_stream import fp8 as fp8_module
 from jaxspec.pallas.weight_stream.chain import GROUP
-from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8, Overlapped
+from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8
 from jaxspec.weights import HALF, is_param
 from tests.sample import rare
 from tests.test_fp8_layers import check_layers, declared
@@ -42,7 +42,7 @@ def inputs(rows: int, d: int, f: int, n: int, seed: int = 0):
         values, scales = fp8.quantise_blocks(normal(outputs, width) * width**-0.5)
         scales = jnp.repeat(scales, BLOCK // unit, axis=0)[: outputs // unit]
         scales = scales * jnp.exp(0.5 * normal(*scales.shape))  # neighbours' differ, within a block of 128 as well
-        scales = scales.at[0, -1].set(0).at[1, 0].set(0)  # sums are divided by scales: these must not spoil them
+        scales = scales.at[0, -1].set(0).at[1, 0].set(0)
         quantised.append((values, scales))
         whole.append(fp8.dequantise(values, scales, BLOCK).T)
     x, mixed, *norms = (a.astype(jnp.bfloat16) for a in (normal(rows, d), normal(rows, d), normal(d), normal(d)))
@@ -54,26 +54,21 @@ def expected(x, mixed, whole, norms):
     return reference(*jax.tree.map(lambda a: a.astype(jnp.float32), (x, mixed, whole, norms)))
 
 
-@pytest.mark.parametrize("rows,width,overlapped", [
-    (40, 256, False),  # gated in two parts, or in one
-    pytest.param(9, 256, False, marks=pytest.mark.exhaustive),
-    rare(40, 256, True),
-    rare(9, 1024, True),  # normed by two warpgroups
-])  # fmt: skip
-def test_each_stage_matches_plain_layers(monkeypatch, rows, width, overlapped):
+@pytest.mark.parametrize("rows,width", [(40, 256), rare(9, 1024)])  # normed by one warpgroup, by two
+def test_each_stage_matches_plain_layers(monkeypatch, rows, width):
     monkeypatch.setattr(chain, "BLOCKS", 3 if width > 256 else 1)  # fewer than items, so that each takes several
     x, mixed, weights, whole, norms = inputs(rows, width, 256, 256)
-    got, partials = stream_fp8(x, mixed, weights, norms, eps=EPS, overlapped=overlapped, **INTERPRET)
+    got, partials = stream_fp8(x, mixed, weights, norms, eps=EPS, **INTERPRET)
     residual, logits = expected(x, mixed, whole, norms)
     assert_close(got, residual)
     assert_close(partials.sum(0), logits)
 
 
 @pytest.mark.parametrize("rows", [8, 128])
-@pytest.mark.parametrize("overlapped,width", [(False, 512), (True, 512), (True, 1024)])
-def test_whole_chain_lowers_for_cuda(rows, overlapped, width):
+@pytest.mark.parametrize("width", [512, 1024])
+def test_whole_chain_lowers_for_cuda(rows, width):
     x, mixed, weights, _, norms = jax.eval_shape(lambda: inputs(rows, width, 1024, 768))
-    run = jax.jit(partial(stream_fp8, eps=EPS, overlapped=overlapped))
+    run = jax.jit(partial(stream_fp8, eps=EPS))
     lowered = run.trace(x, mixed, weights, norms).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1  # one kernel, whatever the stages
 
@@ -116,29 +111,26 @@ def test_a_lane_has_gate_and_up_of_an_output():
 
 @pytest.mark.parametrize("width", [2048, 4096, 5120, 8192])
 @pytest.mark.parametrize("rows", [16, 32, 96, 128])
-def test_overlapped_rings_fit(width, rows):
-    form = Overlapped(rows, rows, chain.MAX_GROUPS, width)
+def test_rings_fit(width, rows):
+    form = Fp8(rows, rows, chain.MAX_GROUPS, width)
     weights, pieces = form.weight_slots * chain.MAX_GROUPS * GROUP * BLOCK, form.row_slots * rows * BLOCK
     assert form.weight_slots >= 4 and form.row_slots >= 5
     assert weights + pieces + chain.MAX_GROUPS * rows * 2 * HALF + 2 * width + form.sums_bytes <= chain.ROOM
 
 
-@pytest.mark.parametrize("overlapped", [False, rare(True)])
-def test_layers_are_those_of_the_plain_path(monkeypatch, overlapped):
+def test_layers_are_those_of_the_plain_path(monkeypatch):
     monkeypatch.setattr(chain, "BLOCKS", 1)
-    monkeypatch.setattr(hopper, "UNTIMED", overlapped)
     monkeypatch.setattr(fp8_module, "MIN_ROWS", 9)
     monkeypatch.setattr(weight_stream, "stream_fp8", partial(stream_fp8, **INTERPRET))
     check_layers(monkeypatch, "qwen3", FP8_STREAM, 3, **WIDER)
 
 
-def test_what_is_not_for_it_is_named(monkeypatch):
+def test_what_is_not_for_it_is_named():
     sizes = BLOCK, 4096, 4096, 128
     supported = weight_stream.fp8_supported
     assert supported(128, jnp.bfloat16, [sizes]) is None
-    assert "129 rows" in supported(129, jnp.bfloat16, [sizes]) and "64 rows" in supported(64, jnp.bfloat16, [sizes])
-    monkeypatch.setattr(hopper, "UNTIMED", True)
-    assert supported(9, jnp.bfloat16, [sizes]) is None and "8 rows" in supported(8, jnp.bfloat16, [sizes])
+    assert "129 rows" in supported(129, jnp.bfloat16, [sizes]) and "32 rows" in supported(32, jnp.bfloat16, [sizes])
+    assert supported(33, jnp.bfloat16, [sizes]) is None
     assert "float32" in supported(96, jnp.float32, [sizes])
     assert "128 inputs each" in supported(96, jnp.bfloat16, [(None, *sizes[1:])])
     assert "16 outputs" in supported(96, jnp.bfloat16, [(*sizes[:3], 16)])

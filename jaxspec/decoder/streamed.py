@@ -23,7 +23,7 @@ from jaxspec.decoder.matmul import product
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
-from jaxspec.pallas import hopper, weight_stream
+from jaxspec.pallas import weight_stream
 from jaxspec.sharding import devices
 from jaxspec.weights import HALF, Fp8, Unquantised, matmul
 
@@ -88,8 +88,7 @@ def run(
         of = (x.reshape(-1, x.shape[-1]), mixed.reshape(-1, mixed.shape[-1]))
         if quantised:
             chain = [(weight.values, weight.scales) for weight in chain]
-            untimed = hopper.UNTIMED
-            out, partials = weight_stream.stream_fp8(*of, chain, scales, eps=first.norm.eps, overlapped=untimed)
+            out, partials = weight_stream.stream_fp8(*of, chain, scales, eps=first.norm.eps)
         else:
             chain = [weight.unquantised for weight in chain]
             out, partials = weight_stream.stream(*of, chain, scales, eps=first.norm.eps)

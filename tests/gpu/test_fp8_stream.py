@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.decoder.streamed import FP8_STREAM
-from jaxspec.pallas import hopper
 from jaxspec.pallas.weight_stream import stream_fp8
-from jaxspec.pallas.weight_stream.fp8 import MIN_ROWS
 from tests.gpu.test_fp8_layers import QWEN3_8B, compare
 from tests.test_fp8_layers import declared
 from tests.test_fp8_stream import EPS, expected, inputs
@@ -24,10 +22,9 @@ ROWS = 9, 32, 64, 65, 128
 
 @pytest.mark.parametrize("rows", [1, *ROWS])
 @pytest.mark.parametrize("widths", [(512, 1024, 768), (2560, 9728, 6144), (4096, 12288, 6144)])
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_chain_matches_plain_layers(rows, widths, overlapped):
+def test_chain_matches_plain_layers(rows, widths):
     """Narrow shapes leave blocks without work and hand over quickly: where a missing wait would show."""
-    run = jax.jit(partial(stream_fp8, eps=EPS, overlapped=overlapped))
+    run = jax.jit(partial(stream_fp8, eps=EPS))
     for seed in range(1 if widths[0] > 512 else 3):
         x, mixed, weights, whole, norms = inputs(rows, *widths, seed=seed)
         got, again = run(x, mixed, weights, norms), run(x, mixed, weights, norms)
@@ -38,10 +35,6 @@ def test_chain_matches_plain_layers(rows, widths, overlapped):
             np.testing.assert_array_equal(np.asarray(ours), np.asarray(twice))  # a missing wait would differ
 
 
-@pytest.mark.parametrize("requests", ROWS)
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_layers_of_qwen3_8b_are_those_of_the_plain_path(monkeypatch, requests, overlapped):
-    if requests < MIN_ROWS and not overlapped:
-        pytest.skip("another path's")
-    monkeypatch.setattr(hopper, "UNTIMED", overlapped)
+@pytest.mark.parametrize("requests", [33, 64, 65, 128])
+def test_layers_of_qwen3_8b_are_those_of_the_plain_path(monkeypatch, requests):
     compare(monkeypatch, *declared("qwen3", **QWEN3_8B), requests, 1, FP8_STREAM, ["fp8_stream"])

@@ -92,8 +92,7 @@ def make_cases(small: bool) -> list[Case]:
             cases += matmuls.projections(rows, *sizes["layer"], layers // 2, dtype, fmt)
     if not small and kernels_here() is None:  # there is no other path to it: a model without it has plain layers
         cases += [matmuls.layer_matmuls(rows, *LAYER, layers=8) for rows in ROWS]
-        for overlapped in (False, True):
-            cases += [matmuls.layer_matmuls(rows, *LAYER, 8, True, overlapped) for rows in (8, 32, 64, 128)]
+        cases += [matmuls.layer_matmuls(rows, *LAYER, layers=8, quantised=True) for rows in (9, 16, 32, 64, 128)]
         few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]
         cases += [matmuls.few_rows_layer(rows, *widths, layers=layers) for rows, widths in few]
         cases.append(matmuls.few_rows_layer(8, *QWEN3, layers=8, quantised=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,13 +20,10 @@ EPS = 1e-6
 EXACT, BLOCKS, GIVEN = Unquantised(), Fp8(fp8.BLOCK), Layout()
 
 
-def layer_matmuls(
-    rows: int, d: int, f: int, n: int, layers: int, quantised: bool = False, overlapped: bool = False
-) -> Case:
+def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int, quantised: bool = False) -> Case:
     """The matmuls from one attention to the next, with the norms and the gate between them, for `rows` tokens.
 
     Model width `d`, MLP width `f`, and `n` columns of the next layer's q, k and v. `quantised`: with FP8 weights.
-    `overlapped`: with these in the form that `stream_fp8` calls so.
     """
     shapes = (d, d), (d, 2 * f), (f, d), (d, n)
     weights = sum(k * m for k, m in shapes)
@@ -46,11 +42,11 @@ def layer_matmuls(
         return (), [own(each) for each in jax.random.split(key, layers)]
 
     return Case(
-        name=f"{'FP8 ' * quantised}layer matmuls, {'overlapped, ' * overlapped}{rows} row{'s' * (rows > 1)}",
+        name=f"{'FP8 ' * quantised}layer matmuls, {rows} row{'s' * (rows > 1)}",
         group="layer matmuls",
         layers=layers,
         build=build,
-        op=partial(_stream_fp8, overlapped) if quantised else _stream,
+        op=_stream_fp8 if quantised else _stream,
         plain=_stream_plain,
         size=(2 - quantised) * weights + 2 * rows * (3 * d + n),
         flops=2 * rows * weights,
@@ -244,10 +240,10 @@ def _stream(layer: int, shared: Any, own: Any) -> jax.Array:
     return weight_stream.stream(x, mixed, weights, scales, eps=EPS)[1].sum(0)
 
 
-def _stream_fp8(overlapped: bool, layer: int, shared: Any, own: Any) -> jax.Array:
+def _stream_fp8(layer: int, shared: Any, own: Any) -> jax.Array:
     x, mixed, weights, scales = own[layer]
     weights = [(weight.values, weight.scales) for weight in weights]
-    return weight_stream.stream_fp8(x, mixed, weights, scales, eps=EPS, overlapped=overlapped)[1].sum(0)
+    return weight_stream.stream_fp8(x, mixed, weights, scales, eps=EPS)[1].sum(0)
 
 
 def _stream_plain(layer: int, shared: Any, own: Any) -> jax.Array:

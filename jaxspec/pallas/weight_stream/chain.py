@@ -16,7 +16,7 @@ Between stages rows travel as `[width / step, row, step]`, a tile of one step's 
 float32, as `[split, row, width / step, step]`.
 
 This file has all but the products: which block makes what, the rings, the counters and the norm. How weights of a
-format come and are multiplied is a `Geometry` of its own, in `unquantised`, `fp8_sums` and `fp8_overlapped`.
+format come and are multiplied is a `Geometry` of its own, in `unquantised` and `fp8_sums`.
 """
 
 from __future__ import annotations

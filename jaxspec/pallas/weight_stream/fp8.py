@@ -9,14 +9,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.fp8 import BLOCK
-from jaxspec.pallas import hopper
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.weight_stream.chain import GROUP, MAX_ROWS, run
-from jaxspec.pallas.weight_stream.fp8_overlapped import Overlapped
 from jaxspec.pallas.weight_stream.fp8_sums import Fp8
 
-MIN_ROWS = 65  # with fewer, `fp8_rows` and kernels of their own beside it take no longer (docs/experiments.md)
-MIN_OVERLAPPED = 9  # for that form, which no GPU has timed
+MIN_ROWS = 33  # with fewer, `fp8_rows` and kernels of their own beside it take no longer (docs/experiments.md)
 MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of these
 
 
@@ -27,9 +24,8 @@ def supported(rows: int, dtype: Any, weights: list[tuple[int | None, int, int, i
     """
     if dtype != jnp.bfloat16:
         return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
-    least = MIN_OVERLAPPED if hopper.UNTIMED else MIN_ROWS
-    if not least <= rows <= MAX_ROWS:
-        return f"{rows} rows, not {least} to {MAX_ROWS}"
+    if not MIN_ROWS <= rows <= MAX_ROWS:
+        return f"{rows} rows, not {MIN_ROWS} to {MAX_ROWS}"
     for block, outputs, inputs, unit in weights:
         if block != BLOCK:
             return f"scales that aren't for {BLOCK} inputs each"
@@ -40,7 +36,7 @@ def supported(rows: int, dtype: Any, weights: list[tuple[int | None, int, int, i
     return None
 
 
-@lower_once("fp8_stream", "eps", "fused", "overlapped")
+@lower_once("fp8_stream", "eps", "fused")
 def stream_fp8(
     x: Float[Array, "b d"],
     rows: Float[Array, "b k"],
@@ -49,13 +45,11 @@ def stream_fp8(
     *,
     eps: float,
     fused: bool = True,
-    overlapped: bool = False,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:
     """`stream` with FP8 weights: of each its values [outputs, inputs] and its scales, for blocks of 128 inputs.
 
-    Products are those of the weight times its scales, with nothing rounded on the way. `overlapped`: with that rounded
-    to bfloat16 once, by `Overlapped`.
+    Products are those of the weight times its scales, rounded to bfloat16 once, as `Weight.dequantised` does.
     """
     operands = [(lax.bitcast_convert_type(values, jnp.int8), each) for values, each in weights]
-    return run(Overlapped if overlapped else Fp8, x, rows, operands, scales, eps, fused, interpret)
+    return run(Fp8, x, rows, operands, scales, eps, fused, interpret)
