@@ -1,8 +1,9 @@
 """A mixture's FP8 experts on Hopper, from one token to a prompt: e4m3 weights, bfloat16 rows, float32 sums.
 
-Two kernels, `up` (gate and up, and silu(gate) * up of them) and `down`, each over work items (`Items`, made by
-`pallas.experts`). A thread block takes 128 rows of an expert's weights, in two groups of 64, and all rows of an item.
-An expert's weights are read once for each of its items, and blocks of experts that nobody chose end at once.
+Two stages, `up` (gate and up, and silu(gate) * up of them) and `down`, each over work items (`Items`, made by
+`pallas.experts`). They are one launch, in which blocks of `down` come behind those of `up` and await their item's
+hidden rows, or two for prompts. A thread block takes 128 rows of an expert's weights, in two groups of 64, and all rows
+of an item. An expert's weights are read once for each of its items, and blocks that no item needs end at once.
 
 The loop is that of `fp8_rows`. A ring holds pieces of the weights, 128 inputs each, and the rows' inputs that belong to
 them. A piece becomes bfloat16 on its way to the tensor cores (`upcast`), and its products are summed by themselves
@@ -28,7 +29,7 @@ from jaxtyping import Array, Float
 from jaxspec.fp8 import BLOCK
 from jaxspec.pallas import upcast
 from jaxspec.pallas.expert_stream import SOURCE, TARGET, Items
-from jaxspec.pallas.expert_tile import TILE, Tile
+from jaxspec.pallas.expert_tile import TILE, Tile, each_stage, one_launch
 from jaxspec.pallas.once import lower_once
 from jaxspec.weights import Fp8, Weight
 
@@ -84,16 +85,20 @@ def mix(
 
 @lower_once("expert_fp8")
 def _mix(rows, parts, items, *, interpret):
+    stages = []
     for name, source, weights in zip(("up", "down"), (SOURCE, TARGET), parts, strict=True):
         shapes = [values.shape for values, _ in weights]
-        stage = Stage.of(name, source, shapes, weights[0][1].shape, items.rows, items.alone > 0)
-        rows = _launch(stage, rows, weights, items, interpret)
+        stages.append(Stage.of(name, source, shapes, weights[0][1].shape, items.rows, items.alone))
+    if one_launch(stages, items, interpret):
+        return _launch(stages, rows, parts, items, interpret)[-1]
+    for stage, weights in zip(stages, parts, strict=True):
+        (rows,) = _launch([stage], rows, [weights], items, interpret)
     return rows
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the two kernels. Column `source` of the items says where their rows are.
+    """One of the two. Column `source` of the items says where their rows are.
 
     `width`: of its result. `unit`: outputs that share a scale. `stacks`: how many experts each has. `rows`: of an item
     at most. `alone`: as of `Items`.
@@ -106,12 +111,12 @@ class Stage:
     unit: int
     stacks: tuple[int, ...]
     rows: int
-    alone: bool = False
+    alone: int = 0
     piece = BLOCK
     groups = GROUPS
 
     @classmethod
-    def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int, alone: bool = False) -> Stage:
+    def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int, alone: int = 0) -> Stage:
         _, outputs, inputs = shapes[0]
         width = outputs // GROUPS if name == "up" else outputs
         unit, stacks = outputs // scales[1], tuple(shape[0] for shape in shapes)
@@ -142,7 +147,7 @@ class Stage:
     @property
     def slots(self) -> int:
         """Of the ring, as many for each warpgroup."""
-        results = 2 * self.parts * self.rows * TILE + (self.warpgroups - 1) * 4 * GROUPS * TILE * self.rows
+        results = 2 * GROUPS * self.rows * TILE + (self.warpgroups - 1) * 4 * GROUPS * TILE * self.rows
         room = SHARED_BYTES // self.blocks - RESERVED - results
         each = room // (BLOCK * (GROUPS * TILE + 2 * self.rows)) // self.warpgroups
         return self.warpgroups * min(-(-self.steps // self.warpgroups), max(2, each))
@@ -157,40 +162,45 @@ class Stage:
         return tile + group * (self.width // TILE) if self.name == "up" else tile * GROUPS + group
 
 
-def _launch(stage, rows, weights, items, interpret):
-    others = stage.warpgroups > 1
+def _launch(stages, rows, weights, items, interpret):
+    """What each of the stages makes: one of them, or `up` and then `down`, whose blocks take what `up`'s make."""
+    most = max(stages, key=lambda stage: stage.slots)
+    slots, height, parts = most.slots, most.rows, max(stage.parts for stage in stages)
+    arrays = [(lax.bitcast_convert_type(values, jnp.int8), scales) for part in weights for values, scales in part]
+    sums = {"sums_s": plgpu.SMEM((GROUPS, TILE, height), _f32), "summed": plgpu.Barrier()}
     return plgpu.kernel(
-        partial(_block, stage),
-        kernel_name=f"expert_fp8_{stage.name}",
-        out_type=jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype),
-        grid=(items.most * stage.tiles,),
+        partial(_block, stages),
+        kernel_name="_".join(["expert_fp8", *[stage.name for stage in stages]]),
+        out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
+        grid=(items.most * sum(stage.tiles for stage in stages),),
         grid_names=("unit",),
-        num_threads=stage.warpgroups,
+        num_threads=most.warpgroups,
         thread_name="warpgroup",
         scratch_types=dict(
-            weight_s=plgpu.SMEM((stage.slots, GROUPS, TILE, BLOCK), jnp.int8),
-            rows_s=plgpu.SMEM((stage.slots, stage.rows, BLOCK), rows.dtype),
-            out_s=plgpu.SMEM((stage.parts, stage.rows, TILE), rows.dtype),
-            ready=plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=stage.slots),
-            **({"sums_s": plgpu.SMEM((GROUPS, TILE, stage.rows), _f32), "summed": plgpu.Barrier()} if others else {}),
+            weight_s=plgpu.SMEM((slots, GROUPS, TILE, BLOCK), jnp.int8),
+            rows_s=plgpu.SMEM((slots, height, BLOCK), rows.dtype),
+            out_s=plgpu.SMEM((parts, height, TILE), rows.dtype),
+            ready=plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=slots),
+            **(sums if most.warpgroups > 1 else {}),
             # Interpret mode takes a matmul's left operand from shared memory alone.
-            **({"staged_s": plgpu.SMEM((stage.warpgroups, TILE, BLOCK), rows.dtype)} if interpret else {}),
+            **({"staged_s": plgpu.SMEM((most.warpgroups, TILE, BLOCK), rows.dtype)} if interpret else {}),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(
-        rows,
-        items.table,
-        *[lax.bitcast_convert_type(values, jnp.int8) for values, _ in weights],
-        *[scales for _, scales in weights],
-    )
+    )(rows, items.table, *[array for pair in arrays for array in pair])
 
 
-def _block(stage, rows_g, items_g, *refs, **scratch):
-    *arrays, out_g = refs
-    count = len(stage.stacks)
-    weights = list(zip(arrays[:count], arrays[count:], strict=True))
-    _Tile(stage, rows_g, items_g, weights, out_g, scratch).run()
+def _block(stages, rows_g, items_g, *refs, **scratch):
+    arrays, outs = refs[: -len(stages)], refs[-len(stages) :]
+    weights, count = list(zip(arrays[::2], arrays[1::2], strict=True)), len(stages[0].stacks)
+
+    def run(n, unit, done):
+        mine = weights[n * count : (n + 1) * count]
+        tile = _Tile(stages[n], unit, outs[n - 1] if n else rows_g, items_g, mine, outs[n], scratch)
+        tile.done, tile.awaited = done, stages[0].tiles if n else 0
+        tile.run()
+
+    each_stage(stages, items_g, run)
 
 
 class _Tile(Tile):

@@ -1,6 +1,6 @@
 """A mixture's MXFP4 experts on Hopper, from one token to a prompt: bfloat16 rows, float32 sums, biases.
 
-Two kernels, `up` (gate and up, and their activation) and `down`, each over work items (`Items`, made by
+Two stages, `up` (gate and up, and their activation) and `down`, each over work items (`Items`, made by
 `pallas.experts`), with the blocks of `expert_tile`. A thread block takes 64 columns of the result and all rows of an
 item. An expert's weights are read once for each of its items.
 
@@ -10,7 +10,7 @@ become bfloat16 in registers, in the arrangement of a left operand: for two of t
 the block's scale (`mxfp4` has the order of bits). The scale is in the number then, so the tensor cores add up all
 inputs. Sums are 2^-64 of what they should be: a scale in that range has an exponent of bfloat16.
 
-Prompts are served by the same kernels, 64 rows an item. Conversion takes about as long as the products of 64 rows, and
+Prompts are served by the same kernel, 64 rows an item. Conversion takes about as long as the products of 64 rows, and
 the blocks that share a multiprocessor do both at once. Dequantised experts would be written and read again.
 """
 
@@ -35,7 +35,7 @@ from jaxtyping import Array, Float
 from jaxspec import mxfp4
 from jaxspec.mxfp4 import BLOCK, MASK
 from jaxspec.pallas.expert_stream import SOURCE, TARGET, Items
-from jaxspec.pallas.expert_tile import TILE, Tile
+from jaxspec.pallas.expert_tile import TILE, Tile, each_stage, one_launch
 from jaxspec.pallas.hopper import MULTIPROCESSORS
 from jaxspec.pallas.once import lower_once
 from jaxspec.weights import Mxfp4, Weight
@@ -110,20 +110,22 @@ def mix(
 
 @lower_once("expert_mxfp4", "gating")
 def _mix(rows, up, down, items, *, gating, interpret):
-    for name, source, stacks in (("up", SOURCE, up), ("down", TARGET, down)):
-        _, outputs, half = stacks[0][0].shape
-        width = outputs // 2 if name == "up" else outputs
-        units, turns = items.most * (width // TILE), items.rows <= TURNS_ROWS
-        split = turns and units <= SPLIT_UNITS and not interpret  # which can't send anything between blocks
-        sizes = 2 * half, width, tuple(len(stack[0]) for stack in stacks), items.rows
-        stage = Stage(name, source, *sizes, split, items.alone > 0)
-        rows = _launch(stage, rows, stacks, items, gating, interpret)
+    widths, stages = (up[0][0].shape[1] // 2, down[0][0].shape[1]), []
+    few = items.rows <= TURNS_ROWS and items.most * (max(widths) // TILE) <= SPLIT_UNITS
+    split = few and not interpret  # which can't send anything between blocks
+    for name, source, width, stacks in zip(("up", "down"), (SOURCE, TARGET), widths, (up, down), strict=True):
+        sizes = 2 * stacks[0][0].shape[2], width, tuple(len(stack[0]) for stack in stacks), items.rows
+        stages.append(Stage(name, source, *sizes, split, items.alone))
+    if one_launch(stages, items, interpret):
+        return _launch(stages, rows, [up, down], items, gating, interpret)[-1]
+    for stage, stacks in zip(stages, (up, down), strict=True):
+        (rows,) = _launch([stage], rows, [stacks], items, gating, interpret)
     return rows
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the two kernels. Column `source` of the items says where their rows are.
+    """One of the two. Column `source` of the items says where their rows are.
 
     `width`: of its result. `stacks`: how many experts each has. `rows`: of an item at most. `split`: the two sums of
     items of few rows are made by two blocks, which are a cluster, rather than by two warpgroups of one. `alone`: as of
@@ -137,7 +139,7 @@ class Stage:
     stacks: tuple[int, ...]
     rows: int
     split: bool = False
-    alone: bool = False
+    alone: int = 0
 
     @property
     def piece(self) -> int:
@@ -211,30 +213,27 @@ class Stage:
         return [values, scales.reshape(*scales.shape[:2], self.groups, self.width), *biases]
 
 
-def _launch(stage, rows, stacks, items, gating, interpret):
-    i8, arrays = jnp.int8, [array for stack in stacks for array in stage.by_group(stack)]
-    arrivals = stage.groups if stage.split else 1
-    shared = dict(
-        sums_s=plgpu.SMEM((stage.groups, TILE, stage.rows), _f32), summed=plgpu.Barrier(num_arrivals=arrivals)
-    )
+def _launch(stages, rows, parts, items, gating, interpret):
+    """What each of the stages makes: one of them, or `up` and then `down`, whose blocks take what `up`'s make."""
+    first = stages[0]
+    arrays = [array for stage, stacks in zip(stages, parts, strict=True) for s in stacks for array in stage.by_group(s)]
+    stage_s = [_scratch(stage, rows.dtype) for stage in stages]
     return plgpu.kernel(
-        partial(_block, stage, gating),
-        kernel_name=f"expert_mxfp4_{stage.name}",
-        out_type=jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype),
-        grid=(items.most * stage.tiles,),
+        partial(_block, stages, gating),
+        kernel_name="_".join(["expert_mxfp4", *[stage.name for stage in stages]]),
+        out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
+        grid=(items.most * sum(stage.tiles for stage in stages),),
         grid_names=("unit",),
-        **({"cluster": (TURNS,), "cluster_names": ("half",)} if stage.split else {}),
-        num_threads=stage.warpgroups,
+        **({"cluster": (TURNS,), "cluster_names": ("half",)} if first.split else {}),
+        num_threads=first.warpgroups,
         thread_name="warpgroup",
         scratch_types=dict(
-            weight_s=plgpu.SMEM((stage.slots, stage.groups, TILE, stage.piece // 2), i8),
-            scales_s=plgpu.SMEM((stage.slots, stage.scales, stage.groups, TILE), i8),
-            rows_s=plgpu.SMEM((stage.slots, stage.rows, stage.piece), rows.dtype),
-            out_s=plgpu.SMEM((1, stage.rows, TILE), rows.dtype),
-            ready=plgpu.Barrier(num_arrivals=3, num_barriers=stage.slots),
-            **(shared if stage.shared else {}),
+            stage_s=plgpu.RefUnion(*stage_s) if len(stages) > 1 else stage_s,  # a block has one of them
+            out_s=plgpu.SMEM((1, first.rows, TILE), rows.dtype),
+            ready=plgpu.Barrier(num_arrivals=3, num_barriers=max(stage.slots for stage in stages)),
+            summed=[plgpu.Barrier(num_arrivals=stage.groups if stage.split else 1) for stage in stages],
             # Interpret mode takes a matmul's left operand from shared memory alone.
-            **({"staged_s": plgpu.SMEM((stage.warpgroups, TILE, UNIT), rows.dtype)} if interpret else {}),
+            **({"staged_s": plgpu.SMEM((first.warpgroups, TILE, UNIT), rows.dtype)} if interpret else {}),
         ),
         # Safe here: `refill`, `_store` and barriers order all that two threads do to the same memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -242,15 +241,31 @@ def _launch(stage, rows, stacks, items, gating, interpret):
     )(rows, items.table, *arrays)
 
 
-def _block(stage, gating, rows_g, items_g, *refs, **scratch):
-    *arrays, out_g = refs
-    each = len(arrays) // len(stage.stacks)
+def _scratch(stage, dtype):
+    """A stage's ring, and where one of two sums goes to the other."""
+    sums = {"sums_s": plgpu.SMEM((stage.groups, TILE, stage.rows), _f32)} if stage.shared else {}
+    return sums | dict(
+        weight_s=plgpu.SMEM((stage.slots, stage.groups, TILE, stage.piece // 2), jnp.int8),
+        scales_s=plgpu.SMEM((stage.slots, stage.scales, stage.groups, TILE), jnp.int8),
+        rows_s=plgpu.SMEM((stage.slots, stage.rows, stage.piece), dtype),
+    )
+
+
+def _block(stages, gating, rows_g, items_g, *refs, stage_s, summed, **scratch):
+    arrays, outs = refs[: -len(stages)], refs[-len(stages) :]
+    each = len(arrays) // (len(stages) * len(stages[0].stacks))
     weights = [tuple(arrays[i : i + each]) for i in range(0, len(arrays), each)]
-    tile = _Tile(stage, rows_g, items_g, weights, out_g, scratch)
-    tile.gating = gating
-    if stage.split:
-        tile.turn = lax.axis_index("half")
-    tile.run()
+
+    def run(n, unit, done):
+        own, count = scratch | stage_s[n] | {"summed": summed[n]}, len(stages[n].stacks)
+        mine = weights[n * count : (n + 1) * count]
+        tile = _Tile(stages[n], unit, outs[n - 1] if n else rows_g, items_g, mine, outs[n], own)
+        tile.done, tile.awaited, tile.gating = done, stages[0].tiles if n else 0, gating
+        if stages[n].split:
+            tile.turn = lax.axis_index("half")
+        tile.run()
+
+    each_stage(stages, items_g, run)
 
 
 class _Tile(Tile):
@@ -296,9 +311,7 @@ class _Tile(Tile):
     def fetch_first(self, height, expert):
         if not self.stage.split:
             return super().fetch_first(height, expert)
-        for slot in range(self.stage.slots):
-            i = slot * TURNS + self.turn
-            pl.when(i < self.stage.steps)(partial(self.fetch, height, expert, i, slot))
+        self.fetch_all(height, expert, [(slot * TURNS + self.turn, slot) for slot in range(self.stage.slots)])
 
     def _run(self, height):
         if not self.stage.split:
