@@ -52,17 +52,22 @@ class Times:
     context or a busy host adds to each of them. A round of another number moves that one's own, which is the median of
     its last `TRIES`. A result that was read late makes a round seem long and the next one short, so one alone says
     little.
+
+    More drafts take no less time: the start may have been held up, but no round is too fast. A rest isn't tried while
+    drafts are made. It saves what it did at start, of the time that rounds without drafts take.
     """
 
     def __init__(self, table: Mapping[int, float]):
-        self._table = dict(table)
+        numbers = sorted(table)
+        self._table = {n: min(table[m] for m in numbers[i:]) for i, n in enumerate(numbers)}
         self._own = dict.fromkeys(table, 0.0)
         self._seen = {drafts: deque([0.0] * TRIES, TRIES) for drafts in table}
         self._more = 0.0
         self._last: int | None = None
 
     def of(self, drafts: int) -> float:
-        return max(self._table[drafts] + self._own[drafts] + self._more, LEAST * self._table[drafts])
+        time = max(self._table[drafts] + self._own[drafts] + self._more, LEAST * self._table[drafts])
+        return min(time, self.of(0) - self._table[0] + self._table[REST]) if drafts == REST else time
 
     def all(self) -> dict[int, float]:
         return {drafts: self.of(drafts) for drafts in self._table}

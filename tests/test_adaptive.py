@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec import adaptive
-from jaxspec.adaptive import Chooser, Times, rungs
+from jaxspec.adaptive import REST, Chooser, Times, rungs
 
 # ms of a round by requests and drafts, from docs/measurements/decoding.md; others lie on the lines between
 TIMES = {
@@ -243,6 +243,17 @@ def test_a_round_that_was_held_up_counts_little():
     for i in range(200):
         times.see(0 if i % 20 else 3, 1.0 if i % 20 else 2.0)
     assert times.of(0) == pytest.approx(1.0, rel=0.02) and times.of(3) == pytest.approx(2.0, rel=0.03)
+
+
+def test_a_rest_is_taken_to_save_what_it_did_at_start():
+    """It isn't timed while drafts are made, though what delays them is added to it. As seen of the demo, in ms."""
+    times = Times({REST: 12.0, 0: 9.0, 1: 10.0})  # the rest was held up at start: it takes no longer than no drafts
+    assert times.of(REST) == times.of(0) == 9.0
+    times = Times({REST: 6.6, 0: 15.0, 1: 8.2})  # and here the round without drafts was
+    assert times.of(0) == 8.2
+    for i in range(400):
+        times.see(0 if i % 20 == 0 else 1, 9.3 if i % 20 == 0 else 11.9)
+    assert times.of(0) == pytest.approx(9.3, rel=0.02) and times.of(REST) == pytest.approx(9.3 - 1.6, rel=0.02)
 
 
 @pytest.mark.parametrize("wrong", [{0: 15.0, 3: 11.0}, {0: 7.0, 3: 25.0}, {0: 15.0, 3: 25.0}])
