@@ -21,7 +21,7 @@ from jaxspec.round import GREEDY, LOGPROBS, SAMPLED, State
 
 CONTEXT = 256  # known tokens of each request, or half of what a slot can hold
 PERIOD = 16  # after which a text repeats itself, so that drafters that look for that find something
-LEAST_RUNS, MOST_RUNS, ENOUGH = 3, 12, 0.5  # of each program; and the seconds after which the former are enough
+LEAST_RUNS, MOST_RUNS, ENOUGH = 2, 12, 0.5  # of a program in a pass; and seconds after which the former are enough
 PASSES = 2  # over all programs, so that what held up one of them for a while isn't taken for its time
 NEAR = 1.05  # times the best: another run as fast as that is asked for
 

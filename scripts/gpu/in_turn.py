@@ -9,20 +9,24 @@ import fcntl
 import sys
 from typing import Any
 
-from jaxspec.bench import engines
+from jaxspec.bench import adaptive, engines
 from jaxspec.bench.__main__ import main
 
 
 def run(lock: str, arguments: list[str]) -> int:
-    start = engines.start
+    start, time_rounds = engines.start, adaptive.time_rounds
     with open(lock, "a") as file:
 
-        def in_turn(*args: Any, **options: Any) -> Any:
+        def started(*args: Any, **options: Any) -> Any:
             engine = start(*args, **options)
             fcntl.flock(file, fcntl.LOCK_EX)
             return engine
 
-        engines.start = in_turn
+        def timed(*args: Any) -> Any:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return time_rounds(*args)
+
+        engines.start, adaptive.time_rounds = started, timed  # `bench adaptive` makes its engine itself, then times it
         return main(arguments)
 
 
