@@ -4,9 +4,9 @@ The weights' outputs are the left operand, 64 of them a warpgroup, and all rows 
 cost little. Three warpgroups take 192 outputs of a tile and share its rows: at 128 rows these are four times a group's
 bytes, and come from L2 once for all three.
 
-Weights are multiplied by their scales as they are converted (`scaled`), so that sums stay in the tensor cores' hands
-from an item's first step to its last. A weight's slot is free as soon as it is converted. Rows come in pieces of 64
-inputs, and leave with them. A lane has the products of gate and of up, and two warpgroups norm a row.
+Weights are multiplied by their scales as they are converted (`scaled`), so that no sum is rescaled between an item's
+first step and its last. A weight's slot is free as soon as it is converted. Rows come in pieces of 64 inputs, and leave
+with them. A lane has the products of gate and of up, and two warpgroups norm a row.
 """
 
 from __future__ import annotations
