@@ -236,7 +236,7 @@ def test_make_has_every_target_that_is_named(page):
 def test_workflows_run_lint_and_tests_and_the_gpus_on_a_runner_that_has_one():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
     runs = {job["steps"][-1]["run"]: job["runs-on"] for job in jobs.values()}
-    assert runs.keys() == {"make lint", "make test", "make test-gpu"}
+    assert runs.keys() == {"make lint", "make test", "make exhaustive", "make test-gpu"}
     assert "gpu" in runs["make test-gpu"] and runs["make test"] == runs["make lint"] == "ubuntu-latest"
 
 
