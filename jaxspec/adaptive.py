@@ -66,8 +66,10 @@ class Times:
         self._last: int | None = None
 
     def of(self, drafts: int) -> float:
-        time = max(self._table[drafts] + self._own[drafts] + self._more, LEAST * self._table[drafts])
-        return min(time, self.of(0) - self._table[0] + self._table[REST]) if drafts == REST else time
+        time = self._table[drafts] + self._own[drafts] + self._more
+        if drafts == REST:
+            time = min(time, self.of(0) - self._table[0] + self._table[REST])
+        return max(time, LEAST * self._table[drafts])
 
     def all(self) -> dict[int, float]:
         return {drafts: self.of(drafts) for drafts in self._table}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec import adaptive
-from jaxspec.adaptive import REST, Chooser, Times, rungs
+from jaxspec.adaptive import LEAST, REST, Chooser, Times, rungs
 
 # ms of a round by requests and drafts, from docs/measurements/decoding.md; others lie on the lines between
 TIMES = {
@@ -234,6 +234,13 @@ def test_a_tree_is_chosen_whole_or_not_at_all():
     assert chooser.choose(("round", 1), 1.0) == 16 and chooser.expected()[16] > 5.3
     chooser.accepted(16, Counter({1: 5000}))
     assert chooser.choose(("round", 1), 1.0) == 0
+
+
+def test_a_rest_takes_time_however_fast_rounds_are():
+    times = Times({REST: 0.5, 0: 1.0, 1: 1.1})
+    for _ in range(60):
+        times.see(0, 0.01)
+    assert times.of(REST) == 0.5 * LEAST
 
 
 def test_a_round_that_was_held_up_counts_little():
