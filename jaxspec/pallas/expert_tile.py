@@ -33,8 +33,8 @@ def one_launch(stages: list[Any], items: Items, interpret: Any) -> bool:
 def each_stage(stages: list[Any], items_g: Any, run: Callable[[int, Any, Any], None]) -> None:
     """`run(n, unit, done)` for the n-th stage, that has this block's unit. Its units come behind the last one's.
 
-    A GPU starts blocks in their order. So a block of `down` that awaits blocks of `up` (`done`) finds them running, and
-    its first weights are on their way before the last of `up` are done.
+    A GPU starts blocks in their order, though CUDA doesn't promise it. So a block of `down` that awaits blocks of `up`
+    (`done`) finds them running, and its first weights are on their way before the last of `up` are done.
     """
     alone, first, block = stages[0].alone, _i32(0), lax.axis_index("unit")
     count = _i32(alone) if alone else items_g[0, COUNT]
