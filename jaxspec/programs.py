@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import gc
 import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -27,12 +25,14 @@ from jaxspec import batch as packing
 from jaxspec import ladder, peers
 from jaxspec.adaptive import REST
 from jaxspec.batch import Shapes, fit
+from jaxspec.compiling import no_garbage_collection, not_in_jax_cache
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter, Proposal, Resting
 from jaxspec.executables import Executables
 from jaxspec.ladder import drafting, kind_of
-from jaxspec.pallas import hopper
+from jaxspec.pallas import hopper, lowering
 from jaxspec.pallas.hopper import KERNELS, counting
+from jaxspec.pallas.lowering import Processes, lowering_by
 from jaxspec.progress import progress_bar, took
 from jaxspec.ragged import Ragged, sharing
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
@@ -44,21 +44,11 @@ log = logging.getLogger("jaxspec")
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# For so long after weights are there, a start in stages compiles nothing further: an engine and a server come up.
+QUIET_SECONDS = 2.0
+FEW = 8  # programs that are lowered before other processes could help, which take seconds to come up
 # Two sums through peers' memory must not run at once, nor in another order on another device.
 IN_A_ROW = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-
-
-@functools.cache
-def compile_counter() -> Counter:
-    """Counts this process's compilations under the key "compiles", from the first call on."""
-    counter: Counter = Counter()
-
-    def listen(event: str, duration: float, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            counter["compiles"] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return counter
 
 
 class Programs:
@@ -115,6 +105,8 @@ class Programs:
         self._compiled: dict[tuple[str, int], Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
         self._stopped = False
+        self._quiet_until = 0.0  # on the monotonic clock
+        self._unkept: list[tuple[tuple[str, int], Any, Counter]] = []  # programs and their kernels, not on disk yet
         self.watch: Callable[[str, np.ndarray | Array, float, tuple], None] | None = None  # told of each call
         self.compiling = 0  # calls that wait for their program to be compiled
         self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
@@ -171,7 +163,7 @@ class Programs:
         """Compile every program of the ladder, or those of the kinds `wanted`, several at a time. An exception from one
         ends them all."""
         programs = [one for one in ladder.ladder_of(self.shapes) if wanted(one[0])]
-        with _no_garbage_collection():
+        with no_garbage_collection():
             self._compile_all(programs, state, os.cpu_count())
 
     def warm_up_in_stages(self, state: State) -> None:
@@ -183,9 +175,9 @@ class Programs:
         """
         essential, programs = ladder.essential(self.shapes), ladder.ladder_of(self.shapes)
         special = ladder.special(self.shapes)
-        with _no_garbage_collection():
-            first = sorted(essential, key=lambda one: (one[0] != "prefill", programs.index(one)))  # that takes longest
-            self._compile_all(first, state, os.cpu_count())
+        first = sorted(essential, key=lambda one: (one[0] != "prefill", programs.index(one)))  # that takes longest
+        with no_garbage_collection():
+            self._compile_all(first, state, os.cpu_count(), keep=False)
         # Serving consumes the state's arrays; their shapes are all that later programs are made of.
         several = self.division is not None
         shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)  # noqa: E731
@@ -229,10 +221,10 @@ class Programs:
         self._stopped = True
 
     def _compile_later(self, wanted: list[tuple[str, int]], state: State) -> None:
-        """The second stage, in a thread of its own, and on half of the cores."""
+        """The second stage, in a thread of its own, on all cores but two that serve."""
         started = time.monotonic()
         try:
-            self._compile_all(wanted, state, max(os.cpu_count() // 2, 1), shown=False)
+            self._compile_all(wanted, state, max(os.cpu_count() - 2, 1), shown=False)
         except Exception as error:
             if self._ending():
                 return
@@ -246,19 +238,32 @@ class Programs:
         log.info("the other %d programs are ready, %.1f s after the first", len(wanted), time.monotonic() - started)
         self.behind = None
 
+    def _helpers(self) -> int:
+        """How many processes lower kernels beside this one, on a device that has kernels."""
+        with hopper.using(self._kernels):
+            return min(lowering.MOST, (os.cpu_count() or 1) // 2) if hopper.kernels_here() is None else 0
+
+    def let_others_begin(self) -> None:
+        """Begin nothing further for a moment, so that whoever comes up meanwhile has all of Python."""
+        self._quiet_until = time.monotonic() + QUIET_SECONDS
+
     def _ending(self) -> bool:
         """Whether to compile nothing further: `stop` was called, or the process ends, which waits for threads."""
         return self._stopped or not threading.main_thread().is_alive()
 
-    def _compile_all(self, wanted: list[tuple[str, int]], state: State, workers: int, shown: bool = True) -> None:
+    def _compile_all(
+        self, wanted: list[tuple[str, int]], state: State, workers: int, shown: bool = True, keep: bool = True
+    ) -> None:
+        """`keep`: write to disk what is new, now rather than with those that come later."""
         wanted = [one for one in wanted if one not in self._compiled]
-        # Two kinds of work: XLA's, in threads, and Python's, of which one thread does as much as many. That one lowers
-        # everything before it keeps anything on disk, since a program that isn't lowered yet can't be compiled either.
+        # Two kinds of work: XLA's, in threads, and Python's, which they take turns at (`lowering_by`). Writing to disk
+        # stops all of Python, and comes once all are lowered, since a program that isn't can't be compiled either.
+        python, processes, all_lowered = ThreadPoolExecutor(1), None, threading.Event()
         with (
             progress_bar(len(wanted), "compiling", "program", shown) as bar,
             ThreadPoolExecutor(workers) as pool,
-            ThreadPoolExecutor(1) as python,
-            contextlib.nullcontext() if self._store is None else _not_in_jax_cache(),
+            ThreadPoolExecutor(1) as disk,
+            contextlib.nullcontext() if self._store is None else not_in_jax_cache(),
         ):
 
             def go_on() -> None:
@@ -270,28 +275,45 @@ class Programs:
                 return self._kept(*one, state)
 
             def lower(one: tuple[str, int]) -> tuple[jax.stages.Lowered, Counter]:
+                time.sleep(max(self._quiet_until - time.monotonic(), 0))
                 go_on()
-                return self._lower(*one, state)
+                with lowering_by(processes):
+                    made = self._lower(*one, state)
+                left.remove(one)
+                if not left:
+                    all_lowered.set()
+                return made
 
-            def finish(one: tuple[str, int], lowering: Future) -> None:
-                lowered, kernels = lowering.result()
+            def finish(one: tuple[str, int], traced: Future) -> None:
+                lowered, kernels = traced.result()
                 go_on()
-                python.submit(self._keep, *one, state, self._compile(*one, lowered), kernels)
+                new = one, self._compile(*one, lowered), kernels
+                disk.submit(self._keep, state, *new) if keep else self._unkept.append(new)
 
             try:
-                lowering = {}
-                for one, found in zip(wanted, pool.map(kept, wanted), strict=True):
-                    if found is None:
-                        lowering[one] = python.submit(lower, one)
-                    else:
-                        bar.update()
-                for done in as_completed([pool.submit(finish, *each) for each in lowering.items()]):
+                found = dict(zip(wanted, pool.map(kept, wanted), strict=True))
+                missing = [one for one in wanted if found[one] is None]
+                bar.update(len(wanted) - len(missing))
+                left = set(missing)
+                if len(missing) > FEW and (helpers := self._helpers()):
+                    python, processes = ThreadPoolExecutor(1 + helpers), Processes(helpers)
+                lowering = [(one, python.submit(lower, one)) for one in missing]
+                if missing and keep:
+                    disk.submit(all_lowered.wait)
+                while keep and self._unkept:
+                    disk.submit(self._keep, state, *self._unkept.pop())
+                for done in as_completed([pool.submit(finish, *each) for each in lowering]):
                     done.result()
                     bar.update()
             except BaseException:
-                for executor in (python, pool):
+                for executor in (python, pool, disk):
                     executor.shutdown(wait=False, cancel_futures=True)
+                all_lowered.set()
                 raise
+            finally:
+                python.shutdown(wait=False)
+                if processes is not None:
+                    processes.stop()
 
     @property
     def workspace_bytes(self) -> int:
@@ -323,7 +345,7 @@ class Programs:
             try:
                 lowered, kernels = self._lower(kind, size, state)
                 program = self._compile(kind, size, lowered)
-                self._keep(kind, size, state, program, kernels)
+                self._keep(state, (kind, size), program, kernels)
             finally:
                 self.compiling -= 1
                 self.compiled_at = time.monotonic()
@@ -383,10 +405,10 @@ class Programs:
             program = self._compiled[kind, size] = lowered.compile(options)
         return program
 
-    def _keep(self, kind: str, size: int, state: State, program: Any, kernels: Counter) -> None:
+    def _keep(self, state: State, one: tuple[str, int], program: Any, kernels: Counter) -> None:
         if self._store is not None:
-            with took(f"kept {kind} {size}"):
-                self._store.save((kind, size), self._arguments(kind, size, state), program, kernels)
+            with took(f"kept {one[0]} {one[1]}"):
+                self._store.save(one, self._arguments(*one, state), program, kernels)
 
 
 def _spread(f: Callable, run: Callable, division: Division) -> Callable:
@@ -412,33 +434,3 @@ def _spread(f: Callable, run: Callable, division: Division) -> Callable:
 
     given = params, draft_params, state, all_same, *handed
     return spread(with_peers, division.mesh, given, (state, *result))
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Lowering makes millions of objects, most of which stay. Collecting garbage again and again takes an eighth of its
-    time.
-
-    It is collected once at the end: half a second that a request would otherwise wait for.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-            gc.collect()
-
-
-@contextlib.contextmanager
-def _not_in_jax_cache() -> Iterator[None]:
-    """jax's own cache is read but not written. Serialising a program stops all of Python, and jax would do it a second
-    time, in the midst of lowering."""
-    option = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, option)
-    jax.config.update(option, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(option, before)

@@ -35,6 +35,7 @@ from jaxspec.cache import (
 )
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
+from jaxspec.compiling import compile_counter
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.defaults import resolve, shapes_of, small_model
@@ -46,7 +47,7 @@ from jaxspec.hosts import Follower, Leader, same_plan, shapes_of_all
 from jaxspec.mixers import state_bytes
 from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
-from jaxspec.programs import Programs, compile_counter
+from jaxspec.programs import Programs
 from jaxspec.round import MODES, State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.sharding import Division
@@ -156,7 +157,9 @@ class Runner:
             if loading is not None:
                 loading.result()
             raise
-        if loading is not None and not self._filled(*loading.result()):
+        loaded = None if loading is None else loading.result()
+        self.programs.let_others_begin()
+        if loaded is not None and not self._filled(*loaded):
             log.warning("weights aren't as the config says, so programs are compiled again")
             self.programs.stop()
             self._prepare(options)

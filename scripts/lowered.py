@@ -45,7 +45,6 @@ from configs import (
     QWEN35_35B,
     SMOLLM2,
 )
-from jax import export
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu import lowering as mosaic
 
@@ -54,7 +53,7 @@ from jaxspec.checkpoint import Model, load
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.ladder import ladder_of
-from jaxspec.pallas import hopper, once
+from jaxspec.pallas import hopper, lowering, once
 from jaxspec.round import GREEDY, MODES
 from jaxspec.weights import Weight
 
@@ -93,20 +92,14 @@ class Kernels:
     def __init__(self, hashes: dict[str, str], alone: bool):
         self.hashes, self.alone, self.calls = hashes, alone, {}
 
-    def call(self, jitted, tree, shapes):
-        function, fixed = jitted.func, dict(jitted.keywords)
-        fixed.pop("interpret")
-        name = f"{function.__module__.removeprefix('jaxspec.pallas.')}.{function.__name__}"
-        told = without_addresses(fixed)
+    def function(self, call: lowering.Call):
+        name = f"{call.function.__module__.removeprefix('jaxspec.pallas.')}.{call.function.__name__}"
+        told = without_addresses(call.static)
+        shapes, tree = call.shapes, call.tree
         operands = ", ".join(f"{s.dtype}{list(s.shape)}" for s in shapes)
         key = f"kernel {name} {told} {tree} ({operands})"
         if key not in self.calls:
-
-            def flat(*leaves):
-                args, named = jax.tree.unflatten(tree, leaves)
-                return jitted(*args, **named)
-
-            out = jax.eval_shape(flat, *shapes)
+            out = jax.eval_shape(call.run, *shapes)
             leaves, structure = jax.tree.flatten(out)
 
             def opaque(*operands):
@@ -115,8 +108,7 @@ class Kernels:
 
             self.calls[key] = jax.jit(opaque)
             if self.alone:
-                text = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[once.MOSAIC])(*shapes)
-                self.hashes[key] = hashed(text.mlir_module())
+                self.hashes[key] = hashed(call.lower()[0].mlir_module())
         return self.calls[key]
 
 
@@ -305,7 +297,7 @@ def run(
     mosaic.source_info_util = SimpleNamespace(**vars(mosaic.source_info_util) | {"user_frame": lambda *_: None})
     hashes: dict[str, str] = {}
     kernels = Kernels(hashes, alone)
-    once._Lowered.function = lambda self, name, jitted, tree, shapes: kernels.call(jitted, tree, shapes)
+    once._Lowered.function = lambda self, name, call: kernels.function(call)
     started = time.monotonic()
     for name in models:
         for program, jitted, arguments in programs(name, layers, modes, everything, only):

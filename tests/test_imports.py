@@ -30,7 +30,7 @@ LAYERS = (
     "rest ragged",
     "drafters round hosts deterministic",
     "outline",
-    "structured ladder programs functional",
+    "structured ladder compiling programs functional",
     "timing flight",
     "defaults runner",
     "intake",

@@ -29,6 +29,7 @@ BULK_COPY = 256  # numbers along one axis that a bulk copy can bring
 # devices, and heads that four warps can't share out (`write_heads`). Tests set it, and whoever times them does.
 UNTIMED = False
 
+_pretended: int | None = None
 KERNELS: Counter = Counter()  # by a kernel's own name: how many times a trace has called it
 _traced: contextvars.ContextVar[Counter | None] = contextvars.ContextVar("traced", default=None)
 _asked: contextvars.ContextVar[str] = contextvars.ContextVar("asked", default="auto")
@@ -96,9 +97,18 @@ def count(kernel: str) -> None:
 
 def multiprocessors() -> int:
     """How many of this process's default device can run the kernels: 0 if it is no Hopper GPU."""
-    if kernels_here() is not None:
-        return 0
-    return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+    return processors() if kernels_here() is None else 0
+
+
+def processors() -> int:
+    """How many this process's default device has, or the one that it lowers for (`pretend`). Of a CPU, an H100's."""
+    return _pretended or getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+
+
+def pretend(count: int | None) -> None:
+    """Lower kernels for a device of so many multiprocessors, which another process has; None: for this process's."""
+    global _pretended
+    _pretended = count
 
 
 def chosen(reason: str | None, processors: int = 1) -> bool:

@@ -2,7 +2,7 @@
 
 Lowering a Mosaic kernel is Python and takes half a second to two, most of a program's lowering. jax's own caches of it
 end with the program. But a ladder has each round three times (greedy, sampled, with logprobs), with the same kernels.
-So a kernel is exported by itself, and each call gets its module.
+So a kernel is exported by itself, and each call gets its module. Other processes may do that (`lowering.py`).
 
 It is also compiled at once, beside the next lowering. A process compiles a kernel once, so programs find it done.
 Otherwise each would compile its own one after the other, up to half of the time that XLA takes for it.
@@ -18,13 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax import export
 
-from jaxspec.pallas import hopper, layouts
+from jaxspec.pallas import hopper
+from jaxspec.pallas.lowering import Call, lowered, waiting
 from jaxspec.progress import took
-
-# Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this process.
-MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
 _compiling = ThreadPoolExecutor(os.cpu_count(), "kernels")
 
@@ -50,9 +47,10 @@ def lower_once(kernel: str, *static: str) -> Callable[[Callable], Callable]:
             leaves, tree = jax.tree.flatten((args, named))
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, leaves))
             with guard:
-                lowered = known.setdefault((tuple(fixed.items()), tree, shapes), _Lowered())
-            return lowered.function(kernel, functools.partial(jitted, interpret=False, **fixed), tree, shapes)(*leaves)
+                one = known.setdefault((tuple(fixed.items()), tree, shapes), _Lowered())
+            return one.function(kernel, Call(call, fixed, tree, shapes))(*leaves)
 
+        call.jitted = jitted
         return call
 
     return decorate
@@ -65,29 +63,29 @@ class _Lowered:
         self._lock = threading.Lock()
         self._function: Callable | None = None
 
-    def function(self, name: str, jitted: Callable, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable:
-        """What takes the leaves of the arguments `tree` and gives the result. `name`: the kernel's, for the log."""
+    def function(self, name: str, call: Call) -> Callable:
+        """What takes the leaves of the call's arguments and gives its result. `name`: the kernel's, for the log."""
+        if self._function is None:
+            with waiting(), self._lock:
+                if self._function is None:
+                    self._function = self._lowered(name, call)
+        return self._function
 
-        def flat(*leaves):
-            args, named = jax.tree.unflatten(tree, leaves)
-            return jitted(*args, **named)
-
-        with self._lock:
-            if self._function is None:
-                layouts.install()
-                with took(f"lowered kernel {name}"):
-                    exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[MOSAIC])(*shapes)
-                self._function = jax.jit(exported.call)  # jit: a function in a program, however often it is called
-                if jax.default_backend() == "gpu":
-                    alone = jax.jit(exported.call, donate_argnums=_in_place(shapes, exported.out_avals)).lower(*shapes)
-                    _compiling.submit(_compile, name, alone)
-            return self._function
+    def _lowered(self, name: str, call: Call) -> Callable:
+        with took(f"lowered kernel {name}"):
+            exported, tree = lowered(call)
+        run = jax.jit(exported.call)  # jit: a function in a program, however often it is called
+        if jax.default_backend() == "gpu":
+            donated = _in_place(call.shapes, exported.out_avals)
+            alone = jax.jit(exported.call, donate_argnums=donated).lower(*call.shapes)
+            _compiling.submit(_compile, name, alone)
+        return lambda *leaves: jax.tree.unflatten(tree, run(*leaves))
 
 
-def _compile(name: str, lowered: jax.stages.Lowered) -> None:
+def _compile(name: str, program: jax.stages.Lowered) -> None:
     """For what it leaves behind: programs tell of any error."""
     with took(f"compiled kernel {name}"):
-        lowered.compile()
+        program.compile()
 
 
 def _in_place(given: Sequence[jax.ShapeDtypeStruct], made: Sequence[jax.ShapeDtypeStruct]) -> list[int]:

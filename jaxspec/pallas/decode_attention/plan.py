@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
-from jaxspec.pallas.hopper import MULTIPROCESSORS, THREADS
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import THREADS
 
 ROWS = 64  # of a tile, at most: the M of a Hopper warpgroup's matmul, whose N may be as small as `FEW_ROWS`
 FEW_ROWS = 8
@@ -162,7 +162,7 @@ def division(tiles: int, h: int, span: int | None = None) -> tuple[int, int]:
     each divide its tokens once more. `span`: the most tokens that rows within a window see; no more parts than they
     have steps are made, since each is combined with all others.
     """
-    processors = getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+    processors = hopper.processors()
     most = 2 * MAX_SPLITS if span is None else -(-span // step_tokens(h)) + 1
     splits = 1
     while splits < min(MAX_SPLITS, most) and 2 * splits * tiles <= processors:
