@@ -14,7 +14,7 @@ import pytest
 from jaxspec import mxfp4
 from jaxspec.bench import profile
 from jaxspec.decoder.matmul import gating
-from jaxspec.pallas import experts
+from jaxspec.pallas import expert_mxfp4, experts
 from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, mix
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.weights import Mxfp4, Weight
@@ -75,6 +75,22 @@ def test_kernel_matches_the_reference(model, tokens):
         np.testing.assert_array_equal(got, run(*case))
         rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, MODELS[model][2])
         assert_close(got, experts.combine(experts.reference(rows, stacks, items, ACT), place, weights), 1e-2)
+
+
+@pytest.mark.parametrize("tokens", [9, 128])
+def test_one_launch_makes_the_bits_of_two(tokens, monkeypatch):
+    """Where one expert has all tokens, and where all tokens have the same experts: then blocks wait for others most."""
+    x, stacks, ids, _ = draw("gpt-oss-120b", tokens, 0.0, 0)
+    column = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    monkeypatch.setattr(expert_mxfp4, "_mix", expert_mxfp4._mix.__wrapped__)  # it would keep its first trace
+    for ids in (jnp.where(column == 0, 5, experts.NOBODY), column):
+        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, 128)
+        made = []
+        for one in (True, False):
+            monkeypatch.setattr(expert_mxfp4, "one_launch", lambda *_, one=one: one)
+            made.append(jax.jit(lambda *a: mix(*a, gating=ACT))(rows, stacks, items)[place[place >= 0]])
+        np.testing.assert_array_equal(*made)
+        assert np.isfinite(made[0].astype(jnp.float32)).all()
 
 
 @pytest.mark.parametrize("highest", [8, 16, 32, 64])
