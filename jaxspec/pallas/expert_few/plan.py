@@ -35,7 +35,8 @@ PART = 16  # rows of gate, and of up, that one copy brings where a tile isn't on
 PARTS = HALF // PART  # of a tile of `up`
 ARRIVALS = max(2 * PARTS, TOGETHER)  # of copies into a slot: as many as any tile has
 ALIGNED = 1024  # bytes: what each array in shared memory begins at a multiple of
-AHEAD, FP8_AHEAD = 768, 1024  # inputs of `down` whose hidden rows there is room for
+AHEAD, FP8_AHEAD = 768, 1024  # inputs of `down` whose hidden rows there is room for, at most
+HIDDEN_BYTES = 32 * 1024  # of FP8 experts' hidden rows, if those of a group of experts need no more
 FLIGHT = 64 * 1024  # bytes of weights that are under way at once
 LANES = 32  # of a warp: each has the scale of a block of inputs
 ODD = 2  # rows before the results, so that slices begin at no multiple of four: Mosaic swizzles such slices wrongly
@@ -101,7 +102,10 @@ class Plan:
     @property
     def hidden_ahead(self) -> int:
         """Inputs of `down` whose hidden rows there is room for."""
-        return FP8_AHEAD if self.fp8 else AHEAD
+        if not self.fp8:
+            return AHEAD
+        inputs, turns = max(HIDDEN_BYTES // (2 * self.beside), self.f), self.multipliers * STEP
+        return min(FP8_AHEAD, -(-inputs // turns) * turns)
 
     @property
     def multipliers(self) -> int:
