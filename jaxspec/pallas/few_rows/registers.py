@@ -3,7 +3,7 @@
 The weights' outputs are the left operand of `mma`, of which a warp has 16 and a group `TILE`; rows are the narrow side.
 Both operands come from shared memory in words of 16 bytes, so a lane has 16 neighbouring inputs of an output, and the
 same ones of a row. Which of a product's inputs a register holds is free as long as both operands agree, so no lane
-needs another's words. Of a word of four e4m3 numbers the first and third make one register, the others another one.
+needs another's words. A word of four e4m3 numbers makes two registers, as its neighbours of a row already are.
 
 In rows of 128 bytes, as `SwizzleTransform` arranges them, the four lanes of an output read the 16 bytes `PIECES` names,
 then their neighbours: so neither operand's loads share a bank.
@@ -31,22 +31,21 @@ from jaxspec.pallas.hopper import THREADS
 PIECES = (0, 3, 5, 6)  # by lane: the first of two of a row's eight parts of 16 bytes; the other is its neighbour
 BIASED = 0x7B807B80  # 2^120 twice: what the exponent's other bias lacks
 BYTES, ATOM = 16, 1024  # of a load; of eight rows of 128 bytes, which are swizzled together
-# The numbers in bytes 0 and 2, and in 1 and 3, moved to bfloat16's places and multiplied by what their bias lacks.
+# A word's four bytes as two pairs of bfloat16: each with its sign spread over the upper half of 16 bits, moved to
+# bfloat16's places and multiplied by what its bias lacks.
 CONVERT = """{
-.reg .b32 pair, sign;
-shl.b32 pair, $2, 4;
-shl.b32 sign, $2, 8;
-and.b32 pair, pair, 0x07F007F0;
-lop3.b32 pair, pair, sign, 0x80008000, 0xF8;
+.reg .b32 pair;
+prmt.b32 pair, $2, 0, 0x9180;
+shl.b32 pair, pair, 4;
+and.b32 pair, pair, 0x87F087F0;
 mul.bf16x2 $0, pair, $3;
-shr.u32 pair, $2, 4;
-and.b32 pair, pair, 0x07F007F0;
-lop3.b32 pair, pair, $2, 0x80008000, 0xF8;
+prmt.b32 pair, $2, 0, 0xB3A2;
+shl.b32 pair, pair, 4;
+and.b32 pair, pair, 0x87F087F0;
 mul.bf16x2 $1, pair, $3;
 }"""
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 CONSTRAINTS = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-EVEN, ODD = 0x5410, 0x7632  # `prmt`: the lower halves of two words, and the upper ones
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -134,7 +133,7 @@ def _products(share, apart, last, _, weight_s, rows_s):
     sums = {}
     for block in range(blocks):
         right = [
-            [_paired(_load(inputs[i], (n * halves + 2 * block) * ATOM)) for i in range(4)] for n in range(row_groups)
+            [_load(inputs[i], (n * halves + 2 * block) * ATOM) for i in range(4)] for n in range(row_groups)
         ]
         for g in range(groups):
             apart = [[[zero] * 4 for _ in range(row_groups)] for _ in range(2)]  # each product waits for one before it
@@ -144,8 +143,8 @@ def _products(share, apart, last, _, weight_s, rows_s):
                 for q in range(4):
                     (a0, a2), (a1, a3) = _converted(upper[q]), _converted(lower[q])
                     for n in range(row_groups):
-                        even, odd = right[n][2 * i + q // 2][q % 2]
-                        totals[n] = _mma(totals[n], (a0, a1, a2, a3), (even, odd))
+                        words = right[n][2 * i + q // 2]
+                        totals[n] = _mma(totals[n], (a0, a1, a2, a3), words[q % 2 * 2 :][:2])
             sums[g, block] = [
                 [arith.addf(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(*apart, strict=True)
             ]
@@ -173,17 +172,8 @@ def _mma(totals, left, right):
 
 
 def _converted(word):
-    """The first and third of a word's four numbers, then the others, as bfloat16."""
+    """The first two of a word's four numbers, then the others, as bfloat16."""
     return mgpu.utils.inline_ptx(CONVERT, word, mgpu.c(BIASED, _i32_type()), result_types=[_i32_type()] * 2)
-
-
-def _paired(words):
-    """Of each four numbers of a row the first and third, then the others."""
-    prmt = "prmt.b32 $0, $1, $2, $3;"
-    return [
-        [mgpu.utils.inline_ptx(prmt, *words[i : i + 2], _int(which), result_types=_i32_type()) for which in (EVEN, ODD)]
-        for i in range(0, len(words), 2)
-    ]
 
 
 def _load(pointer, offset: int):
