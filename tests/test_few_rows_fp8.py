@@ -176,6 +176,23 @@ def test_heads(by_output, scaled, normed, sizes):
     check_heads(operands(by_output=by_output, **sizes), scaled, normed, **INTERPRET)
 
 
+CHECKS = {
+    "gated": check_gated, "add": check_add, "normed": check_normed, "product": check_product, "heads": check_heads
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel,rows", one_in(3, CHECKS, [16, 24, 32]))
+def test_up_to_32_rows(kernel, rows):
+    CHECKS[kernel](operands(rows, **WIDE | {"d": 1280}), **INTERPRET)
+
+
+def test_blocks_of_a_cluster_finish_rows_of_their_own():
+    """As far as each has eight of them."""
+    shares = [share_out(rows, [1024], 1024, 1, normed=False, fp8=True) for rows in (8, 16, 24, 32)]
+    assert [share.splits for share in shares] == [4] * 4
+    assert [(share.finishers, share.finished) for share in shares] == [(1, 8), (2, 8), (3, 8), (4, 8)]
+
+
 def test_weights_that_do_not_fit_are_named():
     assert op.fp8_supported(128, 4096, 4096, 32) is None and op.fp8_supported(None, 4096, 4096, 1) is None
     assert "64 outputs and all inputs" in op.fp8_supported(None, 4096, 4096, 64)
@@ -204,14 +221,20 @@ def test_lowers_for_cuda(kernel, by_output):
     check_lowers(kernel, by_output, QWEN3)
 
 
+@pytest.mark.parametrize("kernel,rows", one_in(3, KERNELS_OF, [16, 24, 32]))
+def test_more_rows_lower_for_cuda(kernel, rows):
+    check_lowers(kernel, False, QWEN3, rows)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", KERNELS_OF)
 @pytest.mark.parametrize("sizes", [WIDE, MIXTURE, HYBRID])
-def test_other_sizes_lower_for_cuda(kernel, sizes):
-    check_lowers(kernel, False, sizes)
+@pytest.mark.parametrize("rows", [8, 32])
+def test_other_sizes_lower_for_cuda(kernel, sizes, rows):
+    check_lowers(kernel, False, sizes, rows)
 
 
-def check_lowers(kernel, by_output, sizes):
-    given = jax.eval_shape(lambda: operands(by_output=by_output, **sizes))
+def check_lowers(kernel, by_output, sizes, rows=8):
+    given = jax.eval_shape(lambda: operands(rows, by_output, **sizes))
     text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.fp8 import BLOCK
+from jaxspec.pallas.few_rows import cluster
 from jaxspec.pallas.few_rows.fp8 import fp8_sums, outputs, scales_of
 from jaxspec.pallas.few_rows.share import (
     COPY_GROUPS,
@@ -19,6 +20,7 @@ from jaxspec.pallas.few_rows.share import (
     TILE,
     Share,
     column_of,
+    first_row,
     largest,
     split_of,
     tiles_of,
@@ -65,17 +67,21 @@ def grid_of(share: Share) -> dict[str, Any]:
 def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
     rows, groups = share.rows, share.groups
-    weight = (share.slots, groups, share.chunk, TILE), jnp.bfloat16
+    if share.fp8:
+        weight_s = plgpu.SMEM((share.slots, groups * TILE, share.chunk), jnp.int8)
+    else:
+        weight_s = plgpu.SMEM((share.slots, groups, share.chunk, TILE), jnp.bfloat16)
+    if share.warpgroups > 1:  # a slot of each is where its sums are put
+        size = groups * share.chunk // (4 * GROUP)
+        weight_s = plgpu.RefUnion(weight_s, plgpu.SMEM((share.warpgroups, size, TILE, GROUP), _f32))
     scratch = dict(
-        weight_s=plgpu.SMEM(*((share.slots, groups * TILE, share.chunk), jnp.int8) if share.fp8 else weight),
+        weight_s=weight_s,
         rows_s=plgpu.SMEM((share.chunks if share.normed else share.slots, rows, share.chunk), jnp.bfloat16),
         ready=plgpu.Barrier(num_arrivals=share.copies + (not share.normed), num_barriers=share.slots),
     )
     if share.splits > 1:
-        scratch["parts_s"] = plgpu.SMEM((share.splits, groups, TILE, rows), _f32)
-        scratch["sent"] = plgpu.Barrier(num_arrivals=share.splits * groups)
+        scratch |= cluster.scratch(share)
     if share.warpgroups > 1:
-        scratch["sums_s"] = plgpu.SMEM((share.warpgroups - 1, groups, TILE, rows), _f32)
         scratch["summed"] = plgpu.Barrier(num_arrivals=share.warpgroups - 1)
     if share.fp8:
         scratch["scales_s"] = plgpu.SMEM((share.warpgroups, groups, share.scales), _f32)
@@ -86,7 +92,7 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
 
 def out_of(share: Share) -> dict[str, Any]:
     """Shared memory for what `to_rows` makes."""
-    return {"out_s": plgpu.SMEM((share.rows, share.groups * TILE), jnp.bfloat16)}
+    return {"out_s": plgpu.SMEM((share.finished, share.groups * TILE), jnp.bfloat16)}
 
 
 def ranges(share, weights_g):
@@ -103,7 +109,10 @@ def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
     Returns what copies chunk i to a slot, and an FP8 weight's scales. Of several weights, the tiles of the first come
     first.
     """
+    if share.splits > 1:
+        cluster.expect(share, others["sent_s"])
     scales = scales_of(share, *weights_g, interpret="staged_s" in others) if share.fp8 else None
+    weight_s = ring_of(share, weight_s)[0]
     tile, split, rows_g = lax.axis_index("tile"), split_of(share), () if share.normed else rows_g
 
     def fetch(i, slot):
@@ -143,16 +152,17 @@ def multiply(
     end,
     factor=None,
     *,
+    weight_s,
     parts_s=None,
-    sent=None,
-    sums_s=None,
+    sent_s=None,
     summed=None,
     **ring,
 ):
-    """Call `end` with the products of all rows and a tile's columns, f32[TILE, rows] of each group.
+    """Call `end` with the products of a tile's columns, f32[TILE, rows] of each group.
 
-    Only a tile's first block does. `ahead`: weights to prefetch into the L2 cache meanwhile. `factor`: what each row's
-    products are still to be multiplied by.
+    These are of all rows, or of a cluster's several blocks that finish some, of `finished` rows from `first_row` on.
+    `ahead`: weights to prefetch into the L2 cache meanwhile. `factor`: what each row's products are still to be
+    multiplied by.
     """
     split = split_of(share)
     _prefetch(ahead, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
@@ -162,8 +172,12 @@ def multiply(
             totals = [total * lax.broadcast_in_dim(factor, total.shape, [1]) for total in totals]
         end(totals)
 
+    weight_s, sums_s = ring_of(share, weight_s)
+    ring["weight_s"] = weight_s
     totals = fp8_sums(share, begun, **ring) if share.fp8 else _sums(share, begun[0], **ring)
-    gather = partial(_gathered, share, finish, split, parts_s, sent)
+    gather = partial(_gathered, share, finish, split, parts_s, sent_s)
+    if share.splits > 1:
+        cluster.meet()
     if share.warpgroups == 1:
         gather(totals)
         return
@@ -171,34 +185,43 @@ def multiply(
 
     @pl.when(turn > 0)
     def _():
-        for g, total in enumerate(totals):
-            sums_s[turn - 1, g] = total
+        plgpu.commit_smem()  # all warps have read what the sums take the place of
+        for i, eight in enumerate(_eights(totals)):
+            sums_s[turn, i] = eight
         plgpu.commit_smem()  # all threads have written when one of them signals
         plgpu.barrier_arrive(summed)
 
     @pl.when(turn == 0)
     def _():
         plgpu.barrier_wait(summed)
-        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-        others = range(share.warpgroups - 1)
-        gather([sum((load(sums_s.at[i, g]) for i in others), total) for g, total in enumerate(totals)])
+        gather(_added(share, [sums_s.at[i] for i in range(1, share.warpgroups)], totals))
 
 
-def _gathered(share, finish, split, parts_s, sent, totals):
-    """Call `finish` with the sums over all of a tile's blocks, in the first one."""
+def ring_of(share, weight_s):
+    """Shared memory for weights, and for the sums of a block's warpgroups in the end, if it has several."""
+    return weight_s if share.warpgroups > 1 else (weight_s, None)
+
+
+def _eights(totals):
+    """Sums of each group and `GROUP` rows. In memory these don't share banks."""
+    return [total[:, at : at + GROUP] for total in totals for at in range(0, total.shape[1], GROUP)]
+
+
+def _added(share, refs, totals):
+    """The sums of each group, and in order those of which `refs` have parts as `_eights` gives them."""
+    load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+    made = [sum((load(ref.at[i]) for ref in refs), eight) for i, eight in enumerate(_eights(totals))]
+    count = len(made) // share.groups
+    return [jnp.concatenate(made[g * count : (g + 1) * count], axis=1) for g in range(share.groups)]
+
+
+def _gathered(share, finish, split, parts_s, sent_s, totals):
+    """Call `finish` with the sums over all of a tile's blocks, in those of them that finish some rows."""
     if share.splits == 1:
         finish(totals)
         return
-    send = partial(plgpu.async_store_smem, cluster_idx=_i32(0), cluster_dim="split", optimized=False)
-    for g, total in enumerate(totals):
-        send(total, parts_s.at[split, g], sent)
-
-    @pl.when(split == 0)
-    def _():
-        plgpu.barrier_wait(sent)
-        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-        each = [[load(parts_s.at[i, g]) for i in range(share.splits)] for g in range(share.groups)]
-        finish([sum(parts[1:], parts[0]) for parts in each])
+    cluster.send(share, split, totals, parts_s, sent_s)
+    pl.when(split < share.finishers)(lambda: finish(cluster.receive(share, parts_s, sent_s)))
 
 
 def _sums(share, fetch, *, weight_s, rows_s, ready):
@@ -252,8 +275,17 @@ def prepare(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):
     (row_g,), (squares_g,) = rows_g, scales_g
     for out_g in kept_g:
         pl.when(lax.axis_index("tile") == 0)(partial(_keep, share, row_g, squares_g, eps, out_g))
-    squares = plgpu.load(squares_g, layout=by_tile(), optimized=False)
-    return lax.rsqrt(jnp.sum(squares, axis=0) / share.widths[0] + eps)
+    squares_g = squares_g.at[:, pl.ds(first_row(share), share.finished)]
+
+    def factor():
+        squares = plgpu.load(squares_g, layout=by_tile(), optimized=False)
+        return lax.rsqrt(jnp.sum(squares, axis=0) / share.widths[0] + eps)
+
+    if share.warpgroups == 1:
+        return factor()
+    # The others multiply nothing by it, and would read as much.
+    nothing = lambda: plgpu.layout_cast(jnp.ones((share.finished,), _f32), by_tile().reduce(0))  # noqa: E731
+    return lax.cond(turn_of(share) == 0, factor, nothing)
 
 
 def _keep(share, rows_g, squares_g, eps, out_g):

@@ -59,6 +59,7 @@ from jaxspec.pallas.few_rows.share import (
     MAX_GROUPS,
     TILE,
     column_of,
+    first_row,
     share_out,
     tiles_of,
     tiles_of_squares,
@@ -121,7 +122,7 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, *refs, out_s, **scratch):
     tile, refs = lax.axis_index("tile"), list(refs)
     weights_g, out_g = [taken(share, refs)], refs[ahead]
     begun = begin(share, weights_g, [x_g], **scratch)
-    factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"])
+    factor, rows = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
 
     def finish(totals):
         to_rows(totals, out_s)
@@ -129,7 +130,7 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, *refs, out_s, **scratch):
             gate, up = (from_rows(out_s, g * TILE + at, HALF) for at in (0, HALF))
             value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
             column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
-            out_g[:, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
+            out_g[rows, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
 
     multiply(share, begun, refs[:ahead], finish, factor, **scratch)
 
@@ -209,7 +210,7 @@ def _heads(
         **grid_of(share),
         scratch_types=scratch_of(share, interpret)
         | out_of(share)
-        | {"head_s": plgpu.SMEM((count, width), rows[0].dtype)},
+        | {"head_s": plgpu.SMEM((share.finished, width), rows[0].dtype)},
         compiler_params=params(),
         interpret=interpret,
     )(*operands(weight), cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *ahead)
@@ -229,9 +230,10 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
     asks = (head < queries).astype(_f32)
     begun = begin(share, weights_g, rows_g, **scratch)
     # Asked for before anything is waited for, as each would take its time later.
-    cos, sin = (plgpu.load(ref, layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
+    first, rows = first_row(share), pl.ds(first_row(share), share.finished)
+    cos, sin = (plgpu.load(ref.at[rows], layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
     cos, sin = cos * turns + (1 - turns), sin * turns
-    layer, places = layer_g[0] + further, [place_g[i] for i in range(place_g.shape[0])]
+    layer, places = layer_g[0] + further, [place_g[first + i] for i in range(share.finished)]
     kind, kv_head = (f(jnp.maximum(head - queries, 0), _i32(kv_heads)) for f in (lax.div, lax.rem))
     inverse = inverse_g[0][layer, kind, kv_head] if inverse_g else None
     norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
@@ -255,8 +257,8 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
 
             @pl.when(head < queries)
             def _():
-                q_g[:, pl.ds(head * width, half)] = first.astype(jnp.bfloat16)
-                q_g[:, pl.ds(head * width + half, half)] = second.astype(jnp.bfloat16)
+                q_g[rows, pl.ds(head * width, half)] = first.astype(jnp.bfloat16)
+                q_g[rows, pl.ds(head * width + half, half)] = second.astype(jnp.bfloat16)
 
         @pl.when(head >= queries)
         def _():
@@ -342,12 +344,12 @@ def _product_tile(share, centred, counts, *refs, **scratch):
     x_g, weights_g = [refs.pop(0) for _ in range(plus)], [taken(share, refs)]
     rows_g, scale_g, bias_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     out_g, *scaled_g = refs
-    columns = pl.ds(lax.axis_index("tile") * TILE, TILE)
+    here = pl.ds(first_row(share), share.finished), pl.ds(lax.axis_index("tile") * TILE, TILE)
     layout = plgpu.Layout.WGMMA_TRANSPOSED
     begun = begin(share, weights_g, rows_g, **scratch)
-    x = [plgpu.load(ref.at[:, columns].transpose((1, 0)), layout=layout, optimized=False) for ref in x_g]
+    x = [plgpu.load(ref.at[here].transpose((1, 0)), layout=layout, optimized=False) for ref in x_g]
     of_columns = partial(plgpu.load, layout=layout.reduce(1), optimized=False)
-    scale, bias = ([of_columns(ref.at[columns]).astype(_f32) for ref in refs] for refs in (scale_g, bias_g))
+    scale, bias = ([of_columns(ref.at[here[1]]).astype(_f32) for ref in refs] for refs in (scale_g, bias_g))
 
     def finish(totals):
         total = plgpu.layout_cast(totals[0], layout).astype(jnp.bfloat16)
@@ -355,25 +357,25 @@ def _product_tile(share, centred, counts, *refs, **scratch):
             total = _biased(total.astype(_f32), each, 0).astype(jnp.bfloat16)
         for each in x:
             total = (each.astype(_f32) + total.astype(_f32)).astype(jnp.bfloat16)
-        out_g.at[:, columns].transpose((1, 0))[...] = total
+        out_g.at[here].transpose((1, 0))[...] = total
         if scale:
-            _write_scaled(share, total.astype(_f32), 1 + scale[0] if centred else scale[0], *scaled_g)
+            _write_scaled(share, here, total.astype(_f32), 1 + scale[0] if centred else scale[0], *scaled_g)
 
     multiply(share, begun, (), finish, **scratch)
 
 
-def _write_scaled(share, x, scale, rows_g, squares_g):
+def _write_scaled(share, here, x, scale, rows_g, squares_g):
     """A tile of `Scaled` rows and its sums of squares, and its share of the zeros after all tiles'."""
-    tile, (columns, rows) = lax.axis_index("tile"), x.shape
-    part = rows_g.at[:, pl.ds(tile * columns, columns)].transpose((1, 0))
+    tile, rows = lax.axis_index("tile"), here[0]
+    part = rows_g.at[here].transpose((1, 0))
     part[...] = (x * lax.broadcast_in_dim(scale, x.shape, [0])).astype(jnp.bfloat16)
-    squares_g[tile] = jnp.sum(x * x, axis=0)
+    squares_g[tile, rows] = jnp.sum(x * x, axis=0)
     for at in range(share.tiles, squares_g.shape[0], share.tiles):
 
         @pl.when(tile + at < squares_g.shape[0])
         def _(at=at):
-            zeros = jnp.zeros((rows,), _f32)
-            squares_g[tile + at] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA_TRANSPOSED.reduce(0))
+            zeros = jnp.zeros((share.finished,), _f32)
+            squares_g[tile + at, rows] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA_TRANSPOSED.reduce(0))
 
 
 @lower_once("few_rows_normed", "eps", "dtypes", "centred", "keep", "splits")
@@ -426,7 +428,7 @@ def _normed_tile(share, eps, centred, weights, biases, x_g, scale_g, *refs, **sc
     weights_g = [taken(share, refs) for _ in range(weights)]
     biases_g, outs_g = refs[:biases], refs[biases:]
     tile = lax.axis_index("tile")
-    begun = begin(share, weights_g, [x_g], **scratch)
+    begun, rows = begin(share, weights_g, [x_g], **scratch), pl.ds(first_row(share), share.finished)
     factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
 
     def finish(totals):
@@ -441,6 +443,6 @@ def _normed_tile(share, eps, centred, weights, biases, x_g, scale_g, *refs, **sc
                         total = total + lax.broadcast_in_dim(bias, total.shape, [0])
                     total = plgpu.layout_cast(total.astype(out_g.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
                     columns = pl.ds(column_of(share, outputs(out_g), tile - first, g), TILE)
-                    out_g.at[:, columns].transpose((1, 0))[...] = total
+                    out_g.at[rows, columns].transpose((1, 0))[...] = total
 
     multiply(share, begun, (), finish, factor, **scratch)

@@ -130,28 +130,30 @@ def _products(share, apart, last, _, weight_s, rows_s):
     inputs = [_at(rows, arith.xori(own, _int(BYTES * i))) for i in range(4)]
 
     zero = mgpu.c(0.0, ir.F32Type.get())
+    chains = 2 if row_groups == 1 else 1  # each product waits for one before it, of the same sums
     sums = {}
     for block in range(blocks):
-        right = [
-            [_load(inputs[i], (n * halves + 2 * block) * ATOM) for i in range(4)] for n in range(row_groups)
-        ]
+        right = [[_load(inputs[i], (n * halves + 2 * block) * ATOM) for i in range(4)] for n in range(row_groups)]
         for g in range(groups):
-            apart = [[[zero] * 4 for _ in range(row_groups)] for _ in range(2)]  # each product waits for one before it
-            for i, totals in enumerate(apart):
-                at = g * eights + block * ATOM
+            apart = [[[zero] * 4 for _ in range(row_groups)] for _ in range(chains)]
+            for i in range(2):
+                at, totals = g * eights + block * ATOM, apart[i % chains]
                 upper, lower = (_load(weights[i], at + half * blocks * ATOM) for half in range(2))
                 for q in range(4):
                     (a0, a2), (a1, a3) = _converted(upper[q]), _converted(lower[q])
                     for n in range(row_groups):
                         words = right[n][2 * i + q // 2]
                         totals[n] = _mma(totals[n], (a0, a1, a2, a3), words[q % 2 * 2 :][:2])
-            sums[g, block] = [
-                [arith.addf(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(*apart, strict=True)
-            ]
-    return [_as_sums(sums[g, block]) for g in range(groups) for block in range(blocks)]
+            sums[g, block] = [_total(each) for each in zip(*apart, strict=True)]
+    return [as_sums(sums[g, block]) for g in range(groups) for block in range(blocks)]
 
 
-def _as_sums(totals):
+def _total(chains):
+    """The sums of one chain, or of two."""
+    return chains[0] if len(chains) == 1 else [arith.addf(*pair) for pair in zip(*chains, strict=True)]
+
+
+def as_sums(totals):
     """f32[TILE, rows] of each eight rows' four sums of a thread."""
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, GROUP * len(totals))), dtype=object)

@@ -23,7 +23,7 @@ MAX_ROWS = 64  # more would need another tile of rows, and registers for it
 BLOCKS = MULTIPROCESSORS  # as many as run at once
 NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
 WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
-WARPGROUPS = 4  # the most of a block with FP8 weights: one converts while another one waits
+WARPGROUPS = {4: 56, 3: 112}  # of a block with FP8 weights, and how many sums and inputs a thread may keep then
 RING_BYTES = 128 * 1024  # of FP8 weights on their way, with more than one warpgroup
 FP8_SLOT_BYTES = 16 * 1024  # of FP8 weights that are waited for together
 COPY_GROUPS = BULK_COPY // TILE  # of columns of an FP8 weight that one copy can bring
@@ -84,14 +84,29 @@ class Share:
         return self.part // self.chunk
 
     @property
+    def finishers(self) -> int:
+        """Blocks of a cluster that finish products, each those of as many rows, a multiple of `GROUP`."""
+        return next(n for n in range(self.splits, 0, -1) if self.rows // GROUP % n == 0)
+
+    @property
+    def finished(self) -> int:
+        """Rows that a block finishes, if it does."""
+        return self.rows // self.finishers
+
+    @property
     def warpgroups(self) -> int:
         """Of a block. With FP8 weights they take turns at the chunks, each with slots of the ring to itself.
 
-        As many as leave a ring of `RING_BYTES`, since its slots are a multiple of them.
+        As many as have registers enough and leave a ring of `RING_BYTES`, since its slots are a multiple of them.
         """
-        counts = range(min(WARPGROUPS, self.chunks) if self.fp8 else 1, 1, -1)
+        counts = range(min(self._most_warpgroups, self.chunks) if self.fp8 else 1, 1, -1)
         most = lambda n: min(self.chunks, self._room(n) // n * n)  # noqa: E731
         return next((n for n in counts if most(n) * self._slot >= min(RING_BYTES, self.chunks * self._slot)), 1)
+
+    @property
+    def _most_warpgroups(self) -> int:
+        """For which there are registers: a thread keeps sums of all groups and rows, and inputs of rows."""
+        return next((n for n, most in WARPGROUPS.items() if self.rows * (self.groups + 5) // 2 <= most), 2)
 
     @property
     def copies(self) -> int:
@@ -109,10 +124,9 @@ class Share:
         return self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))
 
     def _room(self, warpgroups: int) -> int:
-        """Chunks that shared memory has room for."""
-        out = 2 * self.rows * TILE * (self.groups + (min(self.groups, 2) if self.fp8 else self.groups))
-        parts = 4 * self.rows * TILE * self.groups * self.splits if self.splits > 1 else 0
-        parts += 4 * self.rows * TILE * self.groups * (warpgroups - 1)
+        """Chunks that shared memory has room for. Warpgroups' sums take the ring's place in the end."""
+        out = 2 * self.finished * TILE * (self.groups + (min(self.groups, 2) if self.fp8 else self.groups))
+        parts = 4 * self.finished * TILE * self.groups * self.splits if self.splits > 1 else 0
         parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
         rows = 2 * self.rows * (self.part if self.normed else 0)
         return (ROOM - 1024 - out - parts - rows) // self._slot
@@ -156,6 +170,13 @@ def share_out(
 def split_of(share: Share) -> Any:
     """Which part of a tile's inputs is this block's."""
     return lax.axis_index("split") if share.splits > 1 else jnp.int32(0)
+
+
+def first_row(share: Share) -> Any:
+    """The first of the rows that this block finishes, if it does."""
+    if share.finishers == 1:
+        return 0
+    return lax.rem(split_of(share), jnp.int32(share.finishers)) * share.finished
 
 
 def turn_of(share: Share) -> Any:
