@@ -193,6 +193,12 @@ def test_blocks_of_a_cluster_finish_rows_of_their_own():
     assert [(share.finishers, share.finished) for share in shares] == [(1, 8), (2, 8), (3, 8), (4, 8)]
 
 
+def test_clusters_of_four_have_few_blocks():
+    """Of 128 some would wait for others to end."""
+    shares = [share_out(8, [4096], columns, 1, normed=False, fp8=True) for columns in (1024, 2048, 4096, 5120)]
+    assert [(share.tiles, share.splits) for share in shares] == [(16, 4), (32, 2), (64, 2), (80, 1)]
+
+
 def test_weights_that_do_not_fit_are_named():
     assert op.fp8_supported(128, 4096, 4096, 32) is None and op.fp8_supported(None, 4096, 4096, 1) is None
     assert "64 outputs and all inputs" in op.fp8_supported(None, 4096, 4096, 64)

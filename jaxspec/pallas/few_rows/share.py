@@ -29,6 +29,7 @@ FP8_SLOT_BYTES = 16 * 1024  # of FP8 weights that are waited for together
 COPY_GROUPS = BULK_COPY // TILE  # of columns of an FP8 weight that one copy can bring
 MAX_CHUNK = BULK_COPY  # inputs of one copy of weights: what a bulk copy can bring
 MAX_CLUSTER = 4  # blocks that share a tile's inputs
+SPREAD = 64  # blocks in clusters of more than two: of 120 and 128 some waited until others had ended
 MAX_GROUPS = 8  # groups of columns of a block
 HEAD_STAGES = 2  # tiles of a head that a block has room for
 SLOT_BYTES = 32 * 1024  # of weights that are waited for together
@@ -162,8 +163,8 @@ def share_out(
     tiles = -(-columns // TILE // groups)
     most = 1 if normed and max(widths) <= NARROW else MAX_CLUSTER
     step = BLOCK if fp8 else TILE
-    divides = lambda n: sum(widths) // step % n == 0 and tiles * n <= BLOCKS  # noqa: E731
-    splits = next((n for n in range(most, 1, -1) if divides(n)), 1)
+    room = lambda n: tiles * n <= (BLOCKS if n == 2 else SPREAD)  # noqa: E731
+    splits = next((n for n in range(most, 1, -1) if sum(widths) // step % n == 0 and room(n)), 1)
     return Share(rows, tuple(widths), columns, groups, splits, normed, fp8)
 
 
