@@ -19,7 +19,7 @@ def operands(t: int, k: int, d: int):
     keys = jax.random.split(jax.random.key(t), 5)
     rows = jax.random.normal(keys[0], (t * k + 9, d)).astype(jnp.bfloat16).at[0].set(jnp.nan)
     place = jax.random.randint(keys[1], (t, k), 1, t * k + 9).at[-1, -1].set(-1)
-    residual = jax.random.normal(keys[3], (8, d)).astype(jnp.bfloat16)
+    residual = jax.random.normal(keys[3], (-(-t // 8) * 8, d)).astype(jnp.bfloat16)
     scale = (1 + 0.1 * jax.random.normal(keys[4], (d,))).astype(jnp.bfloat16)
     return rows, place, jax.random.uniform(keys[2], (t, k)), residual, scale
 
@@ -34,7 +34,7 @@ def check(t: int, k: int, d: int, **options):
     np.testing.assert_allclose(scaled.squares, expected.squares, rtol=1e-5)
 
 
-@pytest.mark.parametrize("t,k,d", [(1, 4, 192), (8, 2, 1088)])
+@pytest.mark.parametrize("t,k,d", [(1, 4, 192), (8, 2, 1088), (21, 3, 192)])
 def test_rows_are_added_up(t, k, d):
     check(t, k, d, interpret=plgpu.InterpretGPUParams())
 
@@ -56,7 +56,7 @@ def test_one_tokens_rows_need_no_places():
     check_alone(4, 192, interpret=plgpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize("t", [1, 8])
+@pytest.mark.parametrize("t", [1, 8, 32])
 def test_lowers_for_cuda(t):
     given = jax.eval_shape(lambda: operands(t, 4, 2880))
     text = jax.jit(add_scaled).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
@@ -66,6 +66,7 @@ def test_lowers_for_cuda(t):
 def test_what_it_leaves_to_others_is_named():
     assert supported(8, 4, 2880, jnp.bfloat16) is None
     assert "float32" in supported(8, 4, 2880, jnp.float32)
-    assert "16 rows" in supported(16, 4, 2880, jnp.bfloat16)
+    assert supported(32, 4, 2880, jnp.bfloat16) is None
+    assert "40 rows" in supported(40, 4, 2880, jnp.bfloat16)
     assert f"up to {MOST}" in supported(8, 17, 2880, jnp.bfloat16)
     assert "rows 100 wide" in supported(8, 4, 100, jnp.bfloat16)

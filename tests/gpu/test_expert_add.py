@@ -9,7 +9,7 @@ from tests.test_expert_add import check, check_alone
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("t", [1, 3, 8])
+@pytest.mark.parametrize("t", [1, 3, 8, 21, 32])
 @pytest.mark.parametrize("k,d", [(4, 2880), (9, 2048)])
 def test_rows_are_added_up(t, k, d):
     check(t, k, d)

@@ -3,6 +3,7 @@
 from jaxspec.pallas.few_rows.fp8 import Fp8Weight, fp8_supported
 from jaxspec.pallas.few_rows.layer import Scaled, add_product, gated, heads, keys_values, normed, product, scale_rows
 from jaxspec.pallas.few_rows.share import (
+    FP8_ROWS,
     GROUP,
     NARROW,
     TILE,
@@ -16,6 +17,7 @@ from jaxspec.pallas.few_rows.share import (
 from jaxspec.pallas.few_rows.top import top_tokens
 
 __all__ = [
+    "FP8_ROWS",
     "GROUP",
     "NARROW",
     "TILE",

@@ -23,6 +23,7 @@ MAX_ROWS = 64  # more would need another tile of rows, and registers for it
 BLOCKS = MULTIPROCESSORS  # as many as run at once
 NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
 WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
+FP8_ROWS = 32  # rows of products with FP8 weights: for more there are no registers
 WARPGROUPS = {4: 56, 3: 112}  # of a block with FP8 weights, and how many sums and inputs a thread may keep then
 RING_BYTES = 128 * 1024  # of FP8 weights on their way, with more than one warpgroup
 FP8_SLOT_BYTES = 16 * 1024  # of FP8 weights that are waited for together
