@@ -212,7 +212,8 @@ def test_fp8_layers_that_do_not_fit_are_named():
     refuses = lambda layers, call: FEW_ROWS.refuses(config.decoder, layers, call)  # noqa: E731
     layers = in_fp8(params["layers"])
     assert refuses(layers, call) is None
-    assert "16 rows of 256; supported: up to 8" in refuses(layers, dataclasses.replace(call, requests=4))
+    assert refuses(layers, dataclasses.replace(call, requests=8)) is None
+    assert "40 rows of 256; supported: up to 32" in refuses(layers, dataclasses.replace(call, requests=10))
     assert "some are FP8" in refuses([layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call)
     assert "rows of 256 divided" in refuses(layers, dataclasses.replace(call, devices=2))
     by_tensor = [layers[0] | {"out": layers[0]["out"].replace(format=Fp8(None))}, *layers[1:]]
@@ -293,15 +294,17 @@ def test_a_wide_hybrids_router_takes_scaled_rows(monkeypatch):
         assert_close(one, other, 2e-2)
 
 
-@pytest.mark.parametrize("family", [rare("qwen3_5"), "qwen3_5_moe"])
-def test_a_hybrid_in_fp8_is_the_model(monkeypatch, family):
-    """Its rows come scaled from one kernel to the next."""
+@pytest.mark.parametrize(
+    "family,t,requests", [rare("qwen3_5", 3, 1), ("qwen3_5_moe", 3, 1), ("qwen3_5", 4, 6), rare("qwen3_5_moe", 4, 8)]
+)
+def test_a_hybrid_in_fp8_is_the_model(monkeypatch, family, t, requests):
+    """Its rows come scaled from one kernel to the next, up to 32 of them."""
     config, params = small_hybrid(family, 1408, intermediate_size=128)
     params["layers"] = in_fp8(params["layers"])
-    expected = hybrid_round(config, params, 3, 1)
+    expected = hybrid_round(config, params, t, requests)
     take_few_rows(monkeypatch)
     monkeypatch.setattr(op, "normed", partial(op.normed, splits=1))
-    for one, other in zip(hybrid_round(config, params, 3, 1), expected, strict=True):
+    for one, other in zip(hybrid_round(config, params, t, requests), expected, strict=True):
         assert_close(one, other, 2e-2)
 
 

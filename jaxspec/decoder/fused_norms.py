@@ -1,4 +1,6 @@
-"""Layers at up to eight rows with each norm in one kernel with the products after it (`pallas.few_rows.normed`).
+"""Layers at few rows with each norm in one kernel with the products after it (`pallas.few_rows.normed`).
+
+These are up to eight rows, and up to 32 with FP8 weights.
 
 The output projection is one kernel with the residual stream, and so is the second product of an MLP in FP8, whose first
 one is one with its gate. Mixing stays the plain layer's, so linear attention and gated attention run so. Each request's
@@ -55,7 +57,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
             columns, fp8 = [weights[name].outputs for name in names], _in_fp8(weights[names[0]])
             if not quantised and (odd := [each for each in columns if each % few_rows.TILE]):
                 return f"{odd[0]} columns of unquantised weights"  # took longer than plain layers, docs/experiments.md
-            if reason := few_rows.normed_supported(rows, decoder.width, columns, dtype, fp8=fp8):
+            scaled = quantised and decoder.width > few_rows.NARROW
+            if reason := few_rows.normed_supported(rows, decoder.width, columns, dtype, fp8=fp8, scaled=scaled):
                 return reason
         reason = _sum_refused(weights["out"], rows, dtype)
         if quantised and not isinstance(layer.feed, Mixture):
@@ -182,13 +185,13 @@ def run_padded(
 
 def _projected(layer: Layer, weights: Weights, given: Given) -> list[Float[Array, "n _"]]:
     """What a layer mixes, of its normed rows; the products of `ba`, which go into exponents, in float32."""
-    norm, made = {"eps": layer.norm.eps, "centred": layer.norm.centred}, []
-    for names in _together(layer, weights):
-        of, fp8 = given, _in_fp8(weights[names[0]])
-        if fp8 and not isinstance(given, few_rows.Scaled) and given[0].shape[1] > few_rows.NARROW:
-            of = few_rows.scale_rows(*given, layer.norm.centred)
+    norm, made, together = {"eps": layer.norm.eps, "centred": layer.norm.centred}, [], _together(layer, weights)
+    fp8, wide = any(_in_fp8(weights[name]) for name in itertools.chain(*together)), given[0].shape[1] > few_rows.NARROW
+    if fp8 and wide and not isinstance(given, few_rows.Scaled):
+        given = few_rows.scale_rows(*given, layer.norm.centred)
+    for names in together:
         dtypes = tuple("float32" if name == "ba" else str(given[0].dtype) for name in names)
-        made += few_rows.normed(*of, [operand(weights[name]) for name in names], dtypes=dtypes, **norm)
+        made += few_rows.normed(*given, [operand(weights[name]) for name in names], dtypes=dtypes, **norm)
     return made
 
 

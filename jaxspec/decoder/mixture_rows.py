@@ -97,7 +97,8 @@ def mixture(
         bias = None if bias is None else jnp.pad(bias, (0, lacking))
     width = router.shape[1]
     residual = jnp.zeros_like(x) if several else x  # the sum over devices adds the stream
-    if few_rows.normed_supported(*x.shape, [width], router.dtype) is not None:
+    scaled = isinstance(given, few_rows.Scaled)
+    if few_rows.normed_supported(*x.shape, [width], router.dtype, scaled=scaled) is not None:
         rows = normed(x[None], weights["mlp_norm"], norm)
         made = equations.mixture(m, weights, residual[None], rows, positions)[0]
         return _summed(made, x, after, norm.centred, ahead) if several else (made, (made, after))
@@ -105,7 +106,7 @@ def mixture(
     further = dict(residual=residual, valid=valid, scale=after if own else None, centred=norm.centred)
     one_kernel = one_router.supported(*x.shape, width, m.per_token, router.dtype)
     one_kernel = "a shared expert, with which two kernels are faster" if m.shared else one_kernel
-    if isinstance(given, few_rows.Scaled) and chosen(one_kernel):
+    if scaled and chosen(one_kernel):
         options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, real=experts)
         ids, scores, rows = one_router.router(given, router, positions.reshape(-1), bias, **options)
         made = equations.mix_chosen(m, weights, rows, ids, scores, **further)

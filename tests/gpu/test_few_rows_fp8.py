@@ -31,8 +31,8 @@ CHECKS = {
 
 
 @functools.cache
-def operands(sizes, by_output):
-    return cpu.operands(by_output=by_output, **SIZES[sizes])
+def operands(sizes, by_output, rows=8):
+    return cpu.operands(rows, by_output, **SIZES[sizes])
 
 
 def test_every_number_is_exact():
@@ -51,6 +51,15 @@ def test_every_number_is_exact():
 def test_wide_layers(sizes, by_output, kernel):
     """Several times, since blocks of a cluster may finish in any order, and rings go round."""
     given = operands(sizes, by_output)
+    for _ in range(5):
+        CHECKS[kernel](given)
+
+
+@pytest.mark.parametrize("kernel", CHECKS)
+@pytest.mark.parametrize("sizes,rows", [("qwen3-8b", 16), ("qwen3-8b", 24), ("qwen3-8b", 32), ("qwen3.8-27b", 32)])
+def test_more_rows(sizes, rows, kernel):
+    """Several times, as blocks of a cluster finish some rows each."""
+    given = operands(sizes, False, rows)
     for _ in range(5):
         CHECKS[kernel](given)
 

@@ -95,6 +95,6 @@ def make_cases(small: bool) -> list[Case]:
         cases += [matmuls.layer_matmuls(rows, *LAYER, layers=8, quantised=True) for rows in (9, 16, 32, 64, 128)]
         few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]
         cases += [matmuls.few_rows_layer(rows, *widths, layers=layers) for rows, widths in few]
-        cases.append(matmuls.few_rows_layer(8, *QWEN3, layers=8, quantised=True))
+        cases += [matmuls.few_rows_layer(rows, *QWEN3, layers=8, quantised=True) for rows in (8, 16, 32)]
         cases += divided.make_cases()
     return cases

@@ -248,7 +248,9 @@ def supported(
         return f"heads of width {head}; supported: {TILE} and {2 * TILE}"
     if beside and max(width, beside) > NARROW:
         return f"two inputs {max(width, beside)} wide; supported: up to {NARROW}"
-    most, step = MAX_ROWS if width <= NARROW and not fp8 else WIDE_ROWS, BLOCK if fp8 else TILE
+    most, step = MAX_ROWS if width <= NARROW else WIDE_ROWS, TILE
+    if fp8:
+        most, step = FP8_ROWS, BLOCK
     if rows > most:
         return f"{rows} rows of {width}; supported: up to {most}"
     if odd := [each for each in (*inputs, beside) if each % step]:
@@ -272,7 +274,7 @@ def product_supported(
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"weights in {jnp.dtype(dtype).name}; supported: bfloat16"
-    most = MAX_ROWS if shape[1] <= NARROW else WIDE_ROWS
+    most = FP8_ROWS if fp8 else MAX_ROWS if shape[1] <= NARROW else WIDE_ROWS
     if rows > most:
         return f"{rows} rows for {shape[1]} columns; supported: up to {most}"
     step = BLOCK if fp8 else TILE
@@ -282,15 +284,18 @@ def product_supported(
     return None if fits else f"{rows} rows of {widths} for shared memory"
 
 
-def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any, fp8: bool = False) -> str | None:
+def normed_supported(
+    rows: int, width: int, columns: Sequence[int], *dtypes: Any, fp8: bool = False, scaled: bool = False
+) -> str | None:
     """Why `normed` can't serve so many rows of this width and weights of so many columns, or None if it can.
 
-    `fp8`: the weight is, and rows wider than `NARROW` come as `Scaled`.
+    `scaled`: rows come as `Scaled`. `fp8`: the weight is, and rows wider than `NARROW` come so.
     """
+    scaled = scaled or (fp8 and width > NARROW)
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
         return f"weights in {wrong[0]}; supported: bfloat16"
-    if rows % GROUP or rows > WIDE_ROWS:
-        return f"{rows} rows; supported: multiples of {GROUP} up to {WIDE_ROWS}"
+    if rows % GROUP or rows > (most := FP8_ROWS if fp8 or scaled else WIDE_ROWS):
+        return f"{rows} rows; supported: multiples of {GROUP} up to {most}"
     step = BLOCK if fp8 else TILE
     if width % step:
         return f"width {width}; supported: multiples of {step}"
@@ -299,7 +304,7 @@ def normed_supported(rows: int, width: int, columns: Sequence[int], *dtypes: Any
     whole = sum(-(-each // TILE) * TILE for each in columns)
     if whole > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
         return f"{sum(columns)} columns; supported: up to {most}"
-    fits = share_out(rows, [width], whole, normed=not fp8 or width <= NARROW, fp8=fp8).fits
+    fits = share_out(rows, [width], whole, normed=not scaled, fp8=fp8).fits
     return None if fits else f"rows of {width} for shared memory"
 
 
