@@ -47,6 +47,7 @@ MAX_ROWS = 64  # of an item
 HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
 TURNS = 2  # sums of each group
 TURNS_ROWS = 8  # of items whose blocks have two warpgroups, and the larger pieces
+ONE_LAUNCH = 32  # items of both products in one launch, which took no longer; with more it did on an H200
 FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
 RESERVED = 2 * 1024  # of a block, for its barriers and what the driver takes
@@ -116,7 +117,7 @@ def _mix(rows, up, down, items, *, gating, interpret):
     for name, source, width, stacks in zip(("up", "down"), (SOURCE, TARGET), widths, (up, down), strict=True):
         sizes = 2 * stacks[0][0].shape[2], width, tuple(len(stack[0]) for stack in stacks), items.rows
         stages.append(Stage(name, source, *sizes, split, items.alone))
-    if one_launch(stages, items, interpret):
+    if items.most <= ONE_LAUNCH and one_launch(stages, items, interpret):
         return _launch(stages, rows, [up, down], items, gating, interpret)[-1]
     for stage, stacks in zip(stages, (up, down), strict=True):
         (rows,) = _launch([stage], rows, [stacks], items, gating, interpret)
