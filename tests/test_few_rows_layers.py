@@ -22,6 +22,7 @@ from jaxspec.decoder import matmul as matmul_module
 from jaxspec.decoder import mixture_rows
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.fused_norms import FUSED_NORMS
+from jaxspec.decoder.padding import untimed
 from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters import dflash, eagle, mtp
@@ -216,6 +217,8 @@ def test_fp8_layers_that_do_not_fit_are_named():
     assert "40 rows of 256; supported: up to 32" in refuses(layers, dataclasses.replace(call, requests=10))
     assert "some are FP8" in refuses([layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call)
     assert "rows of 256 divided" in refuses(layers, dataclasses.replace(call, devices=2))
+    assert "16 rows over 2 devices; supported: up to 8" in untimed(16, 2)
+    assert untimed(8, 2) is None is untimed(16, 1)
     by_tensor = [layers[0] | {"out": layers[0]["out"].replace(format=Fp8(None))}, *layers[1:]]
     assert "128 outputs and all inputs" in refuses(by_tensor, call)
     assert refuses(in_fp8(params["layers"], by_output=True), call) is None

@@ -19,7 +19,7 @@ from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import cos_sin
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, operand
-from jaxspec.decoder.padding import flat, padded, unflat, valid_rows
+from jaxspec.decoder.padding import flat, padded, unflat, untimed, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows, hopper
@@ -54,6 +54,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         return f"rows of {decoder.width} divided among {call.devices} devices"
     if call.devices > 1 and call.inputs is not None and not hopper.UNTIMED:
         return f"a layer by itself divided among {call.devices} devices"
+    if reason := untimed(call.requests * padded(call.requests, call.rows), call.devices):
+        return reason
     return sizes_fit(decoder, layers, call)
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.layer import feed, mix, projections
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, operand
-from jaxspec.decoder.padding import flat, pad, padded, valid_rows
+from jaxspec.decoder.padding import flat, pad, padded, untimed, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.pallas import few_rows
@@ -51,6 +51,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if call.inputs is not None and len(call.inputs) != 1:
         return "inputs that aren't one residual stream"
     rows = call.requests * padded(call.requests, call.rows)
+    if reason := untimed(rows, call.devices):
+        return reason
     for layer, weights in zip(decoder.layers, layers, strict=True):
         dtype, quantised = weights["attn_norm"].dtype, any(map(_in_fp8, weights.values()))
         for names in _together(layer, weights):

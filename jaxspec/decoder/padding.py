@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import few_rows
+from jaxspec.pallas import few_rows, hopper
 
 
 def padded(b: int, t: int) -> int:
@@ -17,6 +17,13 @@ def padded(b: int, t: int) -> int:
     Attention then takes what the kernels before it give and gives what those after it take, with nothing between them.
     """
     return next(rows for rows in range(t, t + few_rows.GROUP) if b * rows % few_rows.GROUP == 0)
+
+
+def untimed(rows: int, devices: int) -> str | None:
+    """Why so many rows over several devices stay plain layers', or None if they need not: no GPU has timed more."""
+    if devices == 1 or rows <= few_rows.WIDE_ROWS or hopper.UNTIMED:
+        return None
+    return f"{rows} rows over {devices} devices; supported: up to {few_rows.WIDE_ROWS}"
 
 
 def pad(x: Array, value: int = 0) -> Array:
