@@ -127,7 +127,7 @@ class Chooser:
         able = share if able is None else able
         if not able:
             return 0
-        times = self._times[group].all()
+        times = self.times(group)
         kept, plain = times[0], times.pop(REST, None)
         if plain is not None:
             times[0] = plain  # as it is in the long run
@@ -173,6 +173,10 @@ class Chooser:
     def took(self, group: Group, drafts: int, seconds: float) -> None:
         """Note how long a program took, that had the device to itself."""
         self._doubtful = drafts if self._times[group].see(drafts, seconds) else None
+
+    def times(self, group: Group) -> dict[int, float]:
+        """What rounds of this group are expected to take, in seconds, by their drafts."""
+        return self._times[group].all()
 
     @property
     def resting(self) -> bool:

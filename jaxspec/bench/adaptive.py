@@ -2,13 +2,19 @@
 
 Offline, greedy, random weights unless --load-format says otherwise, random prompts. At each number of requests all of
 them decode at once, and the settings take turns, there and back: plain, each number of drafts that the drafter's rounds
-are compiled for, and adaptive. So all have the same contexts and clocks. Plain rounds are those of an engine without a
+are compiled for, plain again, and adaptive. Each begins a turn at the same prompts, whose pages are cached, and ends it
+after --output-len tokens a request. So all have the same contexts. Plain rounds are those of an engine without a
 drafter, in the same state. Only programs that this needs are compiled; rounds are timed as at a server's start.
 
 --accept-rates imposes acceptance: the probability of each draft, given that those before it were accepted. It may be
 repeated, and each is measured. Rates with a slash between are mixed within a batch: requests have them by turns.
-`tok/s` is what the rounds yield on average at those rates, so no luck is in it, only time. `vs plain` and `vs best` are
-adaptive's tokens a second over plain decoding's, and over those of the best fixed number.
+`tok/s` is what the rounds yield on average at those rates, so no luck is in it, only time: the median of a setting's
+turns. `vs plain` and `vs best` are adaptive's over plain decoding's, and over those of the best fixed number. `again`
+is plain decoding's over its own, and `spread` how far apart its fastest and slowest turn are.
+
+The columns from `by choice` on compare what was chosen, apart from what held single rounds up: each of adaptive's
+rounds counts as the median round of that number among the fixed settings', so all its tries are in it. Whatever else it
+did, such as prompts that are computed anew, counts as it was.
 
 With --rise-and-fall the number of requests then grows from the least to the most and shrinks again, so prompts are
 among the rounds. Every setting runs through the same.
@@ -22,11 +28,11 @@ import gc
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -46,7 +52,8 @@ from jaxspec.round import GREEDY
 from jaxspec.timing import time_rounds
 
 AUTO = "auto"
-SETTLING_STEPS = 3  # after a change of setting: rounds in flight are still of the one before
+AGAIN = "plain again"
+SETTLING_STEPS = 3  # of a turn, after its prompts
 SLICES = 4  # of a load's time in the rise and fall, and as many points in the chart
 
 COLUMNS = (
@@ -57,6 +64,10 @@ COLUMNS = (
     Column("auto", "auto", ".0f"),
     Column("against_plain", "vs plain", "+.1%"),
     Column("against_best", "vs best", "+.1%"),
+    Column("again", "again", "+.1%"),
+    Column("spread", "spread", ".1%"),
+    Column("choice_plain", "by choice: vs plain", "+.1%"),
+    Column("choice_best", "vs best", "+.1%"),
     Column("drafts", "drafts", ".2f"),
     Column("ms", "ms/round", ".2f"),
 )
@@ -109,9 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P,P,...[/P,P,...]",
         help="impose acceptance: a rate a draft; with slashes, mixed within a batch; may be repeated",
     )
-    add("--seconds", type=float, default=0.5, metavar="S", help="of each setting in each turn (%(default)s)")
-    add("--turns", type=positive, default=2, metavar="N", help="of all settings, at each load (%(default)s)")
-    add("--learn", type=float, default=1.0, metavar="S", help="of adaptive drafting before the turns (%(default)s)")
+    add("--output-len", type=positive, default=128, metavar="TOKENS", help="of every request in a turn (%(default)s)")
+    add("--turns", type=positive, default=4, metavar="N", help="of all settings, at each load (%(default)s)")
+    add("--learn", type=float, default=2.0, metavar="S", help="of adaptive drafting before the turns (%(default)s)")
     add("--rise-and-fall", type=float, metavar="S", help="and hold each load for so long, up and down again")
     defaults = {"draft_policy": "auto", "disable_structured_output": True}
     engines.add_arguments(parser, without=("skip_warmup", "few_programs"), **defaults)
@@ -126,7 +137,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     for mixed in args.accept_rates if args.rise_and_fall else ():
         result.add(_rise_and_fall(args, engine, mixed))
     if ended := sum(row.get("ended", 0) for row in result.rows):
-        result.note(f"{ended} requests ended while others were measured; lower --seconds or raise --context-length")
+        result.note(f"{ended} requests ended while others were measured; lower --output-len or raise --context-length")
     if later := engine.runner.compiles["compiles"] - engine.programs_before:
         result.note(f"{later} programs were compiled during the run; its times include that")
     if preempted := engine.stats()["preemptions_total"]:
@@ -151,29 +162,44 @@ class Meter:
     def __init__(self, engine: Engine, lengths: dict[int, float]):
         """`lengths`: tokens that a round yields a request, by its drafts. Those of rounds that it lacks are counted."""
         self._engine, self.lengths = engine, lengths
-        self.tokens, self.seconds, self.rows, self.rested = 0.0, 0.0, 0, 0
+        self.tokens, self.seconds, self.rested, self.other = 0.0, 0.0, 0, 0.0
         self.rounds: Counter[int] = Counter()
+        self.turns: list[float] = []  # tokens a second of each
+        self.took: dict[int, list[float]] = defaultdict(list)  # seconds a round of each step, by its drafts or `REST`
 
-    def run(self, seconds: float, seen: Callable[[float, int], None] | None = None) -> None:
+    def turn(self, length: int) -> None:
+        """Step until requests have so many more tokens each, on average."""
+        totals, tokens, seconds = self._engine.totals, self.tokens, self.seconds
+        until = totals["verified_tokens"] + length * len(self._engine.scheduler.running)
+        while totals["verified_tokens"] < until and self._engine.busy:
+            self.step()
+        self.turns.append((self.tokens - tokens) / (self.seconds - seconds))
+
+    def run(self, seconds: float, seen: Callable[[float, int], None]) -> None:
         """Step for so long. `seen`: told of each step's tokens and its drafts."""
+        until = self.seconds + seconds
+        while self.seconds < until:
+            self.step(seen)
+
+    def step(self, seen: Callable[[float, int], None] | None = None) -> None:
+        """One step reads one program, whose rounds have one number of drafts."""
         engine, began = self._engine, time.perf_counter()
-        rested = engine.totals["rested_rounds"]
-        while (now := time.perf_counter()) - began < seconds:
-            rows, rounds, share = engine.totals["verify_rounds"], Counter(engine.rounds_by_drafts), self._share()
-            before = engine.totals["verified_tokens"]
-            engine.step()
-            moved = {n: count - rounds[n] for n, count in engine.rounds_by_drafts.items() if count > rounds[n]}
-            rows = engine.totals["verify_rounds"] - rows
-            for n, count in moved.items():  # a step reads one program, whose rounds have one number of drafts
-                tokens = rows * (1 + share * (self.lengths[n] - 1)) if n in self.lengths else 0.0
-                tokens = tokens or engine.totals["verified_tokens"] - before
-                self.tokens += tokens
-                self.rounds[n] += count
-                if seen is not None:
-                    seen(tokens, n)
-            self.rows += rows
-        self.seconds += now - began
-        self.rested += engine.totals["rested_rounds"] - rested
+        before, rounds, share = Counter(engine.totals), Counter(engine.rounds_by_drafts), self._share()
+        engine.step()
+        seconds = time.perf_counter() - began
+        moved = Counter(engine.rounds_by_drafts) - rounds
+        gained = lambda what: engine.totals[what] - before[what]  # noqa: E731
+        for n, count in moved.items():
+            tokens = gained("verify_rounds") * (1 + share * (self.lengths[n] - 1)) if n in self.lengths else 0.0
+            tokens = tokens or gained("verified_tokens")
+            self.tokens += tokens
+            self.rounds[n] += count
+            self.took[REST if gained("rested_rounds") else n].append(seconds / count)
+            if seen is not None:
+                seen(tokens, n)
+        self.other += 0.0 if moved else seconds
+        self.seconds += seconds
+        self.rested += gained("rested_rounds")
 
     def _share(self) -> float:
         """Of the requests that run, those that may have drafts, since none of their rounds rested."""
@@ -182,9 +208,12 @@ class Meter:
 
     def figures(self) -> Row:
         rounds = max(self.rounds.total(), 1)
+        speed = median(self.turns) if self.turns else self.tokens / self.seconds
         return {
-            "tokens_per_s": self.tokens / self.seconds,
-            "ms_per_round": self.seconds / rounds * 1e3,
+            "tokens_per_s": speed,
+            "turns": self.turns,
+            "ms_per_round": self.tokens / rounds / speed * 1e3,
+            "median_ms": {n: median(took) * 1e3 for n, took in sorted(self.took.items())},
             "drafts": sum(n * count for n, count in self.rounds.items()) / rounds,
             "rounds_by_drafts": dict(sorted(self.rounds.items())),
             "rested_rounds": self.rested,
@@ -233,16 +262,6 @@ def _prepare(engine: Engine, requests: Sequence[int]) -> None:
     runner.narrower = dict(with_plain)
 
 
-def _renew(engine: Engine) -> None:
-    """Give all requests drafts again, after rounds that rested. What the drafter missed doesn't count here."""
-    for seq in engine.scheduler.running:
-        seq.seen = None
-    runner = engine.runner
-    slots = runner.state.slots
-    drafts = jax.device_put(np.full(slots.drafts.shape, runner.width - 1, np.int32), slots.drafts.sharding)
-    runner.state = runner.state.replace(slots=slots.replace(drafts=drafts))
-
-
 def _times(engine: Engine) -> dict[str, dict[int, float]]:
     return {f"{kind} {size}": times for (kind, size), times in engine.runner.round_times.items()}
 
@@ -261,8 +280,8 @@ def _settings(engine: Engine, mixed: list[list[float]]) -> dict[str, tuple[Choos
     runner = engine.runner
     longest = {n: runner.yields_of(n) - 1 for n in runner.drafts}
     of = lambda always=None: Setting(longest, runner.round_times, always, dict(runner.shapes.ragged))  # noqa: E731
-    fixed = {_name(n): of(n) for n in (REST, *runner.drafts)}
-    return {name: (how, Meter(engine, _lengths(engine, mixed))) for name, how in (fixed | {AUTO: of()}).items()}
+    how = {_name(n): of(n) for n in (REST, *runner.drafts)} | {AGAIN: of(REST), AUTO: of()}
+    return {name: (each, Meter(engine, _lengths(engine, mixed))) for name, each in how.items()}
 
 
 def _name(drafts: int) -> str:
@@ -295,22 +314,56 @@ def _end(engine: Engine, ids: Sequence[str]) -> None:
 def _steady(args: argparse.Namespace, engine: Engine, mixed: list[list[float]], count: int) -> Row:
     """All settings by turns, there and back, while `count` requests decode."""
     forced.impose(engine, mixed)
-    settings, rng = _settings(engine, mixed), np.random.default_rng(args.seed or 0)
-    engine.chooser = settings[AUTO][0]
-    ids = _queue(engine, rng, count, args.prompt_len)
-    _fill(engine, set(ids))
-    Meter(engine, _lengths(engine, mixed)).run(args.learn)
-    lengths = _lengths(engine, mixed)
+    settings = _settings(engine, mixed)
+    engine.chooser, learning = settings[AUTO][0], Meter(engine, {})
+    ended = 0
+    while learning.seconds < args.learn:
+        ended += _begin_and_end(args, engine, mixed, count, learning)
+    learned = _expected(engine, count)
     for turn in range(args.turns):
         for how, meter in _turn(list(settings.values()), turn):
-            meter.lengths, engine.chooser = lengths, how
-            _renew(engine)
-            for _ in range(SETTLING_STEPS):
-                engine.step()
-            meter.run(args.seconds)
+            engine.chooser = how
+            ended += _begin_and_end(args, engine, mixed, count, meter)
+    engine.chooser = settings[AUTO][0]
+    expected = {"expected_ms": {"learned": learned, "last": _expected(engine, count)}}
+    return _row("steady", args, mixed, count, settings) | _by_choice(settings) | {"ended": ended} | expected
+
+
+def _begin_and_end(args: argparse.Namespace, engine: Engine, mixed: list[list[float]], count: int, meter: Meter) -> int:
+    """One turn of `count` requests, from their prompts on; how many ended before it did."""
+    ids = _queue(engine, np.random.default_rng(args.seed or 0), count, args.prompt_len)
+    _fill(engine, set(ids))
+    for _ in range(SETTLING_STEPS):
+        engine.step()
+    meter.lengths = _lengths(engine, mixed)
+    meter.turn(args.output_len)
     ended = count - len(engine.requests)
     _end(engine, ids)
-    return _row("steady", args, mixed, count, settings) | {"ended": ended}
+    return ended
+
+
+def _expected(engine: Engine, count: int) -> dict[str, dict[int, float]]:
+    """What the chooser expects rounds of so many requests to take, in ms of a program."""
+    size = fit(count, engine.runner.shapes.batches)
+    times = {kind: engine.chooser.times((kind, of)) for kind, of in engine.runner.round_times if of == size}
+    return {kind: {n: seconds * 1e3 for n, seconds in each.items()} for kind, each in times.items()}
+
+
+def _by_choice(settings: dict[str, tuple[Chooser, Meter]]) -> Row:
+    """Adaptive drafting beside plain decoding and the best number, were each round the median of its number's."""
+    meters = {name: meter for name, (_, meter) in settings.items()}
+    took: dict[int, list[float]] = defaultdict(list)
+    for name, meter in meters.items():
+        for n, seconds in meter.took.items() if name != AUTO else ():
+            took[n] += seconds
+    each = {n: median(seconds) for n, seconds in took.items()}
+    speed = {}
+    for name, meter in meters.items():
+        rested = Counter({REST: meter.rested, 0: -meter.rested})
+        rounds = {n: meter.rounds[n] + rested[n] for n in (REST, *meter.rounds)}
+        speed[name] = meter.tokens / (sum(each[n] * count for n, count in rounds.items() if count) + meter.other)
+    best = max(rate for name, rate in speed.items() if name != AUTO)
+    return {"choice_plain": speed[AUTO] / speed["plain"] - 1, "choice_best": speed[AUTO] / best - 1}
 
 
 def _turn(settings: list, turn: int) -> list:
@@ -353,16 +406,20 @@ def _bins(steps: list[tuple[float, float, int]], seconds: float) -> Iterator[dic
 def _row(kind: str, args: argparse.Namespace, mixed: list[list[float]], count: int, settings: dict) -> Row:
     figures = {name: meter.figures() for name, (_, meter) in settings.items()}
     speed = {name: each["tokens_per_s"] for name, each in figures.items()}
-    fixed = {name: rate for name, rate in speed.items() if name != AUTO}
+    turns = figures["plain"]["turns"] + figures[AGAIN]["turns"]
+    plain = median(turns or (speed["plain"], speed[AGAIN]))
+    fixed = {name: rate for name, rate in speed.items() if name not in (AUTO, AGAIN, "plain")}
     return {
         "kind": kind,
         "rates": " / ".join(",".join(f"{rate:g}" for rate in _short(part)) for part in mixed),
         "concurrency": count,
-        "plain": speed["plain"],
-        "fixed": ", ".join(f"{name}: {rate:.0f}" for name, rate in fixed.items() if name != "plain"),
+        "plain": plain,
+        "fixed": ", ".join(f"{name}: {rate:.0f}" for name, rate in fixed.items()),
         "auto": speed[AUTO],
-        "against_plain": speed[AUTO] / speed["plain"] - 1,
-        "against_best": speed[AUTO] / max(fixed.values()) - 1,
+        "against_plain": speed[AUTO] / plain - 1,
+        "against_best": speed[AUTO] / max(plain, *fixed.values()) - 1,
+        "again": speed[AGAIN] / speed["plain"] - 1,
+        **({"spread": (max(turns) - min(turns)) / plain} if turns else {}),
         "drafts": figures[AUTO]["drafts"],
         "ms": figures[AUTO]["ms_per_round"],
         "settings": figures,
