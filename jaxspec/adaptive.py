@@ -14,25 +14,30 @@ text keeps the target's distribution: whether there is a draft j doesn't depend 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
 from statistics import median
 
 # A program without its number of drafts, and how many requests it is for: those of a group can stand in for one another
 Group = tuple[str, int]
 
-MARGIN = 0.01  # by which more drafts must be faster before they are made; fewer need no margin
-BUDGET = 0.005  # share of the time that trying other numbers may cost, if no draft of theirs is accepted
-WINDOW = 1000  # verified positions over which acceptance is averaged
+MARGIN = 0.01  # by which more drafts must be faster before they are made, or a rest before one begins
+LEAVE = 0.005  # by which plain decoding must be faster than drafts that are made; fewer drafts need no margin
+BUDGET = 0.005  # share of the time that trying other numbers may cost
+SELDOM = 10  # a number is tried once in so many rounds at most
+HOPE = 1 / 2  # of the fastest number's speed: one that is expected to have it is tried before any round rests
+SURE = 3  # rounds of a number after which its time is known
+WINDOW = 1000  # verified positions over which acceptance is averaged, or
+PROGRAMS = 8  # rounds' programs, if those have more
 FIRST = 0.6  # acceptance of the first draft, before any was seen
 PRIOR = 32  # how many observations the guess for a position counts as
-AGAIN = 1 / 8  # share of a round's delay by which all times move
+AGAIN = 1 / 16  # share of a round's delay by which all times move; more for the first
 TRIES = 5  # of a number, whose median delay is its own
 SURPRISE = 0.1  # share of a number's time by which a try may be off before another one follows at once
 OUTLIER = 2  # times the expected time: a round that took longer counts as that, since the host was held up
 REST = -1  # as a number of drafts: none, and the drafter's state isn't kept up
 SETTLED = 0.5  # seconds without drafts, of a whole batch that might have some, after which rounds rest
-RESTS = 20  # times as long as it was kept up before, the drafter's state then isn't
+KEEPING = 0.005  # share of the time that keeping up a drafter's state between rests, and trying drafts then, may cost
 LEAST = 1 / 4  # of a time from the start: no round is expected to be faster
 
 
@@ -48,13 +53,13 @@ def rungs(drafts: int) -> tuple[int, ...]:
 class Times:
     """What the programs of a group take, in seconds, by their drafts.
 
-    `table` was measured at start. A round of as many drafts as the one before it moves all numbers' times: a longer
-    context or a busy host adds to each of them. A round of another number moves that one's own, which is the median of
-    its last `TRIES`. A result that was read late makes a round seem long and the next one short, so one alone says
-    little.
+    `table` was measured at start. Rounds of the usual number move all numbers' times: a longer context or a busy host
+    adds to each of them. Rounds of another number move that one's own, which is the median of its last `TRIES`. A
+    result that was read late makes a round seem long and the next one short, so one alone says little.
 
     More drafts take no less time: the start may have been held up, but no round is too fast. A rest isn't tried while
-    drafts are made. It saves what it did at start, of the time that rounds without drafts take.
+    drafts are made. So it saves what it did at start, of the time that rounds without drafts take, or what it did since
+    if that is more.
     """
 
     def __init__(self, table: Mapping[int, float]):
@@ -63,28 +68,41 @@ class Times:
         self._own = dict.fromkeys(table, 0.0)
         self._seen = {drafts: deque([0.0] * TRIES, TRIES) for drafts in table}
         self._more = 0.0
-        self._last: int | None = None
+        self._usual: int | None = None
+        self._last, self._row = REST, 0  # the number before, and how often it came in a row
+        self._rounds: Counter[int] = Counter()
+        self.rested = False  # often enough to know what a rest takes
 
     def of(self, drafts: int) -> float:
-        time = self._table[drafts] + self._own[drafts] + self._more
+        own = self._own[drafts]
         if drafts == REST:
-            time = min(time, self.of(0) - self._table[0] + self._table[REST])
-        return max(time, LEAST * self._table[drafts])
+            own = min(own, self._own[0]) if self.rested else self._own[0]
+        return max(self._table[drafts] + own + self._more, LEAST * self._table[drafts])
 
     def all(self) -> dict[int, float]:
         return {drafts: self.of(drafts) for drafts in self._table}
+
+    def sure(self, drafts: int) -> bool:
+        """Whether rounds have shown what they take."""
+        return self._rounds[drafts] >= SURE
 
     def see(self, drafts: int, seconds: float) -> bool:
         """Take a round's time. Whether it should be seen again soon, since it isn't what was expected."""
         if drafts not in self._table:
             return False
-        again, expected = drafts == self._last, self.of(drafts)
-        self._last, late = drafts, min(seconds, OUTLIER * expected) - expected
-        if again:
-            self._more += AGAIN * late
+        self._last, self._row = drafts, self._row + 1 if drafts == self._last else 1
+        self._rounds[drafts] += 1
+        expected = self._table[drafts] + self._own[drafts] + self._more
+        late = min(seconds, OUTLIER * expected) - expected
+        if self._usual in (drafts, None):
+            self._usual = drafts
+            self._more += max(AGAIN, 1 / (SURE + self._rounds[drafts])) * late
             return False
         self._seen[drafts].append(self._own[drafts] + late)
         self._own[drafts] = median(self._seen[drafts])
+        if self._row == TRIES:
+            self._usual = drafts
+            self.rested |= drafts == REST
         return abs(late) > SURPRISE * expected
 
 
@@ -100,8 +118,8 @@ class Chooser:
     position that was hardly seen is taken to be like the one before it. Drafts that are shared out yield what they did
     lately. What they would yield if each request had as many is where that begins.
 
-    Other numbers than the chosen one are tried now and then, in turn: acceptance shows in wider rounds alone, and times
-    of rounds in themselves. As often as keeps the cost, should no draft be accepted, within `BUDGET` of the time.
+    Other numbers than the chosen one are tried now and then: acceptance shows in wider rounds alone, and times of
+    rounds in themselves. As often as keeps what is expected to be lost within `BUDGET` of the time, and each as much.
     """
 
     def __init__(
@@ -113,10 +131,10 @@ class Chooser:
         self._tried = [0.0] * max(longest.values())  # by position, over a window
         self._passed = [0.0] * max(longest.values())
         self._saved = 0.0  # seconds that may be spent on a try
-        self._tries = 0
+        self._lost: dict[int, float] = defaultdict(float)  # by tries of a number
         self._doubtful: int | None = None  # was tried, and is to be tried again
         self._warm = 0.0  # seconds without drafts since the last rest, each by the share of requests that may have some
-        self._kept = 0.0  # and all seconds in which requests' state was kept up
+        self._spent = 0.0  # and how much longer they took for that
         self._rest = 0.0  # seconds to rest
         self.missed = 0.0  # seconds that drafts would have saved since they pay, had no request rested
         self.chosen = max(longest)
@@ -129,9 +147,11 @@ class Chooser:
             return 0
         times = self.times(group)
         kept, plain = times[0], times.pop(REST, None)
+        untried = None
         if plain is not None:
             times[0] = plain  # as it is in the long run
-            if self._resting(times, kept, share, able):
+            untried = self._untried(group, times, share)
+            if self._resting(group, times, kept, share, able, untried is None):
                 self.chosen = 0
                 return REST
         if not share:
@@ -139,9 +159,10 @@ class Chooser:
         tokens = self.expected(share)
         speed = {n: tokens[n] / times[n] for n in times}
         best = max(speed, key=speed.get)
-        if speed[best] > speed.get(self.chosen, 0.0) * (1 + MARGIN * (best > self.chosen)):
+        margin = MARGIN if best > self.chosen else 0.0 if best or plain is None else LEAVE
+        if speed[best] > speed.get(self.chosen, 0.0) * (1 + margin):
             self.chosen = best
-        return self._explore(times, tokens[self.chosen])
+        return self._explore(times, tokens) if untried is None else untried
 
     def expected(self, share: float = 1.0) -> dict[int, float]:
         """Tokens that a round yields a request, by its drafts."""
@@ -159,14 +180,14 @@ class Chooser:
         """Note rounds of so many drafts: how many rows yielded how many tokens, 1 and up, the target's own included."""
         if drafts in self._shared:
             new, (old, stood) = sum(rows.values()), self._shared[drafts]
-            kept = min(1.0, max(WINDOW - new, 0) / max(old, 1e-9))
+            kept = _kept(old, new)
             gained = sum(count * (tokens - 1) for tokens, count in rows.items())
             self._shared[drafts] = kept * old + new, kept * stood + gained
             return
         for j in range(self._longest.get(drafts, 0)):
             tried = sum(count for tokens, count in rows.items() if tokens > j)
             passed = sum(count for tokens, count in rows.items() if tokens > j + 1)
-            kept = min(1.0, max(WINDOW - tried, 0) / max(self._tried[j], 1e-9))
+            kept = _kept(self._tried[j], tried)
             self._tried[j] = kept * self._tried[j] + tried
             self._passed[j] = kept * self._passed[j] + passed
 
@@ -183,37 +204,54 @@ class Chooser:
         """Whether requests that come now will rest."""
         return self._rest > 0
 
-    def _resting(self, times: Mapping[int, float], kept: float, share: float, able: float) -> bool:
-        """Whether the next round is plain decoding's; one that isn't takes `kept` without drafts."""
-        each = {n: times[n] / tokens for n, tokens in self.expected(able).items() if n in times}
-        if best := min(each, key=each.get):
-            self._warm = self._kept = self._rest = 0.0
-            self.missed = self.missed + (each[0] - each[best]) * (1 - share / able) if share < able else 0.0
-            return not share  # nobody's state is to be kept up
-        self.missed = 0.0
-        self._rest = max(self._rest - times[0], 0.0)
-        if not share:
-            return True
-        if kept * (1 - MARGIN) < times[0]:
+    def _untried(self, group: Group, times: Mapping[int, float], share: float) -> int | None:
+        """A number that may be the fastest, and whose time isn't known."""
+        each = {n: times[n] / tokens for n, tokens in self.expected(share).items() if n in times}
+        unsure = [n for n in each if not self._times[group].sure(n) and n != self.chosen]
+        return next((n for n in unsure if HOPE * each[n] < min(each.values())), None)
+
+    def _resting(
+        self, group: Group, times: Mapping[int, float], kept: float, share: float, able: float, sure: bool
+    ) -> bool:
+        """Whether the next round is plain decoding's; one that isn't takes `kept` without drafts. `sure`: the times of
+        others are known."""
+        tokens, plain = self.expected(able), times[0]
+        each = {n: times[n] / tokens[n] * (1 + MARGIN * (n > 0 and self.chosen == 0)) for n in times}
+        best = min(each, key=each.get)
+        self.missed = self.missed + (each[0] - each[best]) * (1 - share / able) if best and share < able else 0.0
+        some = self.expected(share)
+        if best and share and plain >= min(kept, *(times[n] / some[n] for n in times if n)):
+            self._warm, self._spent, self._rest = max(self._warm - times[best], 0.0), 0.0, 0.0
             return False
-        if self._rest:
+        self._rest = max(self._rest - plain, 0.0)
+        if not share or self._rest:
             return True
-        self._warm, self._kept = self._warm + share * kept, self._kept + kept
-        if self._warm >= SETTLED:
-            self._warm, self._kept, self._rest = 0.0, 0.0, RESTS * self._kept
+        if self._times[group].rested and kept * (1 - MARGIN) < plain:
+            return False
+        more = max(kept - plain, 0.0)
+        self._saved += more  # as much for trying drafts as for keeping them possible
+        self._warm, self._spent = self._warm + share * kept, self._spent + 2 * more
+        if self._warm >= SETTLED and sure:
+            self._rest = max(self._spent / KEEPING, SETTLED)
+            self._warm = self._spent = 0.0
         return False
 
-    def _explore(self, times: Mapping[int, float], tokens: float) -> int:
-        """`chosen`, which yields so many `tokens`, or another number if enough time was saved up for it."""
-        doubtful, self._doubtful = self._doubtful, None
+    def _explore(self, times: Mapping[int, float], tokens: Mapping[int, float]) -> int:
+        """`chosen`, or another number if enough time was saved up for it."""
+        usual, doubtful, self._doubtful = times[self.chosen], self._doubtful, None
         if doubtful in times:
             return doubtful
-        others = [n for n in times if n != self.chosen]
-        n = others[self._tries % len(others)]
-        loss = max(times[n] - times[self.chosen] / tokens, 0.0)  # it yields one token, which takes the chosen that long
-        self._saved = min(self._saved + BUDGET * times[self.chosen], loss)
-        if self._saved < loss:
+        least = SELDOM * BUDGET * usual
+        losses = {n: max(times[n] - usual * tokens[n] / tokens[self.chosen], least) for n in times if n != self.chosen}
+        n = min(losses, key=lambda n: self._lost[n] + losses[n])
+        self._saved = min(self._saved + BUDGET * usual, losses[n])
+        if self._saved < losses[n]:
             return self.chosen
         self._saved = 0.0
-        self._tries += 1
+        self._lost[n] += losses[n]
         return n
+
+
+def _kept(old: float, new: float) -> float:
+    """The share of earlier observations that still count beside so many new ones."""
+    return min(1.0, (max(WINDOW, PROGRAMS * new) - new) / max(old, 1e-9))

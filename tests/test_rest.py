@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec import EngineConfig, SamplingParams, defaults, load_drafter, load_model
-from jaxspec.adaptive import REST, RESTS, SETTLED, Chooser
+from jaxspec.adaptive import KEEPING, REST, SETTLED, Chooser
 from jaxspec.ladder import ladder_of
 from tests import heads, test_dflash, test_eagle, test_hybrid
 from tests import test_adaptive as loads
@@ -214,7 +214,8 @@ def test_it_drafts_again_when_the_load_falls_and_when_drafts_get_better():
     assert load.renewals == 1 and chosen[3] + chosen[1] > 60, "the old requests get drafts again"
     load.news = 1 / 256
     load.run(128, rates(1.1, 3), 400)
-    awake = int((RESTS + 3) * (SETTLED + 3) / load.plain[128])
+    rests = 2 * (KEPT[128] - 1) / KEEPING  # times as long as the state is kept up
+    awake = int((rests + 3) * (SETTLED + 3) / load.plain[128])
     load.run(128, rates(3.9, 3), awake)
     assert load.chooser.chosen > 0
 
