@@ -11,6 +11,7 @@ import pytest
 from jaxspec import defaults
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import adaptive
+from jaxspec.bench.meter import Meter
 
 
 def test_a_run_compares_every_setting_and_compiles_nothing_later(tiny, tmp_path, capsys):
@@ -67,7 +68,7 @@ def test_a_choice_is_judged_by_median_rounds_and_pays_for_its_tries_and_all_else
     """Of 10 rounds one tried three drafts and two rested; one was held up, which isn't the choice's fault."""
     settings = {}
     for name, took in {"plain": {-1: [1.0, 1.0, 9.0]}, "0": {0: [1.2]}, "3": {3: [2.0]}, "auto": {0: [5.0]}}.items():
-        meter = adaptive.Meter(None, {})
+        meter = Meter(None, {})
         meter.took, meter.rounds, meter.tokens = took, Counter({max(n, 0): 10 for n in took}), 10.0
         settings[name] = None, meter
     settings["plain"][1].rested = 10
