@@ -31,7 +31,7 @@ WINDOW = 1000  # verified positions over which acceptance is averaged, or
 PROGRAMS = 8  # rounds' programs, if those have more
 FIRST = 0.6  # acceptance of the first draft, before any was seen
 PRIOR = 32  # how many observations the guess for a position counts as
-AGAIN = 1 / 16  # share of a round's delay by which all times move; more for the first
+DELAYS = 9  # of rounds of the usual number, whose median delay is that of all
 TRIES = 5  # of a number, whose median delay is its own
 SURPRISE = 0.1  # share of a number's time by which a try may be off before another one follows at once
 OUTLIER = 2  # times the expected time: a round that took longer counts as that, since the host was held up
@@ -58,8 +58,8 @@ class Times:
     result that was read late makes a round seem long and the next one short, so one alone says little.
 
     More drafts take no less time: the start may have been held up, but no round is too fast. A rest isn't tried while
-    drafts are made. So it saves what it did at start, of the time that rounds without drafts take, or what it did since
-    if that is more.
+    drafts are made. So until rounds have rested it is taken to save what it did at start, of the time that rounds
+    without drafts take.
     """
 
     def __init__(self, table: Mapping[int, float]):
@@ -67,16 +67,14 @@ class Times:
         self._table = {n: min(table[m] for m in numbers[i:]) for i, n in enumerate(numbers)}
         self._own = dict.fromkeys(table, 0.0)
         self._seen = {drafts: deque([0.0] * TRIES, TRIES) for drafts in table}
-        self._more = 0.0
+        self._delays, self._more = deque([0.0, 0.0], DELAYS), 0.0
         self._usual: int | None = None
         self._last, self._row = REST, 0  # the number before, and how often it came in a row
         self._rounds: Counter[int] = Counter()
         self.rested = False  # often enough to know what a rest takes
 
     def of(self, drafts: int) -> float:
-        own = self._own[drafts]
-        if drafts == REST:
-            own = min(own, self._own[0]) if self.rested else self._own[0]
+        own = self._own[0 if drafts == REST and not self.rested else drafts]
         return max(self._table[drafts] + own + self._more, LEAST * self._table[drafts])
 
     def all(self) -> dict[int, float]:
@@ -96,7 +94,8 @@ class Times:
         late = min(seconds, OUTLIER * expected) - expected
         if self._usual in (drafts, None):
             self._usual = drafts
-            self._more += max(AGAIN, 1 / (SURE + self._rounds[drafts])) * late
+            self._delays.append(self._more + late)
+            self._more = median(self._delays)
             return False
         self._seen[drafts].append(self._own[drafts] + late)
         self._own[drafts] = median(self._seen[drafts])
@@ -226,12 +225,11 @@ class Chooser:
         self._rest = max(self._rest - plain, 0.0)
         if not share or self._rest:
             return True
-        if self._times[group].rested and kept * (1 - MARGIN) < plain:
-            return False
         more = max(kept - plain, 0.0)
+        pays = more > MARGIN * kept or not self._times[group].rested  # a first rest shows what it saves
         self._saved += more  # as much for trying drafts as for keeping them possible
         self._warm, self._spent = self._warm + share * kept, self._spent + 2 * more
-        if self._warm >= SETTLED and sure:
+        if self._warm >= SETTLED * (1 if pays else SELDOM) and sure:
             self._rest = max(self._spent / KEEPING, SETTLED)
             self._warm = self._spent = 0.0
         return False

@@ -12,6 +12,8 @@ from jaxspec.adaptive import REST, Chooser, Group
 from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Sequence
 
+EACH = 1e-3  # seconds that a preemption takes besides: the host's, and of programs that aren't full
+
 
 def choose(chooser: Chooser, group: Group, seqs: Several[Sequence], reach: int) -> int:
     """The number of drafts of these requests' next round, noted in them if it rests. `reach`: the drafter's."""
@@ -28,12 +30,14 @@ def choose(chooser: Chooser, group: Group, seqs: Several[Sequence], reach: int) 
 def renew(chooser: Chooser | None, scheduler: Scheduler, token: float, read: Callable[[], None]) -> None:
     """Preempt requests that rested, once drafts would have saved what it takes to compute their text anew.
 
-    `token`: seconds that one of a prompt takes. `read`: reads all results in flight.
+    `token`: seconds that one of a prompt takes, which come in whole blocks. `read`: reads all results in flight.
     """
     scheduler.resting = chooser is not None and chooser.resting
     if chooser is None or not chooser.missed or not (due := _due(scheduler)):
         return
-    if chooser.missed < token * sum(len(seq.tokens) - seq.seen for seq in due):
+    block = scheduler.block
+    anew = sum(-(-(len(seq.tokens) - seq.seen) // block) * block for seq in due)
+    if chooser.missed < token * anew + EACH * len(due):
         return
     read()
     for seq in _due(scheduler):  # some have ended
