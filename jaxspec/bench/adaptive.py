@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--output-len", type=positive, default=128, metavar="TOKENS", help="of every request in a turn (%(default)s)")
     add("--turns", type=positive, default=4, metavar="N", help="of all settings, at each load (%(default)s)")
-    add("--learn", type=float, default=2.0, metavar="S", help="of adaptive drafting before the turns (%(default)s)")
+    add("--learn", type=float, default=4.0, metavar="S", help="of adaptive drafting before the turns (%(default)s)")
     add("--rise-and-fall", type=float, metavar="S", help="and hold each load for so long, up and down again")
     defaults = {"draft_policy": "auto", "disable_structured_output": True}
     engines.add_arguments(parser, without=("skip_warmup", "few_programs"), **defaults)
