@@ -205,8 +205,10 @@ class Chooser:
 
     def _untried(self, group: Group, times: Mapping[int, float], share: float) -> int | None:
         """A number that may be the fastest, and whose time isn't known."""
+        unsure = [n for n in times if not self._times[group].sure(n) and n != self.chosen]
+        if not unsure:
+            return None
         each = {n: times[n] / tokens for n, tokens in self.expected(share).items() if n in times}
-        unsure = [n for n in each if not self._times[group].sure(n) and n != self.chosen]
         return next((n for n in unsure if HOPE * each[n] < min(each.values())), None)
 
     def _resting(
