@@ -4,7 +4,8 @@
 #
 #     scripts/gpu/parallel.sh OUT N [PART...]
 #
-# PART is of: kernels sums texts servers local kept dense mixture hybrid large train; all by default, in that order.
+# PART is of: plan kernels sums texts servers local kept dense mixture hybrid large train; by default all, in this order.
+#   plan     memory and least times of a round of each model that the parts below time, as `bench plan` predicts them
 #   kernels  the sum through peers' memory: ranks as blocks and as devices, and a peer that never comes
 #   sums     each way to make a sum, from 2 KB to 2 MB: psum, XLA's one-shot kernel, peers' memory
 #   texts    texts are one GPU's, with EAGLE-3, MTP and n-grams, and by each fast path; cached are cold ones
@@ -13,11 +14,14 @@
 #   kept     a second start finds the first one's programs
 #   dense, mixture, hybrid, large  ms a round beside one GPU's, plain and with drafts, and what the host needs of it
 #   train    tokens a second of an EAGLE-3 drafter's training over N GPUs and on one
-# OUT receives a log and JSON files for each. QWEN, QWEN_MOE, QWEN_HYBRID and LARGE are folders with the config.json of
-# Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-35B-A3B and Llama-3.3-70B, EAGLE3 that of Qwen3-8B's drafter; weights are made up.
+# OUT receives a log and JSON files for each. QWEN, QWEN_MOE, QWEN_HYBRID, LARGE and NEXT are folders with the
+# config.json of Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-35B-A3B, Llama-3.3-70B and Qwen3-Next-80B, EAGLE3 that of Qwen3-8B's
+# drafter (`scripts/configs.py` writes all of them); weights are made up. A part whose model isn't named is left out.
 # CONCURRENCY is the numbers of requests (1,8,32,128), LIMIT the seconds of each command (240), FLAGS more of the decode
-# benchmark's. TARGET is the model that the drafter is trained for (the demo's GGUF file), ROWS how many of 1,024 tokens
-# a step has on each GPU (16). Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what the
+# benchmark's (`--profile`: the kernels of each row). GPU is what `bench plan` predicts for (h100). In two bytes a
+# weight Llama-3.3-70B leaves two H100s 28,672 tokens of KV cache, so its requests are FEW (1,8); 80B needs two H200s.
+# TARGET is the model that the drafter is trained for (the demo's GGUF file), ROWS how many of 1,024 tokens a step has
+# on each GPU (16). Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what the
 # server and the trainer need. On virtual CPU devices it rehearses all but `kernels` and `local`, with tiny models:
 #
 #     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 PJRT_NPROC=16 QWEN=... FLAGS="--prompt-len 16 --output-len 48" \
@@ -27,7 +31,7 @@
 n=$1
 shift
 export NCCL_NVLS_ENABLE=0
-concurrency=${CONCURRENCY:-1,8,32,128} limit=${LIMIT:-240}
+concurrency=${CONCURRENCY:-1,8,32,128} limit=${LIMIT:-240} few=${FEW:-1,8}
 one_shot=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true
 
 # tests NAME FILE [ARGUMENTS...]
@@ -63,10 +67,20 @@ bench() {
         { status=1; tail -n 5 "$out/$name.log"; }
 }
 
+# plan NAME MODEL [ARGUMENTS...]: what is predicted of it
+plan() {
+    local name=$1 model=$2
+    shift 2
+    [ -n "$model" ] || return 0
+    JAX_PLATFORMS=cpu bench "plan-$name" plan --model "$model" --gpus "$n" --gpu "${GPU:-h100}" --sums one-shot \
+        --context 1152 --context-length 2048 "$@"
+}
+
 # both NAME MODEL [ARGUMENTS...]: over N GPUs and on one
 both() {
     local name=$1 model=$2
     shift 2
+    [ -n "$model" ] || { echo "== $name: no model is named"; return 0; }
     local of=(decode --model "$model" --concurrency "$concurrency" --back-to-back --skip-warmup "$@" ${FLAGS-})
     bench "$name-tp$n" "${of[@]}" --tp-size "$n"
     [ -n "${ALONE-1}" ] && bench "$name-tp1" "${of[@]}"
@@ -93,9 +107,18 @@ END
 }
 
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv 2>/dev/null
-for part in "${@:-kernels sums texts servers local kept dense mixture hybrid large train}"; do
+for part in "${@:-plan kernels sums texts servers local kept dense mixture hybrid large train}"; do
     for part in $part; do
         case $part in
+            plan)
+                plan dense "${QWEN-}"
+                [ -n "${EAGLE3-}" ] && plan dense-eagle3 "${QWEN-}" --draft "eagle3:$EAGLE3"
+                plan mixture "${QWEN_MOE-}"
+                plan hybrid "${QWEN_HYBRID-}"
+                plan hybrid-mtp "${QWEN_HYBRID-}" --draft mtp
+                plan large "${LARGE-}"
+                plan large-fp8 "${LARGE-}" --quantization fp8
+                plan next-fp8 "${NEXT-}" --quantization fp8 ;;
             kernels) tests kernels tests/gpu/test_peer_sum.py ;;
             sums)
                 bench sums sums --tp-size "$n"
@@ -116,15 +139,17 @@ print("ready in {:.1f} s, then in {:.1f} s".format(*starts))
 END
                 rm -rf "$out/cache" ;;
             dense)
-                both dense "$QWEN"
-                [ -n "${EAGLE3-}" ] && both dense-eagle3 "$QWEN" --draft "eagle3:$EAGLE3" --accept-rates 0.75,0.5,0.25 ;;
-            mixture) both mixture "$QWEN_MOE" ;;
+                both dense "${QWEN-}"
+                [ -n "${EAGLE3-}" ] && both dense-eagle3 "${QWEN-}" --draft "eagle3:$EAGLE3" --accept-rates 0.75,0.5,0.25 ;;
+            mixture) both mixture "${QWEN_MOE-}" ;;
             hybrid)
-                both hybrid "$QWEN_HYBRID"
-                both hybrid-mtp "$QWEN_HYBRID" --draft mtp --accept-rates 0.75,0.5,0.25 ;;
-            large) # two bytes a weight don't fit one GPU
-                ALONE='' both large "$LARGE"
-                both large-fp8 "$LARGE" --quantization fp8 ;;
+                both hybrid "${QWEN_HYBRID-}"
+                both hybrid-mtp "${QWEN_HYBRID-}" --draft mtp --accept-rates 0.75,0.5,0.25 ;;
+            large) # none but Llama in FP8 fits one GPU
+                ALONE='' concurrency=$few both large "${LARGE-}" --max-running-requests 8
+                both large-fp8 "${LARGE-}" --quantization fp8
+                ALONE='' both next-fp8 "${NEXT-}" --quantization fp8
+                case ${GPU:-h100} in h200) ALONE='' both next "${NEXT-}" ;; esac ;;
             train) train "$n"; train 1 ;;
             *) echo "no part $part" >&2; exit 2 ;;
         esac
