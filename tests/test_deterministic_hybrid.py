@@ -80,6 +80,7 @@ def texts(llm, number: int, **settings) -> list[list[int]]:
     return found
 
 
+@pytest.mark.exhaustive  # rounds and prompts by themselves are above, and an engine in tests/test_deterministic.py
 def test_texts_are_the_same_whatever_happens_to_them():
     """With an MTP module whose drafts are refused at times; alone and at once, preempted, cached, without drafts."""
     llm = LLM(str(hybrids.checkpoint(FAMILY)), "mtp", **OPTIONS)

@@ -199,7 +199,7 @@ def often(names, all_names):
     return [pytest.param(name, marks=() if name in names else pytest.mark.exhaustive) for name in all_names]
 
 
-@pytest.mark.parametrize("name", often(("ngram",), DRAFTERS))  # noise: below
+@pytest.mark.parametrize("name", often(("ngram",), DRAFTERS))  # noise: test_ragged.py
 def test_round_samples_the_target(name):
     lanes = Lanes(name)
     runs = [lanes.decode(run).reshape(len(SETTINGS), LANES, 2) for run in range(-(-SAMPLES // LANES))]
@@ -211,7 +211,8 @@ def test_round_samples_the_target(name):
     assert min(min(p) for p in found.values()) > ALPHA, found
 
 
-@pytest.mark.parametrize("name", often(("noise",), ("noise", "ngram", "standalone")))
+@pytest.mark.exhaustive  # tests/test_ragged.py has rounds of all drafts, some and none
+@pytest.mark.parametrize("name", ("noise", "ngram", "standalone"))
 def test_rounds_sample_the_target_however_many_drafts_they_have(name, monkeypatch):
     monkeypatch.setattr(f"{__name__}.Lanes", partial(Lanes, fewer=(0, 1)))
     test_round_samples_the_target(name)

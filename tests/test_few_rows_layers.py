@@ -163,7 +163,7 @@ def two_requests() -> Rows:
 def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     """Their rows come scaled from one kernel to the next; of a width whose inputs nothing divides."""
     experts = EXPERTS.get(family, {})
-    config, params = small_model(family, hidden_size=17 * 64, num_hidden_layers=3, **experts)
+    config, params = small_model(family, hidden_size=17 * 64, num_hidden_layers=2, **experts)
     rows = two_requests()
     expected = forward(config, params, rows)
     take_few_rows(monkeypatch)
@@ -298,7 +298,8 @@ def test_a_wide_hybrids_router_takes_scaled_rows(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family,t,requests", [rare("qwen3_5", 3, 1), ("qwen3_5_moe", 3, 1), ("qwen3_5", 4, 6), rare("qwen3_5_moe", 4, 8)]
+    "family,t,requests",
+    [rare("qwen3_5", 3, 1), rare("qwen3_5_moe", 3, 1), ("qwen3_5", 4, 6), rare("qwen3_5_moe", 4, 8)],
 )
 def test_a_hybrid_in_fp8_is_the_model(monkeypatch, family, t, requests):
     """Its rows come scaled from one kernel to the next, up to 32 of them."""

@@ -130,7 +130,7 @@ def test_greedy_text_is_plain_decodings(draft, activations, monkeypatch):
         assert after["accepted_per_position"][0] > before["accepted_per_position"][0] + 50
 
 
-@pytest.mark.parametrize("draft,activations", cases(("none", *DRAFTS), {("ngram", "off")}))
+@pytest.mark.parametrize("draft,activations", cases(("none", *DRAFTS), set()))
 def test_a_seed_says_the_same_twice(draft, activations, monkeypatch):
     """In a batch that preempts, again without overlap, and of an engine that was made anew."""
     batch = [

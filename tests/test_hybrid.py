@@ -22,6 +22,7 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.sequence import Chunk
 from tests import hybrids, widths
 from tests import test_distribution as distribution
+from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 
 FAMILIES = (*hybrids.FAMILIES, "qwen3_moe")
@@ -75,7 +76,7 @@ def check_texts(llm, outs):
             assert out.token_ids == chosen[start : start + len(out.token_ids)].tolist(), f"after {out.prompt_token_ids}"
 
 
-@pytest.mark.parametrize("family,draft", cases(("qwen3_5_moe", "mtp")))
+@pytest.mark.parametrize("family,draft", cases(("qwen3_5", "mtp")))
 def test_greedy_texts_are_plain_decodings(family, draft):
     """Prompts at the edges of page, block and program; then all again, the newest first, from what is left of them."""
     llm = engine(family, draft)
@@ -167,8 +168,8 @@ def check_snapshots(llm):
 
 
 @pytest.mark.parametrize("family,draft,count", [
-    pytest.param("qwen3_5", "mtp", 100, marks=pytest.mark.exhaustive),
-    ("qwen3_5_moe", "mtp", 50),
+    ("qwen3_5", "mtp", 100),
+    rare("qwen3_5_moe", "mtp", 50),
     *(pytest.param(family, "mtp", 400, marks=pytest.mark.exhaustive) for family in hybrids.FAMILIES),
     pytest.param("qwen3_moe", "standalone", 400, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
@@ -279,7 +280,8 @@ class Lanes(distribution.Lanes):
         return super().decode(run)
 
 
-@pytest.mark.parametrize("family,draft", cases(("qwen3_5", "mtp")))
+@pytest.mark.exhaustive  # states go by how many drafts are accepted, as greedy texts show; chains draw as EAGLE-3's do
+@pytest.mark.parametrize("family,draft", cases())
 def test_rounds_sample_the_target(family, draft, monkeypatch):
     """As tests/test_distribution.py has it for all drafters, with fewer samples."""
     if family == "qwen3_moe":

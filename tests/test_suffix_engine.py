@@ -27,6 +27,7 @@ def suffix():
     return engine("suffix?max_requests=8&max_response=64&max_matches=16", num_draft_tokens=4)
 
 
+@pytest.mark.exhaustive  # tests/test_combined.py has suffixes beside another drafter
 def test_text_is_plain_decodings(plain, suffix):
     for how, expected in zip((GREEDY, SAMPLED), plain, strict=True):
         assert [out.token_ids for out in suffix.generate(PROMPTS, how)] == expected
@@ -40,6 +41,7 @@ def test_a_repeated_request_drafts_from_the_first_ones_response(suffix):
     assert second.metrics.accept_length > 2 * first.metrics.accept_length > 0
 
 
+@pytest.mark.exhaustive  # likewise
 def test_a_response_written_without_drafts_is_drafted_from(suffix, monkeypatch):
     how = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with monkeypatch.context() as patch:
