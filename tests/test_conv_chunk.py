@@ -14,6 +14,7 @@ from jaxspec.decoder.spec import DeltaRule
 from jaxspec.pallas import causal_conv, conv_chunk, hopper
 from jaxspec.pallas.conv_chunk import BLOCK, supported
 from jaxspec.pallas.hopper import KERNELS
+from tests import drawn
 
 MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 6
@@ -22,7 +23,7 @@ LAYERS, SLOTS = 2, 6
 def operands(b: int, mix: DeltaRule = MIX, seed: int = 0):
     """Of `causal_conv.chunk`: blocks that go on from slots of any kind, with columns of x that aren't its own."""
     rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), 3)
-    normal = lambda key, *shape: jax.random.normal(key, shape).astype(jnp.bfloat16)  # noqa: E731
+    normal = lambda key, *shape: drawn.normal(key, shape, jnp.bfloat16)  # noqa: E731
     windows = normal(keys[0], LAYERS, SLOTS, mix.taps, mix.channels)
     x, weight = normal(keys[1], b, BLOCK, mix.channels + 256), normal(keys[2], mix.taps, mix.channels)
     slots, source, keep = rng.integers(SLOTS, size=b), rng.integers(-1, SLOTS, b), rng.integers(-2, SLOTS + 2, b)

@@ -14,6 +14,7 @@ from jaxspec.decoder.spec import DeltaRule
 from jaxspec.pallas import causal_conv, hopper
 from jaxspec.pallas.conv_step import conv_step, supported
 from jaxspec.pallas.hopper import KERNELS
+from tests import drawn
 from tests.sample import rare
 
 MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
@@ -23,7 +24,7 @@ LAYERS, SLOTS = 2, 5
 def operands(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX):
     """Of `causal_conv.step`, with windows for rounds of `rows` rows and columns of x that aren't the convolution's."""
     keys = jax.random.split(jax.random.key(rows), 3)
-    b, normal = len(replay), lambda key, *shape: jax.random.normal(key, shape).astype(jnp.bfloat16)
+    b, normal = len(replay), lambda key, *shape: drawn.normal(key, shape, jnp.bfloat16)
     windows = normal(keys[0], LAYERS, max(SLOTS, b), mix.taps - 1 + rows, mix.channels)
     slots = jnp.arange(b, dtype=jnp.int32)[::-1]
     x, weight = normal(keys[1], b, rows, mix.channels + 256), normal(keys[2], mix.taps, mix.channels)

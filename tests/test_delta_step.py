@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import delta_around, delta_plan, gated_delta
 from jaxspec.pallas import delta_step as op
 from jaxspec.pallas.delta_around import Around
+from tests import drawn
 from tests.sample import one_in
 
 LAYERS, LAYER = 2, 1
@@ -86,7 +87,7 @@ def check(case: Case, interpret=False):
 
 def around_of(case: Case) -> Around:
     b, n = len(case.replay), case.key_heads * case.group
-    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)  # noqa: E731
+    normal = lambda i, *shape: drawn.normal(jax.random.key(i), shape)  # noqa: E731
     rows = normal(3, b, case.filled or case.t, (2 * case.key_heads + 2 * n) * op.WIDTH).astype("bfloat16")
     gates = normal(0, b, case.filled or case.t, 2 * n), normal(1, n), normal(2, n)
     return Around(*gates, rows, (1 + 0.1 * normal(4, op.WIDTH)).astype("bfloat16"))

@@ -21,6 +21,7 @@ from jaxspec.request import RequestError, StructuredOutput
 from jaxspec.sequence import State
 from jaxspec.slices import sliced
 from jaxspec.weights import Weight
+from tests import drawn
 from tests.engines import OPTIONS, checkpoint, idle, set_overlap, tokens
 from tests.miniature import make, sequence
 from tests.sample import one_in
@@ -37,7 +38,7 @@ def model(family: str, dtype: str):
     decoder = dataclasses.replace(config.decoder, deterministic=256)
     params = dummy(FAMILIES[family].tensors(config.decoder), dtype, seed=3)
     params.setdefault("head", Weight(params["embed"].T))
-    kv = jax.random.normal(jax.random.key(1), PageLayout(40, PAGE, dtype).kv(config).shape).astype(dtype)
+    kv = drawn.normal(jax.random.key(1), PageLayout(40, PAGE, dtype).kv(config).shape).astype(dtype)
     return decoder, params, kv
 
 

@@ -13,6 +13,7 @@ from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.drafters import dflash2
 from jaxspec.drafters.dflash2 import DFlash2, convolve, largest
+from tests import drawn
 from tests.blocks import GOLDEN, golden, proposals
 
 VARIANTS = ("sliding", "causal")
@@ -52,7 +53,7 @@ def test_a_convolution_is_causal_and_each_row_has_its_kernel():
 @pytest.mark.parametrize("size", [40, 3000, 9999])
 def test_the_largest_are_those_of_a_sort(size, monkeypatch):
     monkeypatch.setattr(dflash2, "CHUNK", 32)
-    x = jax.random.normal(jax.random.key(size), (2, 3, size))
+    x = drawn.normal(jax.random.key(size), (2, 3, size))
     for mine, sorted_ in zip(largest(x, 16), jax.lax.top_k(x, 16), strict=True):
         np.testing.assert_array_equal(mine, sorted_)
     crowded = jnp.zeros((1, 1, size)).at[..., 17:29].set(1.0)  # the largest share a chunk

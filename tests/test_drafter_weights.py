@@ -15,7 +15,7 @@ from jaxspec.decoder import forward
 from jaxspec.drafters import check_drafter
 from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.weights import Fp8, Unquantised, Weight, formats
-from tests import hybrids
+from tests import drawn, hybrids
 from tests.quantised import write
 from tests.sample import rare
 from tests.test_dflash import GOLDEN
@@ -129,7 +129,7 @@ def test_a_map_of_tokens_has_a_copy_of_its_own_head(tmp_path):
 
 
 def test_a_head_that_is_fp8_already_is_not_copied():
-    values, scales = fp8.quantise_blocks(jax.random.normal(jax.random.key(0), (256, 128)))
+    values, scales = fp8.quantise_blocks(drawn.normal(jax.random.key(0), (256, 128)))
     params = {"embed": values, "head": Weight(values, Fp8(128), scales=scales)}
     assert with_head_copy(params) is params
 
@@ -137,7 +137,7 @@ def test_a_head_that_is_fp8_already_is_not_copied():
 @pytest.mark.parametrize("inputs,copied", [(64, False), (128, True)])
 def test_on_a_gpu_a_head_that_no_kernel_takes_is_not_copied(inputs, copied, monkeypatch, caplog):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    params = with_head_copy({"embed": jax.random.normal(jax.random.key(0), (256, inputs))})
+    params = with_head_copy({"embed": drawn.normal(jax.random.key(0), (256, inputs))})
     assert ("head_copy" in params) is copied and bool(caplog.records) is not copied
 
 

@@ -11,16 +11,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import experts, few_rows
 from jaxspec.pallas.expert_add import MOST, add_scaled, supported
 from jaxspec.pallas.experts import NOBODY
+from tests import drawn
 from tests.test_weight_stream import assert_close
 
 
 def operands(t: int, k: int, d: int):
     """The first row of the experts' isn't a number, and is no token's."""
     keys = jax.random.split(jax.random.key(t), 5)
-    rows = jax.random.normal(keys[0], (t * k + 9, d)).astype(jnp.bfloat16).at[0].set(jnp.nan)
+    rows = drawn.normal(keys[0], (t * k + 9, d), jnp.bfloat16).at[0].set(jnp.nan)
     place = jax.random.randint(keys[1], (t, k), 1, t * k + 9).at[-1, -1].set(-1)
-    residual = jax.random.normal(keys[3], (-(-t // 8) * 8, d)).astype(jnp.bfloat16)
-    scale = (1 + 0.1 * jax.random.normal(keys[4], (d,))).astype(jnp.bfloat16)
+    residual = drawn.normal(keys[3], (-(-t // 8) * 8, d), jnp.bfloat16)
+    scale = (1 + 0.1 * drawn.normal(keys[4], (d,))).astype(jnp.bfloat16)
     return rows, place, jax.random.uniform(keys[2], (t, k)), residual, scale
 
 

@@ -17,6 +17,7 @@ from jaxspec.pallas.expert_few.plan import COLUMNS, MOST, PARTS, ROWS, STEP, TIL
 from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.weights import Fp8, Weight
+from tests import drawn
 from tests.sample import rare
 from tests.test_expert_fp8 import fp8_case
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
@@ -73,14 +74,14 @@ def test_rings_of_fp8_experts_are_shared_out(t, f):
 def test_is_added_to_the_residual_stream(few_blocks):
     """Rows that are no token's stay as they are, whatever they are."""
     case = bfloat16(random_case(1, 5, 2, d=256, f=256, seed=1))
-    residual = jax.random.normal(jax.random.key(0), (8, 256), jnp.bfloat16).at[1:].set(jnp.inf)
+    residual = drawn.normal(jax.random.key(0), (8, 256), jnp.bfloat16).at[1:].set(jnp.inf)
     got = interpreted(*case, residual)
     assert (got == residual + jnp.pad(interpreted(*case), ((0, 7), (0, 0)))).all()
 
 
 def residual_and_scale(width: int):
     keys = jax.random.split(jax.random.key(width))
-    residual, scale = (jax.random.normal(key, shape) for key, shape in zip(keys, ((8, width), (width,)), strict=True))
+    residual, scale = (drawn.normal(key, shape) for key, shape in zip(keys, ((8, width), (width,)), strict=True))
     return residual.astype(jnp.bfloat16), (1 + 0.1 * scale).astype(jnp.bfloat16)
 
 
@@ -106,7 +107,7 @@ def test_tokens_without_experts_get_nothing(few_blocks, t, nobody, rows):
     """Of theirs, and of rows that are no token's, the residual stream stays as it is."""
     x, stacks, ids, weights = bfloat16(random_case(t, 4, 2, d=256, f=256, seed=t))
     ids = ids.at[nobody].set(NOBODY)
-    residual = jax.random.normal(jax.random.key(t), (rows, 256), jnp.bfloat16)
+    residual = drawn.normal(jax.random.key(t), (rows, 256), jnp.bfloat16)
     got = interpreted(x, stacks, ids, weights, residual)
     alone = [nobody, *range(t, rows)]
     np.testing.assert_array_equal(got[jnp.array(alone)], residual[jnp.array(alone)])

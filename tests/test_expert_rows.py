@@ -11,12 +11,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import experts, hopper
 from jaxspec.pallas.expert_rows import FEWEST, MOST, supported, take_rows, weighted_rows
 from jaxspec.pallas.hopper import KERNELS
+from tests import drawn
 
 
 def check(t: int, k: int, d: int, **options):
     """Rows that nobody may read aren't numbers."""
     keys = jax.random.split(jax.random.key(t), 3)
-    rows = jax.random.normal(keys[0], (t + 20, d)).astype(jnp.bfloat16).at[0].set(jnp.nan)
+    rows = drawn.normal(keys[0], (t + 20, d), jnp.bfloat16).at[0].set(jnp.nan)
     place = jax.random.randint(keys[1], (t, k), 1, t + 20).at[-1, -1].set(-1)
     weights = jax.random.uniform(keys[2], (t, k))
     got = np.asarray(weighted_rows(rows, place, weights, **options), np.float64)
@@ -26,7 +27,7 @@ def check(t: int, k: int, d: int, **options):
 
 
 def check_taking(t: int, rows: int, d: int, **options):
-    x = jax.random.normal(jax.random.key(d), (t, d)).astype(jnp.bfloat16)
+    x = drawn.normal(jax.random.key(d), (t, d), jnp.bfloat16)
     token = jax.random.randint(jax.random.key(rows), (rows,), 0, t)
     np.testing.assert_array_equal(take_rows(x, token, **options), x[token])
 

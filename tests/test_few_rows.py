@@ -18,6 +18,7 @@ from jaxspec.pallas.few_rows import top
 from jaxspec.pallas.few_rows.share import share_out
 from jaxspec.pallas.kv_write import stored
 from jaxspec.weights import HALF
+from tests import drawn
 from tests.sample import one_in
 from tests.test_weight_stream import assert_close
 
@@ -30,7 +31,7 @@ GPT_OSS = dict(d=2880, heads=64, kv_heads=8, f=64 * 64)  # what is added has as 
 
 
 def normal(key, *shape):
-    return jax.random.normal(key, shape).astype(jnp.bfloat16)
+    return drawn.normal(key, shape, jnp.bfloat16)
 
 
 def rotating(width: int) -> Attention:

@@ -17,6 +17,7 @@ from jaxspec.pallas.few_rows import Fp8Weight
 from jaxspec.pallas.few_rows import share as share_module
 from jaxspec.pallas.few_rows.share import share_out
 from jaxspec.weights import HALF
+from tests import drawn
 from tests.sample import one_in, rare
 from tests.test_few_rows import EPS, INTERPRET, assert_written, rotating
 from tests.test_few_rows import operands as unquantised
@@ -36,11 +37,11 @@ def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.
     """
     k, n = weight.shape
     if unit == 1:
-        outputs = weight.T.astype(jnp.float32) * jnp.exp(jax.random.normal(jax.random.key(k + n), (n, 1)) / 2)
+        outputs = weight.T.astype(jnp.float32) * jnp.exp(drawn.normal(jax.random.key(k + n), (n, 1)) / 2)
         scales = jnp.max(jnp.abs(outputs), axis=1, keepdims=True) / 448
         values = (outputs / scales).astype(fp8.E4M3)
         return Fp8Weight(values, scales), fp8.dequantise(values, scales, None).T
-    blocks = jnp.exp(jax.random.normal(jax.random.key(k + n), (-(-k // fp8.BLOCK), 1, -(-n // unit), 1)))
+    blocks = jnp.exp(drawn.normal(jax.random.key(k + n), (-(-k // fp8.BLOCK), 1, -(-n // unit), 1)))
     weight = weight.astype(jnp.float32) * jnp.repeat(jnp.repeat(blocks[:, 0, :, 0], fp8.BLOCK, 0), unit, 1)[:k, :n]
     if unit < fp8.BLOCK:  # a block's outputs stand in several places: here each part has scales of its own
         parts = [fp8.quantise_blocks(weight[:, i : i + unit].T) for i in range(0, n, unit)]

@@ -32,6 +32,7 @@ from jaxspec.pallas import expert_add, hopper, router
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.weights import Fp8, Mxfp4, Weight
+from tests import drawn
 from tests.sample import rare
 from tests.test_few_rows import INTERPRET, PAGE, normal
 from tests.test_weight_stream import assert_close
@@ -50,7 +51,7 @@ def with_biases(params):
     """Biases of made-up weights are zero, which would hide one that is left out."""
     for at, layer in enumerate(params["layers"]):
         for i, name in enumerate(name for name in layer if name.endswith("bias") and name != "decay_bias"):
-            layer[name] = 0.5 * jax.random.normal(jax.random.key(9 * at + i), layer[name].shape, layer[name].dtype)
+            layer[name] = 0.5 * drawn.normal(jax.random.key(9 * at + i), layer[name].shape, layer[name].dtype)
     return params
 
 
@@ -65,7 +66,7 @@ def rounds(tree: bool) -> Rows:
 
 def forward(config, params, rows: Rows):
     """Of three rows of each request, four each of two, or one of one."""
-    kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, PAGE, "bfloat16").kv(config).shape)
+    kv = 0.5 * drawn.normal(jax.random.key(1), PageLayout(5, PAGE, "bfloat16").kv(config).shape)
     tokens = {3: jnp.arange(9).reshape(3, 3), 2: jnp.arange(8).reshape(2, 4), 1: jnp.ones((1, 1), int)}[len(rows.count)]
     positions = rows.marked_positions(tokens.shape[1])
     return forward_module.forward(config.decoder, params, tokens, positions, rows, kv.astype("bfloat16"), (0, 2))

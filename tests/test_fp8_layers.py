@@ -25,6 +25,7 @@ from jaxspec.models import MODELS
 from jaxspec.pallas import add_norm as norm_module
 from jaxspec.pallas.add_norm import add_norm, supported
 from jaxspec.weights import is_param
+from tests import drawn
 from tests.tiny import tiny_config
 
 INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
@@ -75,9 +76,9 @@ def test_layers_are_those_of_the_plain_path(monkeypatch, family):
 def test_sum_and_norm_are_rounded_as_plain_ones(rows, width, splits, centred):
     keys = jax.random.split(jax.random.key(rows), 3)
     x, scale = (
-        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in ((keys[0], (rows, width)), (keys[1], width))
+        drawn.normal(key, shape, jnp.bfloat16) for key, shape in ((keys[0], (rows, width)), (keys[1], (width,)))
     )
-    parts = None if splits is None else jax.random.normal(keys[2], (splits, -(-rows // 8) * 8, width))
+    parts = None if splits is None else drawn.normal(keys[2], (splits, -(-rows // 8) * 8, width))
     added, out = add_norm(x, parts, scale, eps=1e-6, centred=centred, **INTERPRET)
     expected = x if parts is None else x + parts.sum(0)[:rows].astype(x.dtype)
     np.testing.assert_array_equal(added, expected)

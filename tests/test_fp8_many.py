@@ -18,6 +18,7 @@ from jaxspec.pallas import fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, hopper, 
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tiles import Tiling
 from jaxspec.weights import HALF, Fp8, Layout, Weight
+from tests import drawn
 from tests.sample import one_in, rare
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -26,10 +27,10 @@ INTERPRET = plgpu.InterpretGPUParams()
 def operands(rows: int, inputs: int, outputs: int, block: int | None, unit: int, seed: int = 0):
     """Rows, and a weight's values and scales, which lie far apart."""
     keys = jax.random.split(jax.random.key(seed), 3)
-    x = jax.random.normal(keys[0], (rows, inputs)) * jnp.exp(jax.random.normal(keys[2], (rows, 1)))
-    parts = jax.random.normal(keys[1], (outputs // unit, unit, inputs // (block or inputs), block or inputs))
+    x = drawn.normal(keys[0], (rows, inputs)) * jnp.exp(drawn.normal(keys[2], (rows, 1)))
+    parts = drawn.normal(keys[1], (outputs // unit, unit, inputs // (block or inputs), block or inputs))
     largest = jnp.max(jnp.abs(parts), axis=(1, 3), keepdims=True)
-    spread = jnp.exp(jax.random.normal(keys[0], largest.shape)) * inputs**-0.5
+    spread = jnp.exp(drawn.normal(keys[0], largest.shape)) * inputs**-0.5
     values = (parts / largest * 448).astype(fp8.E4M3).reshape(outputs, inputs)
     return x.astype(jnp.bfloat16), values, (largest / 448 * spread)[:, 0, :, 0]
 
@@ -45,7 +46,7 @@ def run(x, values, scales, real, residual=None, *, block, **options):
 def check(rows, real, inputs, outputs, block, unit, kind="plain", within=6e-3, **options) -> None:
     """Valid rows by norm; of padding each tile is its own product or nothing, on top of the residual stream."""
     x, values, scales = operands(rows, inputs, outputs, block, unit)
-    residual = jax.random.normal(jax.random.key(7), (rows, outputs), jnp.bfloat16) if kind == "added" else None
+    residual = drawn.normal(jax.random.key(7), (rows, outputs), jnp.bfloat16) if kind == "added" else None
     given = x, values, scales, real, residual
     out = run(*given, block=block, gated=kind == "gated", **options)
     with jax.default_matmul_precision("highest"):
@@ -96,7 +97,7 @@ def test_the_rings_come_round(monkeypatch):
 
 def test_rows_are_quantised_as_in_plain_jnp():
     """A row of zeros, and groups of other sizes beside each other. The last block begins among the rows of another."""
-    x = jax.random.normal(jax.random.key(0), (72, 384), jnp.bfloat16).at[3].set(0).at[:, 200:210].multiply(300)
+    x = drawn.normal(jax.random.key(0), (72, 384), jnp.bfloat16).at[3].set(0).at[:, 200:210].multiply(300)
     got, expected = fp8_quantise.quantise_rows(x, interpret=INTERPRET), fp8.quantise_rows(x, 128)
     assert got[0].dtype == fp8.E4M3
     for ours, theirs in zip(got, expected, strict=True):
@@ -107,7 +108,7 @@ def check_normed(rows: int, inputs: int, norm: Norm, **options) -> None:
     """Rounded where `normed` rounds: numbers next to a limit between two may be either, and few are."""
     keys = jax.random.split(jax.random.key(0))
     x = operands(rows, inputs, 128, 128, 128)[0].at[rows // 2].set(0)
-    weight = 1 + jax.random.normal(keys[1], (inputs,), jnp.bfloat16) / 4
+    weight = 1 + drawn.normal(keys[1], (inputs,), jnp.bfloat16) / 4
     got = fp8_quantise.norm_and_quantise(x, weight, eps=norm.eps, centred=norm.centred, **options)
     expected = fp8.quantise_rows(normed(x, weight, norm), 128)
     assert got[0].dtype == fp8.E4M3
@@ -181,7 +182,7 @@ def test_projections_choose_one_and_have_gradients(monkeypatch, rows, block, act
     """Results are the plain form's but for rounding, of rows beside each other too; gradients are the plain form's."""
     x, values, scales = operands(rows, 256, 128, block, 128 if block else 1)
     weight = Weight(values, Fp8(block, activations), Layout((128,)), scales)
-    given = x, weight, jnp.array([rows], jnp.int32), jax.random.normal(jax.random.key(5), (rows, 128), jnp.bfloat16)
+    given = x, weight, jnp.array([rows], jnp.int32), drawn.normal(jax.random.key(5), (rows, 128), jnp.bfloat16)
     of = lambda f: jax.value_and_grad(lambda x: f(x).astype(jnp.float32).sum())(x)  # noqa: E731
     expected = of(lambda x: reference(x, weight, given[3]))
     kernels_in_interpret_mode(monkeypatch)

@@ -16,6 +16,7 @@ from jaxspec.pallas import fp8_rows, hopper
 from jaxspec.pallas.fp8_rows import ENOUGH, MAX_ROWS, Share, product, supported
 from jaxspec.pallas.hopper import counting
 from jaxspec.weights import Fp8, Layout, Weight
+from tests import drawn
 from tests.quantised import quantised
 
 
@@ -80,7 +81,7 @@ def test_projections_choose_it_and_have_gradients(monkeypatch, kind):
     x, values, scales, _ = operands(8, 128, 256, 32)
     layout = Layout((64, 64), interleave=32) if kind == "gated" else Layout((128,))
     weight, gated = Weight(values, Fp8(128), layout, scales), kind == "gated"
-    residual = jax.random.normal(jax.random.key(0), (8, 128), jnp.bfloat16) if kind == "added" else None
+    residual = drawn.normal(jax.random.key(0), (8, 128), jnp.bfloat16) if kind == "added" else None
     of = lambda f: jax.value_and_grad(lambda x: f(x).astype(jnp.float32).sum())(x)  # noqa: E731
     expected = of(lambda x: reference(x, weight, residual, gated))
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)

@@ -15,6 +15,7 @@ from jaxspec.decoder.matmul import gate
 from jaxspec.pallas import fp8_wide, tiles
 from jaxspec.pallas.tiles import Tiling
 from jaxspec.weights import HALF
+from tests import drawn
 from tests.sample import one_in, rare
 from tests.test_fp8_many import operands
 
@@ -24,7 +25,7 @@ INTERPRET = plgpu.InterpretGPUParams()
 def check(rows, real, inputs, outputs, block, unit, kind="plain", **options) -> None:
     """Valid rows by norm; of padding each tile is its own product or nothing, on top of the residual stream."""
     x, values, scales = operands(rows, inputs, outputs, block, unit)
-    residual = jax.random.normal(jax.random.key(7), (rows, outputs), jnp.bfloat16) if kind == "added" else None
+    residual = drawn.normal(jax.random.key(7), (rows, outputs), jnp.bfloat16) if kind == "added" else None
     given = x, values, scales, jnp.array([real], jnp.int32), residual
     out = fp8_wide.matmul(*given, block=block, gated=kind == "gated", **options)
     assert out.dtype == jnp.bfloat16

@@ -13,12 +13,13 @@ from jaxspec.decoder.spec import Norm
 from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.gated_norm import ROWS, gated_norm
 from jaxspec.pallas.weight_stream import norm_fixed
+from tests import drawn
 
 EPS = 1e-6
 
 
 def draw(i: int, *shape: int):
-    return jax.random.normal(jax.random.key(i), shape).astype("bfloat16")
+    return drawn.normal(jax.random.key(i), shape, "bfloat16")
 
 
 def near(got, expected, tolerance=0.008):

@@ -13,6 +13,7 @@ from jaxspec.cache import Rows
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.kv_write import FEWEST, kv_write, stored, supported
+from tests import drawn
 
 LAYERS = 3
 
@@ -20,7 +21,7 @@ LAYERS = 3
 def check(blocks: int, t: int, heads: int, width: int, **options):
     """Blocks of t rows, each in a place of its own, the last with one row on the dummy page."""
     keys, page_size = jax.random.split(jax.random.key(t), 3), 2 * t
-    normal = lambda key, *shape: jax.random.normal(key, shape).astype(jnp.bfloat16)  # noqa: E731
+    normal = lambda key, *shape: drawn.normal(key, shape, jnp.bfloat16)  # noqa: E731
     kv = normal(keys[0], LAYERS, blocks + 1, 2, heads, page_size, width)
     page = jnp.broadcast_to(jnp.arange(blocks, 0, -1, dtype=jnp.int32)[:, None], (blocks, t)).at[-1, -1].set(0)
     slot = (jnp.arange(blocks, dtype=jnp.int32)[:, None] % t) + jnp.arange(t, dtype=jnp.int32)

@@ -27,6 +27,7 @@ from jaxspec.pallas.expert_stream import COUNT
 from jaxspec.pallas.top_experts import top_experts
 from jaxspec.train.objective import matmul_weights
 from jaxspec.weights import Param, Weight
+from tests import drawn
 from tests.tiny import tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -111,8 +112,8 @@ def test_a_block_with_a_shared_expert_matches_transformers():
 @pytest.mark.parametrize("norm", [True, False])
 def test_router_probabilities_are_float32_whatever_the_dtype(norm):
     per_token = config_of().decoder.mixture.per_token
-    rows = jax.random.normal(jax.random.key(0), (5, 32), jnp.bfloat16)
-    router = jax.random.normal(jax.random.key(1), (32, 8), jnp.bfloat16)
+    rows = drawn.normal(jax.random.key(0), (5, 32), jnp.bfloat16)
+    router = drawn.normal(jax.random.key(1), (32, 8), jnp.bfloat16)
     logits = jnp.matmul(rows, router, preferred_element_type=jnp.float32)
     ids, weights = top_experts(logits, jnp.arange(5), None, per_token, norm)
     logits = np.asarray(rows, np.float64) @ np.asarray(router, np.float64)
@@ -147,10 +148,10 @@ def test_equal_probabilities_choose_the_first_experts():
 
 @pytest.mark.parametrize("t", [5, 40])
 def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
-    mixture, router = config_of().decoder.mixture, jax.random.normal(jax.random.key(0), (32, 8))
+    mixture, router = config_of().decoder.mixture, drawn.normal(jax.random.key(0), (32, 8))
     ((gate_up, down),) = random_case(1, 8, 2)[1]
     layer = {"router": Weight(router), "experts_gate_up": gate_up, "experts_down": down}
-    rows = jax.random.normal(jax.random.key(1), (t, 32))
+    rows = drawn.normal(jax.random.key(1), (t, 32))
     run = jax.jit(lambda x: equations.mixture(mixture, layer, x[None], x[None], jnp.arange(t)[None])[0])
     broken = run(rows.at[3].set(jnp.nan))
     assert jnp.isnan(broken[3]).all()

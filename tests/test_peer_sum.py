@@ -31,6 +31,7 @@ from jaxspec.models import MODELS
 from jaxspec.pallas import expert_add, few_rows, hopper, peer_sum, router, weight_stream
 from jaxspec.pallas.weight_stream import unquantised
 from jaxspec.weights import Weight, is_param
+from tests import drawn
 from tests import test_few_rows_layers as layers
 from tests.sample import rare
 from tests.tiny import tiny_config
@@ -61,8 +62,8 @@ def test_it_lowers_for_cuda(ranks, rows, width):
 
 def test_it_is_the_sum_that_few_rows_would_scale():
     keys = jax.random.split(jax.random.key(0), 3)
-    parts = jax.random.normal(keys[0], (4, 8, 1088), bf16)
-    x, scale = jax.random.normal(keys[1], (8, 1088), bf16), jax.random.normal(keys[2], (1088,), bf16)
+    parts = drawn.normal(keys[0], (4, 8, 1088), bf16)
+    x, scale = drawn.normal(keys[1], (8, 1088), bf16), drawn.normal(keys[2], (1088,), bf16)
     out, scaled = peer_sum.reference(x, parts, scale, centred=True)
     exact = np.asarray(x, np.float64) + np.asarray(parts, np.float64).sum(0)
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8)
@@ -182,7 +183,7 @@ def over_two_devices(monkeypatch, family: str, take, fp8=False, **more) -> tuple
     halves = [half(declared, params, rank) for rank in range(2)]
     if fp8:
         halves = [each | {"layers": layers.in_fp8(each["layers"])} for each in halves]
-    kv = 0.5 * jax.random.normal(jax.random.key(1), PageLayout(5, layers.PAGE, "bfloat16").kv(config).shape)
+    kv = 0.5 * drawn.normal(jax.random.key(1), PageLayout(5, layers.PAGE, "bfloat16").kv(config).shape)
     kv, tokens, positions = kv.astype("bfloat16"), jnp.arange(8).reshape(2, 4), rows.marked_positions(4)
     take(monkeypatch)
     ranks = take_ranks(monkeypatch, 2)

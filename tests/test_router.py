@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import few_rows, top_experts
 from jaxspec.pallas.router import router, supported
+from tests import drawn
 
 EPS = 1e-6
 
@@ -19,10 +20,10 @@ EPS = 1e-6
 def operands(width: int, experts: int, bias: bool):
     """Of eight rows, of which the last two are padding."""
     keys = jax.random.split(jax.random.key(experts), 6)
-    x, scale = (jax.random.normal(k, n) for k, n in zip(keys[:2], ((8, width), (width,)), strict=True))
-    weight = jax.random.normal(keys[3], (width, experts)) * width**-0.5
+    x, scale = (drawn.normal(k, n) for k, n in zip(keys[:2], ((8, width), (width,)), strict=True))
+    weight = drawn.normal(keys[3], (width, experts)) * width**-0.5
     x, scale, weight = (a.astype(jnp.bfloat16) for a in (x, 1 + 0.1 * scale, weight))
-    bias = jax.random.normal(keys[4], (experts,)).astype(jnp.bfloat16) if bias else None
+    bias = drawn.normal(keys[4], (experts,), jnp.bfloat16) if bias else None
     positions = jnp.array([0, 1, 2, 3, 4, 5, -1, -1])
     return few_rows.scale_rows(x, scale), weight, positions, bias
 

@@ -16,12 +16,13 @@ from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tile_matmul import matmul, supported, tiling_of
 from jaxspec.pallas.tiles import BLOCKS, Tiling
 from jaxspec.weights import HALF, Layout, Weight
+from tests import drawn
 from tests.sample import one_in
 
 
 def inputs(rows: int, width: int, outputs: int, seed: int = 0):
     x, weight = (
-        jax.random.normal(key, shape)
+        drawn.normal(key, shape)
         for key, shape in zip(jax.random.split(jax.random.key(seed)), ((rows, width), (width, outputs)), strict=True)
     )
     return x.astype(jnp.bfloat16), (weight * width**-0.5).astype(jnp.bfloat16)

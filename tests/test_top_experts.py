@@ -12,6 +12,7 @@ from jaxspec.pallas import hopper
 from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.top_experts import reference, select, supported, top_experts
+from tests import drawn
 from tests.sample import one_in, rare
 
 CASES = [
@@ -27,10 +28,10 @@ CASES = [
 
 def inputs(t: int, e: int, width: int = 0):
     """Logits, positions of which some are padding's, and, where it has a `width`, an expert that is shared."""
-    logits = 3 * jax.random.normal(jax.random.key(e), (t, e))
+    logits = 3 * drawn.normal(jax.random.key(e), (t, e))
     logits = logits.at[0, : e // 2].set(logits[0, 0]).at[-1, 0].set(-jnp.inf)  # equals, and one nobody may want
     positions = jnp.arange(t) if t < 3 else jnp.arange(t) - 1
-    rows, gate = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((t, width), (width, 1))))
+    rows, gate = (drawn.normal(jax.random.key(i), shape) for i, shape in enumerate(((t, width), (width, 1))))
     shared = (rows.astype(jnp.bfloat16), (gate * 0.1).astype(jnp.bfloat16)) if width else None
     return logits, positions, shared
 

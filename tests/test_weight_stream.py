@@ -12,6 +12,7 @@ from jaxspec.decoder.functions import rms_norm
 from jaxspec.pallas.weight_stream import BLOCKS, chain, stream, stream_part, supported
 from jaxspec.pallas.weight_stream.unquantised import TILE
 from jaxspec.weights import HALF
+from tests import drawn
 from tests.sample import rare
 
 EPS = 1e-6
@@ -26,7 +27,7 @@ def few_blocks(monkeypatch):
 def inputs(rows: int, d: int, f: int, n: int, seed: int = 0):
     """Residual stream, attention output, weights and scales of a layer and the projection after it."""
     keys = iter(jax.random.split(jax.random.key(seed), 8))
-    draw = lambda *shape: jax.random.normal(next(keys), shape)  # noqa: E731
+    draw = lambda *shape: drawn.normal(next(keys), shape)  # noqa: E731
     weights = [draw(*shape) * shape[0] ** -0.5 for shape in ((d, d), (d, 2 * f), (f, d), (d, n))]
     x, mixed = draw(rows, d), draw(rows, d)
     scales = [1 + 0.1 * draw(d) for _ in range(2)]

@@ -26,6 +26,7 @@ from jaxspec.pallas import hopper, weight_stream
 from jaxspec.pallas import write_heads as op
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.pallas.kv_write import stored
+from tests import drawn
 from tests.sample import rare
 from tests.test_few_rows_layers import with_biases
 from tests.tiny import tiny_config
@@ -35,7 +36,7 @@ INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
 
 
 def normal(key, *shape):
-    return jax.random.normal(key, shape).astype(jnp.bfloat16)
+    return drawn.normal(key, shape, jnp.bfloat16)
 
 
 def check(
