@@ -194,6 +194,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.exhaustive  # tests/test_trees.py draws on trees of any shape, with log-probabilities
 def test_a_seed_gives_the_text_of_plain_decoding():
     """And what changes it, and log-probabilities, mean the same. Some stop at a token of their own text."""
     prompts = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (3, 30, 16, 41)]
