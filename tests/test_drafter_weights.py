@@ -169,15 +169,27 @@ def test_dummies_of_an_mtp_module_have_the_format_of_its_checkpoint(tmp_path):
     assert drafter.params["layer"]["qkv"].format == Fp8(128) and drafter.params["fc"].format == Unquantised()
 
 
-def test_an_engine_with_a_quantised_drafter_gives_the_text_of_plain_decoding():
-    """Of several drafts in one batch. The memory plan counts the drafter as it is."""
+@functools.cache
+def quantised_engine():
     folder, draft = DRAFTERS["eagle3"]
     options = {
         "dtype": "float32", "page_size": 8, "chunked_prefill_size": 64, "context_length": 128, "max_total_tokens": 512,
         "max_running_requests": 2, "skip_warmup": True, "few_programs": True, "disable_structured_output": True,
     }  # fmt: skip
+    return LLM(str(folder), draft=draft, **OWN, **options)
+
+
+def test_the_memory_plan_counts_a_quantised_drafter_as_it_is():
+    runner = quantised_engine().engine.runner
+    assert runner.plan.draft_weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner.draft.params))
+    assert any(leaf.dtype == fp8.E4M3 for leaf in jax.tree.leaves(runner.draft.params))
+
+
+@pytest.mark.exhaustive  # of FP8 draft models, in tests/test_fp8_exact.py
+def test_an_engine_with_a_quantised_drafter_gives_the_text_of_plain_decoding():
+    """Of several drafts in one batch."""
     prompts, params = [PROMPT, [9, 3] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    drafted = LLM(str(folder), draft=draft, **OWN, **options)
+    drafted = quantised_engine()
     texts = [out.token_ids for out in drafted.generate(prompts, params)]
     assert texts == [out.token_ids for out in drafted.generate(prompts, params)]  # by a cached prefix
     model = drafted.engine.runner.model
@@ -186,8 +198,6 @@ def test_an_engine_with_a_quantised_drafter_gives_the_text_of_plain_decoding():
     said = np.asarray(jaxspec.logits(model, padded)).argmax(-1)
     for prompt, text, row in zip(prompts, texts, said, strict=True):
         assert row[len(prompt) - 1 :][: len(text)].tolist() == list(text)
-    plan, params = drafted.engine.runner.plan, drafted.engine.runner.draft.params
-    assert plan.draft_weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def test_a_drafter_without_weights_takes_neither(caplog):
