@@ -16,6 +16,7 @@ from tests.test_drafter_weights import drafting
 
 REPEATED = [5, 6, 7, 8, 9, 3] * 4
 PROMPTS = [REPEATED, [9, 3, 4], list(range(10, 40))]
+POOL = "suffix?max_requests=8&max_response=64&max_matches=16"  # rounds look through all of it
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -23,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 def engine():
     target, draft = drafting("eagle3")
     make = lambda: LLM(  # noqa: E731
-        target.path, f"suffix?max_requests=8+{draft}", dtype="float32", max_running_requests=2, context_length=96,
+        target.path, f"{POOL}+{draft}", dtype="float32", max_running_requests=2, context_length=96,
         skip_warmup=True, few_programs=True, num_draft_tokens=3, disable_structured_output=True,
     )  # fmt: skip
     return widths.several(make)
@@ -77,7 +78,7 @@ def test_a_suffix_is_as_sure_of_a_draft_as_the_text_is():
     text = jnp.array([[1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3, 4, 9, 1, 2]])
     one, zero = jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
     batch = DraftBatch(zero, one * 17, text, text, one > 0, None, greedy=True)
-    found, _ = Suffix(num_draft_tokens=2, max_requests=0).propose((), {}, batch)
+    found, _ = jax.jit(Suffix(num_draft_tokens=2, max_requests=0).propose)((), {}, batch)
     assert found.tokens.tolist() == [[3, 4]] and found.count.tolist() == [2]
     np.testing.assert_allclose(found.confidence, [[3 / 4, 2 / 3]], rtol=1e-6)
 
