@@ -130,7 +130,7 @@ while True:  # one may take less than that
 @pytest.mark.parametrize("name", [rare("LLM"), "AsyncLLM"])
 def test_a_script_that_is_interrupted_ends_as_pythons_do(name):
     """With a traceback, while jax aborts a process that ends with a program running: here 500 rounds."""
-    path = str(tiny_checkpoint(max_position_embeddings=2048))
+    path = str(tiny_checkpoint(max_position_embeddings=2048, num_hidden_layers=1))
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, path, name], capture_output=True, text=True, timeout=300)
     assert ended.stderr.endswith("KeyboardInterrupt\n") and "Traceback" in ended.stderr
     assert ended.returncode == -signal.SIGINT
