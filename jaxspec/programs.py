@@ -239,9 +239,10 @@ class Programs:
         self.behind = None
 
     def _helpers(self) -> int:
-        """How many processes lower kernels beside this one, on a device that has kernels."""
+        """How many processes lower kernels beside this one. None over several devices, where no GPU has shown it."""
         with hopper.using(self._kernels):
-            return min(lowering.MOST, (os.cpu_count() or 1) // 2) if hopper.kernels_here() is None else 0
+            alone = self.division is None and hopper.kernels_here() is None
+        return min(lowering.MOST, (os.cpu_count() or 1) // 2) if alone else 0
 
     def let_others_begin(self) -> None:
         """Begin nothing further for a moment, so that whoever comes up meanwhile has all of Python."""
