@@ -1,6 +1,9 @@
 """Kernels that another process lowers are those that this one would have made, and none is lost with a process."""
 
+import hashlib
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,22 +18,20 @@ from jaxspec.pallas.lowering import Call, Processes
 from jaxspec.pallas.once import lower_once
 
 FEW = 114  # multiprocessors, of a smaller card than this process lowers for by itself
+LINES = "JAX_TRACEBACK_IN_LOCATIONS_LIMIT"
 
 
 @pytest.fixture(scope="module")
 def processes():
-    """One, which is up, and writes locations of one line as this process does: a caller's differ."""
-    option = "jax_traceback_in_locations_limit"
-    before, os.environ[option.upper()] = getattr(jax.config, option), "1"
-    jax.config.update(option, 1)
+    """One, which is up. The locations that it writes are of one line: their callers differ."""
+    os.environ[LINES] = "1"
     hopper.pretend(FEW)
     made = Processes(1)
-    del os.environ[option.upper()]
+    hopper.pretend(None)
+    del os.environ[LINES]
     wait_until(lambda: made._all[0].is_up())
     yield made
     made.stop()
-    hopper.pretend(None)
-    jax.config.update(option, before)
 
 
 def wait_until(condition, seconds=60):
@@ -47,19 +48,33 @@ def call_of(function, *shapes, none=0, **static):
     return Call(function, static, tree, tuple(leaves))
 
 
-def test_another_process_makes_the_same_module(processes):
-    """Of a kernel whose share-out follows from the number of multiprocessors, which a process without a GPU is told."""
+ALONE = """
+import hashlib
+from jaxspec.pallas import hopper
+from tests.test_lowering import FEW, attention
+hopper.pretend(FEW)
+exported, tree = attention().lower()
+print(hashlib.sha256(exported.mlir_module_serialized).hexdigest(), tree)
+"""
+
+
+def attention():
+    """A kernel whose share-out follows from the number of multiprocessors, which a process without a GPU is told."""
     kv, ints = ((2, 4, 2, 1, 64, 128), jnp.bfloat16), jnp.int32
-    shapes = ((60, 1, 4, 128), jnp.bfloat16), kv, ((), ints), ((60, 4), ints), ((60,), ints)
-    call = call_of(_attend, *shapes, none=2)
-    there, tree = processes._all[0].lower(call.packed())
-    here, own = call.lower()
-    assert there.mlir_module_serialized == here.mlir_module_serialized
-    assert tree == own and there.out_avals == here.out_avals
+    return call_of(_attend, ((60, 1, 4, 128), jnp.bfloat16), kv, ((), ints), ((60, 4), ints), ((60,), ints), none=2)
+
+
+def test_another_process_makes_the_same_module(processes):
+    """As a process that lowers by itself. This one has traced parts of it for other tests, from other lines."""
+    told = {"JAX_PLATFORMS": "cpu", LINES: "1"}
+    alone = subprocess.run([sys.executable, "-c", ALONE], env=os.environ | told, capture_output=True, text=True)
+    exported, tree = processes._all[0].lower(attention().packed())
+    assert alone.stdout.split("\n")[0] == f"{hashlib.sha256(exported.mlir_module_serialized).hexdigest()} {tree}"
+    many = division(60, 128)
+    hopper.pretend(FEW)
     few = division(60, 128)
     hopper.pretend(None)
-    assert division(60, 128) != few
-    hopper.pretend(FEW)
+    assert many != few
 
 
 def test_what_it_cannot_find_is_lowered_here(processes):
