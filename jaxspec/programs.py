@@ -44,7 +44,7 @@ log = logging.getLogger("jaxspec")
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
-# For so long after weights are there, a start in stages compiles nothing further: an engine and a server come up.
+# For so long a start in stages lowers nothing further, once weights are there: an engine and a server come up.
 QUIET_SECONDS = 2.0
 FEW = 8  # programs that are lowered before other processes could help, which take seconds to come up
 # Two sums through peers' memory must not run at once, nor in another order on another device.
@@ -114,6 +114,7 @@ class Programs:
     def fill(self, params: Any, draft_params: Any) -> None:
         """Have weights, of which there were shapes until now. For one device."""
         self._params = params, draft_params
+        self._let_others_begin()
 
     def add_rounds(self, drafts: int, by: Drafter) -> None:
         """Have rounds of so many drafts, which `by` makes."""
@@ -184,6 +185,7 @@ class Programs:
         order = lambda one: (one not in special, *ladder.use(one))  # noqa: E731
         later = sorted((one for one in programs if one not in essential), key=order)
         compile_later = partial(self._compile_later, later, jax.tree.map(shape_of, state))
+        self._let_others_begin()
         self.behind = threading.Thread(target=compile_later, name="jaxspec-programs", daemon=True)
         self.behind.start()
 
@@ -244,8 +246,8 @@ class Programs:
             alone = self.division is None and hopper.kernels_here() is None
         return min(lowering.MOST, (os.cpu_count() or 1) // 2) if alone else 0
 
-    def let_others_begin(self) -> None:
-        """Begin nothing further for a moment, so that whoever comes up meanwhile has all of Python."""
+    def _let_others_begin(self) -> None:
+        """Lower nothing further for a moment, so that whoever comes up meanwhile has all of Python."""
         self._quiet_until = time.monotonic() + QUIET_SECONDS
 
     def _ending(self) -> bool:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec import peers, sharding, stats
+from jaxspec import compiling, peers, sharding, stats
 from jaxspec.adaptive import REST, Group
 from jaxspec.batch import fit, pack_admission, pack_blocks
 from jaxspec.cache import (
@@ -35,7 +35,6 @@ from jaxspec.cache import (
 )
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
-from jaxspec.compiling import compile_counter
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.defaults import resolve, shapes_of, small_model
@@ -91,7 +90,7 @@ class Runner:
         claim_device()
         enable_compilation_cache()
         log.info("kernels: %s", portable.told())
-        self.compiles = compile_counter()
+        self.compiles = compiling.compile_counter()
         started = time.monotonic()
         loading = None if model or draft or hosts else Loading.begin(options)
         if loading is not None:
@@ -157,9 +156,7 @@ class Runner:
             if loading is not None:
                 loading.result()
             raise
-        loaded = None if loading is None else loading.result()
-        self.programs.let_others_begin()
-        if loaded is not None and not self._filled(*loaded):
+        if loading is not None and not self._filled(*loading.result()):
             log.warning("weights aren't as the config says, so programs are compiled again")
             self.programs.stop()
             self._prepare(options)

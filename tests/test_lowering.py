@@ -86,10 +86,10 @@ def test_what_it_cannot_find_is_lowered_here(processes):
     assert "add" in exported.mlir_module()
 
 
-def test_errors_are_raised_here(processes):
-    with pytest.raises(TypeError, match="unexpected"):
+def test_errors_are_raised_here(processes, caplog):
+    with caplog.at_level("WARNING"), pytest.raises(TypeError, match="unexpected"):
         processes.lower(call_of(quantise_rows, ((512, 1024), jnp.bfloat16), unexpected=1))
-    assert processes._all[0].alive
+    assert processes._all[0].alive and "is lowered here, more slowly" in caplog.text
 
 
 def test_one_thread_traces_at_a_time_but_for_kernels(processes):

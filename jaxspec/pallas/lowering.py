@@ -32,8 +32,7 @@ log = logging.getLogger("jaxspec")
 # Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this start.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 MOST = 6  # processes, each of some 400 MB
-PATIENCE = 0.1
-
+PATIENCE = 0.1  # seconds
 
 _processes: contextvars.ContextVar[Processes | None] = contextvars.ContextVar("processes", default=None)
 
@@ -153,7 +152,11 @@ class Processes:
             return call.lower()
         process = self._take()
         try:
-            return (process and process.lower(packed)) or call.lower()
+            if process is not None:
+                if (made := process.lower(packed)) is not None:
+                    return made
+                log.warning("%s is lowered here, more slowly: another process couldn't", call.function.__qualname__)
+            return call.lower()
         finally:
             self._give(process)
 
@@ -240,7 +243,6 @@ def answer(descriptor: int, processors: int) -> None:
         try:
             exported, tree = Call.unpacked(data).lower()
             answer = pickle.dumps((exported.serialize(), tree))
-        except Exception as error:
-            log.debug("a kernel couldn't be lowered in a process of its own: %s", error)
+        except Exception:  # whoever asked lowers it, and learns why
             answer = b""
         pipe.send_bytes(answer)
