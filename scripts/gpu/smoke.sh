@@ -4,9 +4,10 @@
 #
 #     scripts/gpu/smoke.sh OUT
 #
-# OUT receives device.txt, host.json, and for each test file a log, junit.xml and figures; TESTS names some of them only,
-# LIMIT is a file's seconds (240). Needed as well, as wheels on PYTHONPATH where it isn't installed: gguf. The demo
-# model's GGUF file is $JAXSPEC_TEST_GGUF (else it is downloaded). Ends with the last failing file's status, or 0.
+# OUT receives device.txt, host.json, and for the kernels' tests and for each other file a log, junit.xml and figures.
+# JOBS processes share the kernels' tests (1; more need pytest-xdist). TESTS names some files only, LIMIT is the seconds
+# of the kernels and of each other file (240). Needed as well, as wheels on PYTHONPATH where it isn't installed: gguf. The
+# demo model's GGUF file is $JAXSPEC_TEST_GGUF (else it is downloaded). Ends with the last failing file's status, or 0.
 . "$(dirname "$0")/common.sh"
 [ $# = 0 ] || usage
 
@@ -17,15 +18,31 @@
 } >"$out/device.txt" 2>&1
 cat "$out/device.txt"
 
-# Kernels first, then fewest compilations: what fails later leaves these results. A process each, since a kernel that
-# reads out of bounds fails all that its process does afterwards.
-kernels="expert_few expert_plan expert_stream top_experts expert_rows gated_delta conv_step conv_chunk weight_stream"
-kernels+=" fp8_stream few_rows tile_matmul kv_write write_heads decode_attention prompt_attention"
-for name in ${TESTS:-$kernels trees hybrid qwen3_8b smollm2 lossless}; do
+# ask NAME FILE...: pytest on these, with NAME's log, figures and results
+ask() {
+    local name=$1
+    shift
     JAXSPEC_FIGURES=$out/$name.json timeout "${LIMIT:-240}" python3 -m pytest -m gpu -s --durations=0 \
-        --junitxml="$out/$name.xml" "tests/gpu/test_$name.py" >"$out/$name.log" 2>&1 || status=$?
+        --junitxml="$out/$name.xml" "$@" >"$out/$name.log" 2>&1 || status=$?
     grep -E '^(FAILED|E  )' "$out/$name.log" | cut -c1-300 | head -20
     echo "$name: $(tail -n 1 "$out/$name.log")"
+}
+
+# Kernels first: what fails later leaves these results. What serves a model has a process for each file, since a kernel
+# that reads out of bounds fails all that its process does afterwards. Tests of several GPUs skip themselves on one.
+models="trees hybrid deterministic deterministic_hybrid qwen3_8b smollm2 lossless several_gpus several_servers"
+if [ -z "${TESTS:-}" ]; then
+    kernels=()
+    for file in tests/gpu/test_*.py; do
+        name=$(basename "$file" .py)
+        [[ " $models " == *" ${name#test_} "* ]] || kernels+=("$file")
+    done
+    share=()
+    [ "${JOBS:-1}" = 1 ] || share=(-n "$JOBS" --dist worksteal)
+    XLA_PYTHON_CLIENT_PREALLOCATE=false ask kernels "${share[@]}" "${kernels[@]}"
+fi
+for name in ${TESTS:-$models}; do
+    ask "$name" "tests/gpu/test_$name.py"
 done
 timeout 60 python3 -m jaxspec.bench host --rounds 500 --json "$out/host.json"
 exit "$status"

@@ -14,5 +14,6 @@ def figures():
     yield taken
     text = json.dumps(taken, indent=1)
     print(f"\nfigures: {text}")
-    if path := os.environ.get("JAXSPEC_FIGURES"):
-        Path(path).write_text(text + "\n")
+    if taken and (path := os.environ.get("JAXSPEC_FIGURES")):
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        Path(path).with_suffix(f".{worker}.json" if worker else ".json").write_text(text + "\n")
