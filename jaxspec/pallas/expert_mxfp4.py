@@ -36,6 +36,7 @@ from jaxspec import mxfp4
 from jaxspec.mxfp4 import BLOCK, MASK
 from jaxspec.pallas.expert_stream import SOURCE, TARGET, Items
 from jaxspec.pallas.expert_tile import TILE, Tile, each_stage, one_launch
+from jaxspec.pallas.few_rows import cluster
 from jaxspec.pallas.hopper import MULTIPROCESSORS
 from jaxspec.pallas.once import lower_once
 from jaxspec.weights import Mxfp4, Weight
@@ -159,6 +160,11 @@ class Stage:
         return 2 if self.name == "up" else 1
 
     @property
+    def sent(self) -> cluster.Sums:
+        """What the second block of a cluster sends to the first."""
+        return cluster.Sums(self.groups, self.rows)
+
+    @property
     def tiles(self) -> int:
         return self.width // TILE
 
@@ -232,7 +238,7 @@ def _launch(stages, rows, parts, items, gating, interpret):
             stage_s=plgpu.RefUnion(*stage_s) if len(stages) > 1 else stage_s,  # a block has one of them
             out_s=plgpu.SMEM((1, first.rows, TILE), rows.dtype),
             ready=plgpu.Barrier(num_arrivals=3, num_barriers=max(stage.slots for stage in stages)),
-            summed=[plgpu.Barrier(num_arrivals=stage.groups if stage.split else 1) for stage in stages],
+            **({"sent_s": cluster.scratch(first.sent)["sent_s"]} if first.split else {"summed": plgpu.Barrier()}),
             # Interpret mode takes a matmul's left operand from shared memory alone.
             **({"staged_s": plgpu.SMEM((first.warpgroups, TILE, UNIT), rows.dtype)} if interpret else {}),
         ),
@@ -245,6 +251,8 @@ def _launch(stages, rows, parts, items, gating, interpret):
 def _scratch(stage, dtype):
     """A stage's ring, and where one of two sums goes to the other."""
     sums = {"sums_s": plgpu.SMEM((stage.groups, TILE, stage.rows), _f32)} if stage.shared else {}
+    if stage.split:
+        sums = {"parts_s": cluster.scratch(stage.sent)["parts_s"]}
     return sums | dict(
         weight_s=plgpu.SMEM((stage.slots, stage.groups, TILE, stage.piece // 2), jnp.int8),
         scales_s=plgpu.SMEM((stage.slots, stage.scales, stage.groups, TILE), jnp.int8),
@@ -252,13 +260,13 @@ def _scratch(stage, dtype):
     )
 
 
-def _block(stages, gating, rows_g, items_g, *refs, stage_s, summed, **scratch):
+def _block(stages, gating, rows_g, items_g, *refs, stage_s, **scratch):
     arrays, outs = refs[: -len(stages)], refs[-len(stages) :]
     each = len(arrays) // (len(stages) * len(stages[0].stacks))
     weights = [tuple(arrays[i : i + each]) for i in range(0, len(arrays), each)]
 
     def run(n, unit, done):
-        own, count = scratch | stage_s[n] | {"summed": summed[n]}, len(stages[n].stacks)
+        own, count = scratch | stage_s[n], len(stages[n].stacks)
         mine = weights[n * count : (n + 1) * count]
         tile = _Tile(stages[n], unit, outs[n - 1] if n else rows_g, items_g, mine, outs[n], own)
         tile.done, tile.awaited, tile.gating = done, stages[0].tiles if n else 0, gating
@@ -317,18 +325,15 @@ class _Tile(Tile):
     def _run(self, height):
         if not self.stage.split:
             return super()._run(height)
-        totals, sums_s, summed = self.sums(height), self.scratch["sums_s"], self.scratch["summed"]
-
-        @pl.when(self.turn == 1)
-        def _():
-            for g, total in enumerate(totals):
-                where = dict(cluster_idx=_i32(0), cluster_dim="half", optimized=False)
-                plgpu.async_store_smem(total, sums_s.at[g], summed, **where)
+        sent, parts_s, sent_s = self.stage.sent, self.scratch["parts_s"], self.scratch["sent_s"]
+        cluster.expect(sent, sent_s)
+        totals = self.sums(height)
+        cluster.meet()
+        pl.when(self.turn == 1)(lambda: cluster.send(sent, _i32(0), totals, parts_s, sent_s))
 
         @pl.when(self.turn == 0)
         def _():
-            plgpu.barrier_wait(summed)
-            others = [plgpu.load(sums_s.at[g], layout=plgpu.Layout.WGMMA, optimized=False) for g in range(len(totals))]
+            others = cluster.receive(sent, parts_s, sent_s)
             self._store(height, self.finished([a + b for a, b in zip(totals, others, strict=True)]))
 
     def numbers(self, slot, g, unit):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -41,7 +41,17 @@ LOAD = "ld.shared::cta.v4.f32 {$0, $1, $2, $3}, [$4];"
 _f32 = jnp.float32
 
 
-def scratch(share: Share) -> dict[str, Any]:
+class Sums(NamedTuple):
+    """What is sent where no `Share` says it: by `splits` blocks, of `groups` times `TILE` outputs. The first
+    `finishers` blocks of a cluster receive the sums of `finished` rows each."""
+
+    groups: int
+    finished: int
+    splits: int = 1
+    finishers: int = 1
+
+
+def scratch(share: Share | Sums) -> dict[str, Any]:
     """Shared memory for all parts of the sums that a block finishes, and for the barrier that counts their bytes."""
     return {
         "parts_s": plgpu.SMEM((share.splits, _pieces(share), TILE, GROUP), _f32),
@@ -49,7 +59,7 @@ def scratch(share: Share) -> dict[str, Any]:
     }
 
 
-def expect(share: Share, sent_s: Any) -> None:
+def expect(share: Share | Sums, sent_s: Any) -> None:
     """Say at a block's start what it will receive. All of its threads do, and `meet` later."""
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=None)(partial(_expect, share))(sent_s)
 
@@ -64,13 +74,13 @@ def meet() -> None:
     wait()
 
 
-def send(share: Share, split: Any, totals: Sequence[Any], parts_s: Any, sent_s: Any) -> None:
+def send(share: Share | Sums, split: Any, totals: Sequence[Any], parts_s: Any, sent_s: Any) -> None:
     """Send a part's sums, of one warpgroup, to the blocks that finish them."""
     types = *[plgpu.Layout.WGMMA] * share.groups, plgpu.RefType(), plgpu.RefType()
     plgpu.inline_mgpu(arg_types=types, return_type=None)(partial(_send, share))(*totals, parts_s.at[split], sent_s)
 
 
-def receive(share: Share, parts_s: Any, sent_s: Any) -> list[Any]:
+def receive(share: Share | Sums, parts_s: Any, sent_s: Any) -> list[Any]:
     """The sums over all parts of the rows that this block finishes, f32[TILE, rows] of each group."""
     one = plgpu.ShapeDtypeStruct((TILE, share.finished), _f32, layout=plgpu.Layout.WGMMA)
     types = plgpu.RefType(), plgpu.RefType()
@@ -79,7 +89,7 @@ def receive(share: Share, parts_s: Any, sent_s: Any) -> list[Any]:
     )
 
 
-def _pieces(share: Share) -> int:
+def _pieces(share: Share | Sums) -> int:
     return share.groups * share.finished // GROUP
 
 
