@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.fp8 import E4M3
 from jaxspec.pallas import experts, few_rows, hopper
 from jaxspec.pallas.expert_few import mix, plan, supported
+from jaxspec.pallas.expert_few.fp8 import LOWER, pieces
 from jaxspec.pallas.expert_few.plan import COLUMNS, MOST, PARTS, ROWS, STEP, TILE, Plan, Work
 from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.hopper import KERNELS
@@ -43,6 +44,21 @@ def few_blocks(monkeypatch):
 def test_matches_what_each_token_gets_by_itself(few_blocks, t, e, k, shared, d, f):
     case = bfloat16(random_case(t, e, k, 0.3, d=d, f=f, seed=t, shared=shared))
     assert_close(interpreted(*case), naive(*case))
+
+
+def test_a_pair_of_e4m3_rows_is_a_bfloat16_row():
+    """Exactly, but for numbers that the largest of the row exceeds 2^13 times."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(8, 128)) * 2.0 ** rng.integers(-13, 2, (8, 128)) * np.array([[1, 1e-6, 300, 1e9] * 2]).T
+    rows[7] = 0
+    rows = jnp.asarray(rows, jnp.bfloat16).astype(jnp.float32)
+    factor, upper, lower = pieces(rows)
+    assert upper.dtype == lower.dtype == E4M3
+    made = (upper.astype(jnp.float32) + lower.astype(jnp.float32) * 2.0**-LOWER) * factor[:, None]
+    largest = jnp.abs(rows).max(1, keepdims=True)
+    large = jnp.abs(rows) > largest * 2.0**-13
+    np.testing.assert_array_equal(made[large], rows[large])
+    assert (jnp.abs(made - rows) <= largest * 2.0**-16).all()
 
 
 def fp8_arrays(stacks):

@@ -17,8 +17,10 @@ blocks' hidden rows, its weights of `down` are on their way, and at one token al
 at a time: with more, everything is slower, presumably because writes wait among the reads. Copies are few and large,
 because all of a warpgroup's threads announce each of them.
 
-FP8 weights (`fp8`) take half the bytes, and must become bfloat16 on their way. Two warpgroups multiply them, step by
-step in turn, and the first one adds up. A warp has one expert's outputs, and multiplies that expert's rows alone.
+FP8 weights (`fp8`) take half the bytes. For `up` the tokens' rows become pairs of e4m3 rows, whose sums are the same
+numbers, so that tensor cores take both operands as they are. For `down`, and for one token, weights become bfloat16 on
+their way. There a warp has one expert's outputs, and multiplies that expert's rows alone. Two warpgroups multiply, step
+by step in turn, and the first one adds up.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.fp8 import BLOCK, E4M3
 from jaxspec.pallas.expert_few.kernel import kernel
 from jaxspec.pallas.expert_few.plan import (
     ARRIVALS,
@@ -117,6 +119,15 @@ def _launch(ids, weights, *, up, down, shape, centred, interpret):
     held = {name: value for name, value in held.items() if value is not None}
     barrier = partial(plgpu.Barrier, num_barriers=plan.slots)
     two = dict(sums_s=plgpu.SMEM((TILE, ROWS), _f32), sent=plgpu.Barrier(), taken=plgpu.Barrier())
+    blocks = STEP // BLOCK
+    if plan.pairs:
+        rows_s = dict(
+            pieces_s=plgpu.SMEM((d // STEP, blocks, 2 * ROWS, BLOCK), E4M3),
+            factors_s=plgpu.SMEM((d // STEP, blocks, ROWS), _f32),
+        )
+    else:
+        x_full = plgpu.Barrier(num_arrivals=d // STEP if plan.t == ROWS else 1)
+        rows_s = dict(x_s=plgpu.SMEM((d // STEP, ROWS, STEP), dtype), x_full=x_full)
     return plgpu.kernel(
         partial(kernel, plan, centred, bool(interpret), tuple(held), tuple(outs)),
         kernel_name="expert_few",
@@ -126,8 +137,8 @@ def _launch(ids, weights, *, up, down, shape, centred, interpret):
         num_threads=2 + plan.multipliers,
         thread_name="warpgroup",
         scratch_types=dict(
-            weight_s=plgpu.SMEM((plan.slots, TILE, STEP), jnp.int8 if quantised else dtype),
-            x_s=plgpu.SMEM((d // STEP, ROWS, STEP), dtype),
+            weight_s=plgpu.SMEM((plan.slots, TILE, STEP), E4M3 if quantised else dtype),
+            **rows_s,
             hidden_s=plgpu.SMEM((plan.hidden_slots, plan.beside, STEP), dtype),
             both_s=plgpu.SMEM((ROWS, TILE), _f32),
             part_s=plgpu.SMEM((PARTS, ROWS, PART), dtype),
@@ -138,7 +149,6 @@ def _launch(ids, weights, *, up, down, shape, centred, interpret):
             known=plgpu.Barrier(),
             weight_full=barrier(num_arrivals=ARRIVALS),
             weight_empty=barrier(num_arrivals=1),
-            x_full=plgpu.Barrier(num_arrivals=d // STEP if plan.t == ROWS else 1),
             residual_full=plgpu.Barrier(),
             hidden_full=plgpu.Barrier(num_barriers=plan.hidden_slots),
             hidden_empty=plgpu.Barrier(num_barriers=plan.hidden_slots),
@@ -156,7 +166,7 @@ def _operands(name, weights):
     held = {}
     for i, weight in enumerate(weights):
         if isinstance(weight, Fp8Weight):
-            held[f"{name}{i}"] = lax.bitcast_convert_type(weight.values, jnp.int8)
+            held[f"{name}{i}"] = weight.values
             held[f"{name}_scales{i}"] = weight.scales
         else:
             held[f"{name}{i}"] = weight

@@ -155,7 +155,7 @@ class _Weights:
 def _produce_rows(block: _Block):
     """Fetch the tokens' rows, find the experts, then fetch hidden rows as the blocks that make them tell."""
     plan, refs, scratch = block.plan, block.refs, block.scratch
-    if block.ups and plan.t == ROWS:
+    if block.ups and plan.t == ROWS and not plan.pairs:
         for k in range(plan.d // STEP):
             inputs = refs["x"].at[:, pl.ds(k * STEP, STEP)]
             plgpu.copy_gmem_to_smem(inputs, scratch["x_s"].at[k], scratch["x_full"])
@@ -187,16 +187,18 @@ def _consume(block: _Block, turn: int):
     """Multiply: the block's tiles of `up`, then its columns of `down`. The first warpgroup of those that do adds up."""
     plan, refs, scratch = block.plan, block.refs, block.scratch
     plgpu.set_max_registers(plan.registers[1], action="increase")
+    rows = fp8.load_rows(plan, turn, refs["x"]) if block.ups and plan.pairs else None  # long before they are needed
     work, step = block.await_work(), _i32(0)
     scales = partial(_scales, block, work)
     up, down = scales("up", _i32(0)), scales("down", _i32(0))  # before anything is waited for
-    if block.ups and turn == 0:
-        place_rows(plan, refs["x"], scratch["x_s"], scratch["x_full"])
-    if plan.multipliers > 1 and block.ups and plan.t < ROWS:
-        pl.when(turn == 0)(lambda: plgpu.barrier_arrive(scratch["x_full"]))
-        plgpu.barrier_wait(scratch["x_full"])
-    elif block.ups and turn > 0:
-        plgpu.barrier_wait(scratch["x_full"])
+    if rows is not None:
+        fp8.place_pieces(plan, turn, rows, scratch["pieces_s"], scratch["factors_s"])
+    elif block.ups:
+        if turn == 0:
+            place_rows(plan, refs["x"], scratch["x_s"], scratch["x_full"])
+        if plan.multipliers > 1:  # the other warpgroup waits until they are there
+            pl.when(turn == 0)(lambda: plgpu.barrier_arrive(scratch["x_full"]))
+            plgpu.barrier_wait(scratch["x_full"])
     if block.ups:
 
         def tile(i, carry):

@@ -47,7 +47,7 @@ _i32 = jnp.int32
 class Plan:
     """Sizes of one launch: t tokens, model width d, k experts of width f each, and how many each stack has.
 
-    `fp8`: weights are, and become bfloat16 in registers. Two warpgroups multiply then, which take turns at steps.
+    `fp8`: weights are. Two warpgroups multiply then, which take turns at steps.
     """
 
     t: int
@@ -108,6 +108,11 @@ class Plan:
         return min(FP8_AHEAD, -(-inputs // turns) * turns)
 
     @property
+    def pairs(self) -> bool:
+        """Whether tokens' rows become pairs of e4m3 rows. One token's aren't worth the time that takes."""
+        return self.fp8 and self.t > 1
+
+    @property
     def multipliers(self) -> int:
         """Warpgroups that multiply."""
         return 2 if self.fp8 else 1
@@ -141,7 +146,7 @@ class Plan:
         """Of the ring. A slot, of either ring, is always the same warpgroup's: a barrier is waited for each time."""
         rows, hidden = 2 * ROWS * self.d, 2 * self.hidden_ahead * self.beside
         results = 4 * ROWS * TILE, 2 * ROWS * HALF, 2 * (ODD + self.made + ROWS) * TILE, 2 * ROWS * COLUMNS
-        parts = [4 * ROWS * TILE] if self.fp8 else []
+        parts = [4 * ROWS * TILE] * self.fp8 + [4 * ROWS * self.d // BLOCK] * self.pairs  # sums, and factors of rows
         taken = sum(-(-each // ALIGNED) * ALIGNED for each in (rows, hidden, *results, *parts, *[8 * PAIRS] * 2))
         return (ROOM - taken) // self.slot_bytes // self.multipliers * self.multipliers
 
