@@ -228,11 +228,20 @@ SNAPSHOT_BYTES = 2**28
 POOL_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # XLA's own option: what it takes of a GPU, when first used
 POOL_SHARES = (POOL_SHARE, "XLA_CLIENT_MEM_FRACTION")  # its names, of which XLA refuses to have both
 DEFAULT_SHARE = 0.75  # XLA's own
+STUCK = "--xla_gpu_nccl_termination_timeout_seconds"  # XLA's own flag: how long a device may keep NCCL's others waiting
+STUCK_SECONDS = 30
 
 
 def claim_device() -> None:
     """Let XLA take nearly all of the GPU, unless the user set its share. Once jax has used one, that is too late: then
-    the log says what is missing and why."""
+    the log says what is missing and why.
+
+    And let it end a process whose devices wait for one that never comes, unless XLA_FLAGS say how long they may. Not on
+    several hosts, where a node may come late because it compiles, and the others watch it.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not (STUCK in flags or xla_bridge.backends_are_initialized() or jax.distributed.is_initialized()):
+        os.environ["XLA_FLAGS"] = f"{flags} {STUCK}={STUCK_SECONDS}".strip()
     if _pool_share() is not None:
         return
     if not xla_bridge.backends_are_initialized():

@@ -56,8 +56,8 @@ def claim(monkeypatch, caplog, used, **environment):
     """What `claim_device` makes of the environment, and what it says, on a GPU that jax has `used` or not."""
     for name in POOL_SHARES:
         monkeypatch.delenv(name, raising=False)
-    for name, share in environment.items():
-        monkeypatch.setenv(name, share)
+    for name, value in ({"XLA_FLAGS": ""} | environment).items():
+        monkeypatch.setenv(name, value)
     stats = {"bytes_limit": 60 * 2**30}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     monkeypatch.setattr(cache.xla_bridge, "backends_are_initialized", lambda: used)
@@ -76,6 +76,21 @@ def test_a_share_that_comes_too_late_is_told(monkeypatch, caplog):
         for name in POOL_SHARES:  # the user's own is left alone: with both names set, XLA would not start
             assert claim(monkeypatch, caplog, used, **{name: "0.5"}) == ({name: "0.5"}, "")
             assert cache.device_memory() == (120 * 2**30, 60 * 2**30)
+
+
+def test_devices_that_wait_for_one_that_never_comes_end_the_process(monkeypatch, caplog):
+    """As the user says, if they do; on several hosts a node may come late."""
+    monkeypatch.setenv(POOL_SHARE, "")
+    flags, several = lambda: os.environ["XLA_FLAGS"], [False]
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: several[0])
+    claim(monkeypatch, caplog, used=False, XLA_FLAGS="--xla_gpu_autotune_level=0")
+    assert flags() == f"--xla_gpu_autotune_level=0 {cache.STUCK}=30"
+    claim(monkeypatch, caplog, used=False, XLA_FLAGS=f"{cache.STUCK}=5")
+    assert flags() == f"{cache.STUCK}=5"
+    claim(monkeypatch, caplog, used=True)
+    several[0] = True
+    claim(monkeypatch, caplog, used=False)
+    assert not flags()
 
 
 def test_no_more_than_is_useful(monkeypatch):
