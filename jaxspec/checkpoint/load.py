@@ -129,10 +129,14 @@ def load_model(
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         item = {Fp8: 1, Mxfp4: 17 / 32, Unquantised: jax.numpy.dtype(dtype).itemsize}
-        size = sum(math.prod(param.shape) * item[type(param.format)] for param in jax.tree.leaves(declared))
+        own = [sharding.local_param(param, tp_size) for param in jax.tree.leaves(declared)]
+        size = sum(math.prod(param.shape) * item[type(param.format)] for param in own)
+        each, more = ", more than the device", "or a smaller --dtype"
+        if tp_size > 1:
+            each, more = f" on each of {tp_size} devices, more than one", "a smaller --dtype, or a larger --tp-size"
         raise CheckpointError(
-            f"{source.name}: its weights take {size / 2**30:,.1f} GiB in {'fp8' if online else dtype}, more than the "
-            "device has free; use a smaller model, --quantization fp8, or a smaller --dtype"
+            f"{source.name}: its weights take {size / 2**30:,.1f} GiB in {'fp8' if online else dtype}{each} has free; "
+            f"use a smaller model, --quantization fp8, {more}"
         ) from error
     sampling = _sampling(source.files.generation, source.name)
     tokenizer, scales = reading.result(), None
