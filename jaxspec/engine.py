@@ -201,7 +201,7 @@ class Engine:
     def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
         """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second."""
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
-        behind = self.pace.round(time.monotonic())
+        behind = self.pace.round(time.monotonic(), rounds)
         if not _constrained(seqs):
             mode = self.runner.mode_of_round(mode, len(seqs), rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)

@@ -14,10 +14,11 @@ FADE = 1 / 256  # share of what it takes more than others suggest that is forgot
 
 class Behind(NamedTuple):
     """What was dispatched since the round before: the size of each program of prompts, and when the first was, in
-    seconds."""
+    seconds. `rounds`: of the program that is behind them."""
 
     prompts: tuple[int, ...]
     began: float
+    rounds: int = 1
 
 
 class Pace:
@@ -28,11 +29,14 @@ class Pace:
     A program's time rises at once with what is seen, since a long prompt's later tokens take longer, and falls slowly.
     Small programs take longer for a token. So each size is learned by itself. What one that hasn't run takes is guessed
     from the others, and so is in time what one took that hasn't run for long: it is tried again.
+
+    So do programs of several rounds, which run while no prompt waits. One round takes no longer than several, and no
+    less than its share of them.
     """
 
     def __init__(self, most: float | None, block: int, sizes: tuple[int, ...]):
         self._most, self._block, self._sizes = most, block, sizes
-        self._round: float | None = None
+        self._rounds: dict[int, float] = {}  # what a program of so many rounds takes
         self._took: dict[int, float] = {}  # by size
         self._behind = Behind((), 0.0)
         self._read_at = 0.0
@@ -40,24 +44,24 @@ class Pace:
     def prompts(self, blocks: int, now: float) -> None:
         """Note a program of so many blocks of prompts that is about to be dispatched."""
         size = next(size for size in self._sizes if size >= blocks)
-        programs, began = self._behind
-        self._behind = Behind((*programs, size), began if programs else now)
+        programs = self._behind.prompts
+        self._behind = Behind((*programs, size), self._behind.began if programs else now)
 
-    def round(self, now: float) -> Behind:
-        """Note that a round is about to be dispatched; what it is behind of."""
+    def round(self, now: float, rounds: int = 1) -> Behind:
+        """Note that a program of so many rounds is about to be dispatched; what it is behind of."""
         behind, self._behind = self._behind, Behind((), 0.0)
-        return behind if behind.prompts else Behind((), now)
+        return Behind(behind.prompts, behind.began if behind.prompts else now, rounds)
 
     def read(self, behind: Behind, now: float) -> None:
         """Note that a round's result is there."""
         took, self._read_at = now - max(self._read_at, behind.began), now
         if not behind.prompts:
-            if self._round is None:
+            if not self._rounds:
                 self._took.clear()  # what was learned has a round in it
-            expected = took if self._round is None else self._round
-            self._round = expected + AGAIN * (min(took, OUTLIER * expected) - expected)
+            expected = self._rounds.get(behind.rounds, took)
+            self._rounds[behind.rounds] = expected + AGAIN * (min(took, OUTLIER * expected) - expected)
             return
-        self._learn(behind.prompts, max(took - (self._round or 0.0), 0.0))
+        self._learn(behind.prompts, max(took - self._takes(behind.rounds), 0.0))
 
     @property
     def token(self) -> float:
@@ -70,10 +74,19 @@ class Pace:
         0: none of them fits. None: as many as one likes, or nothing is known."""
         if self._most is None or not self._took:
             return None
-        left, largest = self._most - (self._round or 0.0), self._sizes[-1]
+        left, largest = self._most - self._takes(1), self._sizes[-1]
         if (each := self._expected(largest)) <= left:
             return int(left / each) * largest * self._block if each else None
         return max((size for size in self._sizes if self._expected(size) <= left), default=0) * self._block
+
+    def _takes(self, rounds: int) -> float:
+        """Seconds that a program of so many rounds takes; 0 if none has run."""
+        shares = {other: took * rounds / other for other, took in self._rounds.items()}
+        takes = self._rounds.get(rounds, max(shares.values(), default=0.0))
+        for other, share in shares.items():
+            least, most = sorted((share, self._rounds[other]))
+            takes = min(max(takes, least), most)
+        return takes
 
     def _learn(self, programs: tuple[int, ...], took: float) -> None:
         """Note what programs of these sizes took together."""

@@ -111,7 +111,7 @@ def test_prompts_of_several_programs_are_one_wait():
     pace.prompts(4, 100.0 + ROUND)
     pace.prompts(3, 100.015)  # and a block of padding
     behind = pace.round(100.02)
-    assert (behind.prompts, behind.began) == ((4, 4), 100.0 + ROUND)
+    assert behind == ((4, 4), 100.0 + ROUND, 1)
     pace.read(behind, 100.0 + 2 * ROUND + 2 * (PROGRAM + 500 * TOKEN))
     assert pace.tokens() == 500 + 500  # of the size that is known, each takes half of the wait
 
@@ -123,3 +123,25 @@ def test_a_round_that_took_all_of_the_time_is_no_measure():
     device.step(500)
     device.step(500)
     assert device.serve()[-1] == 1000
+
+
+def test_a_round_behind_prompts_is_not_taken_for_several():
+    """While no prompt waits, programs have several rounds, which take longer than most prompts do."""
+    pace, now = Pace(0.033, BLOCK, SIZES), 100.0
+    for rounds, prompts in [(8, ()), (8, ()), *[(1, (8,))] * 3, (8, ())]:
+        for blocks in prompts:
+            pace.prompts(blocks, now)
+        behind = pace.round(now, rounds)
+        now += (PROGRAM + 1000 * TOKEN if prompts else 0.0) + rounds * ROUND
+        pace.read(behind, now)
+    assert pace.token == pytest.approx(22e-6, rel=0.01)
+    assert pace.tokens() == 1000, "beside one round"
+
+
+def test_a_round_that_was_seen_long_ago_takes_its_share_of_several():
+    pace, now = Pace(1.0, BLOCK, SIZES), 100.0
+    for rounds, took in ((1, 0.002), (8, 0.080)):
+        behind = pace.round(now, rounds)
+        now += took
+        pace.read(behind, now)
+    assert pace._takes(1) == pytest.approx(0.010) and pace._takes(8) == pytest.approx(0.080)
