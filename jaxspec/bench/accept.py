@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,11 @@ def _by_category(row: Row) -> list[Row]:
     ]
 
 
+def _named(draft: str) -> str:
+    """A drafter without the folders that its own lies in."""
+    return re.sub(r"(?<![^:+])(?:~|\.{0,2})/(?:[^:+?]*/)?([^/:+?]+)/?", r"\1", draft)
+
+
 @dataclass(frozen=True)
 class PaperTable(Table):
     """A line for each drafter and a column for each benchmark, in markdown, as papers print tokens a round."""
@@ -70,7 +76,7 @@ class PaperTable(Table):
             return "-" if tokens is None else f"{bold}{tokens:.2f}{bold}"
 
         body = [["drafter", *names], ["---"] * (1 + len(names))]
-        body += [[draft, *(show(name, line.get(name)) for name in names)] for draft, line in found.items()]
+        body += [[_named(draft), *(show(name, line.get(name)) for name in names)] for draft, line in found.items()]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in body)
 
 
@@ -168,7 +174,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
                     row["speedup"] = row["tokens_per_s"] / plain[benchmark.name, concurrency]
                 result.add(row)
                 if missed := engine.stats()["compiles_total"] - compiled:
-                    result.note(f"{load}: {missed} programs were compiled meanwhile; its speed includes that")
+                    result.note(f"{load}: programs compiled meanwhile: {missed}; its speed includes that")
                 bar.update()
         del engine
         gc.collect()  # its memory is the next one's

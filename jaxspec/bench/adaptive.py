@@ -140,7 +140,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if ended := sum(row.get("ended", 0) for row in result.rows):
         result.note(f"{ended} requests ended while others were measured; lower --output-len or raise --context-length")
     if later := engine.runner.compiles["compiles"] - engine.programs_before:
-        result.note(f"{later} programs were compiled during the run; its times include that")
+        result.note(f"programs compiled during the run: {later}; its times include that")
     if preempted := engine.stats()["preemptions_total"]:
         result.note(f"{preempted} preemptions: requests that had rested, if drafts paid again, or pages ran out")
     result.fact(memory=memory_facts())

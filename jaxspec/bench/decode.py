@@ -119,7 +119,7 @@ def tell(result: Result, row: Row, args: argparse.Namespace) -> None:
     if row["preemptions"]:
         result.note(f"{name}: {row['preemptions']} preemptions, because the load needs more KV pages than there are")
     if row["compiles"]:
-        result.note(f"{name}: {row['compiles']} programs were compiled during the run; its time includes that")
+        result.note(f"{name}: programs compiled during the run: {row['compiles']}; its time includes that")
 
 
 def plot(document: Document, figure: Any) -> None:

@@ -197,7 +197,7 @@ def tell(result: Result, row: Row, args: argparse.Namespace) -> None:
     if row["preemptions"]:
         result.note(f"{row['load']}: {row['preemptions']} preemptions, because there are too few KV pages for it")
     if row["compiles"]:
-        result.note(f"{row['load']}: {row['compiles']} programs were compiled meanwhile; its times include that")
+        result.note(f"{row['load']}: programs compiled meanwhile: {row['compiles']}; its times include that")
     if row["truncated"]:
         result.note(f"{row['load']}: the timeline was full before its end; lower --num-prompts {args.num_prompts}")
 

@@ -143,7 +143,7 @@ def _lengths(args: argparse.Namespace, result: Result, engine: Engine, layers: s
             row["batch_ratio"] = row["batch_floor_tokens_per_s"] / row["batch_tokens_per_s"]
         result.add(row | memory_growth(memory))
         if compiles := row["compiles"] + row.get("batch_compiles", 0):
-            result.note(f"prompts of {length}: {compiles} programs were compiled while they were timed")
+            result.note(f"prompts of {length}: programs compiled while they were timed: {compiles}")
 
 
 def _batch(args: argparse.Namespace, length: int) -> int:

@@ -88,8 +88,14 @@ def test_what_cannot_be_measured(tiny, files, capsys, extra, message):
 
 
 def test_the_papers_table_marks_the_best_and_leaves_gaps():
+    """And names a drafter without the folders that its own lies in."""
     row = lambda draft, data, tokens: {"draft": draft, "data": data, "tokens_per_round": tokens, "parts": [{}]}  # noqa: E731
-    rows = [row("a", "X", 2.0), row("a", "Y", 3.0), row("b", "X", 2.5), {"draft": "none", "data": "X"}]
+    rows = [
+        row("R/a", "X", 2.0),
+        row("R/a", "Y", 3.0),
+        row("suffix+eagle3:/x/y/b?topk=1", "X", 2.5),
+        {"draft": "none", "data": "X"},
+    ]
     assert accept.TABLES[2].markdown(rows).splitlines() == [
-        "| drafter | X | Y |", "| --- | --- | --- |", "| a | 2.00 | **3.00** |", "| b | **2.50** | - |"
+        "| drafter | X | Y |", "| --- | --- | --- |", "| R/a | 2.00 | **3.00** |", "| suffix+eagle3:b?topk=1 | **2.50** | - |"
     ]  # fmt: skip
