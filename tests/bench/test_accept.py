@@ -97,5 +97,8 @@ def test_the_papers_table_marks_the_best_and_leaves_gaps():
         {"draft": "none", "data": "X"},
     ]
     assert accept.TABLES[2].markdown(rows).splitlines() == [
-        "| drafter | X | Y |", "| --- | --- | --- |", "| R/a | 2.00 | **3.00** |", "| suffix+eagle3:b?topk=1 | **2.50** | - |"
-    ]  # fmt: skip
+        "| drafter | X | Y |",
+        "| --- | --- | --- |",
+        "| R/a | 2.00 | **3.00** |",
+        "| suffix+eagle3:b?topk=1 | **2.50** | - |",
+    ]
