@@ -5,9 +5,10 @@
 #     scripts/gpu/smoke.sh OUT
 #
 # OUT receives device.txt, host.json, and for the kernels' tests and for each other file a log, junit.xml and figures.
-# JOBS processes share the kernels' tests (1; more need pytest-xdist). TESTS names some files only, LIMIT is the seconds
-# of the kernels and of each other file (240). Needed as well, as wheels on PYTHONPATH where it isn't installed: gguf. The
-# demo model's GGUF file is $JAXSPEC_TEST_GGUF (else it is downloaded). Ends with the last failing file's status, or 0.
+# JOBS processes share the kernels' tests (1; more need pytest-xdist, and the GPU to themselves). TESTS names some files
+# only. LIMIT is the seconds of a file (240), and of all kernels' ten times that over JOBS, but at least once. Needed as
+# well, as wheels on PYTHONPATH where it isn't installed: gguf. The demo model's GGUF file is $JAXSPEC_TEST_GGUF (else it
+# is downloaded). Ends with the last failing file's status, or 0.
 . "$(dirname "$0")/common.sh"
 [ $# = 0 ] || usage
 
@@ -18,11 +19,13 @@
 } >"$out/device.txt" 2>&1
 cat "$out/device.txt"
 
-# ask NAME FILE...: pytest on these, with NAME's log, figures and results
+limit=${LIMIT:-240} jobs=${JOBS:-1}
+
+# ask NAME SECONDS FILE...: pytest on these, with NAME's log, figures and results
 ask() {
-    local name=$1
-    shift
-    JAXSPEC_FIGURES=$out/$name.json timeout "${LIMIT:-240}" python3 -m pytest -m gpu -s --durations=0 \
+    local name=$1 seconds=$2
+    shift 2
+    JAXSPEC_FIGURES=$out/$name.json timeout "$seconds" python3 -m pytest -m gpu -s --durations=0 \
         --junitxml="$out/$name.xml" "$@" >"$out/$name.log" 2>&1 || status=$?
     grep -E '^(FAILED|E  )' "$out/$name.log" | cut -c1-300 | head -20
     echo "$name: $(tail -n 1 "$out/$name.log")"
@@ -38,11 +41,12 @@ if [ -z "${TESTS:-}" ]; then
         [[ " $models " == *" ${name#test_} "* ]] || kernels+=("$file")
     done
     share=()
-    [ "${JOBS:-1}" = 1 ] || share=(-n "$JOBS" --dist worksteal)
-    XLA_PYTHON_CLIENT_PREALLOCATE=false ask kernels "${share[@]}" "${kernels[@]}"
+    [ "$jobs" = 1 ] || share=(-n "$jobs" --dist worksteal)
+    seconds=$((limit * (jobs < 10 ? 10 : jobs) / jobs))
+    XLA_PYTHON_CLIENT_PREALLOCATE=false ask kernels "$seconds" "${share[@]}" "${kernels[@]}"
 fi
 for name in ${TESTS:-$models}; do
-    ask "$name" "tests/gpu/test_$name.py"
+    ask "$name" "$limit" "tests/gpu/test_$name.py"
 done
 timeout 60 python3 -m jaxspec.bench host --rounds 500 --json "$out/host.json"
 exit "$status"
