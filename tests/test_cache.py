@@ -88,6 +88,7 @@ def test_devices_that_wait_for_one_that_never_comes_end_the_process(monkeypatch,
     claim(monkeypatch, caplog, used=False, XLA_FLAGS=f"{cache.STUCK}=5")
     assert flags() == f"{cache.STUCK}=5"
     claim(monkeypatch, caplog, used=True)
+    assert not flags()
     several[0] = True
     claim(monkeypatch, caplog, used=False)
     assert not flags()
