@@ -29,6 +29,7 @@ def test_an_odd_number_of_heads(monkeypatch):
 
 
 @pytest.mark.parametrize("b,least", [(16, 1.0), (128, 2.8)])
+@pytest.mark.speed
 def test_memory_bandwidth(b, least, figures):
     """TB/s of inputs read and heads written in eight layers; `least` leaves room for a busy device."""
     layers, key = 8, jax.random.key(0)

@@ -94,6 +94,7 @@ def seconds(b, tokens, window=None, dtype=jnp.bfloat16):
     (128, 1152, 3.6, jnp.bfloat16), (32, 4096, 3.7, jnp.bfloat16), (1, 16384, 2.5, jnp.bfloat16),
     (128, 1152, 3.0, op.FP8), (32, 4096, 3.0, op.FP8), (1, 16384, 1.2, op.FP8),
 ])  # fmt: skip
+@pytest.mark.speed
 def test_memory_bandwidth(b, tokens, least, dtype, figures):
     """TB/s of keys and values read; `least` leaves room for a busy device."""
     taken, item = seconds(b, tokens, dtype=dtype), jnp.dtype(dtype).itemsize
@@ -103,6 +104,7 @@ def test_memory_bandwidth(b, tokens, least, dtype, figures):
 
 
 @pytest.mark.parametrize("b,window", [(1, 1024), (8, 1024), (32, 128), (32, 1024)])
+@pytest.mark.speed
 def test_a_window_costs_the_same_however_long_the_text(b, window, figures):
     """The closest text has little more than the window."""
     close, far = (seconds(b, tokens, window) for tokens in (window + 128, 16384))

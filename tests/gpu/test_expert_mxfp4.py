@@ -126,6 +126,7 @@ def test_a_token_gets_the_same_in_any_company():
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.speed
 def test_speed(model, figures):
     """Microseconds of each kernel, and the speed at which chosen experts' bytes are read."""
     d, f, _, k = MODELS[model]

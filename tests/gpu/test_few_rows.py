@@ -154,6 +154,7 @@ def test_drafts_are_those_of_plain_layers(monkeypatch, method):
 
 
 @pytest.mark.parametrize("batch,t", [(2, 5), (8, 1), (32, 1), (8, 4)])
+@pytest.mark.speed
 def test_a_forward_of_smollm2(monkeypatch, figures, batch, t):
     """Against the plain layers, and how long either takes: many forwards in one program, as rounds are."""
     config = ModelConfig.from_hf(tiny_config("llama", **SMOLLM2))

@@ -83,6 +83,7 @@ RATES = {  # TFLOP/s at least, quantising and dequantising included, of gate and
 
 
 @pytest.mark.parametrize("mode", RATES)
+@pytest.mark.speed
 def test_arithmetic_rate(figures, mode):
     """By kernel time, with four different weights; the limit leaves room for a busy device."""
     rows, (inputs, outputs, unit, _) = 2048, SHAPES["gate, up"]

@@ -46,6 +46,7 @@ def test_a_row_gets_the_same_in_any_company():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.speed
 def test_reads_weights_fast(rows, shape):
     """Of so many different weights that none is found in a cache."""
     outputs, inputs = SHAPES[shape]

@@ -53,6 +53,7 @@ def test_the_operations_choose_the_kernels():
 
 
 @pytest.mark.parametrize("b,t,least", [(32, 4, 2.6), (128, 4, 3.0), (128, 8, 2.8)])
+@pytest.mark.speed
 def test_memory_bandwidth(b, t, least, figures):
     """TB/s of states read and written in eight layers of Qwen3-Next's shape; `least` leaves room for a busy device."""
     layers, n = 8, 32

@@ -116,6 +116,7 @@ def test_repeats_exactly():
     ("2048 after 6144", [(6144, 2048)], 450),
     ("16 x 512", [(0, 512)] * 16, 250),
 ])  # fmt: skip
+@pytest.mark.speed
 def test_reaches_tflops(name, prompts, least, figures):
     """Causal arithmetic alone counts. Layers differ, so that the cache isn't in L2 already."""
     layers, n, h = 16, 32, 128

@@ -81,6 +81,7 @@ def test_a_model_prefills_through_it(monkeypatch):
         assert np.linalg.norm(got - expected) <= 2e-2 * np.linalg.norm(expected)
 
 
+@pytest.mark.speed
 def test_arithmetic_rate(figures):
     """TFLOP/s of a layer's gate and up at 1024 rows; the limit leaves room for a busy device."""
     rows, (width, outputs, gated) = 1024, SHAPES["gate, up"]
