@@ -221,6 +221,7 @@ class Shapes:
     score: int  # blocks in a prefill that also reports prompt logprobs
     firsts: tuple[int, ...]  # requests that get their first token at once
     batches: tuple[int, ...]  # requests in a round
+    seldom: tuple[int, ...]  # those of `batches` that rounds with log-probabilities or under a grammar are compiled for
     rounds: int = 1  # rounds in a program that runs several; 1: there is none
     structured: bool = False  # programs for requests whose text a grammar constrains
     # rounds with fewer drafts than the drafter's: how many, ascending, and the numbers of requests in them

@@ -25,10 +25,11 @@ class Defaults:
     `block`: prompt tokens in one row of a prefill, which whole chunks consist of: on a GPU, a tile of attention.
     `mixture_prefill_size`: `chunked_prefill_size` of a mixture of experts, since a program of many tokens reads all
     experts. `least_rows`: the fewest rows of a round of several requests, padding included; on a GPU fewer cost as
-    much. `held_tokens`: prompt tokens computed between two rounds while a crowd waits for free slots. `some_drafts`:
-    whether there are rounds of some of a drafter's drafts, not just of none and all; on a CPU, where whole models take
-    longest to compile, they'd gain 5%. `divided_rounds`: in a program over several devices, whose dispatch takes
-    so long that one round doesn't hide it.
+    much. `held_tokens`: prompt tokens computed between two rounds while a crowd waits for free slots.
+    `seldom_requests`: the fewest requests, padding included, of a seldom round of several (`seldom_sizes`).
+    `some_drafts`: whether there are rounds of some of a drafter's drafts, not just of none and all; on a CPU, where
+    whole models take longest to compile, they'd gain 5%. `divided_rounds`: in a program over several devices, whose
+    dispatch takes so long that one round doesn't hide it.
     """
 
     block: int
@@ -38,6 +39,7 @@ class Defaults:
     mixture_prefill_size: int
     least_rows: int
     held_tokens: int
+    seldom_requests: int
     some_drafts: bool
     small_model_rounds: int
     divided_rounds: int
@@ -51,6 +53,7 @@ CPU = Defaults(
     mixture_prefill_size=256,
     least_rows=1,
     held_tokens=256,
+    seldom_requests=1,
     some_drafts=False,
     small_model_rounds=1,
     divided_rounds=1,
@@ -63,6 +66,7 @@ GPU = Defaults(
     mixture_prefill_size=8192,
     least_rows=8,
     held_tokens=8192,
+    seldom_requests=8,
     some_drafts=True,
     small_model_rounds=8,
     divided_rounds=2,
@@ -159,8 +163,20 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
         score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
         firsts=firsts[-1:] if config.few_programs else firsts,
         batches=batches(most),
+        seldom=seldom_sizes(batches(most), defaults.seldom_requests),
         rounds=rounds,
         structured=not config.disable_structured_output,
         narrower=tuple((drafts, batches(max(drafts, 0))) for drafts in narrower),
         ragged=tuple((each, ragged.most(drafter, each)) for each in shared),
     )
+
+
+def seldom_sizes(batches: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """The sizes of rounds that few requests need: every second one from the largest down to `least`, and one request.
+
+    So few programs compile at start, and most of a round's time doesn't grow with its size: weights are read once, and
+    attention skips padding. One request alone has its own program, since attention divides a long context among all
+    multiprocessors there.
+    """
+    every_second = batches[::-2]
+    return tuple(n for n in batches if n in (1, batches[-1]) or (n >= least and n in every_second))

@@ -25,6 +25,7 @@ from jaxspec.defaults import here
 from jaxspec.drafters.watch import Watch
 from jaxspec.flight import Flight
 from jaxspec.intake import Choice, Intake, Request
+from jaxspec.ladder import sizes_of
 from jaxspec.pace import Pace
 from jaxspec.request import Delta, RequestError, RequestMetrics, sources_of
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
@@ -226,8 +227,8 @@ class Engine:
         """
         if self.chooser is None or any(seq.owner.request.seeded for seq in seqs):
             return self.runner.drafts[-1], None
-        size = fit(len(seqs), self.runner.shapes.batches)
-        chosen = group("round" if rounds == 1 else "rounds", mode, size)
+        name = "round" if rounds == 1 else "rounds"
+        chosen = group(name, mode, fit(len(seqs), sizes_of(self.runner.shapes, name, mode)))
         return rest.choose(self.chooser, chosen, seqs, self.scheduler.tree.reach), chosen
 
     def _forced(self, seq: Sequence) -> list[int] | None:

@@ -24,9 +24,21 @@ def drafting(mode: str) -> str:
     return GREEDY if mode == GREEDY else SAMPLED
 
 
+def sizes_of(shapes: Shapes, name: str, mode: str) -> tuple[int, ...]:
+    """The sizes of `name`'s programs in this mode: "prefill", "first", "masked_first", "round", "rounds" (with all of
+    the drafter's drafts) or "structured"."""
+    if name == "prefill":
+        return shapes.prefills
+    if name in ("first", "masked_first"):
+        return shapes.firsts
+    return shapes.seldom if name == "structured" or mode == LOGPROBS else shapes.batches
+
+
 def narrower(shapes: Shapes, mode: str) -> Sequence[tuple[int, tuple[int, ...]]]:
     """Those of `Shapes.narrower` that this mode has: with log-probabilities, which few ask for, no drafts alone."""
-    return [(drafts, sizes) for drafts, sizes in shapes.narrower if mode != LOGPROBS or not drafts]
+    if mode == LOGPROBS:
+        return [(0, shapes.seldom) for drafts, _ in shapes.narrower if not drafts]
+    return shapes.narrower
 
 
 def ladder_of(shapes: Shapes) -> list[One]:
@@ -35,7 +47,7 @@ def ladder_of(shapes: Shapes) -> list[One]:
     names = ("round", "rounds") if shapes.rounds > 1 else ("round",)
     of_mode = {}
     for mode in MODES:
-        widths = [(None, shapes.batches), *reversed(narrower(shapes, mode))]
+        widths = [(None, sizes_of(shapes, "round", mode)), *reversed(narrower(shapes, mode))]
         rounds = [(kind_of(name, mode, drafts), n) for name in names for drafts, ns in widths for n in reversed(ns)]
         of_mode[mode] = [*rounds, *((f"first_{mode}", n) for n in reversed(shapes.firsts))]
     prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
@@ -43,7 +55,7 @@ def ladder_of(shapes: Shapes) -> list[One]:
     masked = []
     if shapes.structured:
         kinds = "forward", *(f"conclude_{mode}" for mode in MODES), f"draft_{SAMPLED}", f"draft_{GREEDY}"
-        masked = [(kind, n) for kind in kinds for n in reversed(shapes.batches)]
+        masked = [(kind, n) for kind in kinds for n in reversed(shapes.seldom)]
         masked += [("masked_first", n) for n in shapes.firsts]
     return [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit, *masked]
 
@@ -52,14 +64,14 @@ def essential(shapes: Shapes) -> set[One]:
     """Programs that serve nearly any request, if slowly: each kind's largest size, in the mode that serves all."""
     rounds = [f"round_{LOGPROBS}", *[f"rounds_{LOGPROBS}"] * (shapes.rounds > 1)]
     alone = {("admit", admission_size(shapes.capacity)), ("prefill", shapes.prefills[-1])}
-    return alone | {(kind, shapes.batches[-1]) for kind in rounds} | {(f"first_{LOGPROBS}", shapes.firsts[-1])}
+    return alone | {(kind, shapes.seldom[-1]) for kind in rounds} | {(f"first_{LOGPROBS}", shapes.firsts[-1])}
 
 
 def special(shapes: Shapes, scores: bool = True, grammars: bool = True) -> set[One]:
     """Programs that few requests need beside those: of prompts' log-probabilities, and of grammars."""
     few = {("score", shapes.score)} if scores else set()
     if grammars and shapes.structured:
-        few |= {(kind, shapes.batches[-1]) for kind in _kinds_of("structured", LOGPROBS)}
+        few |= {(kind, shapes.seldom[-1]) for kind in _kinds_of("structured", LOGPROBS)}
         few.add(("masked_first", shapes.firsts[-1]))
     return few
 
@@ -75,20 +87,18 @@ def use(one: One) -> tuple[int, int]:
     return 3 + (LOGPROBS in rest), size
 
 
-def stand_in(
-    have: Container[One], name: str, modes: Sequence[str], requests: int, sizes: tuple[int, ...]
-) -> tuple[str, int]:
-    """The first of `modes` and the smallest of `sizes` that hold `requests` whose programs there are.
+def stand_in(have: Container[One], shapes: Shapes, name: str, modes: Sequence[str], requests: int) -> tuple[str, int]:
+    """The first of `modes` and its smallest size that hold `requests` whose programs there are.
 
     A later mode and a larger size serve the same requests, more slowly. Where there is none, what would be best.
     """
     able = (
         (mode, size)
         for mode in modes
-        for size in sizes
+        for size in sizes_of(shapes, name, mode)
         if size >= requests and all((kind, size) in have for kind in _kinds_of(name, mode))
     )
-    return next(able, (modes[0], fit(requests, sizes)))
+    return next(able, (modes[0], fit(requests, sizes_of(shapes, name, modes[0]))))
 
 
 def _kinds_of(name: str, mode: str) -> tuple[str, ...]:

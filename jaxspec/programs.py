@@ -208,15 +208,15 @@ class Programs:
             return False
         return any(one not in self._compiled for one in ladder.special(self.shapes, scores, grammars))
 
-    def stand_in(self, name: str, modes: Sequence[str], requests: int, sizes: tuple[int, ...]) -> tuple[str, int]:
-        """The mode and size to run `name` in: the first of `modes` and the smallest of `sizes` that holds `requests`.
+    def stand_in(self, name: str, modes: Sequence[str], requests: int) -> tuple[str, int]:
+        """The mode and size to run `name` in: the first of `modes` and its smallest size that holds `requests`.
 
-        While a start in stages goes on, those that there are. `name`: "prefill", "first", "round", "rounds",
-        "structured" or "masked_first", the last and the first in mode "" alone.
+        While a start in stages goes on, those that there are. `name`: see `ladder.sizes_of`; "prefill" and
+        "masked_first" have mode "" alone.
         """
         if self.behind is None:  # without warm-up too: what is best is compiled
-            return modes[0], fit(requests, sizes)
-        return ladder.stand_in(self._compiled, name, modes, requests, sizes)
+            return modes[0], fit(requests, ladder.sizes_of(self.shapes, name, modes[0]))
+        return ladder.stand_in(self._compiled, self.shapes, name, modes, requests)
 
     def stop(self) -> None:
         """Compile nothing further behind. What is being compiled is finished, and not waited for."""

@@ -47,7 +47,7 @@ from jaxspec.mixers import state_bytes
 from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
 from jaxspec.programs import Programs
-from jaxspec.round import MODES, State, empty_state
+from jaxspec.round import LOGPROBS, MODES, State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.sharding import Division
 from jaxspec.structured.grammar import grammars_of
@@ -358,7 +358,7 @@ class Runner:
             cut = chunk.blocks(block)
             blocks += [(chunk.seq.slot, *each) for each in cut]
             texts += [chunk.seq.tokens] * len(cut)
-        size = self.programs.stand_in("prefill", ("",), len(blocks), self.shapes.prefills)[1]
+        size = self.programs.stand_in("prefill", ("",), len(blocks))[1]
         padding = (self.shapes.score if score else size) - len(blocks)
         blocks += [(self.shapes.num_slots, 0, 0, NO_STATE, NO_STATE)] * padding
         packed = pack_blocks(blocks, texts + [[]] * padding, table[[slot for slot, *_ in blocks]], block)
@@ -371,7 +371,7 @@ class Runner:
 
     def first(self, slots: list[int], table: np.ndarray, mode: str) -> jax.Array:
         """Dispatch the first tokens of these slots, whose prompts are prefilled; packed like those of a round."""
-        _, size = self.programs.stand_in("first", (mode,), len(slots), self.shapes.firsts)
+        _, size = self.programs.stand_in("first", (mode,), len(slots))
         self.state, out = self.programs.first(self.state, self._pack(slots, table, size), mode)
         out.copy_to_host_async()
         return out
@@ -386,34 +386,34 @@ class Runner:
         run = self.programs.round if rounds == 1 else self.programs.rounds
         narrow = drafts if drafts in self.narrower else None
         if narrow is None:
-            _, size = self.programs.stand_in(_rounds(rounds), (mode,), len(slots), self.shapes.batches)
+            _, size = self.programs.stand_in(_rounds(rounds), (mode,), len(slots))
         else:
-            size = fit(len(slots), self.narrower[drafts])
+            size = fit(len(slots), self.shapes.seldom if mode == LOGPROBS else self.narrower[drafts])
         self.state, out = run(self.state, self._pack(slots, table, size), mode, narrow)
         out.copy_to_host_async()
         return out
 
     def mode_of_first(self, mode: str, requests: int) -> str:
         """The mode of `first` for requests that need `mode`: another only while that one's programs are missing."""
-        return self._mode_of("first", mode, requests, self.shapes.firsts)
+        return self._mode_of("first", mode, requests)
 
     def mode_of_round(self, mode: str, requests: int, rounds: int = 1) -> str:
         """As `mode_of_first`, of `round`."""
-        return self._mode_of(_rounds(rounds), mode, requests, self.shapes.batches)
+        return self._mode_of(_rounds(rounds), mode, requests)
 
     def mode_of_open_round(self, mode: str, requests: int) -> str:
         """As `mode_of_first`, of `open_round`."""
-        return self._mode_of("structured", mode, requests, self.shapes.batches)
+        return self._mode_of("structured", mode, requests)
 
-    def _mode_of(self, name: str, mode: str, requests: int, sizes: tuple[int, ...]) -> str:
-        return self.programs.stand_in(name, MODES[MODES.index(mode) :], requests, sizes)[0]
+    def _mode_of(self, name: str, mode: str, requests: int) -> str:
+        return self.programs.stand_in(name, MODES[MODES.index(mode) :], requests)[0]
 
     def open_round(self, slots: list[int], table: np.ndarray, mode: str, forced: list[list[int] | None]) -> OpenRound:
         """Dispatch drafts and forward of a round that `close_round` ends, with the masks made meanwhile.
 
         `forced`: for each slot the drafts that a grammar forces; None where the slot's last round left them.
         """
-        _, size = self.programs.stand_in("structured", (mode,), len(slots), self.shapes.batches)
+        _, size = self.programs.stand_in("structured", (mode,), len(slots))
         packed = put_forced(self._pack(slots, table, size, columns(self.width - 1)), forced)
         packed = packed if self.hosts else jax.device_put(packed)
         self.state, proposal, drafts = self.programs.draft(self.state, packed, mode)
@@ -431,7 +431,7 @@ class Runner:
 
     def masked_first(self, slots: list[int], table: np.ndarray, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
         """As `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
-        _, size = self.programs.stand_in("masked_first", ("",), len(slots), self.shapes.firsts)
+        _, size = self.programs.stand_in("masked_first", ("",), len(slots))
         packed = put_forced(self._pack(slots, table, size, columns(self.width - 1)), [None] * len(slots))
         padding = ((0, len(packed) - len(slots)), (0, 0), (0, 0))
         bits = np.pad(bits, padding, constant_values=ALL)

@@ -27,7 +27,7 @@ NEAR = 1.05  # times the best: another run as fast as that is asked for
 
 
 def group(kind: str, mode: str, size: int) -> Group:
-    """The group of a batch's programs: "round" or "rounds", one of `round.MODES`, and one of `Shapes.batches`."""
+    """The group of a batch's programs: "round" or "rounds", one of `round.MODES`, one of their sizes (`sizes_of`)."""
     return f"{kind}_{mode}", size
 
 
@@ -62,7 +62,7 @@ def time_rounds(
                     number = programs.width - 1 if drafts is None else drafts
                     times[number] = min(seconds, times.get(number, seconds))
     for (kind, size), times in list(costs.items()):
-        if kind.endswith(SAMPLED):
+        if kind.endswith(SAMPLED) and size in shapes.seldom:
             numbers = *(drafts for drafts, _ in narrower(shapes, LOGPROBS)), programs.width - 1
             costs[group(kind.partition("_")[0], LOGPROBS, size)] = {drafts: times[drafts] for drafts in numbers}
     return state, costs

@@ -8,7 +8,7 @@ from jaxspec import ahead
 from jaxspec.batch import Shapes
 from jaxspec.ladder import ladder_of
 
-SHAPES = Shapes(4, 64, 4, 16, (1, 2), 1, (1,), (4,))
+SHAPES = Shapes(4, 64, 4, 16, (1, 2), 1, (1,), (4,), (4,))
 
 
 @pytest.fixture

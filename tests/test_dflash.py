@@ -99,7 +99,9 @@ class Rounds:
             capacity=capacity, new_tokens=60, drafts=width - 1,
         )  # fmt: skip
         blocks = [(i, at, min(BLOCK, m - at), -1, -1) for i, m in enumerate(LENGTHS) for at in range(0, m, BLOCK)]
-        shapes = Shapes(n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,))
+        shapes = Shapes(
+            n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,), seldom=(n,)
+        )
         self.programs = Programs(model.config, self.drafter, shapes, model.params, self.params)
         layout = PageLayout(n * pages + 1, PAGE, "float32")
         state = rounds.empty_state(model.config, self.drafter, layout, n, capacity, "float32").replace(slots=slots)

@@ -142,6 +142,7 @@ class Lanes:
             score=1,
             firsts=(n,),
             batches=(n,),
+            seldom=(n,),
             narrower=tuple((drafts, (n,)) for drafts in fewer),
             ragged=tuple((drafts, most(drafter, drafts)) for drafts in fewer if drafts) if ragged else (),
         )

@@ -12,7 +12,7 @@ import pytest
 from jaxspec import AsyncLLM, EngineConfig, StructuredOutput
 from jaxspec.batch import Shapes, admission_size
 from jaxspec.engine import Engine
-from jaxspec.ladder import essential, ladder_of, special, stand_in, use
+from jaxspec.ladder import essential, ladder_of, sizes_of, special, stand_in, use
 from jaxspec.programs import Programs
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED
 from jaxspec.stats import programs_there
@@ -20,7 +20,7 @@ from tests.engines import OPTIONS, checkpoint, engine, mixed_load, params
 
 SHAPES = Shapes(
     num_slots=8, capacity=100, pages_per_seq=4, block=32, prefills=(1, 2), score=1, firsts=(1, 2), batches=(1, 4, 8),
-    rounds=4, structured=True, narrower=((0, (1, 8)), (1, (1, 4, 8))),
+    seldom=(1, 8), rounds=4, structured=True, narrower=((0, (1, 8)), (1, (1, 4, 8))),
 )  # fmt: skip
 ALL_SIZES = {**OPTIONS, "skip_warmup": False, "few_programs": False, "num_draft_tokens": 3}
 
@@ -31,26 +31,25 @@ def test_few_programs_serve_any_request():
     assert not first & special(SHAPES) and special(SHAPES, grammars=False) == {("score", 1)}
     first |= special(SHAPES)
     assert first < set(ladder) and len(first) == 10
-    for name, sizes in (("round", SHAPES.batches), ("rounds", SHAPES.batches), ("structured", SHAPES.batches),
-                        ("first", SHAPES.firsts)):  # fmt: skip
-        for mode, requests in itertools.product(MODES, range(1, sizes[-1] + 1)):
-            modes = MODES[MODES.index(mode) :]
-            assert stand_in(first, name, modes, requests, sizes) == (LOGPROBS, sizes[-1])
+    for name, mode in itertools.product(("round", "rounds", "structured", "first"), MODES):
+        sizes, modes = sizes_of(SHAPES, name, mode), MODES[MODES.index(mode) :]
+        for requests in range(1, sizes[-1] + 1):
+            assert stand_in(first, SHAPES, name, modes, requests) == (LOGPROBS, sizes[-1])
             exact = mode, min(n for n in sizes if n >= requests)
-            assert stand_in(ladder, name, modes, requests, sizes) == exact
-    assert stand_in(first, "prefill", ("",), 1, SHAPES.prefills) == ("", 2)
-    assert stand_in(first, "masked_first", ("",), 1, SHAPES.firsts) == ("", 2)
+            assert stand_in(ladder, SHAPES, name, modes, requests) == exact
+    assert stand_in(first, SHAPES, "prefill", ("",), 1) == ("", 2)
+    assert stand_in(first, SHAPES, "masked_first", ("",), 1) == ("", 2)
     assert ("admit", admission_size(100)) in first and ("score", 1) in first
 
 
 def test_a_stand_in_is_the_nearest_that_there_is():
     have = {("round_logprobs", 8), ("round_greedy", 1), ("round_sampled", 4)}
-    of = lambda mode, requests: stand_in(have, "round", MODES[MODES.index(mode) :], requests, (1, 4, 8))  # noqa: E731
+    of = lambda mode, requests: stand_in(have, SHAPES, "round", MODES[MODES.index(mode) :], requests)  # noqa: E731
     assert (of(GREEDY, 1), of(GREEDY, 2), of(GREEDY, 5)) == ((GREEDY, 1), (SAMPLED, 4), (LOGPROBS, 8))
     assert of(SAMPLED, 1) == (SAMPLED, 4)
     have = {("draft_sampled", 8), ("forward", 8), ("forward", 1), ("conclude_logprobs", 8), ("conclude_greedy", 1)}
-    assert stand_in(have, "structured", MODES, 1, (1, 8)) == (LOGPROBS, 8), "drafts of size 1 are missing"
-    assert stand_in(have | {("draft_greedy", 1)}, "structured", MODES, 1, (1, 8)) == (GREEDY, 1)
+    assert stand_in(have, SHAPES, "structured", MODES, 1) == (LOGPROBS, 8), "drafts of size 1 are missing"
+    assert stand_in(have | {("draft_greedy", 1)}, SHAPES, "structured", MODES, 1) == (GREEDY, 1)
 
 
 @pytest.mark.parametrize(("ready", "pending", "told"), [(4, 46, "4 of 50 programs. "), (50, 0, "50 programs"),

@@ -10,6 +10,7 @@ import pytest
 
 from jaxspec import LLM, defaults
 from jaxspec.batch import fit
+from jaxspec.ladder import sizes_of
 from jaxspec.programs import Programs
 from jaxspec.round import LOGPROBS, MODES
 from jaxspec.timing import group
@@ -42,7 +43,7 @@ def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
     warm, made, table = list(compiled), llm.engine.runner, llm.engine.scheduler.table
     assert made.drafts == (0, 1, 2, 4)
     for mode, count in itertools.product(MODES, (1, 2, 3)):
-        numbers = made.round_times[group("round", mode, fit(count, made.shapes.batches))]
+        numbers = made.round_times[group("round", mode, fit(count, sizes_of(made.shapes, "round", mode)))]
         assert tuple(numbers) == ((0, 4) if mode == LOGPROBS else made.drafts)
         for rounds, drafts in itertools.product((1, 4), numbers):
             made.round(list(range(count)), table, mode, rounds, drafts)

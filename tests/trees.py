@@ -58,7 +58,9 @@ class Session:
             for i, prompt in enumerate(prompts)
             for at in range(0, len(prompt), BLOCK)
         ]
-        shapes = Shapes(n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,))
+        shapes = Shapes(
+            n, capacity, pages, BLOCK, prefills=(len(blocks),), score=1, firsts=(n,), batches=(n,), seldom=(n,)
+        )
         run = Programs(model.config, drafter, shapes, model.params, draft_params)
         dtype = model.dtype
         layout = PageLayout(n * pages + 1, PAGE, dtype)

@@ -186,7 +186,8 @@ def _prepare(engine: Engine, requests: Sequence[int]) -> None:
     fewer = lambda sizes: tuple(sorted({fit(count, sizes) for count in requests} | {sizes[-1]}))  # noqa: E731
     narrower = tuple((drafts, fewer(sizes)) for drafts, sizes in runner.shapes.narrower)
     sizes = {"prefills": runner.shapes.prefills[-1:], "firsts": runner.shapes.firsts[-1:]}
-    shapes = dataclasses.replace(runner.shapes, batches=fewer(runner.shapes.batches), narrower=narrower, **sizes)
+    sizes |= {"batches": fewer(runner.shapes.batches), "seldom": fewer(runner.shapes.seldom)}
+    shapes = dataclasses.replace(runner.shapes, narrower=narrower, **sizes)
     with_plain = narrower
     if REST not in dict(narrower):
         with_plain = (REST, narrower[0][1]), *narrower
