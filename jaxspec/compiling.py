@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 from collections import Counter
 from collections.abc import Iterator
 
 import jax
+
+
+def cores() -> int:
+    """How many processors this process may use: fewer than there are in a container that has some to itself."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ from jaxspec import batch as packing
 from jaxspec import ladder, peers
 from jaxspec.adaptive import REST
 from jaxspec.batch import Shapes, fit
-from jaxspec.compiling import no_garbage_collection, not_in_jax_cache
+from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter, Proposal, Resting
 from jaxspec.executables import Executables
@@ -165,7 +164,7 @@ class Programs:
         ends them all."""
         programs = [one for one in ladder.ladder_of(self.shapes) if wanted(one[0])]
         with no_garbage_collection():
-            self._compile_all(programs, state, os.cpu_count())
+            self._compile_all(programs, state, cores())
 
     def warm_up_in_stages(self, state: State) -> None:
         """Compile a few programs that together serve nearly any request; the others in threads, after return. What
@@ -178,7 +177,7 @@ class Programs:
         special = ladder.special(self.shapes)
         first = sorted(essential, key=lambda one: (one[0] != "prefill", programs.index(one)))  # that takes longest
         with no_garbage_collection():
-            self._compile_all(first, state, os.cpu_count(), keep=False)
+            self._compile_all(first, state, cores(), keep=False)
         # Serving consumes the state's arrays; their shapes are all that later programs are made of.
         several = self.division is not None
         shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)  # noqa: E731
@@ -226,7 +225,7 @@ class Programs:
         """The second stage, in a thread of its own, on all cores but two that serve."""
         started = time.monotonic()
         try:
-            self._compile_all(wanted, state, max(os.cpu_count() - 2, 1), shown=False)
+            self._compile_all(wanted, state, max(cores() - 2, 1), shown=False)
         except Exception as error:
             if self._ending():
                 return
@@ -244,7 +243,7 @@ class Programs:
         """How many processes lower kernels beside this one. None over several devices, where no GPU has shown it."""
         with hopper.using(self._kernels):
             alone = self.division is None and hopper.kernels_here() is None
-        return min(lowering.MOST, (os.cpu_count() or 1) // 2) if alone else 0
+        return min(lowering.MOST, cores() // 2) if alone else 0
 
     def _let_others_begin(self) -> None:
         """Lower nothing further for a moment, so that whoever comes up meanwhile has all of Python."""

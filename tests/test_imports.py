@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A line's modules may import those of their own line and of the lines above it here.
 LAYERS = (
-    "adaptive affinity audit channel fp8 mxfp4 weights options values elsewhere measure pace pages progress sequence "
-    "slices without_torch",
+    "adaptive affinity audit channel compiling fp8 mxfp4 weights options values elsewhere measure pace pages progress "
+    "sequence slices without_torch",
     "streams interrupts",
     "request pallas",
     "stats",
@@ -30,7 +30,7 @@ LAYERS = (
     "rest ragged",
     "drafters round hosts deterministic",
     "outline",
-    "structured ladder compiling programs functional",
+    "structured ladder programs functional",
     "timing flight",
     "defaults runner",
     "intake",

@@ -11,7 +11,6 @@ Otherwise each would compile its own one after the other, up to half of the time
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +18,12 @@ from typing import Any
 
 import jax
 
+from jaxspec.compiling import cores
 from jaxspec.pallas import hopper
 from jaxspec.pallas.lowering import Call, lowered, waiting
 from jaxspec.progress import took
 
-_compiling = ThreadPoolExecutor(os.cpu_count(), "kernels")
+_compiling = ThreadPoolExecutor(cores(), "kernels")
 
 
 def lower_once(kernel: str, *static: str) -> Callable[[Callable], Callable]:
