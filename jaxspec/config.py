@@ -221,7 +221,7 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        "fp8 makes a checkpoint's weights FP8 while it loads; one that is quantised is served as it is without this",
+        "fp8 quantises weights to FP8 while they load; a checkpoint that is quantised needs no flag",
         "FORMAT",
         group=MODEL,
         shown="none",
@@ -231,38 +231,38 @@ class EngineConfig:
     )
     fp8_activations: str = option(
         "off",
-        "off multiplies FP8 weights by activations of --dtype; on quantises these, too, which is less exact",
+        "off keeps activations in --dtype where weights are FP8; on quantises them to FP8, too, which is less exact",
         "SWITCH",
         group=MODEL,
         choices=("on", "off"),
     )
     tp_size: int = option(
         1,
-        "GPUs of this host that the model and its drafter are divided among (tensor parallelism)",
+        "tensor parallelism: GPUs of this host that the model and its drafter are sharded over",
         "N",
         group=MODEL,
         least=1,
         common=True,
     )
     ep_size: int = option(
-        1, "groups of these GPUs that experts are divided among; columns, within a group", "N", group=MODEL, least=1
+        1, "expert parallelism: groups of these GPUs, each with its share of the experts", "N", group=MODEL, least=1
     )
     dp_size: int = option(
-        1, "engines behind one port, each a process with --tp-size GPUs of its own", "N", group=MODEL, least=1
+        1, "data parallelism: engines behind one port, each a process with --tp-size GPUs", "N", group=MODEL, least=1
     )
     draft_dtype: str | None = option(
         None,
-        "dtype of the drafter's weights and activations, as --dtype; another than the target's takes a copy of its "
-        "embedding and head",
+        "dtype of the drafter's weights and activations; if it isn't the target's, the drafter has a copy of embedding "
+        "and head",
         "TYPE",
         group=SPECULATION,
-        shown="the target's; of a standalone drafter as --dtype",
+        shown="the target's; for a standalone drafter as --dtype",
         choices=DTYPES,
         aliases=DTYPE_ALIASES,
     )
     draft_quantization: str | None = option(
         None,
-        "fp8 makes the drafter's weights FP8 while they load, with a copy of the head that it drafts with",
+        "fp8 quantises the drafter's weights while they load, and gives it an FP8 copy of the head that it drafts with",
         "FORMAT",
         group=SPECULATION,
         shown="none, whatever --quantization says",
@@ -271,8 +271,8 @@ class EngineConfig:
     )
     draft_token_map: str | None = option(
         None,
-        "file (.json, .npy or .pt) of the token ids that are worth drafting: dflash, dflash2, dspark, eagle, eagle3 "
-        "and mtp then draft no others, with a smaller head",
+        "file (.json, .npy or .pt) of token ids: dflash, dflash2, dspark, eagle, eagle3 and mtp draft only these then, "
+        "with a smaller head",
         "FILE",
         group=SPECULATION,
         shown="none: all tokens",
@@ -294,14 +294,14 @@ class EngineConfig:
     )
     num_steps: int | None = option(
         None,
-        "depth of the drafts; of a chain, the same as --num-draft-tokens",
+        "depth of the drafts: a tree's levels; for a chain, the same as --num-draft-tokens",
         "S",
         group=SPECULATION,
         shown="as many as drafts; 5 for trees, DFlash's block",
         least=1,
     )
     topk: int = option(
-        1, "drafts that may follow one token; above 1 a tree (eagle, eagle3, dflash)", "K", group=SPECULATION, least=1
+        1, "drafts that may follow one token; above 1, a tree (eagle, eagle3, dflash)", "K", group=SPECULATION, least=1
     )
     num_draft_tokens: int | None = option(
         None,
@@ -313,8 +313,8 @@ class EngineConfig:
     )
     draft_policy: str = option(
         "auto",
-        "auto chooses before each round how many drafts to verify, none to --num-draft-tokens, whichever is fastest at "
-        "this load and acceptance; ragged as well, and shares them out among requests; fixed always verifies all, as "
+        "auto chooses before each round how many drafts to verify, from none to --num-draft-tokens, by what is fastest "
+        "at this load and acceptance; ragged also divides them unequally among requests; fixed always verifies all, as "
         "the others do with --skip-warmup or --few-programs",
         "POLICY",
         group=SPECULATION,
@@ -376,8 +376,8 @@ class EngineConfig:
     )
     max_state_snapshots: int | None = option(
         None,
-        "copies of linear attention's states kept behind cached prefixes, so that requests can continue there; 0 turns "
-        "prefix hits off",
+        "copies of linear attention's states kept for cached prefixes, so that requests can continue there; 0 turns "
+        "prefix caching off for hybrids",
         "N",
         group=MEMORY,
         shown="8 a request, within a quarter of the memory that weights leave",
@@ -400,12 +400,12 @@ class EngineConfig:
     )
     disable_overlap: bool = option(False, "read each round's result before the next is dispatched", group=RUNNING)
     disable_structured_output: bool = option(False, "refuse grammars: fewer programs to compile", group=RUNNING)
-    deterministic: bool = option(False, "texts have the same bits whatever runs beside them", group=RUNNING)
+    deterministic: bool = option(False, "a text is the same whatever batch it runs in", group=RUNNING)
     skip_warmup: bool = option(False, "compile on first use instead of at start", group=RUNNING)
-    few_programs: bool = option(False, "compile for one batch size: ready sooner, slower at low load", group=RUNNING)
+    few_programs: bool = option(False, "compile one batch size alone: ready sooner, slower at low load", group=RUNNING)
     kernels: str = option(
         "auto",
-        "auto: Hopper's on an H100 or H200, else portable ones; portable: those on Hopper, too; plain: none",
+        "auto: Hopper's on an H100 or H200, portable ones on other GPUs; portable: these on Hopper, too; plain: none",
         "WHICH",
         group=RUNNING,
         choices=("auto", "portable", "plain"),

@@ -13,7 +13,7 @@ from jaxspec.flags import add_engine_flags, natural, positive
 from jaxspec.train.losses import KINDS
 
 _FORMAT = argparse.RawDescriptionHelpFormatter
-TEXTS_HELP = "self, for prompts of the model's own; a .jsonl of chats or prompts; any other file, a prompt a line"
+TEXTS_HELP = "self: the model writes prompts, too; a .jsonl of chats or prompts; any other file: a prompt a line"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     _add_training(dspark)
     _add_dflash(dspark)
     _add_dspark(dspark)
-    _add_evaluate(add("evaluate", "tokens a round by category, of a drafter that is served as always"))
+    _add_evaluate(add("evaluate", "measure a drafter: tokens a round by category of prompts"))
     return top
 
 
@@ -54,23 +54,35 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16"),
         help="dtype of the target and of activations (bfloat16; float32 on a CPU)",
     )
-    add("--row-length", type=positive, default=1024, metavar="TOKENS", help="longest text (%(default)s)")
+    add(
+        "--row-length",
+        type=positive,
+        default=1024,
+        metavar="TOKENS",
+        help="tokens of a row, so of the longest text (%(default)s)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="seed of all random draws (%(default)s)")
 
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("texts that the model writes (not needed for a file of texts)")
     add = group.add_argument
-    add("--num-samples", type=positive, metavar="N", help="texts of its own, or most of a file's prompts (all)")
+    add("--num-samples", type=positive, metavar="N", help="texts to write (of a file: all its prompts)")
     add(
         "--temperature",
         type=_temperatures,
         default=(0.0, 0.0, 0.7, 1.0),
         metavar="T,T,...",
-        help="of answers, in turn; 0 is greedy (0,0,0.7,1)",
+        help="temperatures of answers, in turn; 0 is greedy (0,0,0.7,1)",
     )
-    add("--max-answer-tokens", type=positive, default=512, metavar="TOKENS", help="(%(default)s)")
-    add("--max-prompt-tokens", type=positive, default=384, metavar="TOKENS", help="of its own prompts (%(default)s)")
+    add("--max-answer-tokens", type=positive, default=512, metavar="TOKENS", help="most of an answer (%(default)s)")
+    add(
+        "--max-prompt-tokens",
+        type=positive,
+        default=384,
+        metavar="TOKENS",
+        help="most of a prompt it writes (%(default)s)",
+    )
     add("--concurrency", type=positive, metavar="N", help="texts written at once (256; 8 on a CPU)")
 
 
@@ -80,33 +92,31 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     budget = group.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=positive, metavar="N", help="batches to train on")
-    budget.add_argument(
-        "--minutes", type=float, metavar="M", help="time to train for; becomes steps after the first 30"
-    )
+    budget.add_argument("--minutes", type=float, metavar="M", help="time to train; the first 30 steps set their number")
     add("--batch-size", type=positive, default=16, metavar="ROWS", help="rows of a step, over all GPUs (%(default)s)")
-    add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="at its highest (%(default)s)")
-    add("--warm-up", type=int, default=100, metavar="STEPS", help="(%(default)s)")
+    add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="its highest value (%(default)s)")
+    add("--warm-up", type=int, default=100, metavar="STEPS", help="steps of rising learning rate (%(default)s)")
     add(
         "--optimizer", choices=("muon", "adamw"), default="muon", help="Muon for matrices, or AdamW alone (%(default)s)"
     )
-    add("--weight-decay", type=float, default=0.01, metavar="X", help="(%(default)s)")
-    add("--clip", type=float, default=1.0, metavar="NORM", help="of the gradient (%(default)s)")
+    add("--weight-decay", type=float, default=0.01, metavar="X", help="weight decay (%(default)s)")
+    add("--clip", type=float, default=1.0, metavar="NORM", help="largest norm of the gradient (%(default)s)")
     losses = "; ".join(f"{name}: {text}" for name, text in KINDS.items())
-    add("--loss", choices=tuple(KINDS), default="soft", help=f"(%(default)s) {losses}")
-    add("--save-every", type=float, default=60.0, metavar="SECONDS", help="between checkpoints (%(default)s)")
-    add("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
+    add("--loss", choices=tuple(KINDS), default="soft", help=f"%(default)s by default. {losses}")
+    add("--save-every", type=float, default=60.0, metavar="SECONDS", help="time between checkpoints (%(default)s)")
+    add("--log-every", type=positive, default=10, metavar="STEPS", help="steps between log lines (%(default)s)")
     group = parser.add_argument_group("the drafter's size")
     add = group.add_argument
     add(
         "--init",
         metavar="D",
-        help="train on from this drafter, a folder or hub id, whose size it keeps; for dspark it may be a DFlash "
-        "drafter, which gets a Markov head (a new one)",
+        help="fine-tune this drafter, a folder or hub id, and keep its size; for dspark it may be a DFlash drafter, "
+        "which gets a Markov head (default: a new drafter)",
     )
-    add("--num-layers", type=positive, default=None, metavar="N", help="(1; DFlash and DSpark 3)")
-    add("--mlp-size", type=positive, metavar="N", help="(the target's)")
-    add("--num-heads", type=positive, metavar="N", help="(the target's)")
-    add("--num-kv-heads", type=positive, metavar="N", help="(the target's)")
+    add("--num-layers", type=positive, default=None, metavar="N", help="decoder layers (1; DFlash and DSpark 3)")
+    add("--mlp-size", type=positive, metavar="N", help="width of the MLP (the target's)")
+    add("--num-heads", type=positive, metavar="N", help="query heads (the target's)")
+    add("--num-kv-heads", type=positive, metavar="N", help="KV heads (the target's)")
     add(
         "--target-layers",
         type=_layers,
@@ -116,8 +126,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add_writing(parser)
     group = parser.add_argument_group("evaluation, at the end")
     add = group.add_argument
-    add("--num-draft-tokens", type=positive, metavar="N", help="(3; DFlash and DSpark: all of a block)")
-    add("--max-new-tokens", type=positive, default=256, metavar="N", help="of each held-out prompt (%(default)s)")
+    add("--num-draft-tokens", type=positive, metavar="N", help="drafts a round (3; DFlash and DSpark: all of a block)")
+    add("--max-new-tokens", type=positive, default=256, metavar="N", help="most of an answer (%(default)s)")
     add("--no-evaluation", action="store_true", help="train and save only")
     add("--no-plots", action="store_true", help="no loss.png and acceptance.png, which need matplotlib")
 
@@ -126,18 +136,24 @@ def _add_eagle3(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("EAGLE-3").add_argument
     text = "draft only the N most frequent tokens, with a head of its own; 0: all tokens, with the target's head"
     add("--draft-vocab-size", type=natural, metavar="N", help=f"{text} (0)")
-    add("--unroll", type=positive, default=7, metavar="STEPS", help="length of the chain trained (%(default)s)")
-    add("--decay", type=float, default=0.8, metavar="X", help="weight of a step over the one before (%(default)s)")
+    add("--unroll", type=positive, default=7, metavar="STEPS", help="drafts in a row to train on (%(default)s)")
+    add(
+        "--decay",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="loss weight of each step over the one before (%(default)s)",
+    )
 
 
 def _add_dspark(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("DSpark").add_argument
-    add("--markov-rank", type=positive, metavar="N", help="of the Markov head (256)")
-    add("--markov-head", choices=HEADS, help="its kind (vanilla)")
+    add("--markov-rank", type=positive, metavar="N", help="rank of the Markov head (256)")
+    add("--markov-head", choices=HEADS, help="kind of the Markov head (vanilla)")
     add(
         "--weigh-rounds",
         action="store_true",
-        help="let blocks count as often as serving's rounds would begin there, by the confidence head's estimate",
+        help="weigh each block by how often a round would begin there, as the confidence head estimates",
     )
     add(
         "--heads-only",
@@ -151,14 +167,14 @@ def _add_dflash(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=positive, metavar="TOKENS", help="the known token and its drafts (8)")
     add("--anchors", type=positive, metavar="N", help="blocks in each row (row length / block size)")
     add("--gamma", type=float, metavar="X", help="drafts after which a draft's weight has fallen by e (block size / 2)")
-    add("--mask-token-id", type=natural, metavar="ID", help="(the highest that no text has)")
+    add("--mask-token-id", type=natural, metavar="ID", help="id of the mask token (the highest id that no text has)")
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", required=True, nargs="+", type=Path, metavar="FILE", help="prompts: Spec-Bench's, GSM8K's, any chats")
     add("--prompts", type=positive, metavar="N", help="most of each category (all)")
-    add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
+    add("--max-new-tokens", type=positive, default=256, metavar="N", help="most of an answer (%(default)s)")
     add("--output", type=Path, metavar="O", help="folder for acceptance.json and acceptance.png")
     add("--no-plots", action="store_true", help="no acceptance.png, which needs matplotlib")
     add_engine_flags(parser, {"draft_policy": "fixed"})  # acceptance of each position is wanted
