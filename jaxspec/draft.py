@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class DraftBatch:
     """The requests of a program, as a drafter sees them: b rows, some of them padding (`live` is False).
 
-    Request r has tokens `history[r, :length[r]]`. The target has keys and values for all of them but the newest.
+    Request r has tokens `history[r, :length[r]]` and pages `table[r]`. The target has keys and values for all of these
+    tokens but the newest.
     """
 
     slots: Int[Array, " b"]  # where the request's own state lives, for drafters that keep some by slot
@@ -40,7 +41,7 @@ class DraftBatch:
     coupled: bool = flax.struct.field(pytree_node=False, default=False)  # drafts take the noise of what they guess
 
     def tokens(self, first: int, t: int) -> Int[Array, "b t"]:
-        """The t tokens from position `length + first` on; positions outside the history repeat its edge."""
+        """The t tokens from position `length + first` on, i32[b, t]. Positions outside the history repeat its edge."""
         at = self.length[:, None] + first + jnp.arange(t)
         return jnp.take_along_axis(self.history, jnp.clip(at, 0, self.history.shape[1] - 1), axis=1)
 
@@ -55,11 +56,11 @@ class DraftBatch:
         top: Int[Array, " b"] | None = None,
         vocab: int | None = None,
     ) -> tuple[Int[Array, " b"], Float[Array, "r w"] | None]:
-        """Draft token number `step` (from 0) out of `logits`, as each request samples, and the probabilities used.
+        """Sample draft number `step` (from 0) from `logits` with each request's settings: tokens and probabilities.
 
-        None for probabilities means a point mass: every request here is greedy. Where drafts are `coupled` they meet
-        the random numbers that the target draws with, and are accepted if it draws the same. `top` are the tokens with
-        the highest logits, where they are known without these.
+        None for probabilities means a point mass, since every request here is greedy. Where drafts are `coupled`, the
+        target samples with the same random numbers, and accepts a draft if it samples the same token. `top` are the
+        tokens with the highest logits, if they are known already.
 
         With several devices, `vocab` says that `logits` are this one's part of so many (`sharding.owned`), and the
         probabilities are of the requests that it decides for.
@@ -95,14 +96,14 @@ class Proposal:
     j + 1 is draft j. Parents come before their children, so that any first few drafts are a tree too; of siblings, the
     likeliest comes first. None is a chain.
 
-    `probs` is the distribution each draft of a chain was drawn from, for block verification; None is a point mass on
-    the token, as in a tree. `logits` is for study (`jaxspec.propose`) and costs nothing in a round. `forced` is for
-    benchmarks alone: so many drafts stand, in a tree down the first child of each, whatever the target says, and the
-    text is no longer the target's.
+    `probs` is the distribution that each draft of a chain was sampled from, for block verification; None is a point
+    mass on the token, as in a tree. `logits` is for study (`jaxspec.propose`) and costs nothing in a round. `forced` is
+    for benchmarks alone: so many drafts are accepted whatever the target says, in a tree down the first child of each,
+    and the text is no longer the target's.
 
     `confidence` is the drafter's own estimate that each draft of a chain is accepted, given that those before it are.
-    Entry i may depend on drafts before i, and never on the token drawn for draft i: a `count` that did would bend the
-    distribution of what is sampled.
+    Entry i may depend on drafts before i, and never on the token sampled for draft i: a `count` that did would bias the
+    sampled distribution.
     """
 
     tokens: Int[Array, "b d"]
@@ -121,13 +122,14 @@ class Proposal:
 
 @flax.struct.dataclass
 class Verified:
-    """A verification's result: the q rows' input tokens at positions `length - 1 ...` and how many tokens it yielded.
+    """The result of a verification of q rows a request.
 
-    q is the verify width, 1 in a round without drafts; after a tree `longest + 1`, the rows being those of the accepted
-    path; and 1 where a prompt's last token was given its successor and nothing had been drafted.
+    `tokens` are the rows' inputs, at positions `length - 1 ...`: the newest token, then the drafts. `outputs[r,
+    :accepted[r]]` are the tokens that the request gained, the bonus token included. `features` holds the target's
+    residual stream after each of the drafter's `feature_layers`, for all q rows; ignore rows from `accepted` on.
 
-    `outputs[r, :accepted[r]]` are those tokens. `features` holds the target's residual stream after each of the
-    drafter's `feature_layers`, for all q rows; rows from `accepted` on are to be ignored.
+    q is the verify width. It is 1 in a round without drafts and with a request's first new token, and `longest + 1`
+    after a tree, whose rows are those of the accepted path.
     """
 
     tokens: Int[Array, "b q"]
@@ -139,11 +141,14 @@ class Verified:
 class Drafter:
     """Base class with the answers of a drafter that keeps no state. Subclass it as a frozen dataclass.
 
-    Static declarations: `num_draft_tokens`, the most tokens proposed (the verify width is one more), and
-    `feature_layers`, the target layers (0-based) whose outputs `commit` and `prefill` receive; the number after the
-    last layer's stands for the final norm. `reach` is how many tokens beyond a position its state by page depends on
-    there: a cached page serves where so many after it match too.
-    `topk` is 1, or for a drafter of trees the most drafts that hang from one row.
+    Static declarations:
+
+    - `num_draft_tokens`: the most tokens proposed. The verify width is one more.
+    - `feature_layers`: the target layers (0-based) whose outputs `commit` and `prefill` receive; the target's number of
+      layers stands for the final norm.
+    - `reach`: how many tokens after a position the state of its page depends on. A cached page is reused only where so
+      many tokens after it match too.
+    - `topk`: 1, or for a drafter of trees the most drafts that follow one row.
     """
 
     num_draft_tokens: int
@@ -160,9 +165,9 @@ class Drafter:
 
     @property
     def lookahead(self) -> int:
-        """Places that a round may write to, from the newest token's on, for which pages are set aside.
+        """KV slots that a round may write, from the newest token's on. Pages are reserved for them.
 
-        The verified rows take `num_draft_tokens + 1`. A drafter that needs more while it drafts says so here.
+        The verified rows take `num_draft_tokens + 1`. Override it for a drafter that needs more while it drafts.
         """
         return self.num_draft_tokens + 1
 
@@ -197,12 +202,12 @@ class Drafter:
         return {}
 
     def propose(self, params: Any, state: Any, batch: DraftBatch) -> tuple[Proposal, Any]:
-        """Draft for every request; the drafts, and the state from here on. Called at the start of each round."""
+        """Draft for every request: the drafts, and the new state. Called at the start of each round."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:
-        """Take note of a verification. `batch` is the one `propose` saw; for a prompt's last token `propose` wasn't
-        called."""
+        """The state after a verification. `batch` is the one that `propose` got; before a request's first new token
+        `propose` wasn't called."""
         return state
 
     def commit_others(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:
@@ -213,9 +218,9 @@ class Drafter:
         return self.commit(params, state, batch, verified)
 
     def prefill(self, params: Any, state: Any, batch: PrefillBatch, features: tuple[Array, ...]) -> Any:
-        """Take note of prompt tokens, whose target features are given as in `Verified`, for every row.
+        """The state after blocks of a prompt. `features` are the target's, f32[b, t, d] for each feature layer.
 
-        Also of the text of a preempted request, when that is computed anew.
+        Also called for the text of a preempted request, when that is computed again.
         """
         return state
 
@@ -237,7 +242,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Resting(Drafter):
-    """No drafts, and nothing kept up: rounds of plain decoding beside another drafter, whose state stays as it is."""
+    """Rounds of plain decoding that skip another drafter: no drafts, and its state isn't updated."""
 
     num_draft_tokens: int = 0
 
@@ -247,7 +252,7 @@ class Resting(Drafter):
 
 @dataclass(frozen=True)
 class Narrowed(Drafter):
-    """The first `num_draft_tokens` drafts of a drafter's chain. With 0, any drafter at rest, its state kept up."""
+    """The first `num_draft_tokens` drafts of a drafter's chain. With 0, none, but its state is still updated."""
 
     of: Drafter
     num_draft_tokens: int

@@ -28,7 +28,9 @@ SHORTEST = 32  # tokens that `propose` pads a prompt to, at least: to a power of
 
 
 def logits(model: Model, tokens: Int[Any, "b t"]) -> Float[Array, "b t v"]:
-    """Logits after every token, float32. No cache; every sequence starts at position 0.
+    """Logits after every token, f32[b, t, v]. No cache; every sequence starts at position 0.
+
+    **Arguments:** `tokens`: token ids int[b, t], as an array or lists of one length. Compiles for each new [b, t].
 
     **Raises:** `RequestError` for tokens that aren't i32[b, t] within the vocabulary, `ConfigError` if `model` isn't
     one that `jaxspec.load_model` returns.
@@ -40,9 +42,10 @@ def logits(model: Model, tokens: Int[Any, "b t"]) -> Float[Array, "b t v"]:
 def hidden_states(
     model: Model, tokens: Int[Any, "b t"], layers: tuple[int, ...] | list[int]
 ) -> Float[Array, "l b t d"]:
-    """Outputs of the named decoder layers (0-based), the residual stream before any further norm, float32.
+    """Hidden states after decoder layers: the residual stream before any further norm, f32[l, b, t, d].
 
-    The number after the last layer's stands for the final norm's output.
+    **Arguments:** `tokens` as for `logits`. `layers`: layer numbers from 0, in the order of the result; the model's
+    number of layers stands for the final norm's output.
 
     **Raises:** as `logits`, and `RequestError` for a layer that the model doesn't have.
     """
@@ -110,11 +113,15 @@ class Proposed:
 
 
 def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: int) -> Proposed:
-    """Run the target over a prompt, take its greedy next token, then draft `n` tokens after that, in a tree `n` in all.
+    """Run the target over a prompt, take its greedy next token, then draft up to `n` tokens after that.
 
-    `logits` are those that the drafter took each draft from (over its draft vocabulary), None if it has none. The
-    functions are those of the engine's programs, compiled once for prompts of similar lengths if the drafter is
-    hashable.
+    **Arguments:** `prompt_tokens`: token ids, at least one. `n`: most drafts; of a tree, all of its tokens.
+
+    **Returns:** a `Proposed`. Its `logits`, f32[n, draft vocabulary], are those that each draft was taken from, None if
+    the drafter has none.
+
+    The functions are those of the engine's programs. They are compiled once for prompts of similar lengths if the
+    drafter is hashable.
 
     **Raises:** as `logits`, and `ConfigError` if `drafter` isn't one that `jaxspec.load_drafter` returns, or can't
     draft `n` tokens.

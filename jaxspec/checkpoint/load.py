@@ -93,17 +93,18 @@ def load_model(
     ep_size: int = 1,
     context_length: int | None = None,
 ) -> Model:
-    """Find a model (see `resolve`), and read it shard by shard onto the device.
+    """Find a model, and read it shard by shard onto the device.
 
     **Arguments:**
 
+    - `path_or_id`: a hub id, a folder, a .gguf file, or "smollm2-135m-instruct" for the demo (see `resolve`).
     - `dtype`: of the params, `float32`, `bfloat16` or `float16`. None is float32 on a CPU, else the checkpoint's own.
     - `load_format`: `auto`, or `dummy` for random weights made from the config and `seed` alone.
     - `progress`: show a progress bar on stderr.
-    - `quantization`: `fp8` makes weights of matmuls FP8, one by one as they are read; head, router and embedding stay
-      in `dtype`. A checkpoint that is quantised already stays as it is.
-    - `fp8_activations`: multiply FP8 weights by rows that are quantised as well, and not by `dtype`'s.
-    - `tp_size`: divide the params among so many devices. The engine runs such a model, `jaxspec.functional` doesn't.
+    - `quantization`: `fp8` quantises weights of matmuls one by one as they are read; head, router and embedding stay in
+      `dtype`. A checkpoint that is quantised already stays as it is.
+    - `fp8_activations`: quantise the activations of FP8 weights, too, instead of leaving them in `dtype`.
+    - `tp_size`: shard the params over so many devices. The engine runs such a model, `jaxspec.functional` doesn't.
     - `ep_size`: divide experts among so many groups of these devices.
     - `context_length`: refuse a model of fewer positions, before it is read.
 

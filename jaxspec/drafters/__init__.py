@@ -86,7 +86,10 @@ class LoadedDrafter:
 
 
 def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) -> LoadedDrafter:
-    """Find and load what `--draft` names: see `EngineConfig.draft`.
+    """Find and load a drafter for a target model.
+
+    **Arguments:** `draft`: what `--draft` takes, such as "ngram", "mtp", "eagle3:PATH_OR_ID" or "module:Class" (see
+    `EngineConfig.draft`). `model`: the target, from `load_model`. `options`: the engine's; None is their defaults.
 
     **Raises:** `ConfigError` for a name that isn't known or a drafter that can't serve this model, `CheckpointError`
     for weights that can't be read.
