@@ -55,7 +55,10 @@ class LLM:
                 f"params must be SamplingParams, or a list with one for each prompt, got {bad[0]!r}", "params"
             )
         if len(settings) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(settings)} sampling params", "params")
+            raise RequestError(
+                f"{len(prompts)} prompts but {len(settings)} sampling params; give one for each prompt, or one for all",
+                "params",
+            )
         requests = [self.engine.prepare(p, s) for p, s in zip(prompts, settings, strict=True)]
         gathered = {request.id: [Gathered(i) for i in range(request.params.n)] for request in requests}
         with self._turn, Interrupts() as interrupts:

@@ -86,7 +86,7 @@ def _refused(value: Any, kind: type, said: Option) -> str | None:
     if said.choices is not None:
         return None if value in said.choices else f"must be one of {', '.join(map(str, said.choices))}"
     if kind is bool:
-        return None if isinstance(value, bool) else "is on or off"
+        return None if isinstance(value, bool) else "must be true or false"
     if kind is int:
         low = -math.inf if said.least is None else said.least
         bound = "" if said.least is None else f" of at least {said.least}"

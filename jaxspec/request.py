@@ -93,7 +93,7 @@ class StructuredOutput:
         ((kind, value),) = given.items()
         text = _GRAMMARS[kind](value)
         if len(text) > MAX_GRAMMAR:
-            raise RequestError(f"{kind} has {len(text)} characters, at most {MAX_GRAMMAR}", kind)
+            raise RequestError(f"{kind} has {len(text)} characters, at most {MAX_GRAMMAR} are allowed", kind)
         if self.whitespace_pattern is not None:
             if kind != "json":
                 raise RequestError(
@@ -248,7 +248,9 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS}", "logit_bias")
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed", "logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)

@@ -82,7 +82,7 @@ def in_groups(decoder: Decoder, size: int, groups: int) -> Decoder:
     if decoder.mixture is None:
         raise ConfigError(f"--ep-size {groups} divides experts, and this model has none; drop it")
     if decoder.mixture.experts % groups:
-        raise ConfigError(f"--ep-size {groups} can't divide {decoder.mixture.experts} experts")
+        raise ConfigError(f"--ep-size {groups} must divide the model's {decoder.mixture.experts} experts evenly")
 
     def grouped(layer: Layer) -> Layer:
         feed = layer.feed

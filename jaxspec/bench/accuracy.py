@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     **Raises:** `BenchError` with a temperature, or for a file of prompts that can't be read; as `engines.start`.
     """
     if args.temperature:
-        raise BenchError(f"accuracy is of greedy text; --temperature is {args.temperature}")
+        raise BenchError(f"accuracy compares greedy texts, and --temperature is {args.temperature}; drop it")
     datasets.check(args)
     prompts: list[list[int]] = []
     texts: list[list[int]] = []  # the unquantised model's answers

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if args.draft == "none":
         raise BenchError("parity compares a drafter with plain decoding; --draft is none. Name one, such as ngram")
     if args.temperature:
-        raise BenchError(f"parity is of greedy text; --temperature is {args.temperature}")
+        raise BenchError(f"parity compares greedy texts, and --temperature is {args.temperature}; drop it")
     datasets.check(args)
     plain = copy.copy(args)
     plain.draft, plain.num_draft_tokens, plain.num_steps, plain.topk = "none", None, None, 1

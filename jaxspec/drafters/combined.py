@@ -52,7 +52,9 @@ class Combined(Drafter):
 
     def __post_init__(self):
         if self.second.topk > 1:
-            raise ConfigError(f"--topk {self.second.topk}: a drafter of trees can't be combined with another one")
+            raise ConfigError(
+                f"--topk {self.second.topk}: a drafter of trees can't be combined with another one; drop --topk"
+            )
         object.__setattr__(self, "num_draft_tokens", max(each.num_draft_tokens for each in self.both))
 
     @property

@@ -149,7 +149,7 @@ class DFlash(Drafter):
     def _tree(self, options: EngineConfig) -> DFlash:
         """This drafter with the tree that the options ask for. **Raises:** `ConfigError` for one that can't be."""
         if options.topk > (known := self.draft_ids or self.config.vocab_size):
-            raise ConfigError(f"--topk {options.topk}: it knows {known} tokens")
+            raise ConfigError(f"--topk {options.topk}: it knows {known} tokens; give {known} or less")
         steps, drafts = eagle_tree.shape(options, self.block_size - self.first)
         return replace(self, topk=options.topk, num_steps=steps, num_draft_tokens=drafts)
 
@@ -165,7 +165,7 @@ class DFlash(Drafter):
     def with_token_map(self, params: Any, ids: np.ndarray) -> dict[str, Any]:
         """The params to draft these of the target's tokens alone. **Raises:** `ConfigError` if it can't be."""
         if len(ids) < self.topk:
-            raise ConfigError(f"--topk {self.topk}: --draft-token-map has {len(ids)} tokens")
+            raise ConfigError(f"--topk {self.topk}: --draft-token-map has {len(ids)} tokens; give {len(ids)} or less")
         less, maps = rows_of(params, ids), maps_of(params, ids, self.config.vocab_size)
         head = less["head"] if "head" in less else Weight(less["embed"].T)  # all embeddings are still read for inputs
         return {**params, "head": head, **maps}

@@ -87,7 +87,7 @@ class Chain(Drafter):
             steps, drafts = eagle_tree.shape(options)
             known = found.config.vocab_size if found.draft_ids is None else found.draft_ids
             if options.topk > known:
-                raise ConfigError(f"--topk {options.topk}: --draft {source} knows {known} tokens")
+                raise ConfigError(f"--topk {options.topk}: --draft {source} knows {known} tokens; give that or less")
         dtype = own_dtype(target, options)
         params, theirs = found.read(dtype, options), borrowed(target, dtype)
         own, embed = params.get("embed"), theirs["embed"]
@@ -99,7 +99,7 @@ class Chain(Drafter):
     def with_token_map(self, params: Any, ids: np.ndarray) -> dict[str, Any]:
         """The params to draft these of the target's tokens alone. **Raises:** `ConfigError` if it can't be."""
         if len(ids) < self.topk:
-            raise ConfigError(f"--topk {self.topk}: --draft-token-map has {len(ids)} tokens")
+            raise ConfigError(f"--topk {self.topk}: --draft-token-map has {len(ids)} tokens; give {len(ids)} or less")
         maps = maps_of(params, ids, self.config.vocab_size)
         return {**params, "head": rows_of(params["head"], ids), **maps}
 
