@@ -107,8 +107,8 @@ def prefill(
     mixer, marked = PromptBlocks(_order(config, rows), slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
     every = score or any(i >= config.num_layers - 1 for i in drafter.feature_layers)  # what the last layer makes of it
-    wanted = None if every else jnp.where(newest > 0, last, -1)
-    hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, drafter.feature_layers, wanted)
+    requested = None if every else jnp.where(newest > 0, last, -1)
+    hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, drafter.feature_layers, requested)
 
     shown = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=count - newest))
     draft = drafter.prefill(draft_params, state.draft, shown, hidden.features)

@@ -111,7 +111,7 @@ def run(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    wanted: Int[Array, " b"] | None,
+    requested: Int[Array, " b"] | None,
 ) -> Stack:
     """As `Path.run`: a round of a narrow model, prompts and a CPU's rows, or a wide model's round."""
     narrow_round = not _by_xla() and positions.shape[1] < PROMPT_ROWS and _narrow(decoder)
@@ -120,7 +120,7 @@ def run(
     if narrow_round:
         return _narrow_round(*of)
     if _by_xla() or positions.shape[1] >= PROMPT_ROWS:
-        return _layer_by_layer(*of, wanted)
+        return _layer_by_layer(*of, requested)
     return _wide_round(*of)
 
 
@@ -246,7 +246,7 @@ def _narrow_round(decoder, layers, x, positions, mixer, cache, table) -> Stack:
     return Stack(outputs, cache)
 
 
-def _layer_by_layer(decoder, layers, x, positions, mixer, cache, table, wanted) -> Stack:
+def _layer_by_layer(decoder, layers, x, positions, mixer, cache, table, requested) -> Stack:
     """As the plain path, with products and norms of their own order: prompts, and all rows on a CPU."""
     outputs = []
 
@@ -268,7 +268,7 @@ def _layer_by_layer(decoder, layers, x, positions, mixer, cache, table, wanted) 
         return _product(hidden, weights["down"], valid, x), cache
 
     for layer, weights, i in numbered(decoder, layers):
-        x, cache = one(layer, weights, i, x, cache, wanted if weights is layers[-1] else None)
+        x, cache = one(layer, weights, i, x, cache, requested if weights is layers[-1] else None)
         outputs.append(x)
     return Stack(outputs, cache)
 

@@ -105,7 +105,7 @@ def run(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    wanted: Int[Array, " b"] | None,
+    requested: Int[Array, " b"] | None,
 ) -> Stack:
     """All rows go through the last layer, too."""
     (b, t), outputs, table = positions.shape, [], rope_table(decoder.attention, positions)
@@ -133,7 +133,7 @@ def run_one(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    wanted: Int[Array, " b"] | None = None,
+    requested: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b _ d"], Any]:
     """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
     layer, b = decoder.layers[0], len(positions)

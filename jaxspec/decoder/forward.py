@@ -105,7 +105,7 @@ def forward(
     mixer: Mixer,
     cache: Any = None,
     capture: tuple[int, ...] = (),
-    wanted: Int[Array, " b"] | None = None,
+    requested: Int[Array, " b"] | None = None,
 ) -> Hidden:
     """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
 
@@ -113,21 +113,21 @@ def forward(
     layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
     layer's is the final norm's output, and -1 the embedding's.
 
-    `wanted`: the row of each sequence whose final state is all that is requested, -1 where none is. Then the last layer
-    computes keys and values of all rows, which later ones will see, attention of the sequences requested, and what
-    comes after it of these rows alone.
+    `requested`: i32[b], the one row of each sequence whose final state is needed, -1 for none; None: all rows. The last
+    layer then computes keys and values of all rows, which later ones will see, but attention of the named sequences
+    alone, and what follows of the named rows alone.
     """
     x, layers = embed(params["embed"], tokens), params["layers"]
     if decoder.embed_scale != 1:
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
-    outputs, cache = path.run(decoder, layers, x, positions, mixer, cache, wanted)
+    outputs, cache = path.run(decoder, layers, x, positions, mixer, cache, requested)
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
     else:
         last = normed(outputs[-1], params["norm"], decoder.norm)
-    if wanted is not None and last.shape[1] > 1:  # of paths that compute whole layers
-        last, outputs[-1] = row_of(last, wanted), row_of(outputs[-1], wanted)
+    if requested is not None and last.shape[1] > 1:  # of paths that compute whole layers
+        last, outputs[-1] = row_of(last, requested), row_of(outputs[-1], requested)
     return Hidden(last, tuple([*outputs, last, x][i] for i in capture), cache, outputs[-1])
 
 
@@ -139,7 +139,7 @@ def run_layer(
     mixer: Mixer,
     cache: Any,
     inputs: Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]] | None = None,
-    wanted: Int[Array, " b"] | None = None,
+    requested: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b _ d"], Any]:
     """The residual stream `x` after the layer of a decoder of one, before any norm, and the cache.
 
@@ -147,13 +147,13 @@ def run_layer(
     has none; by default `x` with the layer's first norm. Given rows may be followed by padding, r - t a request, and so
     may be what is returned. It stays there from call to call: cutting it off and adding it would be kernels of its own.
 
-    `wanted`: as in `forward`. Then that row of each sequence may be all that is returned.
+    `requested`: as in `forward`. Then that row of each sequence may be all that is returned.
     """
     if inputs is None:
         inputs = [(x, weights["attn_norm"])]
     widths = () if any(scale is None for _, scale in inputs) else tuple(rows.shape[2] for rows, _ in inputs)
     path, _ = choose(decoder, [weights], Call.of(positions, mixer, cache, widths))
-    return path.run_layer(decoder, weights, inputs, x, positions, mixer, cache, wanted)
+    return path.run_layer(decoder, weights, inputs, x, positions, mixer, cache, requested)
 
 
 def write_keys_values(

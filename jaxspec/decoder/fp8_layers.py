@@ -68,7 +68,7 @@ def run(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    wanted: Int[Array, " b"] | None,
+    requested: Int[Array, " b"] | None,
 ) -> Stack:
     """All rows go through the last layer, too."""
     shape, norm, outputs = x.shape, decoder.layers[0].norm, []

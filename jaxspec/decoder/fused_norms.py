@@ -113,7 +113,7 @@ def run(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    wanted: Int[Array, " b"] | None,
+    requested: Int[Array, " b"] | None,
 ) -> Stack:
     """All rows go through the last layer, too."""
     x, t, outputs = pad(x), positions.shape[1], []
@@ -140,7 +140,7 @@ def run_one(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    wanted: Int[Array, " b"] | None = None,
+    requested: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b _ d"], Any]:
     """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
     x = pad(x)

@@ -74,10 +74,10 @@ class Path:
       their defaults.
     - `processors`: multiprocessors that it needs at once.
     - `fits(decoder, layers, call)`: why these sizes and dtypes don't, or None; `layers` are their weights.
-    - `run(decoder, layers, x, positions, mixer, cache, wanted)`: the stack. `wanted`: as in `forward`; ignored by paths
-      that compute whole layers.
-    - `run_layer(decoder, weights, inputs, x, positions, mixer, cache, wanted)`: one layer by itself, as
-      `forward.run_layer`; `wanted` may be ignored here, too.
+    - `run(decoder, layers, x, positions, mixer, cache, requested)`: the stack. `requested`: as in `forward`; ignored by
+      paths that compute whole layers.
+    - `run_layer(decoder, weights, inputs, x, positions, mixer, cache, requested)`: one layer by itself, as
+      `forward.run_layer`; `requested` may be ignored here, too.
     - `sums`: whether it sums what several devices compute of a layer.
     """
 

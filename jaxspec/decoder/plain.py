@@ -56,9 +56,9 @@ def run(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    wanted: Int[Array, " b"] | None,
+    requested: Int[Array, " b"] | None,
 ) -> Stack:
-    """The last layer attends for sequences that `wanted` names a row of, and computes that row alone after it."""
+    """The last layer attends for sequences that `requested` names a row of, and computes that row alone after it."""
     outputs = []
 
     # One trace and one lowering for all layers alike: the index is data.
@@ -67,7 +67,7 @@ def run(
         return run_layer(layer, weights, i, x, positions, mixer, cache, row)
 
     for layer, weights, i in numbered(decoder, layers):
-        x, cache = one(layer, weights, i, x, cache, wanted if weights is layers[-1] else None)
+        x, cache = one(layer, weights, i, x, cache, requested if weights is layers[-1] else None)
         outputs.append(x)
     return Stack(outputs, cache)
 
@@ -80,15 +80,15 @@ def run_one(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    wanted: Int[Array, " b"] | None = None,
+    requested: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b _ d"], Any]:
-    """The layer of a decoder of one: see `forward.run_layer`. Padding rows of what it is given are cut off, and if a
-    row of each sequence is wanted, the others too."""
+    """The layer of a decoder of one: see `forward.run_layer`. Padding rows of its inputs are cut off, and if one row of
+    each sequence is requested, the others too."""
     layer, t = decoder.layers[0], positions.shape[1]
     inputs = [(rows[:, :t], scale) for rows, scale in inputs]
     rows = [rows if scale is None else normed(rows, scale, layer.norm) for rows, scale in inputs]
     rows = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
-    return run_layer(layer, weights, jnp.int32(0), x[:, :t], positions, mixer, cache, wanted, rows)
+    return run_layer(layer, weights, jnp.int32(0), x[:, :t], positions, mixer, cache, requested, rows)
 
 
 PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, run, run_one, sums=True)

@@ -69,11 +69,11 @@ def run(
     positions: Int[Array, "b t"],
     mixer: Mixer,
     cache: Any,
-    wanted: Int[Array, " b"] | None,
+    requested: Int[Array, " b"] | None,
 ) -> Stack:
     """The last layer has no next one, whose q, k, v the kernel would end in."""
     if devices() > 1:
-        return streamed_parts.run(decoder, layers, x, positions, mixer, cache, wanted)
+        return streamed_parts.run(decoder, layers, x, positions, mixer, cache, requested)
     first, last, outputs = decoder.layers[0], decoder.layers[-1], []
     quantised = isinstance(layers[0]["qkv"].format, Fp8)
 

@@ -142,8 +142,8 @@ class Chain(Drafter):
 
     def commit(self, params, state, batch, verified):
         rows, keep = Rows(batch.length - 1, verified.accepted, batch.table), verified.accepted > 0
-        wanted = jnp.maximum(rows.count - 1, 0)
-        return self._take(params, state, batch.slots, verified.outputs, verified.features, rows, keep, wanted)
+        requested = jnp.maximum(rows.count - 1, 0)
+        return self._take(params, state, batch.slots, verified.outputs, verified.features, rows, keep, requested)
 
     def prefill(self, params, state, batch, features):
         """Of several blocks of one request, the last one's output is kept."""
@@ -151,8 +151,8 @@ class Chain(Drafter):
         real = rows.count > 0
         later = (slots[:, None] == slots) & (rows.start[:, None] < rows.start) & real
         keep = real & ~later.any(axis=1)
-        wanted = jnp.where(keep, rows.count - 1, -1)
-        return self._take(params, state, slots, batch.next_tokens, features, rows, keep, wanted)
+        requested = jnp.where(keep, rows.count - 1, -1)
+        return self._take(params, state, slots, batch.next_tokens, features, rows, keep, requested)
 
     def _take(
         self,
@@ -163,13 +163,13 @@ class Chain(Drafter):
         features: tuple[Float[Array, "b t d"], ...],
         rows: Rows,
         keep: Bool[Array, " b"],
-        wanted: Int[Array, " b"],
+        requested: Int[Array, " b"],
     ) -> dict[str, Array]:
         """Compute rows from the target's features and the tokens after them, and where `keep`, note the output of the
-        row `wanted`. Of others keys and values are all that later ones read."""
+        row `requested`. Of others keys and values are all that later ones read."""
         features = tuple(x.astype(self.dtype) for x in features)
-        out, kv = self._layer(params, state["kv"], tokens, self._fuse(params, features), rows, wanted)
-        last = (out if out.shape[1] == 1 else row_of(out, jnp.maximum(wanted, 0)))[:, 0]
+        out, kv = self._layer(params, state["kv"], tokens, self._fuse(params, features), rows, requested)
+        last = (out if out.shape[1] == 1 else row_of(out, jnp.maximum(requested, 0)))[:, 0]
         into = jnp.where(keep, slots, len(state["hidden"]))  # out of range for all others, which are dropped
         return {"kv": kv, "hidden": state["hidden"].at[into].set(last, mode="drop")}
 
@@ -184,10 +184,10 @@ class Chain(Drafter):
         tokens: Int[Array, "b t"],
         hidden: Float[Array, "b r d"],
         rows: Rows,
-        wanted: Int[Array, " b"] | None = None,
+        requested: Int[Array, " b"] | None = None,
     ) -> tuple[Float[Array, "b _ d"], KV]:
         """The decoder layer over pairs of token and hidden state: its output, before any norm; of each request's row
-        `wanted` alone, if that is given and others' would cost something.
+        `requested` alone, if that is given and others' would cost something.
 
         Hidden states can be followed by others, r - t of them, that fill up what kernels take together. They stay there
         from step to step, where cutting them off and putting others in their place would be kernels of its own.
@@ -220,12 +220,12 @@ class Eagle(Chain):
     def _fuse(self, params, features):
         return features[0]
 
-    def _layer(self, params, kv, tokens, hidden, rows, wanted=None):
+    def _layer(self, params, kv, tokens, hidden, rows, requested=None):
         x = matmul(jnp.concatenate([embed(params["embed"], tokens), hidden], axis=-1), params["fc"])
         if "fc_bias" in params:
             x = x + params["fc_bias"]
         positions = rows.marked_positions(x.shape[1])
-        return run_layer(self.config.decoder, params["layer"], x, positions, rows, kv, [(x, None)], wanted)
+        return run_layer(self.config.decoder, params["layer"], x, positions, rows, kv, [(x, None)], requested)
 
 
 @dataclass(frozen=True)
@@ -252,11 +252,11 @@ class Eagle3(Chain):
         x = product(features, params["fc"])
         return x + params["fc_bias"] if "fc_bias" in params else x
 
-    def _layer(self, params, kv, tokens, hidden, rows, wanted=None):
+    def _layer(self, params, kv, tokens, hidden, rows, requested=None):
         layer, decoder, embedded = params["layer"], self.config.decoder, embed(params["embed"], tokens)
         inputs = [(embedded, layer["attn_norm"]), (hidden, layer["hidden_norm"])]
         residual = normed(hidden, layer["hidden_norm"], decoder.norm) if self.norm_before_residual else hidden
-        return run_layer(decoder, layer, residual, rows.marked_positions(tokens.shape[1]), rows, kv, inputs, wanted)
+        return run_layer(decoder, layer, residual, rows.marked_positions(tokens.shape[1]), rows, kv, inputs, requested)
 
     def _feedback(self, params, out):
         return normed(out, params["norm"], self.config.decoder.norm) if self.norm_output else out

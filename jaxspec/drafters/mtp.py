@@ -67,13 +67,13 @@ class Mtp(Chain):
     def _fuse(self, params, features):
         return features[0]
 
-    def _layer(self, params, kv, tokens, hidden, rows, wanted=None):
+    def _layer(self, params, kv, tokens, hidden, rows, requested=None):
         norm = self.config.decoder.norm
         embedded = normed(embed(params["embed"], tokens), params["embed_norm"], norm)
         hidden = normed(hidden, params["hidden_norm"], norm)
         x = product([embedded, hidden], params["fc"], keep_padding=True)
         positions = rows.marked_positions(tokens.shape[1])
-        return run_layer(self.config.decoder, params["layer"], x, positions, rows, kv, wanted=wanted)
+        return run_layer(self.config.decoder, params["layer"], x, positions, rows, kv, requested=requested)
 
     def _feedback(self, params, out):
         return normed(out, params["norm"], self.config.decoder.norm)
