@@ -1,13 +1,13 @@
 """A matmul of many bfloat16 rows with FP8 weights, which become bfloat16 in registers, on Hopper.
 
-The weight's outputs are the left operand, which tensor cores take from registers, 64 of them a warpgroup; the rows are
-the narrow side. So each number of a weight is read as a byte, and converted once for a tile's rows: two numbers are
-loaded as tensor cores take them, and a byte's bits are moved to where bfloat16 has them.
+The weight's outputs are the left operand (M), which tensor cores take from registers, 64 of them a warpgroup; the rows
+are N. So each weight is read as one byte, and converted once for a tile's rows: two are loaded in the order in which
+tensor cores take them, and a byte's bits are moved to where bfloat16 has them.
 
-A number is multiplied by its block's scale on that way, and rounded to bfloat16 once, as `Weight.dequantised` does. The
-scale is a sum of two bfloat16 numbers for it. So sums stay in the tensor cores' hands from a tile's first step to its
-last. A step is of 64 inputs. While one step is multiplied, the next one's weight is converted. Scales for all inputs
-multiply the total.
+A weight is multiplied by its block's scale while it is converted, and rounded to bfloat16 once, as `Weight.dequantised`
+does. For that the scale is a sum of two bfloat16 numbers. So the tensor cores accumulate from a tile's first step to
+its last without being rescaled. A step has 64 inputs. While one step is multiplied, the next one's weights are
+converted. Scales of whole outputs multiply the total.
 
 `tiles` says which block makes which tile. Here a tile's columns are the left operand, so each warpgroup has 64 of the
 columns, of all of the tile's rows.

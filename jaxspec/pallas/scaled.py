@@ -1,7 +1,7 @@
 """e4m3 numbers times their blocks' scales as bfloat16, in registers, where tensor cores take a left operand.
 
-A number is rounded to bfloat16 once, as `Weight.dequantised` does. The scale is a sum of two bfloat16 numbers for it.
-So a product's sums stay in the tensor cores' hands from the first block of inputs to the last one.
+A weight is rounded to bfloat16 once, as `Weight.dequantised` does. For that its scale is a sum of two bfloat16 numbers.
+So the tensor cores accumulate from the first block of inputs to the last one without being rescaled.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 A Mosaic GPU kernel. A warpgroup owns one request, one KV head, one tile of query rows and a part of the request's
 tokens (`kernel`). It streams keys and values through a ring in shared memory, one bulk copy a page, and keeps a running
-maximum and sum (online softmax, in base 2). The query heads that share a KV head stand together in a tile, so every key
-is read from memory once. Tiles of few rows are the narrow side of the products, or most of the arithmetic would be
-about padding. If there are few requests, several blocks and their warpgroups divide a request's tokens into parts,
-count in memory how many are done, and combine the results before they leave (`results`). Invariant: work follows the
-tokens that rows see, whatever the table's width: a part is a share of a request's actual steps, of those alone that
-hold a token within the window if there is one, and may be empty. Parts take steps in turn, so that without a window a
-part's first reads are known before the request's length is.
+maximum and sum (online softmax, in base 2). The query heads that share a KV head are in one tile, so every key is read
+from memory once. Few rows are the N side of the matmuls: M is 64 or more, and would be mostly padding. With few
+requests, several blocks and their warpgroups divide a request's tokens into parts (split-KV), count in memory how many
+are done, and combine their results (`results`). The steps of a request are dealt to its parts in turn, so that without
+a window a part's first reads are known before the request's length is.
+
+Invariant: work follows the tokens that rows see, never the page table's width. A part has a share of a request's actual
+steps, with a window only of those that hold a token within it, and may be empty.
 
 The cache must hold finite numbers everywhere, since masked values enter a sum with weight zero.
 """

@@ -12,15 +12,15 @@ adds results up after, and no block has more to read than another.
   rows of all four; of the product, each expert's own rows are taken. The block adds its results by weight, adds that to
   the residual stream, and writes its columns.
 
-Weights go through a ring in shared memory. Its producer runs ahead of the products: while a block waits for other
-blocks' hidden rows, its weights of `down` are on their way, and at one token all of them fit. Only a few are in flight
-at a time: with more, everything is slower, presumably because writes wait among the reads. Copies are few and large,
-because all of a warpgroup's threads announce each of them.
+Weights go through a ring in shared memory. Its producer prefetches: while a block waits for other blocks' hidden rows,
+its weights of `down` are loaded, and at one token all of them fit. Only a few copies are in flight at a time: with
+more, everything is slower, presumably because writes queue behind the reads. Copies are few and large, because all of a
+warpgroup's threads announce each of them.
 
-FP8 weights (`fp8`) take half the bytes. For `up` the tokens' rows become pairs of e4m3 rows, whose sums are the same
-numbers, so that tensor cores take both operands as they are. For `down`, and for one token, weights become bfloat16 on
-their way. There a warp has one expert's outputs, and multiplies that expert's rows alone. Two warpgroups multiply, step
-by step in turn, and the first one adds up.
+FP8 weights (`fp8`) take half the bytes. For `up` each token's row becomes a pair of e4m3 rows whose sum is the same
+row, so that FP8 tensor cores take both operands as they are. For `down`, and for one token, weights become bfloat16 in
+registers. There a warp has one expert's outputs, and multiplies that expert's rows alone. Two warpgroups alternate
+between steps, and the first one adds up both results.
 """
 
 from __future__ import annotations
