@@ -47,7 +47,7 @@ def test_stream_says_what_the_whole_says(client):
 
 def test_stream_without_usage(client):
     chunks = list(client.chat.completions.create(**ASK, stream=True))
-    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
+    assert chunks and all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
 @pytest.mark.parametrize("last", [False, True])

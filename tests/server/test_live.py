@@ -128,7 +128,9 @@ def test_a_prompt_is_scored(client):
 
 def test_chat_logprobs(client):
     asked = {"model": "tiny", "messages": CHAT, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
-    for item in client.chat.completions.create(**asked).choices[0].logprobs.content:
+    content = client.chat.completions.create(**asked).choices[0].logprobs.content
+    assert content
+    for item in content:
         assert item.logprob == item.top_logprobs[0].logprob >= item.top_logprobs[1].logprob
 
 
