@@ -223,8 +223,14 @@ class Shapes:
     batches: tuple[int, ...]  # requests in a round
     seldom: tuple[int, ...]  # those of `batches` that rounds with log-probabilities or under a grammar are compiled for
     rounds: int = 1  # rounds in a program that runs several; 1: there is none
+    rounds_for: int | None = None  # the most requests that such a program is for; None: any number
     structured: bool = False  # programs for requests whose text a grammar constrains
     # rounds with fewer drafts than the drafter's: how many, ascending, and the numbers of requests in them
     narrower: tuple[tuple[int, tuple[int, ...]], ...] = ()
     # of those numbers, the ones that a request has on average, shared out; and the most that one request has
     ragged: tuple[tuple[int, int], ...] = ()
+
+    def several(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of these numbers of requests for which there are programs of several rounds."""
+        most = max(sizes, default=0) if self.rounds_for is None else self.rounds_for
+        return tuple(size for size in sizes if self.rounds > 1 and size <= most)

@@ -392,7 +392,7 @@ class EngineConfig:
         "rounds in one program while no request can be admitted; tokens are streamed that many rounds apart",
         "K",
         group=RUNNING,
-        shown="on a GPU 8 for weights under 1 GiB, 2 over several GPUs; else 1",
+        shown="on a GPU 8 for weights under 1 GiB, 2 over several, 2 for a lone request of a hybrid mixture; else 1",
         least=1,
     )
     max_itl_ms: int | None = option(

@@ -29,7 +29,8 @@ class Defaults:
     `seldom_requests`: the fewest requests, padding included, of a seldom round of several (`seldom_sizes`).
     `some_drafts`: whether there are rounds of some of a drafter's drafts, not just of none and all; on a CPU, where
     whole models take longest to compile, they'd gain 5%. `divided_rounds`: in a program over several devices, whose
-    dispatch takes so long that one round doesn't hide it.
+    dispatch takes so long that one round doesn't hide it. `quick_rounds`: the same for one request of a model with many
+    arrays of which a round reads little.
     """
 
     block: int
@@ -43,6 +44,7 @@ class Defaults:
     some_drafts: bool
     small_model_rounds: int
     divided_rounds: int
+    quick_rounds: int
 
 
 CPU = Defaults(
@@ -57,6 +59,7 @@ CPU = Defaults(
     some_drafts=False,
     small_model_rounds=1,
     divided_rounds=1,
+    quick_rounds=1,
 )
 GPU = Defaults(
     block=64,
@@ -70,6 +73,7 @@ GPU = Defaults(
     some_drafts=True,
     small_model_rounds=8,
     divided_rounds=2,
+    quick_rounds=2,
 )
 
 
@@ -98,6 +102,7 @@ def resolve(
         defaults.mixture_prefill_size if model.config.decoder.mixture else defaults.chunked_prefill_size
     )
     rounds = defaults.divided_rounds if options.tp_size > 1 else 1
+    rounds = defaults.quick_rounds if rounds_for(options, model) else rounds
     rounds = max(defaults.small_model_rounds, rounds) if small_model(model) else rounds
     return dataclasses.replace(
         options,
@@ -131,11 +136,27 @@ def small_model(model: Model) -> bool:
     return sharding.bytes_of(model.params) < SMALL_MODEL
 
 
-def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaults: Defaults | None = None) -> Shapes:
+def rounds_for(options: EngineConfig, model: Model) -> int | None:
+    """The most requests that a program of several rounds is for; None: any number.
+
+    A hybrid that is a mixture has hundreds of arrays, and a program that takes them takes the host about as long as a
+    round of one request takes the device. Rounds of several requests read more experts and take longer.
+    """
+    quick = model.config.linear and model.config.decoder.mixture and not small_model(model)
+    return 1 if quick and options.tp_size == 1 and options.num_continuous_decode_steps is None else None
+
+
+def shapes_of(
+    config: EngineConfig,
+    drafter: Drafter,
+    alone: bool = True,
+    defaults: Defaults | None = None,
+    rounds_for: int | None = None,
+) -> Shapes:
     """`alone`: whether there is a round for one request, whose attention is divided among all multiprocessors.
 
     Without it, one request is padded to `least_rows` as others are, which is faster for small models.
-    `defaults`: as of `resolve`.
+    `defaults`: as of `resolve`. `rounds_for`: as of `Shapes`.
     """
     defaults, most = defaults or here(), drafter.num_draft_tokens
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
@@ -164,7 +185,8 @@ def shapes_of(config: EngineConfig, drafter: Drafter, alone: bool = True, defaul
         firsts=firsts[-1:] if config.few_programs else firsts,
         batches=batches(most),
         seldom=seldom_sizes(batches(most), defaults.seldom_requests),
-        rounds=rounds,
+        rounds=rounds if rounds_for is None or rounds_for in batches(most) else 1,
+        rounds_for=rounds_for,
         structured=not config.disable_structured_output,
         narrower=tuple((drafts, batches(max(drafts, 0))) for drafts in narrower),
         ragged=tuple((each, ragged.most(drafter, each)) for each in shared),

@@ -25,7 +25,7 @@ from jaxspec.defaults import here
 from jaxspec.drafters.watch import Watch
 from jaxspec.flight import Flight
 from jaxspec.intake import Choice, Intake, Request
-from jaxspec.ladder import sizes_of
+from jaxspec.ladder import of_rounds, sizes_of
 from jaxspec.pace import Pace
 from jaxspec.request import Delta, RequestError, RequestMetrics, sources_of
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
@@ -67,7 +67,8 @@ class Engine:
             prefix_cache=not self.config.disable_prefix_cache and snapshots != (),
             reach=self.runner.draft.drafter.reach,
             replays=self.config.deterministic,
-            rounds=shapes.rounds,
+            rounds=self.runner.programs.most_rounds,
+            rounds_for=shapes.rounds_for,
             held_tokens=here().held_tokens,
             snapshots=snapshots,
             snapshot_interval=self.config.state_snapshot_interval,
@@ -100,7 +101,7 @@ class Engine:
     def complete_start(self) -> None:
         """End a start in stages, if all programs are there. Without a request if rounds are still to be timed."""
         if self.runner.starting and self.runner.complete_start(None if self.busy else self.scheduler.flush):
-            self.chooser = self._chooser()
+            self.chooser, self.scheduler.rounds = self._chooser(), self.runner.programs.most_rounds
             self.compiles_at_start = self.runner.compiles["compiles"]
 
     @property
@@ -227,7 +228,7 @@ class Engine:
         """
         if self.chooser is None or any(seq.owner.request.seeded for seq in seqs):
             return self.runner.drafts[-1], None
-        name = "round" if rounds == 1 else "rounds"
+        name = of_rounds(rounds)
         chosen = group(name, mode, fit(len(seqs), sizes_of(self.runner.shapes, name, mode)))
         return rest.choose(self.chooser, chosen, seqs, self.scheduler.tree.reach), chosen
 

@@ -19,6 +19,11 @@ def kind_of(name: str, mode: str, drafts: int | None = None) -> str:
     return f"{name}_{mode}" if drafts is None else f"{name}_{mode}_{drafts}"
 
 
+def of_rounds(rounds: int) -> str:
+    """The name of programs of so many rounds."""
+    return "round" if rounds == 1 else "rounds"
+
+
 def drafting(mode: str) -> str:
     """How drafts are made for a batch in this mode."""
     return GREEDY if mode == GREEDY else SAMPLED
@@ -31,7 +36,8 @@ def sizes_of(shapes: Shapes, name: str, mode: str) -> tuple[int, ...]:
         return shapes.prefills
     if name in ("first", "masked_first"):
         return shapes.firsts
-    return shapes.seldom if name == "structured" or mode == LOGPROBS else shapes.batches
+    sizes = shapes.seldom if name == "structured" or mode == LOGPROBS else shapes.batches
+    return shapes.several(sizes) if name == "rounds" else sizes
 
 
 def narrower(shapes: Shapes, mode: str) -> Sequence[tuple[int, tuple[int, ...]]]:
@@ -44,11 +50,12 @@ def narrower(shapes: Shapes, mode: str) -> Sequence[tuple[int, tuple[int, ...]]]
 def ladder_of(shapes: Shapes) -> list[One]:
     """All programs. Those that take XLA longest come first, so that little is left to do once all are lowered. One
     mode comes after the other, since later modes share its kernels and XLA's choices."""
-    names = ("round", "rounds") if shapes.rounds > 1 else ("round",)
     of_mode = {}
     for mode in MODES:
         widths = [(None, sizes_of(shapes, "round", mode)), *reversed(narrower(shapes, mode))]
-        rounds = [(kind_of(name, mode, drafts), n) for name in names for drafts, ns in widths for n in reversed(ns)]
+        several = [(drafts, shapes.several(sizes)) for drafts, sizes in widths]
+        names = ("round", widths), ("rounds", several)
+        rounds = [(kind_of(name, mode, drafts), n) for name, of in names for drafts, ns in of for n in reversed(ns)]
         of_mode[mode] = [*rounds, *((f"first_{mode}", n) for n in reversed(shapes.firsts))]
     prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
     admit = "admit", admission_size(shapes.capacity)
@@ -62,9 +69,10 @@ def ladder_of(shapes: Shapes) -> list[One]:
 
 def essential(shapes: Shapes) -> set[One]:
     """Programs that serve nearly any request, if slowly: each kind's largest size, in the mode that serves all."""
-    rounds = [f"round_{LOGPROBS}", *[f"rounds_{LOGPROBS}"] * (shapes.rounds > 1)]
     alone = {("admit", admission_size(shapes.capacity)), ("prefill", shapes.prefills[-1])}
-    return alone | {(kind, shapes.seldom[-1]) for kind in rounds} | {(f"first_{LOGPROBS}", shapes.firsts[-1])}
+    rounds = {(f"round_{LOGPROBS}", shapes.seldom[-1])}
+    rounds |= {(f"rounds_{LOGPROBS}", size) for size in shapes.several(shapes.seldom[-1:])}
+    return alone | rounds | {(f"first_{LOGPROBS}", shapes.firsts[-1])}
 
 
 def special(shapes: Shapes, scores: bool = True, grammars: bool = True) -> set[One]:

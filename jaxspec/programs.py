@@ -318,6 +318,12 @@ class Programs:
                     processes.stop()
 
     @property
+    def most_rounds(self) -> int:
+        """The most rounds of a program. A start in stages leaves those that are for few requests to the end."""
+        there = self.behind is None or self.shapes.several(self.shapes.batches[-1:])
+        return self.shapes.rounds if there else 1
+
+    @property
     def workspace_bytes(self) -> int:
         """The most memory that a compiled program needs beside its operands and results."""
         return max((p.memory_analysis().temp_size_in_bytes for p in self._compiled.values()), default=0)

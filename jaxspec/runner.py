@@ -37,12 +37,13 @@ from jaxspec.checkpoint import Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import describe, path_table
-from jaxspec.defaults import resolve, shapes_of, small_model
+from jaxspec.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.deterministic import prepared
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables, enable_compilation_cache
 from jaxspec.hosts import Follower, Leader, same_plan, shapes_of_all
+from jaxspec.ladder import of_rounds
 from jaxspec.mixers import state_bytes
 from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
@@ -127,7 +128,8 @@ class Runner:
         self.config, drafter = resolve(options, self.model, self.draft), self._drafter
         # Rows that a round verifies per request, and most tokens that come of it.
         self.width, self.yields = drafter.num_draft_tokens + 1, drafter.longest + 1
-        self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model))
+        few = rounds_for(options, self.model)
+        self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few)
         self.narrower = dict(self.shapes.narrower)
         self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
         self.plan, self._layout = self._plan()
@@ -383,10 +385,10 @@ class Runner:
 
         `drafts`: one of `Runner.drafts`, or `REST`; None: the drafter's own number.
         """
-        run = self.programs.round if rounds == 1 else self.programs.rounds
+        run = getattr(self.programs, of_rounds(rounds))
         narrow = drafts if drafts in self.narrower else None
         if narrow is None:
-            _, size = self.programs.stand_in(_rounds(rounds), (mode,), len(slots))
+            _, size = self.programs.stand_in(of_rounds(rounds), (mode,), len(slots))
         else:
             size = fit(len(slots), self.shapes.seldom if mode == LOGPROBS else self.narrower[drafts])
         self.state, out = run(self.state, self._pack(slots, table, size), mode, narrow)
@@ -399,7 +401,7 @@ class Runner:
 
     def mode_of_round(self, mode: str, requests: int, rounds: int = 1) -> str:
         """As `mode_of_first`, of `round`."""
-        return self._mode_of(_rounds(rounds), mode, requests)
+        return self._mode_of(of_rounds(rounds), mode, requests)
 
     def mode_of_open_round(self, mode: str, requests: int) -> str:
         """As `mode_of_first`, of `open_round`."""
@@ -444,7 +446,3 @@ class Runner:
         packed[: len(slots), 0] = slots
         packed[: len(slots), columns:] = table[slots]
         return packed
-
-
-def _rounds(rounds: int) -> str:
-    return "round" if rounds == 1 else "rounds"

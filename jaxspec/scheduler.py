@@ -48,7 +48,7 @@ class Scheduler:
     - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages of a common prefix.
     - `reach`: tokens beyond a page on which its content depends, see `PrefixTree`.
     - `replays`: what rounds computed isn't published, and a preempted sequence starts again from its prompt.
-    - `rounds`: rounds in one program when no request can be admitted.
+    - `rounds`: rounds in one program when no request can be admitted, and at most `rounds_for` run; None: any number.
     - `held_tokens`: prompt tokens between two rounds while a crowd waits; otherwise one program's.
     - `snapshots`: of a model with linear attention, the state slots for snapshots; None of other models.
       `snapshot_interval`: prompt tokens between two of them, rounded up to whole blocks and pages.
@@ -76,6 +76,7 @@ class Scheduler:
         reach: int = 0,
         replays: bool = False,
         rounds: int = 1,
+        rounds_for: int | None = None,
         held_tokens: int = 0,
         snapshots: Iterable[int] | None = None,
         snapshot_interval: int = 256,
@@ -92,7 +93,7 @@ class Scheduler:
         self.chunk_tokens, self.block, self.score_tokens = chunk_tokens, block, score_tokens
         self.prefills = prefills or tuple(range(1, chunk_tokens // block + 1))
         self.context_length, self.prefix_cache, self.replays = context_length, prefix_cache, replays
-        self.rounds, self.held_tokens = rounds, held_tokens
+        self.rounds, self.rounds_for, self.held_tokens = rounds, rounds_for or num_slots, held_tokens
         self.between: int | None = None
         self.pool = PagePool(num_pages)
         self.snapshot_slots = None if snapshots is None else tuple(snapshots)
@@ -289,11 +290,9 @@ class Scheduler:
 
     def _lookahead(self, rows: list[Sequence]) -> int:
         """How many rounds to run in one program: several only if no request can be admitted, and there are pages for
-        them.
-
-        If requests wait for a slot, one that ends is replaced after the program instead of after the round.
+        them. If requests wait for a slot, one that ends is replaced after the program instead of after the round.
         """
-        rounds = self.rounds
+        rounds = self.rounds if len(rows) <= self.rounds_for else 1
         if rounds == 1 or self.prefilling or (self.waiting and self._free_slots) or any(seq.stepwise for seq in rows):
             return 1
         if all(seq.limit - len(seq.tokens) - seq.in_flight < rounds for seq in rows):

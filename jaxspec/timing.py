@@ -43,13 +43,15 @@ def time_rounds(
     known = max(min(CONTEXT, shapes.capacity // 2), 1)
     step = shapes.rounds * programs.width  # most that a run adds to a text, which must not end
     most = min(max((shapes.capacity - known) // step, 1), MOST_RUNS)
-    runs = {"round": programs.round} | ({"rounds": programs.rounds} if shapes.rounds > 1 else {})
+    runs = {"round": programs.round, "rounds": programs.rounds}
     for mode in modes * PASSES:
         params = SamplingParams(temperature=float(mode == SAMPLED))
         for size in shapes.batches:
             table = _pages(size, shapes.pages_per_seq, known + most * step, pages, page_size)
             admissions = [_admission(slot, known, params, programs) for slot in range(size)]
             for kind, run in runs.items():
+                if kind == "rounds" and not shapes.several((size,)):
+                    continue
                 times = costs.setdefault(group(kind, mode, size), {})
                 for drafts, sizes in (*narrower(shapes, mode), (None, shapes.batches)):
                     packed = programs.padding(fit(size, sizes))

@@ -58,6 +58,24 @@ def test_small_models_run_several_rounds_in_a_program(resolve, monkeypatch):
     assert resolve("gpu", num_continuous_decode_steps=3)[1].rounds == 3
 
 
+def test_a_mixture_with_linear_attention_runs_two_rounds_for_one_request(monkeypatch):
+    """Its program has hundreds of arrays, and a round of one request reads little."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(defaults, "SMALL_MODEL", 1)
+
+    def of(family, **options):
+        options, model = EngineConfig(draft="none", **options), load_model(str(tiny_checkpoint(family)), progress=False)
+        config, few = defaults.resolve(options, model, load_drafter("none", model)), defaults.rounds_for(options, model)
+        shapes = defaults.shapes_of(config, load_drafter("none", model).drafter, rounds_for=few)
+        return shapes.rounds, shapes.several(shapes.batches)
+
+    assert of("qwen3_5_moe") == (2, (1,))
+    assert of("qwen3_5") == of("qwen3_moe") == of("qwen3_5_moe", num_continuous_decode_steps=1) == (1, ())
+    assert of("qwen3_5_moe", num_continuous_decode_steps=2, max_running_requests=8) == (2, (1, 8))
+    assert of("qwen3_5_moe", few_programs=True) == (1, ())
+    assert of("qwen3_5_moe", few_programs=True, max_running_requests=1) == (2, (1,))
+
+
 @pytest.mark.parametrize("given,used", [(1, 64), (64, 64), (65, 128), (1000, 1024)])
 def test_chunks_are_whole_blocks(resolve, given, used):
     config, shapes = resolve("gpu", chunked_prefill_size=given)

@@ -31,6 +31,7 @@ WORLDS = {
     "slots": dict(num_slots=2, chunk_tokens=4, block=4, score_tokens=4),
     "wide": dict(width=6, num_pages=22, chunk_tokens=10, block=3, context_length=60),
     "several rounds": dict(rounds=4, context_length=60),
+    "several rounds for one": dict(rounds=2, rounds_for=1, context_length=60),
     "several, tight": dict(rounds=3, num_pages=19, page_size=3, context_length=48, num_slots=2),
     "trees": dict(lookahead=11, num_pages=22),
     "trees, several rounds": dict(width=2, lookahead=5, rounds=4, page_size=3, num_slots=2),
@@ -98,6 +99,16 @@ def test_a_prompt_of_one_token_starts_like_any_other():
     s = make()
     seq = sequence(s, [7])
     assert s.plan() == Plan([seq], [Chunk(seq, 0, 1)], [seq], [seq])
+
+
+def test_several_rounds_are_for_few_requests():
+    s = make(rounds=2, rounds_for=1)
+    sequence(s, [7], 9), sequence(s, [8], 5)
+    plans = [s.plan()]
+    while plans[-1].rows:
+        read(s, plans[-1])
+        plans.append(s.plan())
+    assert [(len(plan.rows), plan.rounds) for plan in plans] == [(2, 1), (2, 1), (2, 1), (2, 1), (1, 2), (1, 2), (0, 1)]
 
 
 def test_no_round_is_planned_for_what_must_have_ended_by_then():

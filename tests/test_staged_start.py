@@ -1,6 +1,7 @@
 """A start in stages: a few programs serve, the others follow, and no text depends on which of them ran."""
 
 import asyncio
+import dataclasses
 import itertools
 import threading
 import time
@@ -40,6 +41,17 @@ def test_few_programs_serve_any_request():
     assert stand_in(first, SHAPES, "prefill", ("",), 1) == ("", 2)
     assert stand_in(first, SHAPES, "masked_first", ("",), 1) == ("", 2)
     assert ("admit", admission_size(100)) in first and ("score", 1) in first
+
+
+@pytest.mark.parametrize("most,sizes", [(None, {1, 4, 8}), (1, {1}), (4, {1, 4})])
+def test_several_rounds_for_few_requests_come_late(most, sizes):
+    shapes = dataclasses.replace(SHAPES, rounds_for=most)
+    assert {size for kind, size in ladder_of(shapes) if kind.startswith("rounds_")} == sizes
+    assert {size for kind, size in essential(shapes) if kind.startswith("rounds_")} == sizes & {8}
+    assert sizes_of(shapes, "rounds", GREEDY) == tuple(sorted(sizes))
+    assert not dataclasses.replace(shapes, rounds=1).several(shapes.batches)
+    rounds = lambda behind: Programs.most_rounds.fget(types.SimpleNamespace(behind=behind, shapes=shapes))  # noqa: E731
+    assert rounds(None) == 4 and rounds("a thread") == (4 if 8 in sizes else 1)
 
 
 def test_a_stand_in_is_the_nearest_that_there_is():

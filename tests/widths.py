@@ -44,8 +44,8 @@ def several(make: Callable[[], LLM], ragged: bool = False) -> LLM:
     `ragged`: those drafts are shared out among requests."""
     shapes = runner.shapes_of
 
-    def wider(config, drafter, alone=True):
-        found = shapes(config, drafter, alone)
+    def wider(config, drafter, **options):
+        found = shapes(config, drafter, **options)
         most = drafter.num_draft_tokens
         fewer = () if not most else rungs(most) if drafter.topk == 1 else (0,)
         shared = tuple((n, sharing.most(drafter, n)) for n in fewer if n > 0) if ragged else ()
