@@ -161,7 +161,7 @@ class Chooser:
         margin = MARGIN if best > self.chosen else 0.0 if best or plain is None else LEAVE
         if speed[best] > speed.get(self.chosen, 0.0) * (1 + margin):
             self.chosen = best
-        return self._explore(times, tokens) if untried is None else untried
+        return self._explore(times, tokens, kept) if untried is None else untried
 
     def expected(self, share: float = 1.0) -> dict[int, float]:
         """Tokens that a round yields a request, by its drafts."""
@@ -236,13 +236,14 @@ class Chooser:
             self._warm = self._spent = 0.0
         return False
 
-    def _explore(self, times: Mapping[int, float], tokens: Mapping[int, float]) -> int:
-        """`chosen`, or another number if enough time was saved up for it."""
+    def _explore(self, times: Mapping[int, float], tokens: Mapping[int, float], kept: float) -> int:
+        """`chosen`, or another number if enough time was saved up for it. A try without drafts takes `kept`."""
         usual, doubtful, self._doubtful = times[self.chosen], self._doubtful, None
         if doubtful in times:
             return doubtful
         least = SELDOM * BUDGET * usual
-        losses = {n: max(times[n] - usual * tokens[n] / tokens[self.chosen], least) for n in times if n != self.chosen}
+        take = {n: times[n] if n else kept for n in times if n != self.chosen}
+        losses = {n: max(took - usual * tokens[n] / tokens[self.chosen], least) for n, took in take.items()}
         n = min(losses, key=lambda n: self._lost[n] + losses[n])
         self._saved = min(self._saved + BUDGET * usual, losses[n])
         if self._saved < losses[n]:

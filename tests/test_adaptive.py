@@ -185,6 +185,18 @@ def test_trying_costs_no_more_than_its_budget():
         assert speed >= (1 - 1.5 * adaptive.BUDGET) / load.times[requests][0]
 
 
+def test_a_try_without_drafts_costs_what_keeping_the_drafters_state_does():
+    """Plain decoding seems nearly as fast as the draft that is made, but a try isn't a rest."""
+    took = {REST: 1.0, 0: 1.3, 1: 1.59}
+    chooser, chosen, each = Chooser({0: 0, 1: 1}, {("round", 1): took}), Counter(), took[1] / (1 + adaptive.FIRST)
+    for _ in range(4000):
+        drafts = chooser.choose(("round", 1), 1.0)
+        chooser.took(("round", 1), drafts, took[drafts])
+        chosen[drafts] += 1
+    assert chosen.keys() == {0, 1}
+    assert 0.8 < chosen[0] * (took[0] - each) / (adaptive.BUDGET * chosen[1] * took[1]) < 1.2
+
+
 def test_longer_contexts_make_wider_rounds_cheaper():
     """What they add to each round is seen in those that run, and holds for those that don't."""
     load, acceptance = Load("EAGLE-3"), rates(2.0, 3)
