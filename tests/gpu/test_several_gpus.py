@@ -70,11 +70,11 @@ def test_sampled_texts_and_log_probabilities_are_one_gpus():
     np.testing.assert_allclose(several[1], one[1], atol=1e-3)
 
 
-def decoded(folder: str, size: int, requests: int) -> tuple[list[list[int]], list[np.ndarray], dict]:
+def decoded(folder: str, size: int, requests: int, **more) -> tuple[list[list[int]], list[np.ndarray], dict]:
     """Greedy texts, their tokens' log-probabilities, and which kernels the programs called."""
     before = KERNELS.copy()
     llm = LLM(folder, "none", tp_size=size, load_format="dummy", dtype="bfloat16", context_length=256, skip_warmup=True,
-              max_running_requests=requests, max_total_tokens=8192, few_programs=True)  # fmt: skip
+              max_running_requests=requests, max_total_tokens=8192, few_programs=True, **more)  # fmt: skip
     prompts = [[(i + j) % VOCAB for j in prompt] for i in range(requests // 4) for prompt in PROMPTS[:4]]
     outs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True))
     outs = [out.completions[0] for out in outs]
@@ -85,6 +85,8 @@ def decoded(folder: str, size: int, requests: int) -> tuple[list[list[int]], lis
 # By the path that runs their layers: what is asked of whom, and kernels that must have been called.
 PATHS = {
     "few_rows": ("qwen3", {}, 4, ("few_rows_product", "few_rows_heads")),
+    "few_rows-fp8, 16 rows": ("qwen3", {}, 16, ("few_rows_product", "few_rows_heads", "few_rows_gated")),
+    "few_rows-fp8, 32 rows": ("qwen3", {}, 32, ("few_rows_product", "few_rows_heads", "few_rows_gated")),
     "few_rows-mixture": ("qwen3_moe", EXPERTS, 4, ("few_rows_product", "expert_few", "router")),
     "fused_norms": ("qwen3_5_moe", EXPERTS | SHARED | LINEAR, 4, ("few_rows_normed", "expert_few", "delta_step")),
     "weight_stream": ("qwen3", {"num_key_value_heads": GPUS}, 16, ("weight_stream", "write_heads")),
@@ -98,7 +100,8 @@ def test_fast_paths_compute_what_one_gpu_does(name, tmp_path, figures):
     family, sizes, requests, called = PATHS[name]
     config = tiny_config(family, VOCAB, **{"num_hidden_layers": 4} | WIDE | sizes)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (texts, scores, _), (own, same, kernels) = (decoded(str(tmp_path), size, requests) for size in (1, GPUS))
+    more = {"quantization": "fp8"} if "fp8" in name else {}
+    (texts, scores, _), (own, same, kernels) = (decoded(str(tmp_path), size, requests, **more) for size in (1, GPUS))
     assert all(kernels[each] for each in ("peer_sum", *called)), kernels
     agree, apart = [], []
     for a, b, x, y in zip(texts, own, scores, same, strict=True):
