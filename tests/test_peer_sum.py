@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec import peers, sharding
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint import params as loading
+from jaxspec.checkpoint.quantization import quantised_on_load
 from jaxspec.config import ModelConfig
 from jaxspec.decoder import few_rows as few_rows_path
 from jaxspec.decoder import fused_norms, mixture_rows, path, streamed, streamed_parts
@@ -289,6 +290,17 @@ def test_what_does_not_run_over_several_devices_is_refused(monkeypatch):
         made = jax.eval_shape(lambda declared=declared: loading.dummy(declared, "bfloat16", seed=0))
         reason = few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], call)
         assert reason is None if words is None else words in reason
+        if family == "qwen3" and words is None:
+            in_fp8 = jax.tree.map(lambda param: quantised_on_load(param, False), declared, is_leaf=is_param)
+            fp8 = jax.eval_shape(lambda declared=in_fp8: loading.dummy(declared, "bfloat16", seed=0))["layers"]
+            for requests, refused in ((8, None), (16, None), (32, None), (40, "supported: up to 32")):
+                more = dataclasses.replace(call, requests=requests)
+                reason = few_rows_path.FEW_ROWS.refuses(config.decoder, fp8, more)
+                assert reason is None if refused is None else refused in reason, reason
+                reason = few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], more)
+                assert reason is None if requests == 8 else "supported: up to" in reason
+    more = dataclasses.replace(call, requests=16)
+    assert "16 rows over 2 devices" in few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], more), "a mixture"
     alone = dataclasses.replace(call, inputs=(2048,))
     assert "a layer by itself divided" in few_rows_path.fits(config.decoder, made["layers"], alone)
     monkeypatch.setattr(hopper, "UNTIMED", True)  # as a GPU may show

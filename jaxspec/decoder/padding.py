@@ -19,11 +19,14 @@ def padded(b: int, t: int) -> int:
     return next(rows for rows in range(t, t + few_rows.GROUP) if b * rows % few_rows.GROUP == 0)
 
 
-def untimed(rows: int, devices: int) -> str | None:
-    """Why so many rows over several devices stay plain layers', or None if they need not: no GPU has timed more."""
-    if devices == 1 or rows <= few_rows.WIDE_ROWS or hopper.UNTIMED:
+def untimed(rows: int, devices: int, most: int = few_rows.WIDE_ROWS) -> str | None:
+    """Why so many rows over several devices stay plain layers', or None if they need not: no GPU has timed more.
+
+    `most`: rows that one has.
+    """
+    if devices == 1 or rows <= most or hopper.UNTIMED:
         return None
-    return f"{rows} rows over {devices} devices; supported: up to {few_rows.WIDE_ROWS}"
+    return f"{rows} rows over {devices} devices; supported: up to {most}"
 
 
 def pad(x: Array, value: int = 0) -> Array:
