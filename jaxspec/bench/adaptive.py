@@ -137,6 +137,9 @@ def run(args: argparse.Namespace, result: Result) -> None:
         result.add(_steady(args, engine, mixed, count))
     for mixed in args.accept_rates if args.rise_and_fall else ():
         result.add(_rise_and_fall(args, engine, mixed))
+    if args.rise_and_fall and len(set(args.concurrency)) == 1:
+        only = args.concurrency[0]
+        result.note(f"the load neither rose nor fell from {only} requests; --rise-and-fall needs more of --concurrency")
     if ended := sum(row.get("ended", 0) for row in result.rows):
         result.note(f"{ended} requests ended while others were measured; lower --output-len or raise --context-length")
     if later := engine.runner.compiles["compiles"] - engine.programs_before:
