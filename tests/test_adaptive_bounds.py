@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.adaptive import REST, Chooser
-from tests.sample import rare
+from tests.sample import one_in, rare
 from tests.test_adaptive import TIMES, expected, rates, seconds
 from tests.test_rest import KEPT, TOKEN
 
@@ -93,9 +93,9 @@ class Busy:
 SIZES = [("EAGLE-3", n) for n in TIMES["EAGLE-3"]] + [("demo", n) for n in DEMO]
 
 
-@pytest.mark.parametrize("news", [0.0, rare(1 / 256)])
-@pytest.mark.parametrize("name,requests", SIZES)
-@pytest.mark.parametrize("length", ACCEPTANCE)
+@pytest.mark.parametrize("length,name,requests,news", one_in(2, list(ACCEPTANCE), SIZES, [0.0]) + [
+    rare(length, *size, 1 / 256) for size in SIZES for length in ACCEPTANCE
+])  # fmt: skip
 def test_both_bounds_are_kept_at_any_acceptance(name, requests, length, news):
     """The bounds, and half a percent for a time that is short beside the rests."""
     Busy(name, requests, news=news).check(ACCEPTANCE[length], plain=0.015, best=0.035)
