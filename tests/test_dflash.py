@@ -141,7 +141,7 @@ def test_rounds_equal_the_package(variant):
 
 
 @pytest.mark.parametrize("variant,length,fewer", [
-    ("full", 150, True), ("sliding", 33, True), ("window", 16, True),
+    rare("full", 150, True), ("sliding", 33, True), ("window", 16, True),
     *(pytest.param(*case, marks=pytest.mark.exhaustive)  # whole blocks are in the rounds above
       for case in [("full", 1, False), ("full", 1, True), ("full", 150, False), ("sliding", 33, False),
                    ("window", 16, False)]),
@@ -317,7 +317,7 @@ def test_drafts_are_the_texts_own_however_many_a_round_has(monkeypatch):
     assert widths.took_turns(llm)
 
 
-@pytest.mark.parametrize("sliding", [0, 1, 2])
+@pytest.mark.parametrize("sliding", [rare(0), 1, rare(2)])
 def test_full_and_sliding_layers_take_the_kernel(sliding, monkeypatch):
     """A drafter with both kinds has a kernel of each, lowered once however many layers share it."""
     folder = tiny_checkpoint(head_dim=64)

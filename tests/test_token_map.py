@@ -27,7 +27,7 @@ def write(path, ids):
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["eagle", rare("dflash"), rare("dspark"), "mtp"])
+@pytest.mark.parametrize("kind", [rare("eagle"), rare("dflash"), rare("dspark"), "mtp"])
 def test_drafts_are_the_likeliest_of_the_tokens_that_the_map_has(kind, tmp_path):
     """By the drafter with all tokens: the first draft's logits are the same at these ids."""
     target, draft = drafting(kind)
