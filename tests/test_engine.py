@@ -35,6 +35,7 @@ from tests.engines import (
     tokens,
 )
 from tests.engines import engine as shared_engine
+from tests.sample import rare
 
 
 def engine(draft):
@@ -77,6 +78,7 @@ def check_overlap(llm, numbers):
     assert all(out == outs[True, 1] for out in outs.values())
 
 
+@pytest.mark.parametrize("llm", ["ngram", rare(SELF)], indirect=True)
 def test_held_rounds_and_short_prompts_change_nothing_but_time(llm, monkeypatch):
     core, outs, rounds = llm.engine, {}, {}
     compiled = core.stats()["compiles_total"]
@@ -126,8 +128,7 @@ def test_a_request_wastes_at_most_one_program(monkeypatch, overlap, waste, round
 
 def test_a_seed_gives_its_text_in_any_company(llm):
     prompt, settings = tokens(25), params(temperature=1.0, seed=21, max_tokens=60)
-    (alone,) = llm.generate([prompt], settings)
-    (other,) = llm.generate([prompt], dataclasses.replace(settings, seed=22))
+    alone, other = (llm.generate([prompt], dataclasses.replace(settings, seed=seed))[0] for seed in (21, 22))
     assert said(alone) != said(other)
 
     company = [tokens(40, 1), tokens(33, 2), tokens(50, 3)]
@@ -157,8 +158,7 @@ def test_completion_i_is_drawn_with_seed_plus_i(llm):
 
 
 def test_no_seed_draws_a_new_one(llm):
-    settings = params(temperature=1.0, max_tokens=30)
-    first, second = llm.generate([tokens(18)] * 2, settings)
+    first, second = llm.generate([tokens(18)] * 2, params(temperature=1.0, max_tokens=30))
     assert first.token_ids != second.token_ids
 
 
@@ -350,7 +350,7 @@ def test_self_draft_accepts_everything_after_a_prefix_hit():
     idle(llm.engine)
 
 
-@pytest.mark.parametrize("n", [1, 3, pytest.param(5, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("n", [rare(1), 3, rare(5)])
 def test_self_draft_accepts_everything(n):
     if n == 3:
         llm = engine(SELF)

@@ -12,6 +12,7 @@ from jaxspec.pallas import experts, few_rows
 from jaxspec.pallas.expert_add import MOST, add_scaled, supported
 from jaxspec.pallas.experts import NOBODY
 from tests import drawn
+from tests.sample import rare
 from tests.test_weight_stream import assert_close
 
 
@@ -35,7 +36,7 @@ def check(t: int, k: int, d: int, **options):
     np.testing.assert_allclose(scaled.squares, expected.squares, rtol=1e-5)
 
 
-@pytest.mark.parametrize("t,k,d", [(1, 4, 192), (8, 2, 1088), (21, 3, 192)])
+@pytest.mark.parametrize("t,k,d", [rare(1, 4, 192), (8, 2, 1088), (21, 3, 192)])
 def test_rows_are_added_up(t, k, d):
     check(t, k, d, interpret=plgpu.InterpretGPUParams())
 

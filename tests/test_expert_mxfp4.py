@@ -94,6 +94,7 @@ def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
     assert_close(got, naive(x, ids, weights, whole, activation))
 
 
+@pytest.mark.exhaustive  # one token is in the mixtures above, its experts without a plan in test_expert_fp8
 def test_one_token_alone_needs_no_plan(interpreted):
     """Its row comes with others that are padding."""
     (x, stacks, ids, _), _ = mxfp4_case(1, 3, 2)
