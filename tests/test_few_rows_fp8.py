@@ -117,7 +117,9 @@ def check_heads(given: dict, scaled: bool = True, normed: bool = True, **options
     assert_written(given, kv, [1], new[:, None])
 
 
-@pytest.mark.parametrize("by_output,scaled,sizes", [rare(False, False, SIZES), (False, True, WIDE), (True, True, WIDE)])
+@pytest.mark.parametrize(
+    "by_output,scaled,sizes", [rare(False, False, SIZES), rare(False, True, WIDE), (True, True, WIDE)]
+)
 def test_gated(by_output, scaled, sizes):
     """Gate and up of a group have scales of their own."""
     check_gated(operands(by_output=by_output, **sizes), scaled, **INTERPRET)
