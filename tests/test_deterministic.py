@@ -120,9 +120,9 @@ def texts(llm, number: int, **settings) -> list[list[int]]:
     found = []
     for at in range(0, len(PROMPTS), number):
         some = slice(at, at + number)
-        each = [SamplingParams(max_tokens=60, ignore_eos=True, **one, **settings) for one in SETTINGS[some]]
+        each = [SamplingParams(max_tokens=40, ignore_eos=True, **one, **settings) for one in SETTINGS[some]]
         found += [out.token_ids for out in llm.generate(PROMPTS[some], each)]
-        assert all(len(text) == 60 for text in found)
+        assert all(len(text) == 40 for text in found)
     return found
 
 
