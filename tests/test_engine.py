@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import LLM, StructuredOutput, runner
+from jaxspec import LLM, StructuredOutput
 from jaxspec.flight import Flight
 from jaxspec.request import Delta
 from tests.engines import (
@@ -204,21 +204,6 @@ def test_each_program_counts_its_dispatches():
     set_rounds(llm, 4)
     assert gained(tokens(30)) == {"admit": 1, "prefill": 1, "first_greedy": 1, "rounds_greedy": 1, "round_greedy": 1}
     set_rounds(llm, 1)
-
-
-def test_several_rounds_for_one_request_are_for_no_other(monkeypatch):
-    of = runner.shapes_of
-    monkeypatch.setattr(runner, "shapes_of", lambda *given, **more: of(*given, **more | {"rounds_for": 1}))
-    llm = LLM(checkpoint(), "none", **OPTIONS | {"few_programs": False, "max_running_requests": 2})
-    texts = []
-    for rounds in (4, 1):
-        set_rounds(llm, rounds)
-        outs = llm.generate([tokens(9), tokens(12)], [params(max_tokens=8), params(max_tokens=24)])
-        texts.append([out.token_ids for out in outs])
-        assert [len(text) for text in texts[-1]] == [8, 24]
-    assert texts[0] == texts[1]
-    ran = {kind for kind in llm.engine.runner.programs._compiled if kind[0].startswith("round")}
-    assert ran == {("round_greedy", 1), ("round_greedy", 2), ("rounds_greedy", 1)}
 
 
 def test_a_batch_runs_in_the_cheapest_mode_that_serves_it():

@@ -6,13 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams, StructuredOutput, defaults
+from jaxspec import LLM, SamplingParams, StructuredOutput, defaults, runner
 from jaxspec.batch import ladder
 from jaxspec.config import EngineConfig
 from jaxspec.defaults import CPU, GPU, seldom_sizes, shapes_of
 from jaxspec.ladder import ladder_of, sizes_of
 from jaxspec.round import GREEDY, LOGPROBS, SAMPLED
-from tests.engines import OPTIONS, CountUp, checkpoint, tokens
+from tests.engines import OPTIONS, CountUp, checkpoint, params, set_rounds, tokens
 
 
 @pytest.mark.parametrize(("batches", "least", "sizes"), [
@@ -57,22 +57,37 @@ def test_how_many_programs_there_are(of, requests, options, count):
 def test_padding_to_the_next_size_changes_no_text():
     """Two requests, in rounds of two rows and of four: with log-probabilities and under a grammar."""
     llm = LLM(checkpoint(), "ngram", **OPTIONS | {"few_programs": False, "max_running_requests": 4})
-    runner, texts = llm.engine.runner, {}
-    assert runner.shapes.batches == (1, 2, 4) and runner.shapes.seldom == (1, 4)
+    made, texts = llm.engine.runner, {}
+    assert made.shapes.batches == (1, 2, 4) and made.shapes.seldom == (1, 4)
     shared = {"max_tokens": 24, "temperature": 0.8}
     grammar = StructuredOutput(regex="[a-c]{2,5}-(north|south)-[0-9]{3}(, [A-Z]+){0,2}")
     asked = {
         "logprobs": [SamplingParams(**shared, seed=seed, logprobs=2, ignore_eos=True) for seed in (1, 2)],
         "grammar": [SamplingParams(**shared, seed=seed, structured=grammar) for seed in (3, 4)],
     }
-    for seldom in ((1, 2, 4), runner.shapes.seldom):
-        runner.shapes = runner.programs.shapes = dataclasses.replace(runner.shapes, seldom=seldom)
-        before = set(runner.programs._compiled)
-        texts[seldom] = [llm.generate([tokens(9, 1), tokens(30, 2)], params) for params in asked.values()]
-        new = {size for kind, size in set(runner.programs._compiled) - before if kind.startswith(("round", "forward"))}
+    for seldom in ((1, 2, 4), made.shapes.seldom):
+        made.shapes = made.programs.shapes = dataclasses.replace(made.shapes, seldom=seldom)
+        before = set(made.programs._compiled)
+        texts[seldom] = [llm.generate([tokens(9, 1), tokens(30, 2)], each) for each in asked.values()]
+        new = {size for kind, size in set(made.programs._compiled) - before if kind.startswith(("round", "forward"))}
         assert max(new) == (2 if 2 in seldom else 4)
     for exact, padded in zip(*texts.values(), strict=True):
         for one, other in zip(exact, padded, strict=True):
             assert one.token_ids == other.token_ids
             for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
                 np.testing.assert_allclose(mine.logprob, theirs.logprob, atol=1e-5)
+
+
+def test_several_rounds_for_one_request_are_for_no_other(monkeypatch):
+    of = runner.shapes_of
+    monkeypatch.setattr(runner, "shapes_of", lambda *given, **more: of(*given, **more | {"rounds_for": 1}))
+    llm = LLM(checkpoint(), "none", **OPTIONS | {"few_programs": False, "max_running_requests": 2})
+    texts = []
+    for rounds in (4, 1):
+        set_rounds(llm, rounds)
+        outs = llm.generate([tokens(9), tokens(12)], [params(max_tokens=8), params(max_tokens=24)])
+        texts.append([out.token_ids for out in outs])
+        assert [len(text) for text in texts[-1]] == [8, 24]
+    assert texts[0] == texts[1]
+    ran = {kind for kind in llm.engine.runner.programs._compiled if kind[0].startswith("round")}
+    assert ran == {("round_greedy", 1), ("round_greedy", 2), ("rounds_greedy", 1)}
