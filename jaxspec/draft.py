@@ -218,7 +218,8 @@ class Drafter:
         return self.commit(params, state, batch, verified)
 
     def prefill(self, params: Any, state: Any, batch: PrefillBatch, features: tuple[Array, ...]) -> Any:
-        """The state after blocks of a prompt. `features` are the target's, f32[b, t, d] for each feature layer.
+        """The state after blocks of a prompt. `features` are the target's, [b, t, d] of its dtype for each feature
+        layer.
 
         Also called for the text of a preempted request, when that is computed again.
         """

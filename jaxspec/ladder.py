@@ -29,14 +29,18 @@ def drafting(mode: str) -> str:
     return GREEDY if mode == GREEDY else SAMPLED
 
 
-def sizes_of(shapes: Shapes, name: str, mode: str) -> tuple[int, ...]:
-    """The sizes of `name`'s programs in this mode: "prefill", "first", "masked_first", "round", "rounds" (with all of
-    the drafter's drafts) or "structured"."""
+def sizes_of(shapes: Shapes, name: str, mode: str, drafts: int | None = None) -> tuple[int, ...]:
+    """The sizes of a name's programs in this mode.
+
+    `name`: "prefill", "first", "masked_first", "round", "rounds" or "structured". `drafts`: of a round, one of
+    `Shapes.narrower`; None: the drafter's.
+    """
     if name == "prefill":
         return shapes.prefills
     if name in ("first", "masked_first"):
         return shapes.firsts
-    sizes = shapes.seldom if name == "structured" or mode == LOGPROBS else shapes.batches
+    wide = shapes.batches if drafts is None else dict(shapes.narrower)[drafts]
+    sizes = shapes.seldom if name == "structured" or mode == LOGPROBS else wide
     return shapes.several(sizes) if name == "rounds" else sizes
 
 
@@ -52,10 +56,13 @@ def ladder_of(shapes: Shapes) -> list[One]:
     mode comes after the other, since later modes share its kernels and XLA's choices."""
     of_mode = {}
     for mode in MODES:
-        widths = [(None, sizes_of(shapes, "round", mode)), *reversed(narrower(shapes, mode))]
-        several = [(drafts, shapes.several(sizes)) for drafts, sizes in widths]
-        names = ("round", widths), ("rounds", several)
-        rounds = [(kind_of(name, mode, drafts), n) for name, of in names for drafts, ns in of for n in reversed(ns)]
+        widths = (None, *(drafts for drafts, _ in reversed(narrower(shapes, mode))))
+        rounds = [
+            (kind_of(name, mode, drafts), size)
+            for name in ("round", "rounds")
+            for drafts in widths
+            for size in reversed(sizes_of(shapes, name, mode, drafts))
+        ]
         of_mode[mode] = [*rounds, *((f"first_{mode}", n) for n in reversed(shapes.firsts))]
     prompts = [("score", shapes.score), *(("prefill", blocks) for blocks in reversed(shapes.prefills))]
     admit = "admit", admission_size(shapes.capacity)

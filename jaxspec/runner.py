@@ -43,12 +43,12 @@ from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables, enable_compilation_cache
 from jaxspec.hosts import Follower, Leader, same_plan, shapes_of_all
-from jaxspec.ladder import of_rounds
+from jaxspec.ladder import of_rounds, sizes_of
 from jaxspec.mixers import state_bytes
 from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
 from jaxspec.programs import Programs
-from jaxspec.round import LOGPROBS, MODES, State, empty_state
+from jaxspec.round import MODES, State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.sharding import Division
 from jaxspec.structured.grammar import grammars_of
@@ -390,7 +390,7 @@ class Runner:
         if narrow is None:
             _, size = self.programs.stand_in(of_rounds(rounds), (mode,), len(slots))
         else:
-            size = fit(len(slots), self.shapes.seldom if mode == LOGPROBS else self.narrower[drafts])
+            size = fit(len(slots), sizes_of(self.shapes, of_rounds(rounds), mode, narrow))
         self.state, out = run(self.state, self._pack(slots, table, size), mode, narrow)
         out.copy_to_host_async()
         return out

@@ -195,13 +195,14 @@ def _prepare(engine: Engine, requests: Sequence[int]) -> None:
     if REST not in dict(narrower):
         with_plain = (REST, narrower[0][1]), *narrower
         programs.add_rounds(REST, Resting())
-    programs.shapes = dataclasses.replace(shapes, narrower=with_plain)
-    programs.warm_up(runner.state, lambda kind: GREEDY in kind or kind in ("admit", "prefill"))
-    runner.shapes = programs.shapes = shapes
-    pages, page_size = runner.plan.num_pages, engine.config.page_size
-    runner.state, runner.round_times = time_rounds(programs, runner.state, pages, page_size, (GREEDY,))
-    runner.reset()
+    runner.shapes = programs.shapes = dataclasses.replace(shapes, narrower=with_plain)
     runner.narrower = dict(with_plain)
+    programs.warm_up(runner.state, lambda kind: GREEDY in kind or kind in ("admit", "prefill"))
+    pages, page_size = runner.plan.num_pages, engine.config.page_size
+    programs.shapes = shapes  # an engine that keeps drafts up has no plain rounds to choose from
+    runner.state, runner.round_times = time_rounds(programs, runner.state, pages, page_size, (GREEDY,))
+    programs.shapes = runner.shapes
+    runner.reset()
 
 
 def _times(engine: Engine) -> dict[str, dict[int, float]]:

@@ -26,6 +26,8 @@ from jaxspec.pallas import few_rows, hopper
 from jaxspec.pallas.prompt_attention import UNIT
 from jaxspec.weights import HALF, Fp8, Mxfp4, Unquantised, Weight
 
+TIMED_WIDTH = 4096  # over several devices, of dense models in FP8 at 9 to 32 rows
+
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
 IMPLEMENTS = {
@@ -54,8 +56,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         return f"rows of {decoder.width} divided among {call.devices} devices"
     if call.devices > 1 and call.inputs is not None and not hopper.UNTIMED:
         return f"a layer by itself divided among {call.devices} devices"
-    # No GPU has timed 9 to 32 rows of mixtures or of wider models. `sizes_fit` has the limit of weights not in FP8.
-    timed = decoder.width <= 4096 and all(isinstance(layer.feed, Mlp) for layer in decoder.layers)
+    # `sizes_fit` has the limit of weights that aren't FP8.
+    timed = decoder.width <= TIMED_WIDTH and all(isinstance(layer.feed, Mlp) for layer in decoder.layers)
     most = few_rows.FP8_ROWS if timed else few_rows.WIDE_ROWS
     if reason := untimed(call.requests * padded(call.requests, call.rows), call.devices, most):
         return reason
