@@ -66,13 +66,6 @@ def test_every_family_gives_what_the_plain_path_gives(monkeypatch, family, reque
     compare(monkeypatch, *declared(family, num_attention_heads=8, num_key_value_heads=2), requests, rows)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
-def test_one_rows_router_is_one_kernel_and_sums_are_one_with_the_norm(monkeypatch, family):
-    made = "add_norm", "fp8_rows", "router", "expert_fp8", "expert_add"
-    sizes = dict(num_attention_heads=8, num_key_value_heads=2, num_experts=64)
-    compare(monkeypatch, *declared(family, **sizes), 1, 1, made=made)
-
-
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width,splits", [(2048, 16), (4096, 8), (4096, None), (8192, 4)])
 def test_sums_and_norms_are_those_of_plain_jnp(rows, width, splits):
