@@ -17,7 +17,8 @@ rounds counts as the median round of that number among the fixed settings', so a
 did, such as prompts that are computed anew, counts as it was.
 
 With --rise-and-fall the number of requests then grows from the least to the most and shrinks again, so prompts are
-among the rounds. Every setting runs through the same.
+among the rounds. Every setting runs through the same. Adaptive drafting has run through it once before, to learn, as it
+does for --learn seconds before it is measured at a steady load.
 """
 
 from __future__ import annotations
@@ -322,20 +323,29 @@ def _rise_and_fall(args: argparse.Namespace, engine: Engine, mixed: list[list[fl
     settings, course = _settings(engine, mixed), {}
     levels = [*sorted(args.concurrency), *sorted(args.concurrency)[-2::-1]]
     for name, (how, meter) in settings.items():
-        engine.chooser, steps = how, []
-        rng, running, began = np.random.default_rng(args.seed or 0), [], time.perf_counter()
-        note = lambda tokens, n, steps=steps, began=began: steps.append((time.perf_counter() - began, tokens, n))  # noqa: E731
-        for level in levels:
-            running += _queue(engine, rng, max(level - len(running), 0), args.prompt_len)
-            for each in running[level:]:
-                engine.abort(each)
-            running = running[:level]
-            for _ in range(SLICES):
-                meter.lengths = _lengths(engine, mixed)
-                meter.run(args.rise_and_fall / SLICES, note)
-        _end(engine, running)
-        course[name] = list(_bins(steps, args.rise_and_fall / SLICES))
+        engine.chooser = how
+        if name == AUTO:
+            _up_and_down(args, engine, mixed, levels, Meter(engine, {}))
+        course[name] = list(_bins(_up_and_down(args, engine, mixed, levels, meter), args.rise_and_fall / SLICES))
     return _row("rise and fall", args, mixed, max(levels), settings) | {"levels": levels, "course": course}
+
+
+def _up_and_down(
+    args: argparse.Namespace, engine: Engine, mixed: list[list[float]], levels: Sequence[int], meter: Meter
+) -> list[tuple[float, float, int]]:
+    """Hold each number of requests for `--rise-and-fall` seconds: the steps' ends, in seconds, tokens and drafts."""
+    rng, running, began, steps = np.random.default_rng(args.seed or 0), [], time.perf_counter(), []
+    note = lambda tokens, n: steps.append((time.perf_counter() - began, tokens, n))  # noqa: E731
+    for level in levels:
+        running += _queue(engine, rng, max(level - len(running), 0), args.prompt_len)
+        for each in running[level:]:
+            engine.abort(each)
+        running = running[:level]
+        for _ in range(SLICES):
+            meter.lengths = _lengths(engine, mixed)
+            meter.run(args.rise_and_fall / SLICES, note)
+    _end(engine, running)
+    return steps
 
 
 def _bins(steps: list[tuple[float, float, int]], seconds: float) -> Iterator[dict[str, float]]:
