@@ -147,8 +147,9 @@ def check_router(given: dict[str, jax.Array], **options):
 
 
 def check_normed(given: dict[str, jax.Array], centred: bool = False, scaled: bool = False, **options):
-    """Products with weights of several widths, the last in float32 and of one and a half tiles, and the rows."""
-    weights = [given["gate_up"], given["qkv"], given["gate_up"][:, :96]]
+    """Products with weights of several widths, the last in float32, and the rows. Of `Scaled` rows it has a tile and a
+    half."""
+    weights = [given["gate_up"], given["qkv"], given["gate_up"][:, : 96 if scaled else 128]]
     scale = given["scale"] - 1 if centred else given["scale"]
     dtypes = ("bfloat16", "bfloat16", "float32")
     of = op.scale_rows(given["x"], scale, centred) if scaled else (given["x"], scale)

@@ -209,6 +209,8 @@ def test_weights_that_do_not_fit_are_named():
     assert "16 outputs" in op.fp8_supported(128, 4096, 4096, 16)
     assert "multiples of 128" in op.product_supported(8, [576, 576], (1152, 256), jnp.bfloat16, fp8=True)
     assert "multiples of 128" in op.normed_supported(8, 576, [256], jnp.bfloat16, fp8=True)
+    assert "96 columns; supported: multiples of 64" in op.normed_supported(8, 576, [640, 96], jnp.bfloat16)
+    assert op.normed_supported(8, 576, [640, 96], jnp.bfloat16, scaled=True) is None
 
 
 KERNELS_OF = {

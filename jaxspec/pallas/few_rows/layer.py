@@ -396,7 +396,7 @@ def normed(
 
     `x`, `scale` and `splits` as in `gated`. `centred`: as in `functions.centred_rms_norm`, which `Scaled` rows are
     already. `bias`: of the first weight's columns, in float32, if that is the dtype of its product. With `keep` the
-    normed rows come after the products. An `Fp8Weight` comes alone.
+    normed rows come after the products. An `Fp8Weight` comes alone. Sizes: `normed_supported`.
     """
     biases, fp8 = [] if bias is None else [bias.astype(_f32)], isinstance(weights[0], Fp8Weight)
     if biases and dtypes[0] != "float32":

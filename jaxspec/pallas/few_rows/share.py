@@ -16,7 +16,7 @@ from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, THRE
 from jaxspec.pallas.kv_write import PAGES
 
 TILE = WGMMA_ROWS  # columns of a group
-COLUMNS = 32  # what those of a weight in `normed` are a multiple of
+COLUMNS = 32  # what those of a weight in `normed` are a multiple of, if rows are `Scaled`
 GROUP = 8  # rows that are normed together, and what the number of rows must be a multiple of
 SQUARES = 16  # tiles of columns, a multiple of which have sums of squares: a warp reads so many of a row at once
 MAX_ROWS = 64  # more would need another tile of rows, and registers for it
@@ -299,8 +299,9 @@ def normed_supported(
     step = BLOCK if fp8 else TILE
     if width % step:
         return f"width {width}; supported: multiples of {step}"
-    if odd := [each for each in columns if each < TILE or each % (TILE if fp8 else COLUMNS)]:
-        return f"{odd[0]} columns; supported: multiples of {TILE if fp8 else COLUMNS} from {TILE} on"
+    unit = TILE if fp8 or not scaled else COLUMNS  # jax finds no layouts where blocks that norm rows overlap
+    if odd := [each for each in columns if each < TILE or each % unit]:
+        return f"{odd[0]} columns; supported: multiples of {unit} from {TILE} on"
     whole = sum(-(-each // TILE) * TILE for each in columns)
     if whole > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
         return f"{sum(columns)} columns; supported: up to {most}"
