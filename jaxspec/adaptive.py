@@ -32,7 +32,8 @@ PROGRAMS = 8  # rounds' programs, if those have more
 FIRST = 0.6  # acceptance of the first draft, before any was seen
 PRIOR = 32  # how many observations the guess for a position counts as
 DELAYS = 9  # of rounds of the usual number, whose median delay is that of all
-TRIES = 5  # of a number, whose median delay is its own
+TRIES = 9  # of a number, whose median delay is its own
+USUAL = 16  # rounds of another number in a row, after which it is the usual one: those after a change may be slow
 SURPRISE = 0.1  # share of a number's time by which a try may be off before another one follows at once
 OUTLIER = 2  # times the expected time: a round that took longer counts as that, since the host was held up
 REST = -1  # as a number of drafts: none, and the drafter's state isn't kept up
@@ -99,7 +100,7 @@ class Times:
             return False
         self._seen[drafts].append(self._own[drafts] + late)
         self._own[drafts] = median(self._seen[drafts])
-        if self._row == TRIES:
+        if self._row == USUAL:
             self._usual = drafts
             self.rested |= drafts == REST
         return abs(late) > SURPRISE * expected

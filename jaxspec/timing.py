@@ -21,9 +21,11 @@ from jaxspec.round import GREEDY, LOGPROBS, SAMPLED, State
 
 CONTEXT = 256  # known tokens of each request, or half of what a slot can hold
 PERIOD = 16  # after which a text repeats itself, so that drafters that look for that find something
-LEAST_RUNS, MOST_RUNS, ENOUGH = 2, 12, 0.5  # of a program in a pass; and seconds after which the former are enough
+BURST = 3  # runs that are dispatched one after the other, as when serving, so that the device waits for the host once
+LONG = 0.1  # seconds of a run beside which the host's part isn't felt: it is a burst by itself
+LEAST, MOST, ENOUGH = 2, 6, 0.5  # bursts of a program in a pass; and seconds after which the former are enough
 PASSES = 2  # over all programs, so that what held up one of them for a while isn't taken for its time
-NEAR = 1.05  # times the best: another run as fast as that is asked for
+NEAR = 1.05  # times the best: another burst as fast as that is asked for
 
 
 def group(kind: str, mode: str, size: int) -> Group:
@@ -42,7 +44,7 @@ def time_rounds(
     shapes, costs = programs.shapes, {}
     known = max(min(CONTEXT, shapes.capacity // 2), 1)
     step = shapes.rounds * programs.width  # most that a run adds to a text, which must not end
-    most = min(max((shapes.capacity - known) // step, 1), MOST_RUNS)
+    most = min(max((shapes.capacity - known) // step, 1), 1 + MOST * BURST)
     runs = {"round": programs.round, "rounds": programs.rounds}
     for mode in modes * PASSES:
         params = SamplingParams(temperature=float(mode == SAMPLED))
@@ -71,19 +73,29 @@ def time_rounds(
 
 
 def _time(run: Callable, state: State, most: int) -> tuple[float, State]:
-    """The least that a program takes, of `most` runs at most. Its requests' text grows from run to run, by less than is
-    felt.
+    """The least that a program takes in a burst, of `most` runs at most. Its requests' text grows from run to run, by
+    less than is felt.
 
     On a GPU the first runs set up a graph, which takes several times as long as a round. So the least counts once a
-    second run comes near it.
+    second burst comes near it.
     """
     jax.block_until_ready(state)
-    took: list[float] = []
-    while len(took) < min(LEAST_RUNS, most) or (len(took) < most and sum(took) < ENOUGH and took[1] > NEAR * took[0]):
+
+    def burst(count: int) -> float:
+        nonlocal state
         began = time.perf_counter()
-        state, out = run(state)
+        for _ in range(count):
+            state, out = run(state)
         out.block_until_ready()
-        took = sorted([*took, time.perf_counter() - began])
+        return (time.perf_counter() - began) / count
+
+    first = burst(1)
+    count = max(min(BURST, most - 1), 1) if first < LONG else 1
+    took = [first] if count == 1 else []
+    runs, spent = 1, first
+    while runs + count <= most and (len(took) < LEAST or (spent < ENOUGH and took[1] > NEAR * took[0])):
+        took = sorted([*took, burst(count)])
+        runs, spent = runs + count, sum(took) * count
     return took[0], state
 
 
