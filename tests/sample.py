@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,13 @@ import pytest
 def rare(*values: Any) -> Any:
     """A case that `make exhaustive` runs: its neighbours cover what it does, at less cost."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def some(often: Collection[tuple], *axes: Iterable[Any]) -> list[Any]:
+    """Cases of a product of axes for `parametrize`, of which `often` run by default."""
+    cases = list(itertools.product(*axes))
+    assert set(often) <= set(cases), set(often) - set(cases)
+    return [pytest.param(*case, marks=() if case in often else pytest.mark.exhaustive) for case in cases]
 
 
 def one_in(k: int, *axes: Sequence[Any]) -> list[Any]:

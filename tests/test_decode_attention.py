@@ -207,6 +207,9 @@ RARE = {
     "window of one, pages of 128",
     "fp8, many rows",
     "sinks, window, blocks",
+    "verify, blocks",
+    "tree of all bits, two tiles, pair",
+    "segments",
 }
 
 

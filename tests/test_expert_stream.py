@@ -44,8 +44,8 @@ def assert_close(got, expected, tolerance: float = 8e-3):
 
 @pytest.mark.parametrize("t,e,k,skew,columns", [
     (1, 4, 2, 0, 16),  # one token
-    (11, 8, 2, 0.3, 32),  # items of eight rows
-    (40, 12, 2, 0, 64),  # items of 16 rows, most of them not full
+    rare(11, 8, 2, 0.3, 32),  # items of eight rows
+    rare(40, 12, 2, 0, 64),  # items of 16 rows, most of them not full
     (45, 6, 2, 5, 128),  # items of 64 rows that don't hold all rows of an expert
     (150, 3, 1, 0.5, 64),  # two warpgroups, items that end in either
 ])  # fmt: skip
@@ -78,10 +78,10 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
 
 
 @pytest.mark.parametrize("model,tokens", [
-    *(("qwen3.5-35b-a3b", tokens) for tokens in (8, 16, 32, 4096)),
+    *(("qwen3.5-35b-a3b", tokens) for tokens in (8, 4096)),
     *(("qwen3-30b-a3b", tokens) for tokens in (1, 32, 512)),
     ("qwen3-next-80b-a3b", 128),
-    rare("qwen3.5-35b-a3b", 1),
+    *(rare("qwen3.5-35b-a3b", tokens) for tokens in (1, 16, 32)),
     rare("qwen3.5-35b-a3b", 128),
     rare("qwen3-next-80b-a3b", 4),
 ])  # fmt: skip

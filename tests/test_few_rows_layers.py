@@ -160,7 +160,7 @@ def two_requests() -> Rows:
     return Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
 
 
-@pytest.mark.parametrize("family", [rare("qwen3"), rare("qwen3_moe"), "gpt_oss"])
+@pytest.mark.parametrize("family", [rare("qwen3"), rare("qwen3_moe"), rare("gpt_oss")])
 def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     """Their rows come scaled from one kernel to the next; of a width whose inputs nothing divides."""
     experts = EXPERTS.get(family, {})
@@ -366,7 +366,7 @@ def assert_same_drafts(got, few, expected, plain):
         assert_close(a[:, 1:] if a.ndim == 6 else a, b[:, 1:] if b.ndim == 6 else b, 2e-2)
 
 
-@pytest.mark.parametrize("method", ["eagle3", rare("dflash"), "mtp"])
+@pytest.mark.parametrize("method", ["eagle3", rare("dflash"), rare("mtp")])
 def test_drafts_are_those_of_plain_layers(monkeypatch, method):
     """Of two requests: chains' with one row each and four after a round, DFlash's with blocks of five."""
     drafter, params = small_drafter(method)

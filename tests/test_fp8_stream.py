@@ -24,7 +24,7 @@ from jaxspec.pallas.weight_stream import fp8 as fp8_module
 from jaxspec.pallas.weight_stream.chain import GROUP
 from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8
 from jaxspec.weights import HALF, is_param
-from tests.sample import rare
+from tests.sample import one_in, rare
 from tests.test_fp8_layers import check_layers, declared
 from tests.test_weight_stream import EPS, assert_close, reference
 
@@ -64,8 +64,7 @@ def test_each_stage_matches_plain_layers(monkeypatch, rows, width):
     assert_close(partials.sum(0), logits)
 
 
-@pytest.mark.parametrize("rows", [8, 128])
-@pytest.mark.parametrize("width", [512, 1024])
+@pytest.mark.parametrize("rows,width", one_in(2, [8, 128], [512, 1024]))
 def test_whole_chain_lowers_for_cuda(rows, width):
     x, mixed, weights, _, norms = jax.eval_shape(lambda: inputs(rows, width, 1024, 768))
     run = jax.jit(partial(stream_fp8, eps=EPS))

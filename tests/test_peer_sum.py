@@ -202,6 +202,7 @@ def over_two_devices(monkeypatch, family: str, take, fp8=False, **more) -> tuple
     return ranks, len(config.decoder.layers)
 
 
+@pytest.mark.exhaustive  # a mixture's attention is the same, and streamed layers have an MLP's sum
 def test_few_rows_over_two_devices_are_the_models(monkeypatch):
     ranks, count = over_two_devices(monkeypatch, "qwen3", layers.take_few_rows)
     assert ranks.sums == 2 * count
