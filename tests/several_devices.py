@@ -71,12 +71,12 @@ STRUCTURED = [
 ]
 
 
-def checkpoint(family: str) -> Path:
+def checkpoint(family: str, **more) -> Path:
     """A tiny model of this family whose every part eight devices divide."""
     if family == "gpt_oss":
         return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, num_attention_heads=8)
-    more = HYBRID if family.startswith(("qwen3_5", "qwen3_next")) else {}
-    more = {"attention_bias": True, "mlp_bias": True} if family == "llama" else more
+    more |= HYBRID if family.startswith(("qwen3_5", "qwen3_next")) else {}
+    more |= {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, **EIGHT | more)
 
 
@@ -159,7 +159,8 @@ def program(llm: LLM, kind: str):
 
 def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     """A sample of what the tests below take in every combination, with what programs of several devices look like."""
-    folder = checkpoint("llama")
+    folder, drafts = checkpoint("llama", num_hidden_layers=1), 2
+    draft = f"eagle3:{eagle3(folder, (0, 0))}"
     reads = Counter()
     read = ModelFolder.read
 
@@ -169,11 +170,10 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
             yield name, tensor
 
     monkeypatch.setattr(ModelFolder, "read", counting)
-    several = check(folder, f"eagle3:{eagle3(folder)}", 2, sample=True)
+    several = check(folder, draft, 2, sample=True, num_draft_tokens=drafts)
     assert set(reads.values()) == {2}, "each of two engines reads each tensor once"
-    layers, drafts = 2, 3
-    # Two a layer and one for embeddings; the drafter's layer: with the drafts after the first, and with what stands.
-    assert exchanges(several, "round_greedy")["all-reduce"] == 2 * layers + 1 + 3 * (drafts - 1) + 3
+    # Two of the layer and one of embeddings; the drafter's layer: with the drafts after the first, with what stands.
+    assert exchanges(several, "round_greedy")["all-reduce"] == 2 + 1 + 3 * (drafts - 1) + 3
     runner = several.engine.runner
     kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runner.state))
     assert (
@@ -184,7 +184,7 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     stats = several.engine.stats()
     assert stats["preemptions_total"] and stats["cached_tokens_total"]  # what the batches are there for
     assert stats["sums"] == "by XLA's psum: the device is a CPU"
-    plan, of_one = expected(folder, f"eagle3:{eagle3(folder)}", False, True)
+    plan, of_one = expected(folder, draft, False, True, num_draft_tokens=drafts)
     assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
     assert runner.plan.kv_bytes == plan.kv_bytes / 2
     assert "of each of 2 devices" in str(runner.plan)
@@ -212,8 +212,8 @@ def test_each_device_reserves_memory_for_its_part(monkeypatch, quantization):
         assert each._places and not any(each._places.values()), rank
 
 
-def eagle3(folder: Path) -> Path:
-    return heads.random_eagle3(folder, tuple(range(3, VOCAB, 2)), (0, 1))
+def eagle3(folder: Path, layers: tuple[int, int] = (0, 1)) -> Path:
+    return heads.random_eagle3(folder, tuple(range(3, VOCAB, 2)), layers)
 
 
 def test_padding_of_a_vocabulary_is_nobodys_token():

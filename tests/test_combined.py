@@ -11,8 +11,9 @@ from jaxspec.drafters import check_drafter, combined
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.suffix import Suffix
-from tests import widths
+from tests import heads, widths
 from tests.test_drafter_weights import drafting
+from tests.tiny import tiny_checkpoint
 
 REPEATED = [5, 6, 7, 8, 9, 3] * 4
 PROMPTS = [REPEATED, [9, 3, 4], list(range(10, 40))]
@@ -20,20 +21,25 @@ POOL = "suffix?max_requests=8&max_response=64&max_matches=16"  # rounds look thr
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
+def pair():
+    """A target and an EAGLE-3 drafter whose drafts are never right, both of one layer."""
+    target = tiny_checkpoint(num_hidden_layers=1)
+    return str(target), f"eagle3:{heads.random_eagle3(target, tuple(range(40)), (0, 0, 0))}"
+
+
 @pytest.fixture(scope="module")
 def engine():
-    target, draft = drafting("eagle3")
+    target, draft = pair()
     make = lambda: LLM(  # noqa: E731
-        target.path, f"{POOL}+{draft}", dtype="float32", max_running_requests=2, context_length=96,
+        target, f"{POOL}+{draft}", dtype="float32", max_running_requests=2, context_length=96,
         skip_warmup=True, few_programs=True, num_draft_tokens=3, disable_structured_output=True,
     )  # fmt: skip
     return widths.several(make)
 
 
 def test_text_is_plain_decodings(engine):
-    target, _ = drafting("eagle3")
     plain = LLM(
-        target.path, dtype="float32", max_running_requests=2, context_length=96, skip_warmup=True, few_programs=True,
+        pair()[0], dtype="float32", max_running_requests=2, context_length=96, skip_warmup=True, few_programs=True,
         disable_structured_output=True,
     )  # fmt: skip
     expected = [out.token_ids for out in plain.generate(PROMPTS, GREEDY)]

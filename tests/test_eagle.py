@@ -44,8 +44,9 @@ def load(folder, model=None, **options):
 
 
 @pytest.mark.parametrize("name,length", [
-    *((name, 150) for name in DRAFTERS if name != "safeailab-eagle3"), ("safeailab-eagle3", 2),
-    *(rare(name, 1) for name in DRAFTERS), rare("safeailab-eagle", 17), rare("safeailab-eagle3", 150),
+    *((name, 150) for name in DRAFTERS if name != "safeailab-eagle3"),  # whose trees are in test_eagle_trees.py
+    *(rare(name, 1) for name in DRAFTERS), rare("safeailab-eagle", 17), rare("safeailab-eagle3", 2),
+    rare("safeailab-eagle3", 150),
 ])  # fmt: skip
 def test_chains_are_those_of_the_original(name, length):
     drafter, golden = load(GOLDEN / name), np.load(GOLDEN / f"{name}.npz")
@@ -408,7 +409,8 @@ def sampled(kind):
     return loaded.drafter, loaded.params
 
 
-@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.exhaustive), "eagle3"])
+@pytest.mark.exhaustive  # part of a vocabulary is DFlash 2's with a map (test_block_drafters.py)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_rounds_sample_the_target(kind, monkeypatch):
     """As tests/test_distribution.py has it for all drafters, with fewer samples."""
     monkeypatch.setattr(distribution, "SAMPLES", 6_000)

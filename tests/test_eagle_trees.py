@@ -36,8 +36,8 @@ def load(folder, model, topk, steps, drafts):
     pytest.param("safeailab-eagle", 4, 5, 8, 150, marks=pytest.mark.exhaustive),
     rare("safeailab-eagle", 8, 6, 59, 17),
     rare("safeailab-eagle3", 4, 1, 3, 2),
-    pytest.param("safeailab-eagle3", 4, 2, 20, 64, marks=pytest.mark.exhaustive),
-    ("safeailab-eagle3", 8, 6, 59, 150),
+    ("safeailab-eagle3", 4, 2, 20, 64),
+    rare("safeailab-eagle3", 8, 6, 59, 150),
 ])  # fmt: skip
 def test_trees_are_those_of_the_original(name, topk, steps, drafts, length):
     """Tokens, positions and mask; and of each draft, logits that it is the likeliest of but for its older siblings."""
@@ -118,7 +118,7 @@ def plain():
     pytest.param("eagle", 4, 2, 8, marks=pytest.mark.exhaustive),
     rare("eagle", 4, 3, 12),
     pytest.param("eagle", 4, 5, 40, marks=pytest.mark.exhaustive),
-    ("eagle3", 4, 3, 36),
+    rare("eagle3", 4, 3, 36),  # caches and texts at page edges are below, in the engine
 ])  # fmt: skip
 def test_greedy_text_is_plain_decodings_at_every_page_edge(kind, topk, steps, drafts):
     loaded = load(heads.folder_for(kind), target(), topk, steps, drafts)
@@ -158,7 +158,7 @@ def trees(monkeypatch):
     monkeypatch.setattr(lossless, "engine", engine)
 
 
-@pytest.mark.parametrize("kind,overlap,rounds", [("eagle", True, 1), ("eagle", False, 1)])
+@pytest.mark.parametrize("kind,overlap,rounds", [("eagle", True, 1), rare("eagle", False, 1)])
 def test_greedy_output_equals_plain(kind, overlap, rounds, monkeypatch):
     """Chunked prompts, prefix hits, preemption, stops, requests without speculation."""
     lossless.test_greedy_output_equals_plain("qwen3", f"{heads.folder_for(kind)}", overlap, rounds, monkeypatch)

@@ -79,7 +79,7 @@ def test_logits_match_transformers_at_any_length(variant, length):
     np.testing.assert_allclose(logits[0], expected["logits"][:length], **CLOSE)
 
 
-@pytest.mark.parametrize("variant,draft", each_variant_with(("none", "ngram", "mtp"), often=[("qwen3_next", "ngram")]))
+@pytest.mark.parametrize("variant,draft", each_variant_with(("none", "ngram", "mtp"), often=[]))
 def test_the_engines_greedy_texts_are_transformers(variant, draft):
     """Of four requests at once: prompts of one token to more than one program's, states in slots, drafts refused."""
     _, expected = golden(variant)
@@ -92,7 +92,7 @@ def test_the_engines_greedy_texts_are_transformers(variant, draft):
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(
-    CHAINS, often=[("qwen3_next", 33), ("qwen3_5-text-tied", 1)]
+    CHAINS, often=[("qwen3_next", 33)]
 ))  # fmt: skip
 def test_chains_are_those_of_transformers_mtp_module(variant, length):
     model, expected = golden(variant)

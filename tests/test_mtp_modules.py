@@ -94,6 +94,7 @@ def test_proposed_drafts_are_the_formulas(length):
     np.testing.assert_allclose(prop.logits, logits, atol=2e-4)
 
 
+@pytest.mark.exhaustive  # of one module, train/test_objectives.py does
 def test_training_unrolls_what_serving_drafts():
     """Five steps: three modules, and two more of the last one's chain."""
     model, loaded, drafts = formula()

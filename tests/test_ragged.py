@@ -143,7 +143,7 @@ class Doubtful(test_distribution.Noise):
 
 def sampled(name, monkeypatch):
     monkeypatch.setattr(test_distribution, "SAMPLES", 10_000)  # fewer pass where a confidence knows the draft
-    monkeypatch.setattr(test_distribution, "Lanes", partial(test_distribution.Lanes, fewer=(0, 1), ragged=True))
+    monkeypatch.setattr(test_distribution, "Lanes", partial(test_distribution.Lanes, fewer=(1,), ragged=True))
     test_distribution.test_round_samples_the_target(name)
 
 

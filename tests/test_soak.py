@@ -268,7 +268,7 @@ def show(pytestconfig):
 
 
 def test_a_short_soak_leaves_nothing_behind(show):
-    summary = soak("ngram", count=16, seconds=4)
+    summary = soak("ngram", count=16, seconds=3)
     show(summary)
 
 

@@ -13,7 +13,8 @@ SAMPLED = [SamplingParams(temperature=0.6, max_tokens=24, ignore_eos=True, seed=
 
 
 def engine(draft, **options):
-    return widths.several(lambda: LLM(str(tiny_checkpoint()), draft, dtype="float32", **OPTIONS | options))
+    folder = str(tiny_checkpoint(num_hidden_layers=1))
+    return widths.several(lambda: LLM(folder, draft, dtype="float32", **OPTIONS | options))
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ def drafts(often):
 def test_greedy_text_is_plain_decodings(draft):
     llm = engine(draft)
     before = llm.engine.stats()
-    for overlap in (True, False):
+    for overlap in (True, False) if draft == "ngram" else (True,):
         assert llm.engine.flush_cache()
         outs = run(llm, load()[:-1], overlap)  # without the last, which samples: programs of its own
         assert said(outs) == said(plain())[:-2]
@@ -200,7 +200,7 @@ def test_sampled_text_is_the_same_with_and_without_overlap_preempted_or_not(draf
         outs[overlap] = run(llm, load(temperature=1.0), overlap)
     assert said(outs[True]) == said(outs[False])
     assert sum(out.metrics.preemptions for out in outs[True])
-    for i, one in list(enumerate(load(temperature=1.0)))[::3]:
+    for i, one in list(enumerate(load(temperature=1.0)))[::5]:
         assert said(run(llm, [one])) == said(outs[True][i : i + 1])
 
 
