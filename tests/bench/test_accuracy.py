@@ -9,21 +9,24 @@ import pytest
 import jaxspec
 from jaxspec.bench import accuracy
 from jaxspec.bench.__main__ import main
+from tests.sample import rare
 
 SIZES = ["--dataset", "random", "--prompt-len", "24", "--output-len", "12", "--num-prompts", "5", "--concurrency", "4"]
 
 
-def test_formats_are_compared_with_the_unquantised_model(tiny, tmp_path, capsys):
+@pytest.mark.parametrize("formats", [["weights"], rare(["weights", "kv"])], ids=",".join)
+def test_formats_are_compared_with_the_unquantised_model(tiny, tmp_path, capsys, formats):
     out = tmp_path / "accuracy.json"
-    chosen = ["--formats", "weights,kv", "--draft", f"standalone:{tiny[1]}"]
+    chosen = ["--formats", ",".join(formats), "--draft", f"standalone:{tiny[1]}"]
     assert main(["accuracy", *tiny, *SIZES, *chosen, "--json", str(out)]) == 0
-    exact, weights, kv = json.loads(out.read_text())["rows"]
-    assert [row["format"] for row in (exact, weights, kv)] == ["unquantised", "weights", "kv"]
+    exact, *others = json.loads(out.read_text())["rows"]
+    assert [row["format"] for row in (exact, *others)] == ["unquantised", *formats]
     assert exact["agree"] == exact["same"] == 1.0 and exact["tokens_per_round"] > 3
     assert exact["low"] <= exact["tokens_per_round"] <= exact["high"]
+    weights = others[0]
     assert 0.5 < weights["agree"] < 1 and weights["tokens_per_round"] < exact["tokens_per_round"]
-    assert len({row["perplexity"] for row in (exact, weights, kv)}) == 3
-    for row in (weights, kv):
+    assert len({row["perplexity"] for row in (exact, *others)}) == 1 + len(others)
+    for row in others:
         assert row["answer_perplexity"] == pytest.approx(exact["answer_perplexity"], rel=0.2)
     printed = capsys.readouterr().out
     assert "100.00%" in printed and "of the answer" in printed

@@ -11,6 +11,7 @@ from jaxspec.bench import __main__ as bench
 from jaxspec.bench import serve
 from jaxspec.bench.client import Client
 from server.app import create_app
+from tests.sample import rare
 from tests.server.live import serving
 
 LOAD = ["--prompt-len", "20", "--output-len", "12", "--num-prompts", "6"]
@@ -97,6 +98,7 @@ def test_a_server_of_its_own_compared_with_the_engine_alone(tiny, tmp_path, monk
     assert offline["of_offline"] == http["output_tokens_per_s"] / offline["output_tokens_per_s"]
 
 
+@pytest.mark.exhaustive  # beside a server, above
 def test_an_engine_of_this_process_alone(tiny, tmp_path):
     argv = [*tiny, "--concurrency", "2", *LOAD, "--via", "offline", "--skip-warmup", "--few-programs"]
     document = command(tmp_path / "x.json", *argv, "--request-rate", "100")
@@ -112,7 +114,7 @@ def test_an_engine_of_this_process_alone(tiny, tmp_path):
         (["--url", "http://127.0.0.1:9", "--via", "both"], "--via both needs the engine's flags"),
         (["--request-rate", "0"], "requests a second greater than 0"),
         (["--page-size", "0"], "--page-size must be an integer of at least 1"),
-        (["--model", "no-such-model"], "the server ended with status 2 before it was ready"),
+        rare(["--model", "no-such-model"], "the server ended with status 2 before it was ready"),
     ],
 )
 def test_what_cannot_work_is_a_usage_error(argv, said, capsys):

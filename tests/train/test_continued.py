@@ -78,7 +78,7 @@ def test_drafters_that_training_doesnt_compute_are_refused(targets, tmp_path):
         continued(tmp_path / "b", "dflash", str(folder), targets["dflash"])
 
 
-@pytest.mark.parametrize("head", ["vanilla", rare("gated"), "rnn"])
+@pytest.mark.parametrize("head", ["vanilla", rare("gated"), rare("rnn")])
 def test_a_dflash_drafter_becomes_a_dspark_one_that_drafts_the_same(head, targets, tmp_path):
     source, target = GOLDEN / "dflash" / "full", targets["dflash"]
     folder = promote(tmp_path / head, str(source), 4, head)

@@ -214,7 +214,8 @@ def test_what_cant_be_trained_is_told_before_texts_are_written(model, tmp_path, 
 
 
 @pytest.mark.parametrize(("method", "family"), [
-    ("eagle3", "qwen3_5_moe"),
+    # whose features are compared with serving in test_objectives.py
+    pytest.param("eagle3", "qwen3_5_moe", marks=pytest.mark.exhaustive),
     pytest.param("dflash", "qwen3_next", marks=pytest.mark.exhaustive),
     pytest.param("dflash", "qwen3_moe", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
