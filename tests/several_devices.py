@@ -184,11 +184,10 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
     stats = several.engine.stats()
     assert stats["preemptions_total"] and stats["cached_tokens_total"]  # what the batches are there for
     assert stats["sums"] == "by XLA's psum: the device is a CPU"
-    plan, of_one = expected(folder, draft, False, True, num_draft_tokens=drafts)
+    plan, _ = expected(folder, draft, False, True, num_draft_tokens=drafts)
     assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
     assert runner.plan.kv_bytes == plan.kv_bytes / 2
     assert "of each of 2 devices" in str(runner.plan)
-    takes_turns(several, of_one[0][1][0], monkeypatch, MODES[:1])
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

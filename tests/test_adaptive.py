@@ -102,7 +102,7 @@ def cases():
             yield (name, requests) if requests in (min(table), max(table)) else rare(name, requests)
 
 
-@pytest.mark.parametrize("name,requests", cases())
+@pytest.mark.parametrize("name,requests", list(cases()))
 def test_it_is_as_fast_as_the_best_number_and_never_slower_than_none(name, requests):
     for length in (1.2, 1.6, 2.0, 2.7, 3.3, 4.0):
         load = Load(name)

@@ -26,7 +26,7 @@ from jaxspec.engine_process import check_devices, devices_of_each
 from jaxspec.stats import together
 from server.app import create_app
 from tests.server.fake import FakeLLM
-from tests.server.live import serving, wait_for
+from tests.server.live import as_here, serving, wait_for
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,9 +48,8 @@ def checkpoint() -> str:
 
 @pytest.fixture(scope="module")
 def llm():
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests"), "PYTHONPATH": str(ROOT)}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in cache.items():
+        for name, value in (as_here() | {"PYTHONPATH": str(ROOT)}).items():
             patch.setenv(name, value)
         llm = DataParallelLLM(checkpoint(), "ngram", dp_size=2, max_queued_requests=64, **OPTIONS)
     yield llm

@@ -12,6 +12,7 @@ from jaxspec.pallas import expert_plan, experts, hopper
 from jaxspec.pallas.expert_stream import COUNT
 from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.hopper import KERNELS
+from tests.sample import rare
 from tests.test_expert_stream import MODELS
 from tests.test_moe import random_case
 
@@ -68,7 +69,7 @@ def test_padding_has_no_place(nobody):
 
 
 @pytest.mark.parametrize("model,tokens", [
-    ("qwen3-30b-a3b", 9), ("qwen3-30b-a3b", 32), ("qwen3.5-35b-a3b", 45), ("qwen3-next-80b-a3b", 128),
+    rare("qwen3-30b-a3b", 9), ("qwen3-30b-a3b", 32), rare("qwen3.5-35b-a3b", 45), ("qwen3-next-80b-a3b", 128),
 ])  # fmt: skip
 def test_the_mixture_takes_it_where_there_is_one(model, tokens, monkeypatch):
     """From what the router's kernel gives, with nothing else before the experts' kernel."""

@@ -311,13 +311,13 @@ KERNELS_OF = {
 
 
 def lowered_kernels():
-    """Each with the fewest and the most rows; of the most, heads take jax seconds to lay out, as one does."""
+    """Each with the most rows, or the fewest where the most take jax seconds to lay out; `make exhaustive` has both."""
     for kernel in KERNELS_OF:
         if "biased" in kernel:  # of gpt-oss' sizes, below
             continue
-        yield kernel, 8
         slow = kernel in ("heads", "scaled heads", "heads of two", "keys and values")  # like "normed heads"
-        yield pytest.param(kernel, 32 if "two" in kernel else 64, marks=pytest.mark.exhaustive if slow else ())
+        for rows, often in ((8, slow), (32 if "two" in kernel else 64, not slow)):
+            yield pytest.param(kernel, rows, marks=() if often else pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("kernel,rows", list(lowered_kernels()))

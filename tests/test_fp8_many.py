@@ -200,7 +200,7 @@ def test_projections_choose_one_and_have_gradients(monkeypatch, rows, block, act
     np.testing.assert_allclose(np.asarray(out, np.float32), plain, atol=1e-2 * np.abs(plain).max())
 
 
-@pytest.mark.parametrize("block,activations,rows", [(128, True, 72), (128, False, 136), (None, True, 72)])
+@pytest.mark.parametrize("block,activations,rows", [(128, True, 72), rare(128, False, 136), (None, True, 72)])
 def test_normed_rows_are_quantised_where_a_kernel_does_both(monkeypatch, block, activations, rows):
     """For one weight whose activations are quantised in blocks. A norm that two read stays as it is."""
     x, values, scales = operands(rows, 1024, 128, block, 128 if block else 1)

@@ -12,7 +12,7 @@ from jaxspec.ladder import ladder_of
 from tests import heads, test_dflash, test_eagle, test_hybrid
 from tests import test_adaptive as loads
 from tests import test_lossless as lossless
-from tests.sample import rare
+from tests.sample import one_in, rare
 from tests.test_adaptive import Load, expected, rates
 
 TOKEN = 22e-6  # seconds that one of a prompt takes
@@ -220,8 +220,7 @@ def test_it_drafts_again_when_the_load_falls_and_when_drafts_get_better():
     assert load.chooser.chosen > 0
 
 
-@pytest.mark.parametrize("requests", [64, 128, 256])
-@pytest.mark.parametrize("length", [1.2, 1.25, 1.3, 1.35, 1.4, 1.5])
+@pytest.mark.parametrize("length,requests", one_in(2, [1.2, 1.25, 1.3, 1.35, 1.4, 1.5], [64, 128, 256]))
 def test_where_drafts_hardly_pay_texts_are_not_computed_anew_all_the_time(requests, length):
     load = Resting(seed=3)
     acceptance = rates(length, 3)

@@ -88,7 +88,7 @@ def test_adds_to_a_residual_stream(monkeypatch, columns, real):
 
 
 @pytest.mark.parametrize(
-    "rows,outputs,kind", one_in(3, [132, 136, 165, 512, 2048], [4096, 6144, 24576, 128], ["plain", "gated", "added"])
+    "rows,outputs,kind", one_in(6, [132, 136, 165, 512, 2048], [4096, 6144, 24576, 128], ["plain", "gated", "added"])
 )
 def test_lowers_for_cuda(rows, outputs, kind):
     shapes = jax.eval_shape(lambda: inputs(rows, 512, outputs))

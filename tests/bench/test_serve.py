@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import jax
 import pytest
 
 from jaxspec import AsyncLLM
@@ -12,7 +11,7 @@ from jaxspec.bench import serve
 from jaxspec.bench.client import Client
 from server.app import create_app
 from tests.sample import rare
-from tests.server.live import serving
+from tests.server.live import as_here, serving
 
 LOAD = ["--prompt-len", "20", "--output-len", "12", "--num-prompts", "6"]
 
@@ -85,8 +84,8 @@ def test_requests_start_at_random_times_of_that_rate():
 
 
 def test_a_server_of_its_own_compared_with_the_engine_alone(tiny, tmp_path, monkeypatch):
-    for name in ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "default_matmul_precision"):
-        monkeypatch.setenv(f"JAX_{name.upper()}", str(getattr(jax.config, f"jax_{name}")))  # as this process has them
+    for name, value in as_here().items():
+        monkeypatch.setenv(name, value)
     argv = [*tiny, "--draft", "ngram", "--concurrency", "3", *LOAD, "--via", "both", "--decode-log-interval", "0"]
     document = command(tmp_path / "x.json", *argv)
     http, offline = document["rows"]

@@ -6,6 +6,7 @@ import pytest
 
 from jaxspec.bench import schemas
 from jaxspec.bench.__main__ import main
+from tests.sample import rare
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint
 
 WHOLE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -27,16 +28,17 @@ def folder():
     return str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True))
 
 
-def test_schemas_are_compiled_walked_and_generated_from(data, tmp_path, capsys):
+@pytest.mark.parametrize("drafts", [["ngram"], rare(["none", "ngram"])], ids=",".join)
+def test_schemas_are_compiled_walked_and_generated_from(data, tmp_path, capsys, drafts):
     out = tmp_path / "out.json"
-    options = ["--drafts", "none,ngram", "--new-tokens", "40", "--requests", "2", "--json", str(out)]
+    options = ["--drafts", ",".join(drafts), "--new-tokens", "40", "--requests", "2", "--json", str(out)]
     assert main(["schemas", "--model", folder(), "--data", str(data), *options]) == 0
     document = json.loads(out.read_text())
     facts, rows = document["facts"], document["rows"]
     assert (facts["schemas"], facts["compiled"]) == (3, 2) and "not" in str(facts["refused"])
     assert (facts["valid_accepted"], facts["invalid_rejected"], facts["invalid_accepted"]) == (1, 1, 1)
     assert [(row["draft"], row["temperature"], row["texts"]) for row in rows] == [
-        (draft, temperature, 2) for draft in ("none", "ngram") for temperature in (0.0, 1.0)
+        (draft, temperature, 2) for draft in drafts for temperature in (0.0, 1.0)
     ]
     assert all(row["invalid"] == row["failed"] == 0 and row["as_first"] == 2 for row in rows)
     assert sum(row["valid"] for row in rows) > 0

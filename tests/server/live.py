@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -9,8 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import uvicorn
 from fastapi import FastAPI
+
+
+def as_here() -> dict[str, str]:
+    """The environment of a process that compiles as this one does, and reads what this one has compiled."""
+    options = "compilation_cache_dir", "persistent_cache_min_compile_time_secs", "default_matmul_precision"
+    return os.environ | {f"JAX_{name.upper()}": str(getattr(jax.config, f"jax_{name}")) for name in options}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from jaxspec import AsyncLLM
 from server.app import create_app
 from server.http.connections import Connection, allow_open_files
 from tests.server.fake import FakeLLM
-from tests.server.live import serving, wait_for
+from tests.server.live import as_here, serving, wait_for
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint
 
 OPTIONS = dict(
@@ -258,7 +258,7 @@ def process(fault, *flags):
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if value is not True]
     argv = [fault, "--model", checkpoint(), "--draft", "ngram", "--port", "0", *options, *flags]
     argv += ["--skip-warmup", "--few-programs"]
-    server = subprocess.Popen([sys.executable, "-c", FAULTY, *argv], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen([sys.executable, "-c", FAULTY, *argv], stderr=subprocess.PIPE, text=True, env=as_here())
     lines = []
     try:
         for line in server.stderr:

@@ -100,24 +100,31 @@ def test_fewer_neurons_are_those_with_the_largest_weights(targets, tmp_path):
         promote(tmp_path / "more", str(source), 4, None, 64)
 
 
-def test_a_dspark_run_starts_from_a_dflash_drafter(tmp_path, capsys):
+@pytest.fixture
+def dspark(tmp_path):
+    """The command of a run that starts from a DFlash drafter."""
     source, target = GOLDEN / "dflash" / "full", GOLDEN / "dflash" / "target"
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(Text((np.arange(20) + i) % 30, ((4, 20),)).line() for i in range(30)))
-    command = ["dspark", "--model", str(target), "--data", str(texts), "--row-length", "48", "--batch-size", "4",
-               "--steps", "2", "--no-evaluation", "--no-plots", "--init", str(source)]  # fmt: skip
-    assert (
-        main([*command, "--output", str(tmp_path / "a"), "--markov-rank", "4", "--mlp-size", "40", "--weigh-rounds"])
-        == 0
-    )
+    return ["dspark", "--model", str(target), "--data", str(texts), "--row-length", "48", "--batch-size", "4",
+            "--steps", "2", "--no-evaluation", "--no-plots", "--init", str(source)]  # fmt: skip
+
+
+@pytest.mark.exhaustive  # fewer neurons by themselves are above, a run from a drafter below
+def test_a_dspark_run_of_fewer_neurons_starts_from_a_dflash_drafter(dspark, targets, tmp_path):
+    more = ["--markov-rank", "4", "--mlp-size", "40", "--weigh-rounds"]
+    assert main([*dspark, "--output", str(tmp_path / "a"), *more]) == 0
     config = json.loads((tmp_path / "a" / "drafter" / "config.json").read_text())
     assert config["intermediate_size"] == 40 and config["dflash_config"]["markov_rank"] == 4
-    assert load_drafter(f"dspark:{tmp_path / 'a' / 'drafter'}", load_model(str(target), "float32")).drafter.first == 1
-    assert main([*command, "--output", str(tmp_path / "h"), "--markov-head", "rnn", "--heads-only"]) == 0
+    assert load_drafter(f"dspark:{tmp_path / 'a' / 'drafter'}", targets["dflash"]).drafter.first == 1
+
+
+def test_a_dspark_run_of_heads_alone_starts_from_a_dflash_drafter(dspark, tmp_path, capsys):
+    assert main([*dspark, "--output", str(tmp_path / "h"), "--markov-head", "rnn", "--heads-only"]) == 0
     folders = tmp_path / "h" / "start", tmp_path / "h" / "drafter"
     start, trained = (ModelFolder(folder, folder / "config.json") for folder in folders)
     moved = {name for name in start.tensors() if (start.tensor(name) != trained.tensor(name)).any()}
     assert len(moved) > 3 and all(name.startswith(("markov_head.", "confidence_head.")) for name in moved)
     with pytest.raises(SystemExit):
-        main([*command, "--output", str(tmp_path / "b"), "--num-layers", "1"])
+        main([*dspark, "--output", str(tmp_path / "b"), "--num-layers", "1"])
     assert "--num-layers is for new drafters" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def test_what_json_writes_is_read(value, ascii_only, indent):
     assert parse(text.encode()) == json.loads(text) == value
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=750, deadline=None)
 @given(st.text(alphabet='[]{}:,"\\01e.-+ \nutrfalsn/é', max_size=12))
 def test_whatever_json_refuses_is_refused(text):
     try:
@@ -98,7 +98,7 @@ def test_no_document_takes_long():
     assert time.perf_counter() - start < 20  # about 2 s
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.text(alphabet='[]{}:,"\\01e.-+ \nutrfalsn/é', max_size=12))
 def test_a_small_document_is_read_by_c_as_a_large_one_is_here(text):
     say = lambda read: _outcome(read, text.encode())  # noqa: E731

@@ -111,7 +111,7 @@ FORMATS = [*REASONING_PARSERS, *PARSERS, "qwen3+hermes", "qwen3+qwen3_coder", "t
 
 
 @pytest.mark.parametrize("format", dict.fromkeys(FORMATS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     parts=REPLIES,
     thinking=st.sampled_from([None, "prompt", "off"]),
@@ -131,7 +131,7 @@ def test_any_reply_reads_the_same_however_it_is_cut(format, parts, thinking, too
 
 
 @pytest.mark.parametrize("format", dict.fromkeys(FORMATS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(parts=REPLIES, thinking=st.sampled_from([None, "prompt", "off"]))
 def test_no_word_of_a_reply_is_lost(format, parts, thinking):
     """Words numbered in order stand between the markup: all come out once, in calls or beside them."""
