@@ -104,6 +104,7 @@ def test_one_token_alone_needs_no_plan(interpreted):
     assert_close(got, experts.reference(planned, stacks, items, gating(GPT_OSS))[place[0]])
 
 
+@pytest.mark.exhaustive  # as those in FP8 do (test_expert_fp8.py), of the same plan
 def test_items_write_their_own_rows_alone(interpreted):
     """Back to front, one by one, so that an item that writes too far spoils another's rows."""
     (x, stacks, ids, _), _ = mxfp4_case(30, 3, 1, skew=0.7)

@@ -194,7 +194,7 @@ def in_fp8(layers, by_output: bool = False):
 
 @pytest.mark.parametrize(
     "family,width,by_output",
-    [rare("qwen3", 1408, False), ("llama", 256, False), rare("llama", 256, True), rare("qwen3_moe", 1408, False)],
+    [rare("qwen3", 1408, False), rare("llama", 256, False), rare("llama", 256, True), rare("qwen3_moe", 1408, False)],
 )
 def test_layers_in_fp8_are_those_of_the_model(monkeypatch, family, width, by_output):
     sizes = dict(hidden_size=width, intermediate_size=128, num_hidden_layers=2) | EXPERTS.get(family, {})

@@ -54,7 +54,9 @@ def expected(x, mixed, whole, norms):
     return reference(*jax.tree.map(lambda a: a.astype(jnp.float32), (x, mixed, whole, norms)))
 
 
-@pytest.mark.parametrize("rows,width", [(40, 256), rare(9, 1024)])  # normed by one warpgroup, by two
+@pytest.mark.parametrize(
+    "rows,width", [rare(40, 256), rare(9, 1024)]
+)  # layers are below  # normed by one warpgroup, by two
 def test_each_stage_matches_plain_layers(monkeypatch, rows, width):
     monkeypatch.setattr(chain, "BLOCKS", 3 if width > 256 else 1)  # fewer than items, so that each takes several
     x, mixed, weights, whole, norms = inputs(rows, width, 256, 256)

@@ -12,7 +12,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.defaults import CPU, GPU, seldom_sizes, shapes_of
 from jaxspec.ladder import ladder_of, sizes_of
 from jaxspec.round import GREEDY, LOGPROBS, SAMPLED
-from tests.engines import OPTIONS, CountUp, checkpoint, params, set_rounds, tokens
+from tests.engines import COUNT_UP, OPTIONS, CountUp, checkpoint, params, set_rounds, tokens
 
 
 @pytest.mark.parametrize(("batches", "least", "sizes"), [
@@ -56,7 +56,7 @@ def test_how_many_programs_there_are(of, requests, options, count):
 
 def test_padding_to_the_next_size_changes_no_text():
     """Two requests, in rounds of two rows and of four: with log-probabilities and under a grammar."""
-    llm = LLM(checkpoint(), "ngram", **OPTIONS | {"few_programs": False, "max_running_requests": 4})
+    llm = LLM(checkpoint(), COUNT_UP, **OPTIONS | {"few_programs": False, "max_running_requests": 4})
     made, texts = llm.engine.runner, {}
     assert made.shapes.batches == (1, 2, 4) and made.shapes.seldom == (1, 4)
     shared = {"max_tokens": 24, "temperature": 0.8}

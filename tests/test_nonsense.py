@@ -34,7 +34,7 @@ NONSENSE = [
 ]  # fmt: skip
 OURS = (CheckpointError, ConfigError, TokenizerError)
 FUZZ = settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,

@@ -397,10 +397,9 @@ def test_an_mtp_module_is_quantised_with_its_target(tmp_path):
     drafter = jaxspec.load_drafter("mtp", target, EngineConfig(str(folder), "mtp", fp8_activations="on"))
     assert drafter.params["layer"]["qkv"].format == Fp8(128, activations=True)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    plain, drafted = (
-        LLM(str(folder), draft=draft, **options).generate([[5, 6, 7] * 5], params) for draft in ("none", "mtp")
-    )
-    assert plain[0].token_ids == drafted[0].token_ids
+    (out,) = LLM(str(folder), draft="mtp", **options).generate([[5, 6, 7] * 5], params)
+    logits = np.asarray(jaxspec.logits(target, [out.prompt_token_ids + out.token_ids])[0, 14:-1], np.float32)
+    assert (logits[np.arange(16), out.token_ids] >= logits.max(-1) - 1e-4).all()
 
 
 def test_a_format_is_part_of_what_a_program_is_traced_for():

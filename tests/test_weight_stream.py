@@ -83,6 +83,7 @@ def parts_reference(x, mixed, weights, scales):
     )
 
 
+@pytest.mark.exhaustive  # test_peer_sum.py has layers of them
 def test_stages_between_two_sums_match_plain_layers(few_blocks):
     given = inputs(24, 256, 384, 256)
     made = parts_of(*given, fused=False, interpret=plgpu.InterpretGPUParams())

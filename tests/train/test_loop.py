@@ -166,6 +166,7 @@ def test_dflash_learns(model, texts, tmp_path):
     assert config["dflash_config"] == {"mask_token_id": 39, "target_layer_ids": [1, 3]} and config["block_size"] == 4
 
 
+@pytest.mark.exhaustive  # its loss by itself is in test_losses.py, a run of its heads in test_continued.py
 def test_dspark_learns(model, texts, tmp_path):
     """Texts that count: what comes next follows from the token before, which its Markov head is told."""
     shape = {"block_size": 4, "num_layers": 1, "target_layers": "1,3", "markov_rank": 8}
