@@ -234,7 +234,7 @@ def test_a_segments_sum_is_the_same_whoever_makes_it():
 
 
 @pytest.mark.parametrize("h,page,group,t,parts", one_in(
-    2, [(64, 64, 3, 1), (128, 64, 4, 4), (128, 128, 8, 32), (256, 16, 2, 5)], [((1, 1),), ((8, 2),)]
+    4, [(64, 64, 3, 1), (128, 64, 4, 4), (128, 128, 8, 32), (256, 16, 2, 5)], [((1, 1),), ((8, 2),)]
 ))  # fmt: skip
 def test_segments_lower_for_cuda(h, page, group, t, parts):
     parts = (parts[0], 1) if h == 256 else parts  # as `division` has it

@@ -149,11 +149,12 @@ def test_without_a_vocabulary_of_its_own_the_head_is_the_targets(tmp_path):
 
 def test_norm_output_is_what_is_fed_back(tmp_path):
     """Of two chains the first drafts agree, since the head's norm is always there, and the second don't."""
-    plain = jaxspec.propose(target(), load(GOLDEN / "safeailab-eagle3"), [5, 6, 7], 4)
+    golden = np.load(GOLDEN / "safeailab-eagle3.npz")
+    plain = golden["logits"][golden["lengths"].tolist().index(2)]
     folder = variant("safeailab-eagle3", tmp_path, {"norm_output": True})
-    normed = jaxspec.propose(target(), load(folder), [5, 6, 7], 4)
-    np.testing.assert_array_equal(normed.logits[0], plain.logits[0])
-    assert np.abs(normed.logits[1] - plain.logits[1]).max() > 0.1
+    normed = jaxspec.propose(target(), load(folder), golden["ids"][:2].tolist(), 4)
+    np.testing.assert_allclose(normed.logits[0], plain[0], atol=5e-4)
+    assert np.abs(normed.logits[1] - plain[1]).max() > 0.1
 
 
 def test_a_drafter_of_another_width_than_its_target(tmp_path):

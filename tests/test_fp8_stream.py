@@ -24,7 +24,7 @@ from jaxspec.pallas.weight_stream import fp8 as fp8_module
 from jaxspec.pallas.weight_stream.chain import GROUP
 from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8
 from jaxspec.weights import HALF, is_param
-from tests.sample import one_in, rare
+from tests.sample import one_in
 from tests.test_fp8_layers import check_layers, declared
 from tests.test_weight_stream import EPS, assert_close, reference
 
@@ -54,9 +54,8 @@ def expected(x, mixed, whole, norms):
     return reference(*jax.tree.map(lambda a: a.astype(jnp.float32), (x, mixed, whole, norms)))
 
 
-@pytest.mark.parametrize(
-    "rows,width", [rare(40, 256), rare(9, 1024)]
-)  # layers are below  # normed by one warpgroup, by two
+@pytest.mark.exhaustive  # layers are below
+@pytest.mark.parametrize("rows,width", [(40, 256), (9, 1024)])  # normed by one warpgroup, by two
 def test_each_stage_matches_plain_layers(monkeypatch, rows, width):
     monkeypatch.setattr(chain, "BLOCKS", 3 if width > 256 else 1)  # fewer than items, so that each takes several
     x, mixed, weights, whole, norms = inputs(rows, width, 256, 256)

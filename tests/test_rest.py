@@ -196,8 +196,7 @@ class Resting(Load):
         return tokens / time, chosen
 
 
-@pytest.mark.parametrize("requests", [8, 64, 128, 256])
-@pytest.mark.parametrize("news", [0.0, 1 / 256])
+@pytest.mark.parametrize("news,requests", one_in(2, [0.0, 1 / 256], [8, 64, 128, 256]))
 def test_where_drafts_never_pay_rounds_take_what_plain_decoding_does(requests, news):
     load = Resting(news=news)
     acceptance = rates(1.1, 3)
