@@ -1,7 +1,6 @@
 """The engine's invariants, each under a load of every kind of request at once.
 
-Engines are few and shared, for compiling is what these tests cost. Each test leaves its engine idle; `idle` checks that
-nothing of any request is left behind.
+Engines are few and shared, since compiling is what these tests cost. `idle` checks that a test leaves nothing behind.
 """
 
 import dataclasses
