@@ -21,10 +21,10 @@ from jaxspec.round import GREEDY, LOGPROBS, SAMPLED, State
 
 CONTEXT = 256  # known tokens of each request, or half of what a slot can hold
 PERIOD = 16  # after which a text repeats itself, so that drafters that look for that find something
-BURST = 3  # runs that are dispatched one after the other, as when serving, so that the device waits for the host once
-LONG = 0.1  # seconds of a run beside which the host's part isn't felt: it is a burst by itself
-LEAST, MOST, ENOUGH = 2, 6, 0.5  # bursts of a program in a pass; and seconds after which the former are enough
+LEAST, MOST_RUNS, ENOUGH = 2, 12, 0.5  # of a program in a pass: bursts, runs, and seconds after which LEAST are enough
 PASSES = 2  # over all programs, so that what held up one of them for a while isn't taken for its time
+BURST = 3  # runs dispatched one after the other in later passes, as when serving: the device waits for the host once
+LONG = 0.03  # seconds of a run beside which what the host takes is hardly felt: it stays a burst by itself
 NEAR = 1.05  # times the best: another burst as fast as that is asked for
 
 
@@ -44,7 +44,7 @@ def time_rounds(
     shapes, costs = programs.shapes, {}
     known = max(min(CONTEXT, shapes.capacity // 2), 1)
     step = shapes.rounds * programs.width  # most that a run adds to a text, which must not end
-    most = min(max((shapes.capacity - known) // step, 1), 1 + MOST * BURST)
+    most = min(max((shapes.capacity - known) // step, 1), MOST_RUNS)
     runs = {"round": programs.round, "rounds": programs.rounds}
     for mode in modes * PASSES:
         params = SamplingParams(temperature=float(mode == SAMPLED))
@@ -62,9 +62,10 @@ def time_rounds(
                     for each in admissions:
                         state = programs.admit(state, each)
                     once = lambda state: run(state, packed, mode, drafts)  # noqa: B023, E731
-                    seconds, state = _time(once, state, most)
                     number = programs.width - 1 if drafts is None else drafts
-                    times[number] = min(seconds, times.get(number, seconds))
+                    before = times.get(number, float("inf"))
+                    seconds, state = _time(once, state, most, BURST if before < LONG else 1)
+                    times[number] = min(seconds, before)
     for (kind, size), times in list(costs.items()):
         if kind.endswith(SAMPLED) and size in shapes.seldom:
             numbers = *(drafts for drafts, _ in narrower(shapes, LOGPROBS)), programs.width - 1
@@ -72,30 +73,23 @@ def time_rounds(
     return state, costs
 
 
-def _time(run: Callable, state: State, most: int) -> tuple[float, State]:
-    """The least that a program takes in a burst, of `most` runs at most. Its requests' text grows from run to run, by
-    less than is felt.
+def _time(run: Callable, state: State, most: int, burst: int) -> tuple[float, State]:
+    """The least that a program takes in a burst of so many runs, with `most` runs in all. Its requests' text grows from
+    run to run, by less than is felt.
 
     On a GPU the first runs set up a graph, which takes several times as long as a round. So the least counts once a
     second burst comes near it.
     """
     jax.block_until_ready(state)
-
-    def burst(count: int) -> float:
-        nonlocal state
+    burst = min(burst, most)
+    took: list[float] = []
+    enough = lambda: len(took) >= LEAST and (sum(took) * burst >= ENOUGH or took[1] <= NEAR * took[0])  # noqa: E731
+    while (len(took) + 1) * burst <= most and not enough():
         began = time.perf_counter()
-        for _ in range(count):
+        for _ in range(burst):
             state, out = run(state)
         out.block_until_ready()
-        return (time.perf_counter() - began) / count
-
-    first = burst(1)
-    count = max(min(BURST, most - 1), 1) if first < LONG else 1
-    took = [first] if count == 1 else []
-    runs, spent = 1, first
-    while runs + count <= most and (len(took) < LEAST or (spent < ENOUGH and took[1] > NEAR * took[0])):
-        took = sorted([*took, burst(count)])
-        runs, spent = runs + count, sum(took) * count
+        took = sorted([*took, (time.perf_counter() - began) / burst])
     return took[0], state
 
 
