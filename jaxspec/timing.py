@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import numpy as np
@@ -23,8 +24,8 @@ CONTEXT = 256  # known tokens of each request, or half of what a slot can hold
 PERIOD = 16  # after which a text repeats itself, so that drafters that look for that find something
 LEAST, MOST_RUNS, ENOUGH = 2, 12, 0.5  # of a program in a pass: bursts, runs, and seconds after which LEAST are enough
 PASSES = 2  # over all programs, so that what held up one of them for a while isn't taken for its time
-BURST = 3  # runs dispatched one after the other in later passes, as when serving: the device waits for the host once
-LONG = 0.03  # seconds of a run beside which what the host takes is hardly felt: it stays a burst by itself
+BURST = 4  # runs dispatched one after the other, as when serving: the device waits for the host once in all
+LONG = 0.03  # seconds of a run beside which what the host takes is hardly felt, so that there are no bursts
 NEAR = 1.05  # times the best: another burst as fast as that is asked for
 
 
@@ -46,6 +47,7 @@ def time_rounds(
     step = shapes.rounds * programs.width  # most that a run adds to a text, which must not end
     most = min(max((shapes.capacity - known) // step, 1), MOST_RUNS)
     runs = {"round": programs.round, "rounds": programs.rounds}
+    alone: dict[tuple, float] = {}  # seconds of a run by itself, which the device waits for
     for mode in modes * PASSES:
         params = SamplingParams(temperature=float(mode == SAMPLED))
         for size in shapes.batches:
@@ -59,13 +61,16 @@ def time_rounds(
                     packed = programs.padding(fit(size, sizes))
                     packed[:size, 0] = range(size)
                     packed[:size, 1:] = table
-                    for each in admissions:
-                        state = programs.admit(state, each)
-                    once = lambda state: run(state, packed, mode, drafts)  # noqa: B023, E731
+                    once = partial(run, packed=packed, mode=mode, drafts=drafts)
+                    bursts = partial(_bursts, programs, admissions, once, most)
                     number = programs.width - 1 if drafts is None else drafts
-                    before = times.get(number, float("inf"))
-                    seconds, state = _time(once, state, most, BURST if before < LONG else 1)
-                    times[number] = min(seconds, before)
+                    one = kind, mode, size, number
+                    before = alone.get(one)
+                    single, state = bursts(1, state)
+                    times[number] = alone[one] = single if before is None else min(single, before)
+                    if before is not None and alone[one] < LONG and most >= BURST:
+                        several, state = bursts(BURST, state)
+                        times[number] = _next(alone[one], several)
     for (kind, size), times in list(costs.items()):
         if kind.endswith(SAMPLED) and size in shapes.seldom:
             numbers = *(drafts for drafts, _ in narrower(shapes, LOGPROBS)), programs.width - 1
@@ -73,23 +78,35 @@ def time_rounds(
     return state, costs
 
 
+def _bursts(programs: Programs, admissions: list, run: Callable, most: int, burst: int, state: State):
+    """As `_time`, once the requests are admitted again: their text must not end."""
+    for each in admissions:
+        state = programs.admit(state, each)
+    return _time(run, state, most, burst)
+
+
+def _next(single: float, several: float) -> float:
+    """What each further run of a burst takes, by the seconds of a run by itself and of a whole burst. Both include what
+    the host takes before the device begins and after it has ended, which rounds don't wait for when serving."""
+    return (several - single) / (BURST - 1) if several > single else several / BURST
+
+
 def _time(run: Callable, state: State, most: int, burst: int) -> tuple[float, State]:
-    """The least that a program takes in a burst of so many runs, with `most` runs in all. Its requests' text grows from
-    run to run, by less than is felt.
+    """The least that a burst of so many runs takes, with `most` runs in all. Its requests' text grows from run to run,
+    by less than is felt.
 
     On a GPU the first runs set up a graph, which takes several times as long as a round. So the least counts once a
     second burst comes near it.
     """
     jax.block_until_ready(state)
-    burst = min(burst, most)
     took: list[float] = []
-    enough = lambda: len(took) >= LEAST and (sum(took) * burst >= ENOUGH or took[1] <= NEAR * took[0])  # noqa: E731
+    enough = lambda: len(took) >= LEAST and (sum(took) >= ENOUGH or took[1] <= NEAR * took[0])  # noqa: E731
     while (len(took) + 1) * burst <= most and not enough():
         began = time.perf_counter()
         for _ in range(burst):
             state, out = run(state)
         out.block_until_ready()
-        took = sorted([*took, (time.perf_counter() - began) / burst])
+        took = sorted([*took, time.perf_counter() - began])
     return took[0], state
 
 

@@ -15,7 +15,7 @@ from jaxspec import timing
         (12, 1, [0.2, 0.35], 0.2),  # long enough for half a second
         (12, 3, [0.006, 0.005, 0.0051], 0.005),
         (12, 3, [0.004, 0.006, 0.005, 0.007], 0.004),
-        (2, 3, [0.04], 0.04),
+        (4, 4, [0.04], 0.04),
     ],
 )
 def test_the_least_counts_once_a_second_burst_comes_near_it(monkeypatch, most, burst, seconds, least):
@@ -32,5 +32,12 @@ def test_the_least_counts_once_a_second_burst_comes_near_it(monkeypatch, most, b
         made.append(state)
         return state, Out()
 
-    assert timing._time(run, {}, most, burst)[0] == pytest.approx(least)
-    assert waited[1:] == [min(burst, most) * (i + 1) for i in range(len(seconds))]
+    assert timing._time(run, {}, most, burst)[0] == pytest.approx(least * burst)
+    assert waited[1:] == [burst * (i + 1) for i in range(len(seconds))]
+
+
+def test_what_the_host_takes_around_a_burst_is_no_part_of_a_round():
+    host, one = 0.002, 0.005
+    assert timing._next(host + one, host + timing.BURST * one) == pytest.approx(one)
+    # A run by itself that was held up says nothing of the host.
+    assert timing._next(0.05, host + timing.BURST * one) == pytest.approx(one + host / timing.BURST)
