@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
+import queue
 import threading
 import time
 from collections import Counter
@@ -21,21 +21,22 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec import batch as packing
-from jaxspec import ladder, peers
+from jaxspec import ladder
 from jaxspec.adaptive import REST
 from jaxspec.batch import Shapes, fit
 from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
 from jaxspec.config import ModelConfig
+from jaxspec.divided import divided
 from jaxspec.draft import Drafter, Proposal, Resting
 from jaxspec.executables import Executables
 from jaxspec.ladder import drafting, kind_of
-from jaxspec.pallas import hopper, lowering
+from jaxspec.lowering import Module, Order, Process, Processes
+from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
-from jaxspec.pallas.lowering import Processes, lowering_by
 from jaxspec.progress import progress_bar, took
 from jaxspec.ragged import Ragged, sharing
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
-from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
+from jaxspec.sharding import EVERYWHERE, Division, spread
 from jaxspec.structured import programs as structured
 
 log = logging.getLogger("jaxspec")
@@ -68,7 +69,7 @@ class Programs:
         division: Division | None = None,
     ):
         """`config` and `drafter`: as each device runs them. `division`: among several, None: there is one."""
-        self.shapes = shapes
+        self.shapes, self._made_of = shapes, (config, drafter, shapes)
         self.found: list[tuple[str, int]] = []  # of the store's, those that were used
         self._store, self.division, self._kernels = store, division, hopper.asked()
         self.dispatches: Counter = Counter()
@@ -78,7 +79,7 @@ class Programs:
 
         def jit(f: Callable, *static: Any, by: Drafter = drafter) -> Callable:
             run = partial(f, config, by, *static)
-            return jax.jit(run if division is None else _spread(f, run, division), donate_argnums=2)
+            return jax.jit(run if division is None else divided(f, run, division), donate_argnums=2)
 
         admitting = admit
         if division is not None:
@@ -103,7 +104,7 @@ class Programs:
             self.add_rounds(drafts, Resting() if drafts == REST else fewer(drafter, drafts))
         self._compiled: dict[tuple[str, int], Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
-        self._stopped = False
+        self._stopped, self._lowering = False, threading.Lock()
         self._quiet_until = 0.0  # on the monotonic clock
         self._unkept: list[tuple[tuple[str, int], Any, Counter]] = []  # programs and their kernels, not on disk yet
         self.watch: Callable[[str, np.ndarray | Array, float, tuple], None] | None = None  # told of each call
@@ -239,11 +240,11 @@ class Programs:
         log.info("the other %d programs are ready, %.1f s after the first", len(wanted), time.monotonic() - started)
         self.behind = None
 
-    def _helpers(self) -> int:
-        """How many processes lower kernels beside this one. None over several devices, where no GPU has shown it."""
-        with hopper.using(self._kernels):
-            alone = self.division is None and hopper.kernels_here() is None
-        return min(lowering.MOST, cores() // 2) if alone else 0
+    def _processes(self, programs: int, state: State) -> Processes | None:
+        """Those that lower so many programs for this one. None over several devices, where no GPU has shown it."""
+        if programs <= FEW or self.division is not None or type(self) is not Programs:
+            return None
+        return Processes.begin((*self._made_of, *self._params), state, self._kernels)
 
     def _let_others_begin(self) -> None:
         """Lower nothing further for a moment, so that whoever comes up meanwhile has all of Python."""
@@ -258,8 +259,8 @@ class Programs:
     ) -> None:
         """`keep`: write to disk what is new, now rather than with those that come later."""
         wanted = [one for one in wanted if one not in self._compiled]
-        # Two kinds of work: XLA's, in threads, and Python's, which they take turns at (`lowering_by`). Writing to disk
-        # stops all of Python, and comes once all are lowered, since a program that isn't can't be compiled either.
+        # Two kinds of work: XLA's, in threads, and Python's, in other processes where there are many programs. Writing
+        # to disk stops all of Python, and comes once all are lowered, since a program that isn't can't be compiled.
         python, processes, all_lowered = ThreadPoolExecutor(1), None, threading.Event()
         with (
             progress_bar(len(wanted), "compiling", "program", shown) as bar,
@@ -276,35 +277,47 @@ class Programs:
                 go_on()
                 return self._kept(*one, state)
 
-            def lower(one: tuple[str, int]) -> tuple[jax.stages.Lowered, Counter]:
+            def lower() -> tuple[tuple[str, int], jax.stages.Lowered, Counter]:
+                process = None if processes is None else processes.take(go_on)
                 time.sleep(max(self._quiet_until - time.monotonic(), 0))
                 go_on()
-                with lowering_by(processes):
-                    made = self._lower(*one, state)
+                one = order.take(process)
+                try:
+                    made = one, *self._lower_by(process, one, state)
+                finally:
+                    if process is not None:
+                        processes.give(process)
                 left.remove(one)
                 if not left:
                     all_lowered.set()
                 return made
 
-            def finish(one: tuple[str, int], traced: Future) -> None:
-                lowered, kernels = traced.result()
+            def finish() -> None:
+                *_, done = lowered.get()
+                one, program, kernels = done.result()
                 go_on()
-                new = one, self._compile(*one, lowered), kernels
+                new = one, self._compile(*one, program), kernels
                 disk.submit(self._keep, state, *new) if keep else self._unkept.append(new)
+
+            def put(done: Future) -> None:
+                """Where several are lowered, those are compiled first that were wanted first."""
+                failed = done.cancelled() or done.exception() is not None
+                lowered.put((-1 if failed else missing.index(done.result()[0]), id(done), done))
 
             try:
                 found = dict(zip(wanted, pool.map(kept, wanted), strict=True))
                 missing = [one for one in wanted if found[one] is None]
                 bar.update(len(wanted) - len(missing))
-                left = set(missing)
-                if len(missing) > FEW and (helpers := self._helpers()):
-                    python, processes = ThreadPoolExecutor(1 + helpers), Processes(helpers)
-                lowering = [(one, python.submit(lower, one)) for one in missing]
+                left, order, lowered = set(missing), Order(missing), queue.PriorityQueue()
+                if (processes := self._processes(len(missing), state)) is not None:
+                    python = ThreadPoolExecutor(len(processes.all))
+                for _ in missing:
+                    python.submit(lower).add_done_callback(put)
                 if missing and keep:
                     disk.submit(all_lowered.wait)
                 while keep and self._unkept:
                     disk.submit(self._keep, state, *self._unkept.pop())
-                for done in as_completed([pool.submit(finish, *each) for each in lowering]):
+                for done in as_completed([pool.submit(finish) for _ in missing]):
                     done.result()
                     bar.update()
             except BaseException:
@@ -401,6 +414,20 @@ class Programs:
         self._compiled[kind, size] = program
         return program
 
+    def _lower_by(self, process: Process | None, one: tuple[str, int], state: State) -> tuple:
+        """As `_lower`, by another process. Where there is none, or it can't, one thread at a time lowers here."""
+        made = None if process is None else process.lower(one)
+        if made is None:
+            with self._lowering:
+                return self._lower(*one, state)
+        with took(f"took in {one[0]} {one[1]}"):
+            return made.lower(self._arguments(*one, state), 0 if one[0] == "admit" else 2)
+
+    def exported(self, one: tuple[str, int], state: State, platform: str) -> Module:
+        """A program for another process, which has the device."""
+        with hopper.using(self._kernels):
+            return Module.made(self._jits[one[0]], self._arguments(*one, state), self._handed(*one, state), platform)
+
     def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
         """A program before XLA sees it, and the kernels that it chose."""
         with counting() as kernels, hopper.using(self._kernels), took(f"lowered {kind} {size}"):
@@ -417,28 +444,3 @@ class Programs:
         if self._store is not None:
             with took(f"kept {one[0]} {one[1]}"):
                 self._store.save(one, self._arguments(*one, state), program, kernels)
-
-
-def _spread(f: Callable, run: Callable, division: Division) -> Callable:
-    """The program `run`, which is `f` of some statics, over several devices."""
-    all_same, state = EVERYWHERE, division.state
-    proposal = Proposal(**{field.name: all_same for field in dataclasses.fields(Proposal)} | {"probs": OWNED})
-    handed, result = (), (all_same,)
-    if f is structured.draft:
-        result = proposal, all_same
-    elif f is structured.forward:
-        handed, result = (proposal,), (LOGITS, all_same)
-    elif f is structured.conclude:
-        handed = proposal, LOGITS, all_same, all_same, all_same
-    elif f is structured.first:
-        handed = all_same, all_same
-    params = None if f in (structured.draft, structured.conclude) else division.params
-    draft_params = division.draft_params, specs_of(division.peers)
-
-    def with_peers(params, draft_params, *rest):
-        draft_params, given = draft_params
-        with peers.known(given):
-            return run(params, draft_params, *rest)
-
-    given = params, draft_params, state, all_same, *handed
-    return spread(with_peers, division.mesh, given, (state, *result))

@@ -53,7 +53,7 @@ from jaxspec.checkpoint import Model, load
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.ladder import ladder_of
-from jaxspec.pallas import hopper, lowering, once
+from jaxspec.pallas import hopper, once
 from jaxspec.round import GREEDY, MODES
 from jaxspec.weights import Weight
 
@@ -92,7 +92,7 @@ class Kernels:
     def __init__(self, hashes: dict[str, str], alone: bool):
         self.hashes, self.alone, self.calls = hashes, alone, {}
 
-    def function(self, call: lowering.Call):
+    def function(self, call: once.Call):
         name = f"{call.function.__module__.removeprefix('jaxspec.pallas.')}.{call.function.__name__}"
         told = without_addresses(call.static)
         shapes, tree = call.shapes, call.tree

@@ -30,7 +30,7 @@ LAYERS = (
     "rest ragged",
     "drafters round hosts deterministic",
     "outline",
-    "structured ladder programs functional",
+    "structured ladder divided lowering lowering_process programs functional",
     "timing flight",
     "defaults runner",
     "intake",

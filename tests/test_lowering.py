@@ -1,147 +1,175 @@
-"""Kernels that another process lowers are those that this one would have made, and none is lost with a process."""
+"""Programs that another process lowers are those that this one would have made, and none is lost with a process."""
 
-import hashlib
-import os
-import subprocess
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
 import sys
-import threading
-import time
+from concurrent.futures import CancelledError
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxspec.pallas import hopper, lowering
-from jaxspec.pallas.decode_attention import _attend, division
-from jaxspec.pallas.fp8_quantise import quantise_rows
-from jaxspec.pallas.lowering import Call, Processes
-from jaxspec.pallas.once import lower_once
+from jaxspec import defaults, runner
+from jaxspec.config import EngineConfig
+from jaxspec.draft import Drafter
+from jaxspec.ladder import ladder_of
+from jaxspec.lowering import Given, Module, Order, Process, Processes
+from jaxspec.pallas import hopper
+from jaxspec.pallas.decode_attention import division
+from jaxspec.programs import Programs
+from tests.engines import SELF, engine
+from tests.test_programs import WIDE
+from tests.tiny import tiny_config
 
 FEW = 114  # multiprocessors, of a smaller card than this process lowers for by itself
-LINES = "JAX_TRACEBACK_IN_LOCATIONS_LIMIT"
+
+
+def given(programs: Programs, state, processors=None) -> bytes:
+    return Given.of((*programs._made_of, *programs._params), state, "auto", processors).packed()
 
 
 @pytest.fixture(scope="module")
-def processes():
-    """One, which is up. The locations that it writes are of one line: their callers differ."""
-    os.environ[LINES] = "1"
+def here() -> runner.Runner:
+    """Of an engine on this CPU, whose drafter is a model."""
+    return engine(SELF).engine.runner
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> runner.Runner:
+    """Of an engine with a GPU's defaults, whose model has kernels."""
+    folder = tmp_path_factory.mktemp("wide")
+    (folder / "config.json").write_text(json.dumps(tiny_config("qwen3", **WIDE)))
+    options = dict(load_format="dummy", dtype="bfloat16", skip_warmup=True, max_total_tokens=2048)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(defaults, "here", lambda: defaults.GPU)
+        return runner.Runner(EngineConfig(model=str(folder), draft="ngram", max_running_requests=8, **options))
+
+
+@pytest.fixture(scope="module")
+def processes(here, wide):
+    """One that lowers for this CPU, and one for a GPU."""
+    both = Processes(1, given(here.programs, here.state)), Processes(1, given(wide.programs, wide.state, FEW))
+    yield [each.take() for each in both]
+    for each in both:
+        each.stop()
+
+
+@pytest.mark.parametrize("kind", ["round_greedy", "round_sampled", "prefill", "admit", "conclude_sampled"])
+def test_a_program_of_another_process_computes_the_same_bits(here, processes, kind):
+    programs = here.programs
+    size = next(n for k, n in ladder_of(here.shapes) if k == kind)
+    arguments = programs._arguments(kind, size, here.state)
+    lowered, kernels = processes[0].lower((kind, size)).lower(arguments, 0 if kind == "admit" else 2)
+    other, own = lowered.compile(), programs._lower(kind, size, here.state)[0].compile()
+    assert not kernels and other.in_tree == own.in_tree and other.out_tree == own.out_tree
+    alias = [program.memory_analysis().alias_size_in_bytes for program in (own, other)]
+    assert alias[0] == alias[1] > 0
+    bits = np.random.default_rng(0)
+    filled = lambda x: bits.integers(0, 2, x.shape).astype(x.dtype)  # noqa: E731
+    results = []
+    for program in (own, other):
+        handed = jax.tree.map(filled, programs._handed(kind, size, here.state))
+        bits = np.random.default_rng(0)
+        results.append(program(*jax.tree.map(jax.numpy.copy, arguments), *handed))
+    for one, two in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def targets(text: str) -> set[str]:
+    return set(re.findall(r"custom_call @(\w+)", text)) | set(re.findall(r'kernel_hash = "(?:[^"\\]|\\.)*"', text))
+
+
+def test_a_gpus_program_has_the_kernels_that_it_would_have_here(wide, processes):
+    """Their modules are equal, so that XLA compiles each once. The number of multiprocessors is a GPU's elsewhere."""
+    kind, size = "round_sampled", 8
+    made = processes[1].lower((kind, size))
     hopper.pretend(FEW)
-    made = Processes(1)
-    hopper.pretend(None)
-    del os.environ[LINES]
-    wait_until(lambda: made._all[0].is_up())
-    yield made
+    try:
+        few = division(60, 128)
+        own = Module.made(wide.programs._jits[kind], wide.programs._arguments(kind, size, wide.state), (), "cuda")
+    finally:
+        hopper.pretend(None)
+    assert few != division(60, 128)
+    texts = [jax.export.deserialize(bytearray(each.exported)).mlir_module() for each in (made, own)]
+    assert targets(texts[0]) == targets(texts[1]) and len(targets(texts[0])) > 3
+    assert "decode_attention" in made.kernels and made.kernels.keys() >= {kernel.name for kernel in made.alone} > set()
+
+
+def test_what_a_process_cannot_lower_is_told(processes, caplog):
+    with caplog.at_level("WARNING"):
+        assert processes[0].lower(("round_greedy_9", 1)) is None
+    assert "round_greedy_9 1 is lowered here, more slowly" in caplog.text and "KeyError" in caplog.text
+    assert processes[0].alive
+
+
+def test_a_dead_process_loses_no_program(here, monkeypatch, caplog):
+    """It dies while it lowers the first."""
+    made = Processes(1, given(here.programs, here.state))
+    programs = Programs(*here.programs._made_of, *here.programs._params)
+    lower, compiled = Process.lower, []
+    monkeypatch.setattr(Process, "lower", lambda self, one: self._process.kill() or lower(self, one))
+    monkeypatch.setattr(Programs, "_processes", lambda *_: made)
+    monkeypatch.setattr(Programs, "_compile", lambda self, kind, size, _: compiled.append((kind, size)))
+    wanted = [one for one in ladder_of(here.shapes) if one[0] in ("first_greedy", "admit")]
+    with caplog.at_level("WARNING"):
+        programs.warm_up(here.state, lambda kind: kind in ("first_greedy", "admit"))
+    assert sorted(compiled) == sorted(wanted) and len(wanted) > 1
+    assert "another process couldn't: it died" in caplog.text and "without other processes" in caplog.text
+
+
+def test_a_process_that_finds_no_class_says_so(caplog):
+    made = Processes(1, b"cnowhere\nDrafter\n.")
+    with caplog.at_level("WARNING"):
+        assert made.take() is None
+    assert "No module named 'nowhere'" in caplog.text
     made.stop()
 
 
-def wait_until(condition, seconds=60):
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
-
-
-def call_of(function, *shapes, none=0, **static):
-    """`none`: how many arguments behind those of these shapes are None."""
-    given = *(jax.ShapeDtypeStruct(*shape) for shape in shapes), *[None] * none
-    leaves, tree = jax.tree.flatten((given, {}))
-    return Call(function, static, tree, tuple(leaves))
-
-
-ALONE = """
-import hashlib
-from jaxspec.pallas import hopper
-from tests.test_lowering import FEW, attention
-hopper.pretend(FEW)
-exported, tree = attention().lower()
-print(hashlib.sha256(exported.mlir_module_serialized).hexdigest(), tree)
-"""
-
-
-def attention():
-    """A kernel whose share-out follows from the number of multiprocessors, which a process without a GPU is told."""
-    kv, ints = ((2, 4, 2, 1, 64, 128), jnp.bfloat16), jnp.int32
-    return call_of(_attend, ((60, 1, 4, 128), jnp.bfloat16), kv, ((), ints), ((60, 4), ints), ((60,), ints), none=2)
-
-
-def test_another_process_makes_the_same_module(processes):
-    """As a process that lowers by itself. This one has traced parts of it for other tests, from other lines."""
-    told = {"JAX_PLATFORMS": "cpu", LINES: "1"}
-    alone = subprocess.run([sys.executable, "-c", ALONE], env=os.environ | told, capture_output=True, text=True)
-    exported, tree = processes._all[0].lower(attention().packed())
-    assert alone.stdout.split("\n")[0] == f"{hashlib.sha256(exported.mlir_module_serialized).hexdigest()} {tree}"
-    many = division(60, 128)
-    hopper.pretend(FEW)
-    few = division(60, 128)
-    hopper.pretend(None)
-    assert many != few
-
-
-def test_what_it_cannot_find_is_lowered_here(processes):
-    @lower_once("local")
-    def local(x, *, interpret=False):
-        return x + 1
-
-    exported, _ = processes.lower(call_of(local, ((8,), jnp.float32)))
-    assert "add" in exported.mlir_module()
-
-
-def test_errors_are_raised_here(processes, caplog):
-    with caplog.at_level("WARNING"), pytest.raises(TypeError, match="unexpected"):
-        processes.lower(call_of(quantise_rows, ((512, 1024), jnp.bfloat16), unexpected=1))
-    assert processes._all[0].alive and "is lowered here, more slowly" in caplog.text
-
-
-def test_one_thread_traces_at_a_time_but_for_kernels(processes):
-    """A thread that waits for a kernel leaves its turn to another, and has it back afterwards."""
-    order = []
-
-    def trace(name, others):
-        with lowering.lowering_by(processes):
-            order.append(name)
-            with lowering.waiting():
-                others.wait(10)
-            order.append(name)
-
-    first = threading.Event()
-    thread = threading.Thread(target=trace, args=("one", first))
-    thread.start()
-    wait_until(lambda: order)
-    free = threading.Event()
-    free.set()
-    trace("other", free)
-    first.set()
-    thread.join()
-    assert order == ["one", "other", "other", "one"]
-
-
-def test_a_turn_is_not_waited_for_forever(processes):
-    """jax traces a function once, and others wait for that. So who has the turn may wait for who left it."""
-    traced = threading.Event()
-
-    def trace():
-        with lowering.lowering_by(processes):
-            with lowering.waiting():
-                started.set()
-                other_has_it.wait(10)
-            traced.set()
-
-    started, other_has_it = threading.Event(), threading.Event()
-    thread = threading.Thread(target=trace)
-    thread.start()
-    started.wait(10)
-    with lowering.lowering_by(processes):
-        other_has_it.set()
-        assert traced.wait(10)
-    thread.join()
-    with lowering.lowering_by(processes):  # and it is free afterwards
-        pass
-
-
-def test_a_dead_process_loses_no_kernel():
-    made = Processes(1)
-    made._all[0]._process.kill()
-    exported, _ = made.lower(call_of(quantise_rows, ((128, 256), jnp.bfloat16)))
-    assert "mosaic_gpu" in exported.mlir_module()
-    wait_until(lambda: not made._all[0].is_up() and not made._all[0].alive)
+def test_processes_that_do_not_come_up_are_not_waited_for(caplog):
+    made = Processes(1, b"")
+    made._late = 0
+    with caplog.at_level("WARNING"):
+        assert made.take() is None
+    assert "none came up in 60 s" in caplog.text
     made.stop()
+
+
+@pytest.mark.parametrize("of_a_script", [False, True])
+def test_a_drafter_that_another_process_lacks_is_lowered_here(here, monkeypatch, caplog, of_a_script):
+    @dataclasses.dataclass(frozen=True)
+    class Local(Drafter):
+        num_draft_tokens: int = 3
+
+    if of_a_script:
+        Local.__module__, Local.__qualname__ = "__main__", "Local"
+        monkeypatch.setattr(sys.modules["__main__"], "Local", Local, raising=False)
+    config, _, shapes = here.programs._made_of
+    programs = Programs(config, Local(), shapes, *here.programs._params)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr("jaxspec.lowering.cores", lambda: 16)
+    with caplog.at_level("DEBUG"):
+        assert programs._processes(100, here.state) is None
+    assert "programs are lowered by this process alone" in caplog.text
+
+
+def test_processes_share_programs_out_by_their_kernels():
+    order = Order(
+        [("prefill", 1), ("round_greedy", 1), ("round_greedy", 2), ("round_sampled", 1), ("round_sampled", 2)]
+    )
+    assert order.take("a") == ("prefill", 1)
+    assert order.take("b") == ("round_greedy", 1)
+    assert order.take("a") == ("round_greedy", 2)  # nobody's yet
+    assert order.take("b") == ("round_sampled", 1)
+    assert order.take("b") == ("round_sampled", 2)  # another's, but nothing else is left
+    order = Order([("round_greedy", 1), ("round_greedy", 2)])
+    assert [order.take(None), order.take(None)] == [("round_greedy", 1), ("round_greedy", 2)]
+
+
+def test_a_process_that_is_stopped_ends_what_waits_for_it(here):
+    made = Processes(1, given(here.programs, here.state))
+    made.stop()
+    with pytest.raises(CancelledError):
+        made.all[0].lower(("admit", 1))

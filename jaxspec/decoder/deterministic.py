@@ -60,7 +60,7 @@ IMPLEMENTS = {
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """As `Path.fits`. On a CPU all do."""
-    if not call.processors and jax.default_backend() == "cpu":
+    if not call.processors and hopper.platform() == "cpu":
         return None
     if call.processors < weight_stream.BLOCKS:
         return f"{call.processors} Hopper multiprocessors; {weight_stream.BLOCKS} are needed"

@@ -79,7 +79,9 @@ def kernels_here() -> str | None:
 
 
 def not_hopper() -> str | None:
-    """Why this process's default device can't run the kernels, or None if it can."""
+    """Why this process's default device can't run the kernels. None: it can, or the one that it lowers for can."""
+    if _pretended:
+        return None
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"the device is a {device.platform.upper()}"
@@ -106,8 +108,13 @@ def processors() -> int:
     return _pretended or getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
 
 
+def platform() -> str:
+    """This process's, "cpu" or "gpu", or that of the device that it lowers for."""
+    return "gpu" if _pretended else jax.default_backend()
+
+
 def pretend(count: int | None) -> None:
-    """Lower kernels for a device of so many multiprocessors, which another process has; None: for this process's."""
+    """Lower for a Hopper GPU of so many multiprocessors, which another process has; None: for this process's device."""
     global _pretended
     _pretended = count
 

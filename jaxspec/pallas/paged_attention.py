@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.pallas import portable
 from jaxspec.pallas.decode_attention import MAX_ROWS, decode_attention
 from jaxspec.pallas.decode_attention import supported as decode_attention_fits
-from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.hopper import chosen, platform, tell
 from jaxspec.pallas.portable import attention as portable_attention
 from jaxspec.pallas.prompt_attention import prompt_attention
 from jaxspec.pallas.prompt_attention import supported as prompt_attention_fits
@@ -81,7 +81,7 @@ def paged_attention(
 
 def _row_by_row(fits: str | None, q, kv, layer, table, start) -> Array:
     """The reference of each row as a request of its own, a few at a time: what XLA gives may depend on shapes."""
-    if jax.default_backend() != "cpu":
+    if platform() != "cpu":
         raise NotImplementedError(f"--deterministic has no kernel for attention with {fits or 'this device'}")
     b, t, n, h = q.shape
     place = (start[:, None] + jnp.arange(t)).reshape(-1)

@@ -1,0 +1,279 @@
+"""Programs lowered by other processes, beside this one.
+
+To trace a program and lower it is Python, half a second or so, and threads of a process take turns at Python. So a
+first start has processes that do nothing else, and this one serves meanwhile. They need no GPU. A program comes back as
+a module that this process calls in a program of its own, which takes it some hundredths of a second.
+`lowering_process` is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from multiprocessing.connection import Pipe
+from typing import Any, NamedTuple
+
+import jax
+from jax import export
+
+from jaxspec.compiling import cores
+from jaxspec.pallas import hopper, once
+
+log = logging.getLogger("jaxspec")
+
+MOST = 6  # processes, each of some 400 MB
+PATIENCE = 60  # seconds in which one of them should come up
+# jax's options that decide what a program is lowered to, and that code may have set. Processes inherit the environment.
+OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+)
+
+ASKS, UP = "asks", "up"  # what a process says before it answers
+
+One = tuple[str, int]  # a program, by kind and size
+
+
+class Given(NamedTuple):
+    """What a process makes programs of: arguments of `Programs`, arrays by shape, and what they would ask here."""
+
+    made_of: tuple  # config, drafter, shapes, params, draft_params
+    state: Any
+    kernels: str  # as `hopper.asked` says
+    processors: int | None  # of the Hopper GPU that programs are for; None: they are for a CPU
+    untimed: bool
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, made_of: tuple, state: Any, kernels: str, processors: int | None) -> Given:
+        options = tuple((name, getattr(jax.config, name)) for name in OPTIONS)
+        return cls(
+            jax.tree.map(shape_of, made_of), jax.tree.map(shape_of, state), kernels, processors, hopper.UNTIMED, options
+        )
+
+    def packed(self) -> bytes | None:
+        """For another process; None if a part can't go there, as a class of a function's can't."""
+        try:
+            data = pickle.dumps(self)
+            if b"__main__" in data:
+                raise pickle.PicklingError("a class is the script's, which another process doesn't run")
+            return data
+        except Exception as error:
+            log.debug("programs are lowered by this process alone: %s", error)
+            return None
+
+
+def shape_of(x: Any) -> Any:
+    """An array's shape; what is none is left as it is."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
+
+
+class Module(NamedTuple):
+    """A program that was lowered elsewhere."""
+
+    exported: bytes  # takes and gives leaves
+    result: Any  # numbers in place of the result's leaves
+    handed: tuple  # shapes of the arguments behind the packed array
+    kernels: Counter
+    alone: list[once.Kernel]  # kernels that were lowered for it first
+    warnings: list[str]
+
+    @classmethod
+    def made(cls, jitted: Callable, arguments: tuple, handed: tuple, platform: str) -> Module:
+        """Of a function that is jitted. `handed`: the last of its arguments."""
+        leaves, given = jax.tree.flatten((*arguments, *handed))
+        trees = []
+
+        def flat(*leaves):
+            made, tree = jax.tree.flatten(jitted(*jax.tree.unflatten(given, leaves)))
+            trees.append(tree)
+            return made
+
+        flat.__name__ = getattr(jitted, "__name__", "program")
+        with hopper.counting() as kernels, once.handing_over() as alone, _warnings() as warnings:
+            exported = export.export(jax.jit(flat), platforms=[platform], disabled_checks=[once.MOSAIC])(*leaves)
+        result = jax.tree.unflatten(trees[0], range(trees[0].num_leaves))
+        shapes = jax.tree.map(shape_of, handed)
+        return cls(bytes(exported.serialize()), result, shapes, kernels, alone, warnings)
+
+    def lower(self, arguments: tuple, donated: int) -> tuple[jax.stages.Lowered, Counter]:
+        """As the function would be here, and its kernels, which begin to compile. `arguments`: but for those handed."""
+        for warning in self.warnings:
+            _warn(warning)
+        for kernel in self.alone:
+            once.compile_beside(kernel.name, kernel.call, export.deserialize(bytearray(kernel.exported)))
+        hopper.KERNELS.update(self.kernels)
+        exported = export.deserialize(bytearray(self.exported))
+        tree = jax.tree.structure(self.result)
+
+        def program(*given):
+            return jax.tree.unflatten(tree, exported.call(*jax.tree.leaves(given)))
+
+        program.__name__ = exported.fun_name
+        return jax.jit(program, donate_argnums=donated).lower(*arguments, *self.handed), self.kernels
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what is logged, for the log of another process."""
+    handler, told = logging.Handler(logging.WARNING), []
+    handler.emit = lambda record: told.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        yield told
+    finally:
+        log.removeHandler(handler)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Once, whichever processes say so."""
+    log.warning("%s", message)
+
+
+class Order:
+    """Programs that are to be lowered, in order, but for this: a process takes those first that share kernels with what
+    it has lowered, then what shares none with others', since each process lowers a kernel for itself."""
+
+    def __init__(self, programs: Sequence[One]):
+        self._left, self._guard = list(programs), threading.Lock()
+        self._groups: dict[Any, Any] = {}  # by group of kernels, who has lowered some
+
+    def take(self, process: Any) -> One:
+        with self._guard:
+            owner = lambda one: self._groups.get(_group(one))  # noqa: E731
+            mine = (one for one in self._left if process is not None and owner(one) is process)
+            free = (one for one in self._left if owner(one) is None)
+            one = next(mine, None) or next(free, None) or self._left[0]
+            self._left.remove(one)
+            if process is not None:
+                self._groups.setdefault(_group(one), process)
+            return one
+
+
+def _group(one: One) -> tuple[bool, int]:
+    """Programs of prompts and those of so many requests have kernels of the same shapes."""
+    kind, size = one
+    return kind in ("prefill", "score"), size
+
+
+class Processes:
+    """`count` processes that lower programs."""
+
+    def __init__(self, count: int, given: bytes):
+        self.all = tuple(Process(given) for _ in range(count))
+        self._free = list(self.all)
+        self._changed = threading.Condition()
+        self._late, self._warned = time.monotonic() + PATIENCE, False
+
+    @classmethod
+    def begin(cls, made_of: tuple, state: Any, kernels: str) -> Processes | None:
+        """For a program of these, as in `Given`; None where this process lowers alone: it has few processors, or runs
+        other kernels than Hopper's."""
+        with hopper.using(kernels):
+            count = min(MOST, cores() // 2) if hopper.kernels_here() is None else 0
+        given = Given.of(made_of, state, kernels, hopper.processors()).packed() if count else None
+        return None if given is None else cls(count, given)
+
+    def take(self, go_on: Callable[[], None] = lambda: None) -> Process | None:
+        """One that is free, as soon as one is; None if all have died or none comes up. `go_on` raises what ends the
+        wait."""
+        with self._changed:
+            while True:
+                go_on()
+                for process in self._free:
+                    if process.is_up():
+                        self._free.remove(process)
+                        return process
+                alive = [process for process in self.all if process.alive]
+                if not alive:
+                    return self._none(self.all[0].died)
+                if time.monotonic() > self._late and not any(process.up for process in alive):
+                    return self._none(f"none came up in {PATIENCE} s")
+                self._changed.wait(0.1)  # one may come up, or die
+
+    def _none(self, reason: str) -> None:
+        if not self._warned:
+            log.warning("programs are lowered here, more slowly, without other processes: %s", reason)
+        self._warned = True
+
+    def give(self, process: Process) -> None:
+        with self._changed:
+            if process.alive:
+                self._free.append(process)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        for process in self.all:
+            process.stop()
+
+
+class Process:
+    """One of them, as seen from here. It ends with this process, which holds the pipe's other end."""
+
+    def __init__(self, given: bytes):
+        self._given = given
+        self._pipe, theirs = Pipe()
+        told = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", f"from jaxspec.lowering_process import answer; answer({theirs.fileno()})"]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | told)
+        theirs.close()
+        self.alive, self.up, self._stopped = True, False, False
+        self.died = "it died"  # or why it couldn't begin
+
+    def is_up(self) -> bool:
+        """Whether it takes programs. It asks for what they are made of once it is there, and says when it has that."""
+        while not self.up and self.alive and self._pipe.poll():
+            answer = self._receive()
+            if answer == ASKS:
+                self._send(self._given)
+            elif answer == UP:
+                self.up = True
+            elif self.alive:
+                self.alive, self.died = False, answer
+        return self.up and self.alive
+
+    def lower(self, one: One) -> Module | None:
+        """None if it couldn't, about which a warning tells: whoever tries again here learns why.
+
+        **Raises:** `CancelledError` if it was stopped.
+        """
+        self._send(pickle.dumps(one))
+        answer = self._receive() if self.alive else None
+        if isinstance(answer, Module):
+            return answer
+        if self._stopped:
+            raise CancelledError
+        log.warning("%s %d is lowered here, more slowly: another process couldn't: %s", *one, answer or self.died)
+        return None
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._pipe.send_bytes(data)
+        except OSError:
+            self.alive = False
+
+    def _receive(self) -> Any:
+        try:
+            return pickle.loads(self._pipe.recv_bytes())
+        except (OSError, EOFError):
+            self.alive = False
+            return None
+
+    def stop(self) -> None:
+        self.alive, self._stopped = False, True
+        self._process.kill()
+        self._process.wait()

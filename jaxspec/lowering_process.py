@@ -1,0 +1,59 @@
+"""A process that lowers programs for another, which `lowering` starts: the inside."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import pickle
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import jax
+
+from jaxspec.lowering import ASKS, UP, Given, Module, One
+from jaxspec.pallas import hopper
+from jaxspec.programs import Programs
+
+
+def answer(descriptor: int) -> None:
+    """Lower what is asked for on the pipe until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the pipe's end is what counts
+    gc.disable()  # see `no_garbage_collection`; this process doesn't live long
+    logging.getLogger("jaxspec").propagate = False  # warnings go back with a program
+    logging.getLogger("jaxspec").addHandler(logging.NullHandler())
+    with contextlib.suppress(OSError, EOFError):
+        pipe = Connection(descriptor)
+        send = lambda told: pipe.send_bytes(pickle.dumps(told))  # noqa: E731
+        send(ASKS)
+        data = pipe.recv_bytes()
+        try:
+            lower = lowering_of(pickle.loads(data))
+        except Exception as error:
+            send(f"{type(error).__name__}: {error}")
+            return
+        send(UP)
+        while True:
+            one = pickle.loads(pipe.recv_bytes())
+            try:
+                told = lower(one)
+            except Exception as error:  # whoever asked lowers it, and learns more
+                told = f"{type(error).__name__}: {error}"
+            send(told)
+
+
+def lowering_of(given: Given) -> Callable[[One], Module]:
+    """What lowers a program, as the process that gave this would."""
+    for name, value in given.options:
+        jax.config.update(name, value)
+    hopper.UNTIMED = given.untimed
+    hopper.pretend(given.processors)
+    platform = "cpu" if given.processors is None else "cuda"
+    with hopper.using(given.kernels):
+        programs = Programs(*given.made_of)
+
+    def lower(one: One) -> Module:
+        return programs.exported(one, given.state, platform)
+
+    return lower
