@@ -1,4 +1,4 @@
-"""What goes around the compiling of many programs: garbage, jax's own cache, and how many there were."""
+"""What goes around the compiling of many programs: options, garbage, jax's own cache, and how many there were."""
 
 from __future__ import annotations
 
@@ -8,13 +8,34 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+
+# XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
+# small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
+OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# Two sums through peers' memory must not run at once, nor in another order on another device.
+IN_A_ROW = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+# XLA chooses how to compute a product or a fusion: it compiles candidates and runs them on the device, where programs
+# take turns. Beside our kernels its own emitters are as fast as Triton's for fusions, and so are cuBLAS's products from
+# `MANY_ROWS` on (docs/measurements/starting.md). At level 1 it doesn't compare the candidates' results.
+FEWER_CANDIDATES = {"xla_gpu_autotune_level": 1, "xla_gpu_experimental_enable_fusion_autotuner": False}
+NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+MANY_ROWS = 8
 
 
 def cores() -> int:
     """How many processors this process may use: fewer than there are in a container that has some to itself."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def autotuning(weights: Any, rows: int) -> dict[str, int | bool]:
+    """Compiler options that limit what XLA tries in programs whose layers are our kernels; none for quantised weights,
+    with which it wasn't timed. `rows`: of products."""
+    if any(x.dtype.itemsize < 2 for x in jax.tree.leaves(weights)):
+        return {}
+    return FEWER_CANDIDATES | (NO_TRITON if rows >= MANY_ROWS else {})
 
 
 @functools.cache

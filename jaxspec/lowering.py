@@ -183,8 +183,7 @@ class Processes:
     def begin(cls, made_of: tuple, state: Any, kernels: str) -> Processes | None:
         """For a program of these, as in `Given`; None where this process lowers alone: it has few processors, or runs
         other kernels than Hopper's."""
-        with hopper.using(kernels):
-            count = min(MOST, cores() // 2) if hopper.kernels_here() is None else 0
+        count = min(MOST, cores() // 2) if hopper.runs(kernels) else 0
         given = Given.of(made_of, state, kernels, hopper.processors()).packed() if count else None
         return None if given is None else cls(count, given)
 

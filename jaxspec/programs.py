@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec import batch as packing
-from jaxspec import ladder
+from jaxspec import compiling, ladder
 from jaxspec.adaptive import REST
 from jaxspec.batch import Shapes, fit
 from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
@@ -41,14 +41,9 @@ from jaxspec.structured import programs as structured
 
 log = logging.getLogger("jaxspec")
 
-# XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
-# small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
-COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 # For so long a start in stages lowers nothing further, once weights are there: an engine and a server come up.
 QUIET_SECONDS = 2.0
 FEW = 8  # programs that are lowered before other processes could help, which take seconds to come up
-# Two sums through peers' memory must not run at once, nor in another order on another device.
-IN_A_ROW = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 class Programs:
@@ -176,7 +171,8 @@ class Programs:
         """
         essential, programs = ladder.essential(self.shapes), ladder.ladder_of(self.shapes)
         special = ladder.special(self.shapes)
-        first = sorted(essential, key=lambda one: (one[0] != "prefill", programs.index(one)))  # that takes longest
+        longest = "round" if self.width > 1 else "prefill"  # to compile, so it is lowered first
+        first = sorted(essential, key=lambda one: (not one[0].startswith(longest), programs.index(one)))
         with no_garbage_collection():
             self._compile_all(first, state, cores(), keep=False)
         # Serving consumes the state's arrays; their shapes are all that later programs are made of.
@@ -435,7 +431,12 @@ class Programs:
             return self._jits[kind].lower(*arguments), kernels
 
     def _compile(self, kind: str, size: int, lowered: jax.stages.Lowered) -> Any:
-        options = COMPILER_OPTIONS | (IN_A_ROW if self.division and self.division.peers else {})
+        options = dict(compiling.OPTIONS)
+        if self.division and self.division.peers:
+            options |= compiling.IN_A_ROW
+        if hopper.runs(self._kernels):
+            rows = size * (self.shapes.block if kind in ("prefill", "score") else 1)
+            options |= compiling.autotuning(self._params, rows)
         with took(f"compiled {kind} {size}"):
             program = self._compiled[kind, size] = lowered.compile(options)
         return program

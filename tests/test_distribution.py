@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import SamplingParams, load_model, programs
+from jaxspec import SamplingParams, compiling, load_model
 from jaxspec.batch import Shapes, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.decoder.forward import forward, unembed
@@ -171,7 +171,7 @@ class Lanes:
             """Of so many samples, running takes longer than compiling, which is what other tests save (conftest.py)."""
             with pytest.MonkeyPatch.context() as patch:
                 if kind != "prefill":  # which runs once
-                    patch.setattr(programs, "COMPILER_OPTIONS", {"xla_backend_optimization_level": 1})
+                    patch.setattr(compiling, "OPTIONS", {"xla_backend_optimization_level": 1})
                 return compile_one(kind, *program)
 
         self.programs._compile = optimised

@@ -5,10 +5,11 @@ import itertools
 import time
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM, defaults
+from jaxspec import LLM, defaults, pallas
 from jaxspec.batch import fit
 from jaxspec.ladder import sizes_of
 from jaxspec.programs import Programs
@@ -49,6 +50,26 @@ def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
             made.round(list(range(count)), table, mode, rounds, drafts)
         made.first(list(range(min(count, 2))), table, mode)  # of as many as a prefill has blocks
     assert compiled == warm and {size for kind, size in warm if kind == "rounds_sampled"} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("hopper,dtype", [(True, jnp.bfloat16), (False, jnp.bfloat16), (True, jnp.float8_e4m3fn)])
+def test_xla_tries_fewer_candidates_beside_hoppers_kernels(monkeypatch, hopper, dtype):
+    programs = LLM(checkpoint(), **OPTIONS).engine.runner.programs
+    monkeypatch.setattr(pallas.hopper, "runs", lambda kernels: hopper)
+    monkeypatch.setattr(programs, "_params", ({"layer": jnp.zeros(2, dtype), "norm": jnp.ones(2)}, None))
+    given = {}
+
+    class Lowered:
+        def compile(self, options):
+            jax.jit(lambda x: x).lower(0).compile(options)  # an option that XLA doesn't know is an error
+            given[one] = options
+
+    for one in (("round_greedy", 1), ("round_greedy", 8), ("prefill", 1)):
+        programs._compile(*one, Lowered())
+    triton = [options.get("xla_gpu_enable_triton_gemm", True) for options in given.values()]
+    fewer = hopper and dtype == jnp.bfloat16
+    assert programs.shapes.block >= 8 and triton == ([True, False, False] if fewer else [True] * 3)
+    assert all(("xla_gpu_autotune_level" in options) == fewer for options in given.values())
 
 
 def test_warm_up_keeps_programs_once_all_are_lowered(monkeypatch):

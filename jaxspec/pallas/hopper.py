@@ -78,6 +78,12 @@ def kernels_here() -> str | None:
     return not_hopper() if asked() == "auto" else f"--kernels {asked()}"
 
 
+def runs(kernels: str) -> bool:
+    """Whether programs with these kernels, a value of `--kernels`, have Hopper's here."""
+    with using(kernels):
+        return kernels_here() is None
+
+
 def not_hopper() -> str | None:
     """Why this process's default device can't run the kernels. None: it can, or the one that it lowers for can."""
     if _pretended:
