@@ -177,7 +177,8 @@ class Processes:
         self.all = tuple(Process(given) for _ in range(count))
         self._free = list(self.all)
         self._changed = threading.Condition()
-        self._late, self._warned = time.monotonic() + PATIENCE, False
+        self._late = time.monotonic() + PATIENCE
+        self._warned = self._stopped = False
 
     @classmethod
     def begin(cls, made_of: tuple, state: Any, kernels: str) -> Processes | None:
@@ -189,10 +190,15 @@ class Processes:
 
     def take(self, go_on: Callable[[], None] = lambda: None) -> Process | None:
         """One that is free, as soon as one is; None if all have died or none comes up. `go_on` raises what ends the
-        wait."""
+        wait.
+
+        **Raises:** `CancelledError` if they were stopped.
+        """
         with self._changed:
             while True:
                 go_on()
+                if self._stopped:
+                    raise CancelledError
                 for process in self._free:
                     if process.is_up():
                         self._free.remove(process)
@@ -216,6 +222,7 @@ class Processes:
             self._changed.notify_all()
 
     def stop(self) -> None:
+        self._stopped = True
         for process in self.all:
             process.stop()
 

@@ -173,3 +173,5 @@ def test_a_process_that_is_stopped_ends_what_waits_for_it(here):
     made.stop()
     with pytest.raises(CancelledError):
         made.all[0].lower(("admit", 1))
+    with pytest.raises(CancelledError):
+        made.take()
