@@ -31,8 +31,8 @@ def cores() -> int:
 
 
 def autotuning(weights: Any, rows: int) -> dict[str, int | bool]:
-    """Compiler options that limit what XLA tries in programs whose layers are our kernels; none for quantised weights,
-    with which it wasn't timed. `rows`: of products."""
+    """Compiler options that limit what XLA tries in one device's programs whose layers are our kernels; none for
+    quantised weights, with which they weren't timed. `rows`: of products."""
     if any(x.dtype.itemsize < 2 for x in jax.tree.leaves(weights)):
         return {}
     return FEWER_CANDIDATES | (NO_TRITON if rows >= MANY_ROWS else {})

@@ -434,7 +434,7 @@ class Programs:
         options = dict(compiling.OPTIONS)
         if self.division and self.division.peers:
             options |= compiling.IN_A_ROW
-        if hopper.runs(self._kernels):
+        if self.division is None and hopper.runs(self._kernels):
             rows = size * (self.shapes.block if kind in ("prefill", "score") else 1)
             options |= compiling.autotuning(self._params, rows)
         with took(f"compiled {kind} {size}"):
