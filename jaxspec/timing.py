@@ -62,14 +62,14 @@ def time_rounds(
                     packed[:size, 0] = range(size)
                     packed[:size, 1:] = table
                     once = partial(run, packed=packed, mode=mode, drafts=drafts)
-                    bursts = partial(_bursts, programs, admissions, once, most)
+                    bursts = partial(_bursts, programs, admissions, once)
                     number = programs.width - 1 if drafts is None else drafts
                     one = kind, mode, size, number
                     before = alone.get(one)
-                    single, state = bursts(1, state)
+                    single, state = bursts(most if before is None else min(most, LEAST), 1, state)
                     times[number] = alone[one] = single if before is None else min(single, before)
                     if before is not None and alone[one] < LONG and most >= BURST:
-                        several, state = bursts(BURST, state)
+                        several, state = bursts(most, BURST, state)
                         times[number] = _next(alone[one], several)
     for (kind, size), times in list(costs.items()):
         if kind.endswith(SAMPLED) and size in shapes.seldom:
