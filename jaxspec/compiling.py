@@ -17,9 +17,10 @@ import jax
 OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 # Two sums through peers' memory must not run at once, nor in another order on another device.
 IN_A_ROW = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-# XLA chooses how to compute a product or a fusion: it compiles candidates and runs them on the device, where programs
-# take turns. Beside our kernels its own emitters are as fast as Triton's for fusions, and so are cuBLAS's products from
-# `MANY_ROWS` on (docs/measurements/starting.md). At level 1 it doesn't compare the candidates' results.
+# XLA chooses how to compute a product or a fusion: it compiles candidates and times them on the device. Programs that
+# compile at once wait for one another there. Beside our kernels its own emitters are as fast as Triton's for fusions,
+# and so are cuBLAS's products from `MANY_ROWS` on (docs/measurements/starting.md). At level 1 it doesn't compare the
+# candidates' results.
 FEWER_CANDIDATES = {"xla_gpu_autotune_level": 1, "xla_gpu_experimental_enable_fusion_autotuner": False}
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 MANY_ROWS = 8

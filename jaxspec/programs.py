@@ -237,7 +237,8 @@ class Programs:
         self.behind = None
 
     def _processes(self, programs: int, state: State) -> Processes | None:
-        """Those that lower so many programs for this one. None over several devices, where no GPU has shown it."""
+        """Those that lower so many programs for this one. None over several devices, where no GPU has shown it, or for
+        a subclass, of which they wouldn't know."""
         if programs <= FEW or self.division is not None or type(self) is not Programs:
             return None
         return Processes.begin((*self._made_of, *self._params), state, self._kernels)

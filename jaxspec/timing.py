@@ -7,8 +7,10 @@ What they leave in the state is a finished request's at best: the caller makes a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
+from statistics import median
 
 import jax
 import numpy as np
@@ -26,6 +28,7 @@ LEAST, MOST_RUNS, ENOUGH = 2, 12, 0.5  # of a program in a pass: bursts, runs, a
 PASSES = 2  # over all programs, so that what held up one of them for a while isn't taken for its time
 BURST = 4  # runs dispatched one after the other, as when serving: the device waits for the host once in all
 LONG = 0.03  # seconds of a run beside which what the host takes is hardly felt, so that there are no bursts
+LEAST_DEVICE = 1 / 4  # of a burst's time, is the device's
 NEAR = 1.05  # times the best: another burst as fast as that is asked for
 
 
@@ -42,12 +45,13 @@ def time_rounds(
     `pages`: in the pool, the dummy included. Rounds with log-probabilities aren't timed: what they take more hardly
     depends on drafts, so their times are those of rounds that sample.
     """
-    shapes, costs = programs.shapes, {}
+    shapes = programs.shapes
     known = max(min(CONTEXT, shapes.capacity // 2), 1)
     step = shapes.rounds * programs.width  # most that a run adds to a text, which must not end
     most = min(max((shapes.capacity - known) // step, 1), MOST_RUNS)
     runs = {"round": programs.round, "rounds": programs.rounds}
-    alone: dict[tuple, float] = {}  # seconds of a run by itself, which the device waits for
+    alone: dict[Group, dict[int, float]] = defaultdict(dict)  # seconds of a run by itself, by its drafts
+    bursts: dict[Group, dict[int, float]] = defaultdict(dict)  # and of a burst, if a run is short
     for mode in modes * PASSES:
         params = SamplingParams(temperature=float(mode == SAMPLED))
         for size in shapes.batches:
@@ -56,21 +60,20 @@ def time_rounds(
             for kind, run in runs.items():
                 if kind == "rounds" and not shapes.several((size,)):
                     continue
-                times = costs.setdefault(group(kind, mode, size), {})
+                one = group(kind, mode, size)
                 for drafts, sizes in (*narrower(shapes, mode), (None, shapes.batches)):
                     packed = programs.padding(fit(size, sizes))
                     packed[:size, 0] = range(size)
                     packed[:size, 1:] = table
                     once = partial(run, packed=packed, mode=mode, drafts=drafts)
-                    bursts = partial(_bursts, programs, admissions, once)
+                    timed = partial(_time_admitted, programs, admissions, once)
                     number = programs.width - 1 if drafts is None else drafts
-                    one = kind, mode, size, number
-                    before = alone.get(one)
-                    single, state = bursts(most if before is None else min(most, LEAST), 1, state)
-                    times[number] = alone[one] = single if before is None else min(single, before)
-                    if before is not None and alone[one] < LONG and most >= BURST:
-                        several, state = bursts(most, BURST, state)
-                        times[number] = _next(alone[one], several)
+                    before = alone[one].get(number)
+                    single, state = timed(most if before is None else min(most, LEAST), 1, state)
+                    alone[one][number] = single if before is None else min(single, before)
+                    if before is not None and alone[one][number] < LONG and most >= BURST:
+                        bursts[one][number], state = timed(most, BURST, state)
+    costs = {each: _when_serving(times, bursts[each]) for each, times in alone.items()}
     for (kind, size), times in list(costs.items()):
         if kind.endswith(SAMPLED) and size in shapes.seldom:
             numbers = *(drafts for drafts, _ in narrower(shapes, LOGPROBS)), programs.width - 1
@@ -78,17 +81,23 @@ def time_rounds(
     return state, costs
 
 
-def _bursts(programs: Programs, admissions: list, run: Callable, most: int, burst: int, state: State):
+def _when_serving(alone: Mapping[int, float], bursts: Mapping[int, float]) -> dict[int, float]:
+    """What rounds take one after the other, by their drafts: seconds of a run by itself, and of a burst if it is short.
+
+    Both include what the host takes before the device begins and after it has ended. That is the same for any number of
+    drafts, and is taken for the median of what their bursts show: a single run that was held up makes no round fast.
+    """
+    shares = [max((BURST * alone[n] - took) / (BURST - 1), 0.0) for n, took in bursts.items()]
+    host = median(shares) if shares else 0.0
+    runs = {n: (bursts[n], BURST) if n in bursts else (took, 1) for n, took in alone.items()}
+    return {n: max(took - host, LEAST_DEVICE * took) / count for n, (took, count) in runs.items()}
+
+
+def _time_admitted(programs: Programs, admissions: list, run: Callable, most: int, burst: int, state: State):
     """As `_time`, once the requests are admitted again: their text must not end."""
     for each in admissions:
         state = programs.admit(state, each)
     return _time(run, state, most, burst)
-
-
-def _next(single: float, several: float) -> float:
-    """What each further run of a burst takes, by the seconds of a run by itself and of a whole burst. Both include what
-    the host takes before the device begins and after it has ended, which rounds don't wait for when serving."""
-    return (several - single) / (BURST - 1) if several > single else several / BURST
 
 
 def _time(run: Callable, state: State, most: int, burst: int) -> tuple[float, State]:

@@ -36,8 +36,18 @@ def test_the_least_counts_once_a_second_burst_comes_near_it(monkeypatch, most, b
     assert waited[1:] == [burst * (i + 1) for i in range(len(seconds))]
 
 
+HOST, ROUNDS = 0.002, {-1: 0.0052, 0: 0.0054, 1: 0.0062, 3: 0.009}
+ALONE = {drafts: HOST + took for drafts, took in ROUNDS.items()}
+BURSTS = {drafts: HOST + timing.BURST * took for drafts, took in ROUNDS.items()}
+
+
 def test_what_the_host_takes_around_a_burst_is_no_part_of_a_round():
-    host, one = 0.002, 0.005
-    assert timing._next(host + one, host + timing.BURST * one) == pytest.approx(one)
-    # A run by itself that was held up says nothing of the host.
-    assert timing._next(0.05, host + timing.BURST * one) == pytest.approx(one + host / timing.BURST)
+    assert timing._when_serving(ALONE, BURSTS) == pytest.approx(ROUNDS)
+    assert timing._when_serving(ALONE, {}) == ALONE
+    # Long ones have no burst, but the host all the same.
+    assert timing._when_serving(ALONE | {7: 0.05}, BURSTS) == pytest.approx(ROUNDS | {7: 0.05 - HOST})
+
+
+def test_a_single_run_that_was_held_up_makes_no_round_fast():
+    assert timing._when_serving(ALONE | {3: 0.02}, BURSTS)[3] > 0.99 * ROUNDS[3]
+    assert timing._when_serving({0: 0.02, 1: 0.02}, {0: 0.004, 1: 0.03})[0] == 0.004 / 16
