@@ -33,10 +33,11 @@ def cores() -> int:
 
 def autotuning(weights: Any, rows: int) -> dict[str, int | bool]:
     """Compiler options that limit what XLA tries in one device's programs whose layers are our kernels; none for
-    quantised weights, with which they weren't timed. `rows`: of products."""
+    quantised weights, with which they weren't timed. What `XLA_FLAGS` names is left as it says. `rows`: of products."""
     if any(x.dtype.itemsize < 2 for x in jax.tree.leaves(weights)):
         return {}
-    return FEWER_CANDIDATES | (NO_TRITON if rows >= MANY_ROWS else {})
+    options = FEWER_CANDIDATES | (NO_TRITON if rows >= MANY_ROWS else {})
+    return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM, defaults, pallas
+from jaxspec import LLM, compiling, defaults, pallas
 from jaxspec.batch import fit
 from jaxspec.ladder import sizes_of
 from jaxspec.programs import Programs
@@ -70,6 +70,11 @@ def test_xla_tries_fewer_candidates_beside_hoppers_kernels(monkeypatch, hopper, 
     fewer = hopper and dtype == jnp.bfloat16
     assert programs.shapes.block >= 8 and triton == ([True, False, False] if fewer else [True] * 3)
     assert all(("xla_gpu_autotune_level" in options) == fewer for options in given.values())
+
+
+def test_xla_flags_count_for_more_than_fewer_candidates(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4 --xla_gpu_enable_triton_gemm=true")
+    assert list(compiling.autotuning(jnp.zeros(2), 8)) == ["xla_gpu_experimental_enable_fusion_autotuner"]
 
 
 def test_warm_up_keeps_programs_once_all_are_lowered(monkeypatch):
