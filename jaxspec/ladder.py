@@ -92,14 +92,17 @@ def special(shapes: Shapes, scores: bool = True, grammars: bool = True) -> set[O
 
 
 def use(one: One) -> tuple[int, int]:
-    """A key that sorts programs by how soon they are missed: log-probabilities and grammars last, small sizes first."""
+    """A key that sorts programs by how soon they are missed: log-probabilities and grammars late, small sizes first.
+    Rounds of fewer drafts run once all programs are there, so they come last."""
     kind, size = one
     name, _, rest = kind.partition("_")
     if kind in ("prefill", f"first_{SAMPLED}", f"first_{GREEDY}"):
         return 0, size
-    if name in ("round", "rounds") and LOGPROBS not in rest:
-        return 1 + (rest not in MODES), size  # those with fewer drafts run once all are there
-    return 3 + (LOGPROBS in rest), size
+    if name in ("round", "rounds") and rest not in MODES:
+        return 4, size
+    if name in ("round", "rounds") and rest != LOGPROBS:
+        return 1, size
+    return 2 + (rest == LOGPROBS), size
 
 
 def stand_in(have: Container[One], shapes: Shapes, name: str, modes: Sequence[str], requests: int) -> tuple[str, int]:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import CancelledError
 from multiprocessing.connection import Pipe
 from typing import Any, NamedTuple
@@ -27,11 +27,13 @@ import jax
 from jax import export
 
 from jaxspec.compiling import cores
+from jaxspec.ladder import One
 from jaxspec.pallas import hopper, once
 
 log = logging.getLogger("jaxspec")
 
-MOST = 6  # processes, each of some 400 MB
+MOST = 10  # processes, each of some 400 MB
+CORES = 3  # processors for each of them
 PATIENCE = 60  # seconds in which one of them should come up
 # jax's options that decide what a program is lowered to, and that code may have set. Processes inherit the environment.
 OPTIONS = (
@@ -43,8 +45,6 @@ OPTIONS = (
 )
 
 ASKS, UP = "asks", "up"  # what a process says before it answers
-
-One = tuple[str, int]  # a program, by kind and size
 
 
 class Given(NamedTuple):
@@ -152,16 +152,23 @@ class Order:
         self._left, self._guard = list(programs), threading.Lock()
         self._groups: dict[Any, Any] = {}  # by group of kernels, who has lowered some
 
-    def take(self, process: Any) -> One:
+    def take(self, process: Any) -> One | None:
+        """None if nothing is left."""
         with self._guard:
             owner = lambda one: self._groups.get(_group(one))  # noqa: E731
             mine = (one for one in self._left if process is not None and owner(one) is process)
             free = (one for one in self._left if owner(one) is None)
-            one = next(mine, None) or next(free, None) or self._left[0]
-            self._left.remove(one)
-            if process is not None:
-                self._groups.setdefault(_group(one), process)
+            one = next(mine, None) or next(free, None) or next(iter(self._left), None)
+            if one is not None:
+                self._left.remove(one)
+                if process is not None:
+                    self._groups.setdefault(_group(one), process)
             return one
+
+    def keep(self, programs: Container[One]) -> None:
+        """Leave out the others."""
+        with self._guard:
+            self._left = [one for one in self._left if one in programs]
 
 
 def _group(one: One) -> tuple[bool, int]:
@@ -171,26 +178,39 @@ def _group(one: One) -> tuple[bool, int]:
 
 
 class Processes:
-    """`count` processes that lower programs."""
+    """`count` processes that lower `programs`, the first of them first, from when they come up until all are lowered.
+    They don't wait for anybody to take one."""
 
-    def __init__(self, count: int, given: bytes):
-        self.all = tuple(Process(given) for _ in range(count))
-        self._free = list(self.all)
+    def __init__(self, count: int, given: bytes, programs: Sequence[One]):
+        self._place, self._order = {one: i for i, one in enumerate(programs)}, Order(programs)
+        self._wanted: Container[One] = self._place
+        self._made: dict[One, Module | None] = {}  # that nobody has taken
         self._changed = threading.Condition()
         self._late = time.monotonic() + PATIENCE
         self._warned = self._stopped = False
+        self.all = tuple(Process(given) for _ in range(count))
+        self._threads = [threading.Thread(target=self._serve, args=[one], daemon=True) for one in self.all]
+        for thread in self._threads:
+            thread.start()
 
     @classmethod
-    def begin(cls, made_of: tuple, state: Any, kernels: str) -> Processes | None:
-        """For a program of these, as in `Given`; None where this process lowers alone: it has few processors, or runs
+    def begin(cls, made_of: tuple, state: Any, kernels: str, programs: Sequence[One]) -> Processes | None:
+        """For programs of these, as in `Given`; None where this process lowers alone: it has few processors, or runs
         other kernels than Hopper's."""
-        count = min(MOST, cores() // 2) if hopper.runs(kernels) else 0
+        count = min(MOST, cores() // CORES) if hopper.runs(kernels) else 0
         given = Given.of(made_of, state, kernels, hopper.processors()).packed() if count else None
-        return None if given is None else cls(count, given)
+        return None if given is None else cls(count, given, programs)
 
-    def take(self, go_on: Callable[[], None] = lambda: None) -> Process | None:
-        """One that is free, as soon as one is; None if all have died or none comes up. `go_on` raises what ends the
-        wait.
+    def keep(self, programs: Container[One]) -> None:
+        """Lower no others."""
+        self._order.keep(programs)
+        with self._changed:
+            self._wanted = programs
+            self._made = {one: made for one, made in self._made.items() if one in programs}
+
+    def take(self, go_on: Callable[[], None] = lambda: None) -> tuple[One, Module | None]:
+        """A program, once it is lowered; of those that are, the first in order. No module if it is to be lowered here:
+        its process couldn't, or all have died, or none comes up. `go_on` raises what ends the wait.
 
         **Raises:** `CancelledError` if they were stopped.
         """
@@ -199,27 +219,37 @@ class Processes:
                 go_on()
                 if self._stopped:
                     raise CancelledError
-                for process in self._free:
-                    if process.is_up():
-                        self._free.remove(process)
-                        return process
-                alive = [process for process in self.all if process.alive]
-                if not alive:
-                    return self._none(self.all[0].died)
-                if time.monotonic() > self._late and not any(process.up for process in alive):
-                    return self._none(f"none came up in {PATIENCE} s")
+                if self._made:
+                    one = min(self._made, key=self._place.__getitem__)
+                    return one, self._made.pop(one)
+                if (reason := self._idle()) and (one := self._order.take(None)) is not None:
+                    self._warn(reason)
+                    return one, None
                 self._changed.wait(0.1)  # one may come up, or die
 
-    def _none(self, reason: str) -> None:
+    def _idle(self) -> str | None:
+        """Why nothing comes of them, if nothing does."""
+        if not any(thread.is_alive() for thread in self._threads):
+            return self.all[0].died
+        late = time.monotonic() > self._late and not any(process.up for process in self.all)
+        return f"none came up in {PATIENCE} s" if late else None
+
+    def _warn(self, reason: str) -> None:
         if not self._warned:
             log.warning("programs are lowered here, more slowly, without other processes: %s", reason)
         self._warned = True
 
-    def give(self, process: Process) -> None:
-        with self._changed:
-            if process.alive:
-                self._free.append(process)
-            self._changed.notify_all()
+    def _serve(self, process: Process) -> None:
+        """Have one process lower what is left, in a thread of its own."""
+        with contextlib.suppress(CancelledError):
+            process.come_up()
+            while process.alive and (one := self._order.take(process)) is not None:
+                made = process.lower(one)
+                with self._changed:
+                    if one in self._wanted:
+                        self._made[one] = made
+                    self._changed.notify_all()
+        process.stop()
 
     def stop(self) -> None:
         self._stopped = True
@@ -240,9 +270,10 @@ class Process:
         self.alive, self.up, self._stopped = True, False, False
         self.died = "it died"  # or why it couldn't begin
 
-    def is_up(self) -> bool:
-        """Whether it takes programs. It asks for what they are made of once it is there, and says when it has that."""
-        while not self.up and self.alive and self._pipe.poll():
+    def come_up(self) -> None:
+        """Wait until it takes programs, or has died. It asks for what they are made of once it is there, and says when
+        it has that."""
+        while self.alive and not self.up:
             answer = self._receive()
             if answer == ASKS:
                 self._send(self._given)
@@ -250,7 +281,6 @@ class Process:
                 self.up = True
             elif self.alive:
                 self.alive, self.died = False, answer
-        return self.up and self.alive
 
     def lower(self, one: One) -> Module | None:
         """None if it couldn't, about which a warning tells: whoever tries again here learns why.

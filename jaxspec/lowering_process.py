@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 
 import jax
 
-from jaxspec.lowering import ASKS, UP, Given, Module, One
+from jaxspec.ladder import One
+from jaxspec.lowering import ASKS, UP, Given, Module
 from jaxspec.pallas import hopper
 from jaxspec.programs import Programs
 

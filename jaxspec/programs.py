@@ -29,8 +29,8 @@ from jaxspec.config import ModelConfig
 from jaxspec.divided import divided
 from jaxspec.draft import Drafter, Proposal, Resting
 from jaxspec.executables import Executables
-from jaxspec.ladder import drafting, kind_of
-from jaxspec.lowering import Module, Order, Process, Processes
+from jaxspec.ladder import One, drafting, kind_of
+from jaxspec.lowering import Module, Processes
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.progress import progress_bar, took
@@ -65,7 +65,7 @@ class Programs:
     ):
         """`config` and `drafter`: as each device runs them. `division`: among several, None: there is one."""
         self.shapes, self._made_of = shapes, (config, drafter, shapes)
-        self.found: list[tuple[str, int]] = []  # of the store's, those that were used
+        self.found: list[One] = []  # of the store's, those that were used
         self._store, self.division, self._kernels = store, division, hopper.asked()
         self.dispatches: Counter = Counter()
         self.tell: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
@@ -97,11 +97,12 @@ class Programs:
         for drafts, _ in shapes.narrower:
             fewer = sharing if drafts in dict(shapes.ragged) else type(drafter).narrowed
             self.add_rounds(drafts, Resting() if drafts == REST else fewer(drafter, drafts))
-        self._compiled: dict[tuple[str, int], Any] = {}
+        self._compiled: dict[One, Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
-        self._stopped, self._lowering = False, threading.Lock()
+        self._stopped = False
+        self._others: Processes | None = None  # that lower programs
         self._quiet_until = 0.0  # on the monotonic clock
-        self._unkept: list[tuple[tuple[str, int], Any, Counter]] = []  # programs and their kernels, not on disk yet
+        self._unkept: list[tuple[One, Any, Counter]] = []  # programs and their kernels, not on disk yet
         self.watch: Callable[[str, np.ndarray | Array, float, tuple], None] | None = None  # told of each call
         self.compiling = 0  # calls that wait for their program to be compiled
         self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
@@ -173,16 +174,16 @@ class Programs:
         special = ladder.special(self.shapes)
         longest = "round" if self.width > 1 else "prefill"  # to compile, so it is lowered first
         first = sorted(essential, key=lambda one: (not one[0].startswith(longest), programs.index(one)))
+        order = lambda one: (one not in special, *ladder.use(one))  # noqa: E731
+        later = sorted((one for one in programs if one not in essential), key=order)
         with no_garbage_collection():
-            self._compile_all(first, state, cores(), keep=False)
+            self._compile_all(first, state, cores(), then=later)
         # Serving consumes the state's arrays; their shapes are all that later programs are made of.
         several = self.division is not None
         shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)  # noqa: E731
-        order = lambda one: (one not in special, *ladder.use(one))  # noqa: E731
-        later = sorted((one for one in programs if one not in essential), key=order)
-        compile_later = partial(self._compile_later, later, jax.tree.map(shape_of, state))
+        shapes = jax.tree.map(shape_of, state)
         self._let_others_begin()
-        self.behind = threading.Thread(target=compile_later, name="jaxspec-programs", daemon=True)
+        self.behind = threading.Thread(None, self._compile_later, "jaxspec-programs", [later, shapes], daemon=True)
         self.behind.start()
 
     @property
@@ -191,7 +192,7 @@ class Programs:
         return len(self._compiled)
 
     @property
-    def pending(self) -> list[tuple[str, int]]:
+    def pending(self) -> list[One]:
         """Kinds and sizes that a start in stages has still to bring."""
         if self.behind is None:
             return []
@@ -204,7 +205,7 @@ class Programs:
             return False
         return any(one not in self._compiled for one in ladder.special(self.shapes, scores, grammars))
 
-    def stand_in(self, name: str, modes: Sequence[str], requests: int) -> tuple[str, int]:
+    def stand_in(self, name: str, modes: Sequence[str], requests: int) -> One:
         """The mode and size to run `name` in: the first of `modes` and its smallest size that holds `requests`.
 
         While a start in stages goes on, those that there are. `name`: see `ladder.sizes_of`; "prefill" and
@@ -217,8 +218,9 @@ class Programs:
     def stop(self) -> None:
         """Compile nothing further behind. What is being compiled is finished, and not waited for."""
         self._stopped = True
+        self._end_lowering()
 
-    def _compile_later(self, wanted: list[tuple[str, int]], state: State) -> None:
+    def _compile_later(self, wanted: list[One], state: State) -> None:
         """The second stage, in a thread of its own, on all cores but two that serve."""
         started = time.monotonic()
         try:
@@ -236,12 +238,16 @@ class Programs:
         log.info("the other %d programs are ready, %.1f s after the first", len(wanted), time.monotonic() - started)
         self.behind = None
 
-    def _processes(self, programs: int, state: State) -> Processes | None:
-        """Those that lower so many programs for this one. None over several devices, where no GPU has shown it, or for
-        a subclass, of which they wouldn't know."""
-        if programs <= FEW or self.division is not None or type(self) is not Programs:
-            return None
-        return Processes.begin((*self._made_of, *self._params), state, self._kernels)
+    def _begin_lowering(self, programs: Sequence[One], state: State) -> None:
+        """Have other processes lower these. Not over several devices, where no GPU has shown it, nor for a subclass, of
+        which they wouldn't know."""
+        if len(programs) > FEW and self.division is None and type(self) is Programs and self._others is None:
+            self._others = Processes.begin((*self._made_of, *self._params), state, self._kernels, programs)
+
+    def _end_lowering(self) -> None:
+        others, self._others = self._others, None
+        if others is not None:
+            others.stop()
 
     def _let_others_begin(self) -> None:
         """Lower nothing further for a moment, so that whoever comes up meanwhile has all of Python."""
@@ -252,13 +258,14 @@ class Programs:
         return self._stopped or not threading.main_thread().is_alive()
 
     def _compile_all(
-        self, wanted: list[tuple[str, int]], state: State, workers: int, shown: bool = True, keep: bool = True
+        self, wanted: list[One], state: State, workers: int, shown: bool = True, then: Sequence[One] = ()
     ) -> None:
-        """`keep`: write to disk what is new, now rather than with those that come later."""
+        """`then`: what comes later. Once all is lowered here, other processes begin with it. What is new is written to
+        disk with it, not now."""
         wanted = [one for one in wanted if one not in self._compiled]
         # Two kinds of work: XLA's, in threads, and Python's, in other processes where there are many programs. Writing
         # to disk stops all of Python, and comes once all are lowered, since a program that isn't can't be compiled.
-        python, processes, all_lowered = ThreadPoolExecutor(1), None, threading.Event()
+        python, all_lowered = ThreadPoolExecutor(1), threading.Event()
         with (
             progress_bar(len(wanted), "compiling", "program", shown) as bar,
             ThreadPoolExecutor(workers) as pool,
@@ -270,20 +277,15 @@ class Programs:
                 if self._ending():
                     raise CancelledError
 
-            def kept(one: tuple[str, int]) -> Any:
+            def kept(one: One) -> Any:
                 go_on()
                 return self._kept(*one, state)
 
-            def lower() -> tuple[tuple[str, int], jax.stages.Lowered, Counter]:
-                process = None if processes is None else processes.take(go_on)
+            def lower(one: One) -> tuple[One, jax.stages.Lowered, Counter]:
+                one, module = (one, None) if others is None else others.take(go_on)
                 time.sleep(max(self._quiet_until - time.monotonic(), 0))
                 go_on()
-                one = order.take(process)
-                try:
-                    made = one, *self._lower_by(process, one, state)
-                finally:
-                    if process is not None:
-                        processes.give(process)
+                made = one, *(self._lower(*one, state) if module is None else self._take_in(module, one, state))
                 left.remove(one)
                 if not left:
                     all_lowered.set()
@@ -294,7 +296,7 @@ class Programs:
                 one, program, kernels = done.result()
                 go_on()
                 new = one, self._compile(*one, program), kernels
-                disk.submit(self._keep, state, *new) if keep else self._unkept.append(new)
+                self._unkept.append(new) if then else disk.submit(self._keep, state, *new)
 
             def put(done: Future) -> None:
                 """Where several are lowered, those are compiled first that were wanted first."""
@@ -305,14 +307,17 @@ class Programs:
                 found = dict(zip(wanted, pool.map(kept, wanted), strict=True))
                 missing = [one for one in wanted if found[one] is None]
                 bar.update(len(wanted) - len(missing))
-                left, order, lowered = set(missing), Order(missing), queue.PriorityQueue()
-                if (processes := self._processes(len(missing), state)) is not None:
-                    python = ThreadPoolExecutor(len(processes.all))
-                for _ in missing:
-                    python.submit(lower).add_done_callback(put)
-                if missing and keep:
+                left, lowered = set(missing), queue.PriorityQueue()
+                self._begin_lowering(missing, state)
+                if (others := self._others) is not None:
+                    others.keep(left.copy())
+                for one in missing:
+                    python.submit(lower, one).add_done_callback(put)
+                if missing:
+                    python.submit(self._begin_lowering, then, state)
+                if missing and not then:
                     disk.submit(all_lowered.wait)
-                while keep and self._unkept:
+                while self._unkept and not then:
                     disk.submit(self._keep, state, *self._unkept.pop())
                 for done in as_completed([pool.submit(finish) for _ in missing]):
                     done.result()
@@ -321,11 +326,12 @@ class Programs:
                 for executor in (python, pool, disk):
                     executor.shutdown(wait=False, cancel_futures=True)
                 all_lowered.set()
+                self._end_lowering()
                 raise
             finally:
                 python.shutdown(wait=False)
-                if processes is not None:
-                    processes.stop()
+                if not then:
+                    self._end_lowering()
 
     @property
     def most_rounds(self) -> int:
@@ -411,16 +417,12 @@ class Programs:
         self._compiled[kind, size] = program
         return program
 
-    def _lower_by(self, process: Process | None, one: tuple[str, int], state: State) -> tuple:
-        """As `_lower`, by another process. Where there is none, or it can't, one thread at a time lowers here."""
-        made = None if process is None else process.lower(one)
-        if made is None:
-            with self._lowering:
-                return self._lower(*one, state)
+    def _take_in(self, module: Module, one: One, state: State) -> tuple[jax.stages.Lowered, Counter]:
+        """As `_lower`, by another process's module."""
         with took(f"took in {one[0]} {one[1]}"):
-            return made.lower(self._arguments(*one, state), 0 if one[0] == "admit" else 2)
+            return module.lower(self._arguments(*one, state), 0 if one[0] == "admit" else 2)
 
-    def exported(self, one: tuple[str, int], state: State, platform: str) -> Module:
+    def exported(self, one: One, state: State, platform: str) -> Module:
         """A program for another process, which has the device."""
         with hopper.using(self._kernels):
             return Module.made(self._jits[one[0]], self._arguments(*one, state), self._handed(*one, state), platform)
@@ -442,7 +444,7 @@ class Programs:
             program = self._compiled[kind, size] = lowered.compile(options)
         return program
 
-    def _keep(self, state: State, one: tuple[str, int], program: Any, kernels: Counter) -> None:
+    def _keep(self, state: State, one: One, program: Any, kernels: Counter) -> None:
         if self._store is not None:
             with took(f"kept {one[0]} {one[1]}"):
                 self._store.save(one, self._arguments(*one, state), program, kernels)

@@ -6,13 +6,15 @@ import dataclasses
 import json
 import re
 import sys
+import threading
+import time
 from concurrent.futures import CancelledError
 
 import jax
 import numpy as np
 import pytest
 
-from jaxspec import defaults, runner
+from jaxspec import defaults, ladder, runner
 from jaxspec.config import EngineConfig
 from jaxspec.draft import Drafter
 from jaxspec.ladder import ladder_of
@@ -51,8 +53,10 @@ def wide(tmp_path_factory) -> runner.Runner:
 @pytest.fixture(scope="module")
 def processes(here, wide):
     """One that lowers for this CPU, and one for a GPU."""
-    both = Processes(1, given(here.programs, here.state)), Processes(1, given(wide.programs, wide.state, FEW))
-    yield [each.take() for each in both]
+    both = Process(given(here.programs, here.state)), Process(given(wide.programs, wide.state, FEW))
+    for each in both:
+        each.come_up()
+    yield both
     for each in both:
         each.stop()
 
@@ -105,34 +109,84 @@ def test_what_a_process_cannot_lower_is_told(processes, caplog):
     assert processes[0].alive
 
 
+def helped(here, monkeypatch, processes: Processes) -> tuple[Programs, list]:
+    """Programs that these lower, and those that are compiled."""
+    programs, compiled = Programs(*here.programs._made_of, *here.programs._params), []
+    monkeypatch.setattr(Processes, "begin", lambda *_: processes)
+    monkeypatch.setattr("jaxspec.programs.FEW", 0)
+    monkeypatch.setattr(Programs, "_compile", lambda self, kind, size, _: compiled.append((kind, size)))
+    return programs, compiled
+
+
+def test_processes_lower_before_anybody_asks(here, monkeypatch):
+    """What was wanted first is taken first, others than what is wanted aren't lowered, and all end afterwards."""
+    wanted = [one for one in ladder_of(here.shapes) if one[0] in ("first_greedy", "admit")]
+    processes = Processes(1, given(here.programs, here.state), [("forward", 1), *wanted[::-1], ("nothing", 1)])
+    while processes._made.keys() != {("forward", 1), *wanted, ("nothing", 1)}:
+        time.sleep(0.01)
+    programs, compiled = helped(here, monkeypatch, processes)
+    monkeypatch.setattr(Programs, "_lower", lambda *_: pytest.fail("it is lowered already"))
+    programs.warm_up(here.state, lambda kind: kind in ("first_greedy", "admit"))
+    assert sorted(compiled) == sorted(wanted) and len(wanted) > 1
+    assert not processes._made and not any(each.alive for each in processes.all) and programs._others is None
+
+
+def test_the_first_in_order_is_taken_first(here):
+    processes = Processes(1, given(here.programs, here.state), order := [("nothing", n) for n in range(4)])
+    while len(processes._made) < 4:
+        time.sleep(0.01)
+    processes.keep(order[1:])
+    assert [processes.take() for _ in order[1:]] == [(one, None) for one in order[1:]]
+    processes.stop()
+
+
 def test_a_dead_process_loses_no_program(here, monkeypatch, caplog):
     """It dies while it lowers the first."""
-    made = Processes(1, given(here.programs, here.state))
-    programs = Programs(*here.programs._made_of, *here.programs._params)
-    lower, compiled = Process.lower, []
+    lower = Process.lower
     monkeypatch.setattr(Process, "lower", lambda self, one: self._process.kill() or lower(self, one))
-    monkeypatch.setattr(Programs, "_processes", lambda *_: made)
-    monkeypatch.setattr(Programs, "_compile", lambda self, kind, size, _: compiled.append((kind, size)))
     wanted = [one for one in ladder_of(here.shapes) if one[0] in ("first_greedy", "admit")]
+    programs, compiled = helped(here, monkeypatch, Processes(1, given(here.programs, here.state), wanted))
     with caplog.at_level("WARNING"):
         programs.warm_up(here.state, lambda kind: kind in ("first_greedy", "admit"))
     assert sorted(compiled) == sorted(wanted) and len(wanted) > 1
     assert "another process couldn't: it died" in caplog.text and "without other processes" in caplog.text
 
 
+def test_a_start_in_stages_lowers_the_second_during_the_first(here, monkeypatch):
+    """The processes begin once the first stage is lowered, and end if it fails."""
+    begun = []
+    monkeypatch.setattr(Processes, "begin", lambda *given: begun.append(given[-1]))
+    programs = Programs(*here.programs._made_of, *here.programs._params)
+    compiling = threading.Event()
+
+    def compile_first(self, kind, size, _):
+        compiling.set()
+        while not begun:
+            time.sleep(0.01)
+        raise RuntimeError("it can't be compiled")
+
+    monkeypatch.setattr(Programs, "_compile", compile_first)
+    with pytest.raises(RuntimeError):
+        programs.warm_up_in_stages(here.state)
+    first = ladder.essential(here.shapes)
+    assert compiling.is_set() and len(begun) == 1
+    assert set(begun[0]) == set(ladder_of(here.shapes)) - first and programs._others is None
+
+
 def test_a_process_that_finds_no_class_says_so(caplog):
-    made = Processes(1, b"cnowhere\nDrafter\n.")
+    made = Processes(1, b"cnowhere\nDrafter\n.", [("admit", 1)])
     with caplog.at_level("WARNING"):
-        assert made.take() is None
+        assert made.take() == (("admit", 1), None)
     assert "No module named 'nowhere'" in caplog.text
     made.stop()
 
 
-def test_processes_that_do_not_come_up_are_not_waited_for(caplog):
-    made = Processes(1, b"")
+def test_processes_that_do_not_come_up_are_not_waited_for(caplog, monkeypatch):
+    monkeypatch.setattr(Process, "come_up", lambda self: self._process.wait())
+    made = Processes(1, b"", [("admit", 1)])
     made._late = 0
     with caplog.at_level("WARNING"):
-        assert made.take() is None
+        assert made.take() == (("admit", 1), None)
     assert "none came up in 60 s" in caplog.text
     made.stop()
 
@@ -151,7 +205,8 @@ def test_a_drafter_that_another_process_lacks_is_lowered_here(here, monkeypatch,
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     monkeypatch.setattr("jaxspec.lowering.cores", lambda: 16)
     with caplog.at_level("DEBUG"):
-        assert programs._processes(100, here.state) is None
+        programs._begin_lowering(ladder_of(shapes), here.state)
+    assert programs._others is None
     assert "programs are lowered by this process alone" in caplog.text
 
 
@@ -165,11 +220,11 @@ def test_processes_share_programs_out_by_their_kernels():
     assert order.take("b") == ("round_sampled", 1)
     assert order.take("b") == ("round_sampled", 2)  # another's, but nothing else is left
     order = Order([("round_greedy", 1), ("round_greedy", 2)])
-    assert [order.take(None), order.take(None)] == [("round_greedy", 1), ("round_greedy", 2)]
+    assert [order.take(None) for _ in range(3)] == [("round_greedy", 1), ("round_greedy", 2), None]
 
 
 def test_a_process_that_is_stopped_ends_what_waits_for_it(here):
-    made = Processes(1, given(here.programs, here.state))
+    made = Processes(1, given(here.programs, here.state), [("admit", 1)])
     made.stop()
     with pytest.raises(CancelledError):
         made.all[0].lower(("admit", 1))
