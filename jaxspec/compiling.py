@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src.config import persistent_cache_min_compile_time_secs  # jax's public option is the whole process's
 
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
@@ -70,14 +71,7 @@ def no_garbage_collection() -> Iterator[None]:
             gc.collect()
 
 
-@contextlib.contextmanager
-def not_in_jax_cache() -> Iterator[None]:
-    """jax's own cache is read but not written. Serialising a program stops all of Python, and jax would do it a second
-    time, in the midst of lowering."""
-    option = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, option)
-    jax.config.update(option, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(option, before)
+def not_in_jax_cache() -> contextlib.AbstractContextManager:
+    """jax's own cache is read but not written, by this thread. Serialising a program stops all of Python, and jax would
+    do it a second time, in the midst of lowering."""
+    return persistent_cache_min_compile_time_secs(float("inf"))

@@ -44,7 +44,7 @@ def enable_compilation_cache() -> None:
         log.warning("compiled programs can't be kept in %s, so each start compiles them: %s", folder, error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
 
 
 class Executables:

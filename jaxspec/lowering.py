@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import CancelledError
 from multiprocessing.connection import Pipe
 from typing import Any, NamedTuple
@@ -76,9 +76,11 @@ class Given(NamedTuple):
             return None
 
 
-def shape_of(x: Any) -> Any:
-    """An array's shape; what is none is left as it is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
+def shape_of(x: Any, sharded: bool = False) -> Any:
+    """An array's shape, and where its parts are if it is `sharded`; what is none is left as it is."""
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if sharded else None)
 
 
 class Module(NamedTuple):
@@ -92,9 +94,8 @@ class Module(NamedTuple):
     warnings: list[str]
 
     @classmethod
-    def made(cls, jitted: Callable, arguments: tuple, handed: tuple, platform: str) -> Module:
-        """Of a function that is jitted. `handed`: the last of its arguments."""
-        leaves, given = jax.tree.flatten((*arguments, *handed))
+    def made(cls, jitted: Callable, arguments: tuple, handed: Callable[[], tuple], platform: str) -> Module:
+        """Of a function that is jitted. `handed` gives the last of its arguments, and may trace what has kernels."""
         trees = []
 
         def flat(*leaves):
@@ -104,17 +105,22 @@ class Module(NamedTuple):
 
         flat.__name__ = getattr(jitted, "__name__", "program")
         with hopper.counting() as kernels, once.handing_over() as alone, _warnings() as warnings:
+            handed = handed()
+            leaves, given = jax.tree.flatten((*arguments, *handed))
             exported = export.export(jax.jit(flat), platforms=[platform], disabled_checks=[once.MOSAIC])(*leaves)
         result = jax.tree.unflatten(trees[0], range(trees[0].num_leaves))
         shapes = jax.tree.map(shape_of, handed)
         return cls(bytes(exported.serialize()), result, shapes, kernels, alone, warnings)
 
+    def begin(self) -> None:
+        """Have its kernels compiled, which takes other threads."""
+        for kernel in self.alone:
+            once.compile_beside(kernel)
+
     def lower(self, arguments: tuple, donated: int) -> tuple[jax.stages.Lowered, Counter]:
-        """As the function would be here, and its kernels, which begin to compile. `arguments`: but for those handed."""
+        """As the function would be here, and its kernels. `arguments`: but for those handed."""
         for warning in self.warnings:
             _warn(warning)
-        for kernel in self.alone:
-            once.compile_beside(kernel.name, kernel.call, export.deserialize(bytearray(kernel.exported)))
         hopper.KERNELS.update(self.kernels)
         exported = export.deserialize(bytearray(self.exported))
         tree = jax.tree.structure(self.result)
@@ -165,7 +171,7 @@ class Order:
                     self._groups.setdefault(_group(one), process)
             return one
 
-    def keep(self, programs: Container[One]) -> None:
+    def keep(self, programs: Set[One]) -> None:
         """Leave out the others."""
         with self._guard:
             self._left = [one for one in self._left if one in programs]
@@ -183,8 +189,10 @@ class Processes:
 
     def __init__(self, count: int, given: bytes, programs: Sequence[One]):
         self._place, self._order = {one: i for i, one in enumerate(programs)}, Order(programs)
-        self._wanted: Container[One] = self._place
+        self._unmade = set(programs)
         self._made: dict[One, Module | None] = {}  # that nobody has taken
+        self._new: list[Module] = []  # whose kernels don't compile yet
+        self._known = threading.Event()  # all kernels are
         self._changed = threading.Condition()
         self._late = time.monotonic() + PATIENCE
         self._warned = self._stopped = False
@@ -201,31 +209,46 @@ class Processes:
         given = Given.of(made_of, state, kernels, hopper.processors()).packed() if count else None
         return None if given is None else cls(count, given, programs)
 
-    def keep(self, programs: Container[One]) -> None:
+    def keep(self, programs: Set[One]) -> None:
         """Lower no others."""
         self._order.keep(programs)
         with self._changed:
-            self._wanted = programs
+            self._unmade &= programs
             self._made = {one: made for one, made in self._made.items() if one in programs}
 
     def take(self, go_on: Callable[[], None] = lambda: None) -> tuple[One, Module | None]:
-        """A program, once it is lowered; of those that are, the first in order. No module if it is to be lowered here:
-        its process couldn't, or all have died, or none comes up. `go_on` raises what ends the wait.
+        """A program, once it is lowered; of those that are, the first in order. Kernels of all of them begin to compile
+        before. No module if it is to be lowered here: its process couldn't, or all have died, or none comes up. `go_on`
+        raises what ends the wait.
 
         **Raises:** `CancelledError` if they were stopped.
         """
-        with self._changed:
-            while True:
-                go_on()
-                if self._stopped:
-                    raise CancelledError
+        while True:
+            go_on()
+            if self._stopped:
+                raise CancelledError
+            idle = self._idle()
+            with self._changed:
+                (new, self._new), last = (self._new, []), not self._unmade
+            for module in new:
+                module.begin()
+            if last or idle:
+                self._known.set()
+            with self._changed:
                 if self._made:
                     one = min(self._made, key=self._place.__getitem__)
                     return one, self._made.pop(one)
-                if (reason := self._idle()) and (one := self._order.take(None)) is not None:
-                    self._warn(reason)
+                if idle and (one := self._order.take(None)) is not None:
+                    self._unmade.discard(one)
+                    self._warn(idle)
                     return one, None
                 self._changed.wait(0.1)  # one may come up, or die
+
+    def wait_for_kernels(self) -> None:
+        """Wait until those of all programs are compiled, while somebody takes programs. A program that compiles and a
+        kernel that does shut each other out (docs/measurements/starting.md)."""
+        self._known.wait()
+        once.wait_for_compiled()
 
     def _idle(self) -> str | None:
         """Why nothing comes of them, if nothing does."""
@@ -246,8 +269,10 @@ class Processes:
             while process.alive and (one := self._order.take(process)) is not None:
                 made = process.lower(one)
                 with self._changed:
-                    if one in self._wanted:
+                    if one in self._unmade:
+                        self._unmade.remove(one)
                         self._made[one] = made
+                        self._new += [] if made is None else [made]
                     self._changed.notify_all()
         process.stop()
 
@@ -255,6 +280,7 @@ class Processes:
         self._stopped = True
         for process in self.all:
             process.stop()
+        self._known.set()
 
 
 class Process:

@@ -30,7 +30,7 @@ from jaxspec.divided import divided
 from jaxspec.draft import Drafter, Proposal, Resting
 from jaxspec.executables import Executables
 from jaxspec.ladder import One, drafting, kind_of
-from jaxspec.lowering import Module, Processes
+from jaxspec.lowering import Module, Processes, shape_of
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.progress import progress_bar, took
@@ -179,9 +179,7 @@ class Programs:
         with no_garbage_collection():
             self._compile_all(first, state, cores(), then=later)
         # Serving consumes the state's arrays; their shapes are all that later programs are made of.
-        several = self.division is not None
-        shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)  # noqa: E731
-        shapes = jax.tree.map(shape_of, state)
+        shapes = jax.tree.map(partial(shape_of, sharded=self.division is not None), state)
         self._let_others_begin()
         self.behind = threading.Thread(None, self._compile_later, "jaxspec-programs", [later, shapes], daemon=True)
         self.behind.start()
@@ -239,8 +237,7 @@ class Programs:
         self.behind = None
 
     def _begin_lowering(self, programs: Sequence[One], state: State) -> None:
-        """Have other processes lower these. Not over several devices, where no GPU has shown it, nor for a subclass, of
-        which they wouldn't know."""
+        """Have other processes lower these, but not over several devices, which no GPU has shown, nor a subclass's."""
         if len(programs) > FEW and self.division is None and type(self) is Programs and self._others is None:
             self._others = Processes.begin((*self._made_of, *self._params), state, self._kernels, programs)
 
@@ -270,7 +267,6 @@ class Programs:
             progress_bar(len(wanted), "compiling", "program", shown) as bar,
             ThreadPoolExecutor(workers) as pool,
             ThreadPoolExecutor(1) as disk,
-            contextlib.nullcontext() if self._store is None else not_in_jax_cache(),
         ):
 
             def go_on() -> None:
@@ -292,6 +288,8 @@ class Programs:
                 return made
 
             def finish() -> None:
+                if others is not None:
+                    others.wait_for_kernels()
                 *_, done = lowered.get()
                 one, program, kernels = done.result()
                 go_on()
@@ -425,7 +423,8 @@ class Programs:
     def exported(self, one: One, state: State, platform: str) -> Module:
         """A program for another process, which has the device."""
         with hopper.using(self._kernels):
-            return Module.made(self._jits[one[0]], self._arguments(*one, state), self._handed(*one, state), platform)
+            handed = partial(self._handed, *one, state)
+            return Module.made(self._jits[one[0]], self._arguments(*one, state), handed, platform)
 
     def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
         """A program before XLA sees it, and the kernels that it chose."""
@@ -440,7 +439,7 @@ class Programs:
         if self.division is None and hopper.runs(self._kernels):
             rows = size * (self.shapes.block if kind in ("prefill", "score") else 1)
             options |= compiling.autotuning(self._params, rows)
-        with took(f"compiled {kind} {size}"):
+        with took(f"compiled {kind} {size}"), contextlib.nullcontext() if self._store is None else not_in_jax_cache():
             program = self._compiled[kind, size] = lowered.compile(options)
         return program
 

@@ -93,7 +93,7 @@ def test_a_gpus_program_has_the_kernels_that_it_would_have_here(wide, processes)
     hopper.pretend(FEW)
     try:
         few = division(60, 128)
-        own = Module.made(wide.programs._jits[kind], wide.programs._arguments(kind, size, wide.state), (), "cuda")
+        own = Module.made(wide.programs._jits[kind], wide.programs._arguments(kind, size, wide.state), tuple, "cuda")
     finally:
         hopper.pretend(None)
     assert few != division(60, 128)
@@ -135,8 +135,26 @@ def test_the_first_in_order_is_taken_first(here):
     processes = Processes(1, given(here.programs, here.state), order := [("nothing", n) for n in range(4)])
     while len(processes._made) < 4:
         time.sleep(0.01)
-    processes.keep(order[1:])
+    processes.keep(set(order[1:]))
     assert [processes.take() for _ in order[1:]] == [(one, None) for one in order[1:]]
+    processes.stop()
+
+
+def test_kernels_of_all_programs_compile_before_a_program_does(wide, monkeypatch):
+    begun = []
+    monkeypatch.setattr("jaxspec.pallas.once.compile_beside", lambda kernel: begun.append(kernel.name))
+    wanted = [("conclude_logprobs", 8), ("round_greedy", 8)]  # the first traces what has kernels for its arguments
+    processes = Processes(1, given(wide.programs, wide.state, FEW), wanted)
+    waits = threading.Thread(target=processes.wait_for_kernels)
+    waits.start()
+    one, module = processes.take()
+    assert one == wanted[0] and {kernel.name for kernel in module.alone} == set(begun) >= {"decode_attention"}
+    assert waits.is_alive() or not processes._unmade
+    while processes._unmade:
+        time.sleep(0.01)
+    assert processes.take()[0] == wanted[1]
+    waits.join(10)
+    assert not waits.is_alive()
     processes.stop()
 
 

@@ -16,13 +16,13 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
 from jax import export
 
-from jaxspec.compiling import cores
+from jaxspec.compiling import cores, not_in_jax_cache
 from jaxspec.pallas import hopper, layouts, modules
 from jaxspec.progress import took
 
@@ -30,17 +30,17 @@ from jaxspec.progress import took
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
 _compiling = ThreadPoolExecutor(cores(), "kernels")
-_begun: set[str] = set()  # calls of kernels
+_begun: dict[str, Future | None] = {}  # kernels that compile or did, by their calls
 _guard = threading.Lock()
 _handed: contextvars.ContextVar[list[Kernel] | None] = contextvars.ContextVar("handed", default=None)
 
 
 class Kernel(NamedTuple):
-    """One that another process lowered."""
+    """One that is lowered."""
 
     name: str
     call: str  # that it is for; modules of equal calls differ in the lines that they come from alone
-    exported: bytes
+    exported: export.Exported | bytes  # bytes: by another process
 
 
 @contextlib.contextmanager
@@ -132,28 +132,38 @@ class _Lowered:
         if hopper.platform() == "gpu":
             told = str((call.function.__qualname__, *call[1:]))
             if (handed := _handed.get()) is None:
-                compile_beside(name, told, exported)
+                compile_beside(Kernel(name, told, exported))
             else:
                 handed.append(Kernel(name, told, bytes(exported.serialize())))
         run = jax.jit(exported.call)  # jit: a function in a program, however often it is called
         return lambda *leaves: jax.tree.unflatten(tree, run(*leaves))
 
 
-def compile_beside(name: str, call: str, exported: export.Exported) -> None:
+def compile_beside(kernel: Kernel) -> None:
     """Compile a kernel in a thread of its own, unless one for such a call was."""
     with _guard:
-        if call in _begun:
+        if kernel.call in _begun:
             return
-        _begun.add(call)
+        _begun[kernel.call] = None
+    exported = kernel.exported
+    if isinstance(exported, bytes):
+        exported = export.deserialize(bytearray(exported))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in exported.in_avals]
     donated = _in_place(shapes, exported.out_avals)
     alone = jax.jit(exported.call, donate_argnums=donated).lower(*shapes)
-    _compiling.submit(_compile, name, alone)
+    _begun[kernel.call] = _compiling.submit(_compile, kernel.name, alone)
+
+
+def wait_for_compiled() -> None:
+    """Wait until no kernel compiles."""
+    with _guard:
+        begun = list(_begun.values())
+    wait([future for future in begun if future is not None])
 
 
 def _compile(name: str, program: jax.stages.Lowered) -> None:
     """For what it leaves behind: programs tell of any error."""
-    with took(f"compiled kernel {name}"):
+    with took(f"compiled kernel {name}"), not_in_jax_cache():
         program.compile()
 
 

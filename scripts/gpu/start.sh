@@ -100,7 +100,8 @@ try:
     pending = len(stats()["programs_pending"])
     if not os.environ["FIRST"]:
         whole = f"{wait(lambda: speeds.append(text(64)) or not stats()['programs_pending']):.1f}"
-        time.sleep(5)  # rounds are timed
+        if name.endswith("-cold") and "none" not in arguments:  # kept for the next start, as programs are
+            wait(lambda: any(re.search("rounds of .* drafts timed in", line) for _, line in lines))
         text(64)
         after = f"{text(256):.0f}"
     row = f"| {name} | {ready:.1f} | {first:.1f} | {whole} | {pending} | {min(speeds):.0f} | {after} |"
