@@ -114,8 +114,7 @@ class Module(NamedTuple):
 
     def begin(self) -> None:
         """Have its kernels compiled, which takes other threads."""
-        for kernel in self.alone:
-            once.compile_beside(kernel)
+        once.compile_beside(self.alone)
 
     def lower(self, arguments: tuple, donated: int) -> tuple[jax.stages.Lowered, Counter]:
         """As the function would be here, and its kernels. `arguments`: but for those handed."""

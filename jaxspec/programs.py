@@ -278,9 +278,10 @@ class Programs:
                 return self._kept(*one, state)
 
             def lower(one: One) -> tuple[One, jax.stages.Lowered, Counter]:
-                one, module = (one, None) if others is None else others.take(go_on)
-                time.sleep(max(self._quiet_until - time.monotonic(), 0))
+                while (seconds := self._quiet_until - time.monotonic()) > 0:
+                    time.sleep(seconds)
                 go_on()
+                one, module = (one, None) if others is None else others.take(go_on)
                 made = one, *(self._lower(*one, state) if module is None else self._take_in(module, one, state))
                 left.remove(one)
                 if not left:

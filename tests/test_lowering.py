@@ -142,7 +142,9 @@ def test_the_first_in_order_is_taken_first(here):
 
 def test_kernels_of_all_programs_compile_before_a_program_does(wide, monkeypatch):
     begun = []
-    monkeypatch.setattr("jaxspec.pallas.once.compile_beside", lambda kernel: begun.append(kernel.name))
+    monkeypatch.setattr(
+        "jaxspec.pallas.once.compile_beside", lambda kernels: begun.extend(kernel.name for kernel in kernels)
+    )
     wanted = [("conclude_logprobs", 8), ("round_greedy", 8)]  # the first traces what has kernels for its arguments
     processes = Processes(1, given(wide.programs, wide.state, FEW), wanted)
     waits = threading.Thread(target=processes.wait_for_kernels)

@@ -99,7 +99,17 @@ try:
     stats = lambda: ask("/server_info")["stats"]
     pending = len(stats()["programs_pending"])
     if not os.environ["FIRST"]:
-        whole = f"{wait(lambda: speeds.append(text(64)) or not stats()['programs_pending']):.1f}"
+        done = threading.Event()
+
+        def serve():
+            while not done.is_set():
+                speeds.append(text(64))
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        whole = f"{wait(lambda: not stats()['programs_pending']):.1f}"
+        done.set()
+        serving.join()
         if name.endswith("-cold") and "none" not in arguments:  # kept for the next start, as programs are
             wait(lambda: any(re.search("rounds of .* drafts timed in", line) for _, line in lines))
         text(64)
