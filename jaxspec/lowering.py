@@ -112,14 +112,12 @@ class Module(NamedTuple):
         shapes = jax.tree.map(shape_of, handed)
         return cls(bytes(exported.serialize()), result, shapes, kernels, alone, warnings)
 
-    def begin(self) -> None:
-        """Have its kernels compiled, which takes other threads."""
-        once.compile_beside(self.alone)
-
     def lower(self, arguments: tuple, donated: int) -> tuple[jax.stages.Lowered, Counter]:
-        """As the function would be here, and its kernels. `arguments`: but for those handed."""
+        """As the function would be here, and its kernels, which begin to compile. `arguments`: but for those handed."""
         for warning in self.warnings:
             _warn(warning)
+        for kernel in self.alone:
+            once.compile_beside(kernel)
         hopper.KERNELS.update(self.kernels)
         exported = export.deserialize(bytearray(self.exported))
         tree = jax.tree.structure(self.result)
@@ -188,10 +186,8 @@ class Processes:
 
     def __init__(self, count: int, given: bytes, programs: Sequence[One]):
         self._place, self._order = {one: i for i, one in enumerate(programs)}, Order(programs)
-        self._unmade = set(programs)
+        self._wanted: Set[One] = self._place.keys()
         self._made: dict[One, Module | None] = {}  # that nobody has taken
-        self._new: list[Module] = []  # whose kernels don't compile yet
-        self._known = threading.Event()  # all kernels are
         self._changed = threading.Condition()
         self._late = time.monotonic() + PATIENCE
         self._warned = self._stopped = False
@@ -212,42 +208,27 @@ class Processes:
         """Lower no others."""
         self._order.keep(programs)
         with self._changed:
-            self._unmade &= programs
+            self._wanted = programs
             self._made = {one: made for one, made in self._made.items() if one in programs}
 
     def take(self, go_on: Callable[[], None] = lambda: None) -> tuple[One, Module | None]:
-        """A program, once it is lowered; of those that are, the first in order. Kernels of all of them begin to compile
-        before. No module if it is to be lowered here: its process couldn't, or all have died, or none comes up. `go_on`
-        raises what ends the wait.
+        """A program, once it is lowered; of those that are, the first in order. No module if it is to be lowered here:
+        its process couldn't, or all have died, or none comes up. `go_on` raises what ends the wait.
 
         **Raises:** `CancelledError` if they were stopped.
         """
-        while True:
-            go_on()
-            if self._stopped:
-                raise CancelledError
-            idle = self._idle()
-            with self._changed:
-                (new, self._new), last = (self._new, []), not self._unmade
-            for module in new:
-                module.begin()
-            if last or idle:
-                self._known.set()
-            with self._changed:
+        with self._changed:
+            while True:
+                go_on()
+                if self._stopped:
+                    raise CancelledError
                 if self._made:
                     one = min(self._made, key=self._place.__getitem__)
                     return one, self._made.pop(one)
-                if idle and (one := self._order.take(None)) is not None:
-                    self._unmade.discard(one)
-                    self._warn(idle)
+                if (reason := self._idle()) and (one := self._order.take(None)) is not None:
+                    self._warn(reason)
                     return one, None
                 self._changed.wait(0.1)  # one may come up, or die
-
-    def wait_for_kernels(self) -> None:
-        """Wait until those of all programs are compiled, while somebody takes programs. A program that compiles and a
-        kernel that does shut each other out (docs/measurements/starting.md)."""
-        self._known.wait()
-        once.wait_for_compiled()
 
     def _idle(self) -> str | None:
         """Why nothing comes of them, if nothing does."""
@@ -268,10 +249,8 @@ class Processes:
             while process.alive and (one := self._order.take(process)) is not None:
                 made = process.lower(one)
                 with self._changed:
-                    if one in self._unmade:
-                        self._unmade.remove(one)
+                    if one in self._wanted:
                         self._made[one] = made
-                        self._new += [] if made is None else [made]
                     self._changed.notify_all()
         process.stop()
 
@@ -279,7 +258,6 @@ class Processes:
         self._stopped = True
         for process in self.all:
             process.stop()
-        self._known.set()
 
 
 class Process:

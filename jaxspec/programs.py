@@ -257,8 +257,8 @@ class Programs:
     def _compile_all(
         self, wanted: list[One], state: State, workers: int, shown: bool = True, then: Sequence[One] = ()
     ) -> None:
-        """`then`: what comes later. If anything has to be lowered now, other processes begin with it meanwhile. What is
-        new is written to disk with it, not now."""
+        """`then`: what comes later. Once all is lowered here, other processes begin with it. What is new is written to
+        disk with it, not now."""
         wanted = [one for one in wanted if one not in self._compiled]
         # Two kinds of work: XLA's, in threads, and Python's, in other processes where there are many programs. Writing
         # to disk stops all of Python, and comes once all are lowered, since a program that isn't can't be compiled.
@@ -289,8 +289,6 @@ class Programs:
                 return made
 
             def finish() -> None:
-                if others is not None:
-                    others.wait_for_kernels()
                 *_, done = lowered.get()
                 one, program, kernels = done.result()
                 go_on()
@@ -307,11 +305,13 @@ class Programs:
                 missing = [one for one in wanted if found[one] is None]
                 bar.update(len(wanted) - len(missing))
                 left, lowered = set(missing), queue.PriorityQueue()
-                self._begin_lowering(then if missing and then else missing, state)
-                if (others := None if then else self._others) is not None:
+                self._begin_lowering(missing, state)
+                if (others := self._others) is not None:
                     others.keep(left.copy())
                 for one in missing:
                     python.submit(lower, one).add_done_callback(put)
+                if missing:
+                    python.submit(self._begin_lowering, then, state)
                 if missing and not then:
                     disk.submit(all_lowered.wait)
                 while self._unkept and not then:

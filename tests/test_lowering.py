@@ -52,11 +52,11 @@ def wide(tmp_path_factory) -> runner.Runner:
 
 @pytest.fixture(scope="module")
 def processes(here, wide):
-    """One that lowers for this CPU, and one for a GPU."""
+    """One that lowers for this CPU, one for a GPU, and the first program of the latter."""
     both = Process(given(here.programs, here.state)), Process(given(wide.programs, wide.state, FEW))
     for each in both:
         each.come_up()
-    yield both
+    yield *both, both[1].lower(("conclude_logprobs", 8))
     for each in both:
         each.stop()
 
@@ -99,7 +99,8 @@ def test_a_gpus_program_has_the_kernels_that_it_would_have_here(wide, processes)
     assert few != division(60, 128)
     texts = [jax.export.deserialize(bytearray(each.exported)).mlir_module() for each in (made, own)]
     assert targets(texts[0]) == targets(texts[1]) and len(targets(texts[0])) > 3
-    assert "decode_attention" in made.kernels and made.kernels.keys() >= {kernel.name for kernel in made.alone} > set()
+    alone = {kernel.name for kernel in (*processes[2].alone, *made.alone)}
+    assert "decode_attention" in made.kernels and made.kernels.keys() >= alone > set()
 
 
 def test_what_a_process_cannot_lower_is_told(processes, caplog):
@@ -140,24 +141,10 @@ def test_the_first_in_order_is_taken_first(here):
     processes.stop()
 
 
-def test_kernels_of_all_programs_compile_before_a_program_does(wide, monkeypatch):
-    begun = []
-    monkeypatch.setattr(
-        "jaxspec.pallas.once.compile_beside", lambda kernels: begun.extend(kernel.name for kernel in kernels)
-    )
-    wanted = [("conclude_logprobs", 8), ("round_greedy", 8)]  # the first traces what has kernels for its arguments
-    processes = Processes(1, given(wide.programs, wide.state, FEW), wanted)
-    waits = threading.Thread(target=processes.wait_for_kernels)
-    waits.start()
-    one, module = processes.take()
-    assert one == wanted[0] and {kernel.name for kernel in module.alone} == set(begun) >= {"decode_attention"}
-    assert waits.is_alive() or not processes._unmade
-    while processes._unmade:
-        time.sleep(0.01)
-    assert processes.take()[0] == wanted[1]
-    waits.join(10)
-    assert not waits.is_alive()
-    processes.stop()
+def test_kernels_of_a_programs_arguments_come_with_it(processes):
+    """Arguments are the results of programs before it, and their shapes come of tracing those, kernels and all."""
+    first = processes[2]
+    assert {kernel.name for kernel in first.alone} >= {"decode_attention"} and "decode_attention" in first.kernels
 
 
 def test_a_dead_process_loses_no_program(here, monkeypatch, caplog):
@@ -172,8 +159,7 @@ def test_a_dead_process_loses_no_program(here, monkeypatch, caplog):
     assert "another process couldn't: it died" in caplog.text and "without other processes" in caplog.text
 
 
-def test_a_start_in_stages_lowers_the_second_during_the_first(here, monkeypatch):
-    """The processes begin once the first stage is lowered, and end if it fails."""
+def test_the_second_stage_is_lowered_while_the_first_compiles(here, monkeypatch):
     begun = []
     monkeypatch.setattr(Processes, "begin", lambda *given: begun.append(given[-1]))
     programs = Programs(*here.programs._made_of, *here.programs._params)

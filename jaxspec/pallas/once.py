@@ -16,7 +16,7 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +29,8 @@ from jaxspec.progress import took
 # Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this start.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
-TOGETHER = 4  # kernels of a program that compiles them for others
 _compiling = ThreadPoolExecutor(cores(), "kernels")
-_begun: dict[str, Future | None] = {}  # kernels that compile or did, by their calls
+_begun: set[str] = set()  # calls of kernels
 _guard = threading.Lock()
 _handed: contextvars.ContextVar[list[Kernel] | None] = contextvars.ContextVar("handed", default=None)
 
@@ -133,70 +132,26 @@ class _Lowered:
         if hopper.platform() == "gpu":
             told = str((call.function.__qualname__, *call[1:]))
             if (handed := _handed.get()) is None:
-                compile_beside([Kernel(name, told, exported)])
+                compile_beside(Kernel(name, told, exported))
             else:
                 handed.append(Kernel(name, told, bytes(exported.serialize())))
         run = jax.jit(exported.call)  # jit: a function in a program, however often it is called
         return lambda *leaves: jax.tree.unflatten(tree, run(*leaves))
 
 
-def compile_beside(kernels: Sequence[Kernel]) -> None:
-    """Compile kernels in threads of their own, but for those that were begun.
-
-    Several are one program: XLA's part of it and each kernel shut one another out, as long as others compile, and so
-    there are few of XLA's.
-    """
+def compile_beside(kernel: Kernel) -> None:
+    """Compile a kernel in a thread of its own, unless one for such a call was."""
     with _guard:
-        new = [kernel for kernel in kernels if kernel.call not in _begun]
-        _begun.update((kernel.call, None) for kernel in new)
-    for i in range(0, len(new), TOGETHER):
-        some = new[i : i + TOGETHER]
-        done = _compiling.submit(_compile, ", ".join(kernel.name for kernel in some), _calling([*map(_read, some)]))
-        _begun.update((kernel.call, done) for kernel in some)
-
-
-def _read(kernel: Kernel) -> export.Exported:
+        if kernel.call in _begun:
+            return
+        _begun.add(kernel.call)
     exported = kernel.exported
-    return export.deserialize(bytearray(exported)) if isinstance(exported, bytes) else exported
-
-
-def _calling(kernels: Sequence[export.Exported]) -> jax.stages.Lowered:
-    """A program that calls all of them. They share arguments of equal shapes, and what one writes in place goes on to
-    the next: with a cache for each, XLA would warn on every start that what goes in is larger than the device."""
-    shapes: list[jax.ShapeDtypeStruct] = []
-    places = []  # of each kernel's arguments
-    for kernel in kernels:
-        places.append(own := [])
-        for x in kernel.in_avals:
-            equal = (i for i, y in enumerate(shapes) if i not in own and (x.shape, x.dtype) == (y.shape, y.dtype))
-            if (place := next(equal, None)) is None:
-                place = len(shapes)
-                shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-            own.append(place)
-    written = [
-        {result: own[argument] for result, argument in _in_place(kernel.in_avals, kernel.out_avals).items()}
-        for kernel, own in zip(kernels, places, strict=True)
-    ]
-    last = sorted({place for each in written for place in each.values()})
-
-    def call(*given):
-        given, made = list(given), []
-        for kernel, own, places_of in zip(kernels, places, written, strict=True):
-            for i, result in enumerate(kernel.call(*(given[place] for place in own))):
-                if i in places_of:
-                    given[places_of[i]] = result
-                else:
-                    made.append(result)
-        return [given[place] for place in last], made
-
-    return jax.jit(call, donate_argnums=last).lower(*shapes)
-
-
-def wait_for_compiled() -> None:
-    """Wait until no kernel compiles that was begun before."""
-    with _guard:
-        begun = set(_begun.values()) - {None}
-    wait(begun)
+    if isinstance(exported, bytes):
+        exported = export.deserialize(bytearray(exported))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in exported.in_avals]
+    donated = _in_place(shapes, exported.out_avals)
+    alone = jax.jit(exported.call, donate_argnums=donated).lower(*shapes)
+    _compiling.submit(_compile, kernel.name, alone)
 
 
 def _compile(name: str, program: jax.stages.Lowered) -> None:
@@ -205,12 +160,13 @@ def _compile(name: str, program: jax.stages.Lowered) -> None:
         program.compile()
 
 
-def _in_place(given: Sequence[Any], made: Sequence[Any]) -> dict[int, int]:
-    """Which results may take the place of which arguments, by their numbers. XLA would count a cache twice."""
-    rest = dict(enumerate((x.shape, x.dtype) for x in made))
-    places = {}
+def _in_place(given: Sequence[jax.ShapeDtypeStruct], made: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+    """Which arguments a result may take the place of. XLA would count a cache twice, and say on every start that what
+    goes in and comes out is larger than the device."""
+    rest = [(x.shape, x.dtype) for x in made]
+    places = []
     for i, x in enumerate(given):
-        if (result := next((j for j, told in rest.items() if told == (x.shape, x.dtype)), None)) is not None:
-            places[result] = i
-            del rest[result]
+        if (x.shape, x.dtype) in rest:
+            rest.remove((x.shape, x.dtype))
+            places.append(i)
     return places
