@@ -3,10 +3,14 @@
 The platform must be chosen before jax is first imported, so this file sets it before importing anything of ours.
 """
 
+import functools
 import gc
 import itertools
 import os
+import ssl
+import sys
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `make test-gpu` sets it to cuda
 if os.environ["JAX_PLATFORMS"] == "cpu":
@@ -32,7 +36,7 @@ import jax
 import pytest
 from jax._src.lru_cache import LRUCache
 
-from tests import checked, interpreting
+from tests import checked, eager, interpreting
 
 # What signatures say of shapes and dtypes is checked whenever these are called, or traced: where arrays are computed.
 # Elsewhere tests give what isn't allowed on purpose, to see the errors.
@@ -41,6 +45,7 @@ CHECKED = ("decoder", "mixers", "models", *(f"pallas.{name}" for name in KERNELS
 checked.install([f"jaxspec.{name}" for name in CHECKED])
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
+    eager.install()
     interpreting.install()
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,6 +131,13 @@ LONGEST = (
     "dflash2",
     "hosts",
 )
+
+
+# Each HTTP client reads all certificates that this machine trusts, for 60 ms. They may share them.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+# filelock has Python look at each event that an auditor may want, each import and each look at a frame, for forks.
+with mock.patch.object(sys, "addaudithook"):
+    import filelock  # noqa: F401
 
 
 def _put(self: LRUCache, key: str, value: bytes) -> None:
