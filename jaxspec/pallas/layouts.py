@@ -31,6 +31,7 @@ def install() -> Callable | None:
     constraints.Variable.__hash__ = _hash
     constraints._reduce_system_once = functools.partial(_reduce_once, constraints)
     layout_inference.ValueSite.__str__ = _name
+    layout_inference.find_assignments_for = _looked_up(layout_inference.find_assignments_for)
     for kind, name in ((fragmented_array.Tiling, "tile_shape"), (fragmented_array.TiledLayout, "canonicalize")):
         setattr(kind, name, _remembered(getattr(kind, name)))
     return original
@@ -40,6 +41,11 @@ def _remembered(method: Callable) -> Callable:
     """A method of frozen objects, of which a kernel has few kinds, computed once for each."""
     made = functools.lru_cache(maxsize=65536)(method)
     return functools.wraps(method)(lambda *given: made(*given))  # a function, which binds as methods do
+
+
+def _looked_up(find: Callable) -> Callable:
+    """jax's search, which asks of each variable whether it is in the list of the unknown ones: here a dict's keys."""
+    return functools.wraps(find)(lambda unknowns, *given, **named: find(dict.fromkeys(unknowns), *given, **named))
 
 
 def _hash(variable) -> int:
