@@ -210,6 +210,9 @@ RARE = {
     "verify, blocks",
     "tree of all bits, two tiles, pair",
     "segments",
+    "window",
+    "fp8",
+    "block that sees ahead",
 }
 
 

@@ -34,7 +34,7 @@ from tests.engines import (
     tokens,
 )
 from tests.engines import engine as shared_engine
-from tests.sample import rare
+from tests.sample import one_in, rare
 
 
 def engine(draft):
@@ -221,7 +221,7 @@ def test_a_batch_runs_in_the_cheapest_mode_that_serves_it():
 # -- pages balance -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("llm,seed", one_in(2, DRAFTERS, range(3)), indirect=["llm"])
 def test_pages_balance_after_finishes_aborts_and_preemptions(llm, seed):
     rng, core = random.Random(seed), llm.engine
     prompts, settings = mixed_load()

@@ -338,7 +338,7 @@ def test_layers_with_biases_lower_for_cuda(kernel):
 WIDE = ("normed heads", "normed", "gated", "add", "scaled heads", "scaled normed", "scaled gated", "scaled add")
 
 
-@pytest.mark.parametrize("kernel,sizes", one_in(2, WIDE, [QWEN3, MIXTURE]))
+@pytest.mark.parametrize("kernel,sizes", one_in(4, WIDE, [QWEN3, MIXTURE]))
 def test_wide_layers_lower_for_cuda(sizes, kernel):
     given = jax.eval_shape(lambda: operands(8, **sizes))
     text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()

@@ -36,7 +36,7 @@ FEW = {
     "qwen3-moe-stacked", "qwen3-untied",
 }  # fmt: skip
 # For what layers share, whatever their sizes and scaling.
-FEWER = {"gemma3-tied", "gpt-oss-mxfp4", "llama-biases", "qwen3-moe-stacked"}
+FEWER = {"gemma3-tied", "llama-biases", "qwen3-moe-stacked"}
 KINDS = [pytest.param(name, marks=() if name in FEWER else pytest.mark.exhaustive) for name in VARIANTS]
 SOME = [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in VARIANTS]
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)

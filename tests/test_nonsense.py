@@ -71,8 +71,10 @@ def test_each_key_of_a_config_with_nonsense_of_each_kind(family):
         key: None for key in ("rope_parameters", "rope_scaling", "text_config", "layer_types", "mlp_only_layers")
     }
     config |= {"partial_rotary_factor": 0.5, "bos_token_id": 1, "mtp_num_hidden_layers": 1}
-    refused = 0
-    for key, value in itertools.product(config, NONSENSE):
+    refused, which = 0, OFTEN.index(family) % 2 if family in OFTEN else None
+    for i, (key, value) in enumerate(itertools.product(config, NONSENSE)):
+        if which is not None and (i + i // len(NONSENSE)) % 2 != which:  # another family has that one
+            continue
         began = time.monotonic()
         try:
             MODELS[family].tensors(ModelConfig.from_hf({**config, key: value}).decoder)
@@ -80,7 +82,7 @@ def test_each_key_of_a_config_with_nonsense_of_each_kind(family):
             refused += 1
             assert "\n" not in str(error) and len(str(error)) < 500, key
         assert time.monotonic() - began < 5, (key, value)
-    assert refused > 200
+    assert refused > (200 if which is None else 100)
 
 
 SCALING = {
