@@ -1,0 +1,42 @@
+"""Operations outside of programs that NumPy does in tests are those that jax does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7
+OPERATIONS = {
+    "broadcast": lambda x: jnp.broadcast_to(x[:, :1], (5, *x.shape)),
+    "column": lambda x: jax.lax.broadcast_in_dim(x[0, 0], (4, 3), (0,)),
+    "concatenate": lambda x: jnp.concatenate([x, x[:, ::-1]], axis=1),
+    "bfloat16": lambda x: x.astype(jnp.bfloat16),
+    "to integers": lambda x: (x - 2).astype(jnp.int8),
+    "back": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+    "flags": lambda x: x.astype(jnp.int32).astype(bool),
+    "iota": lambda x: jax.lax.broadcasted_iota(jnp.int32, (3, 4), 1),
+    "reshape": lambda x: x.reshape(4, -1),
+    "in another order": lambda x: jax.lax.reshape(x, (4, 6), (2, 0, 1)),
+    "squeeze": lambda x: jnp.squeeze(x[:1], 0),
+    "transpose": lambda x: x.transpose(2, 0, 1),
+    "slice": lambda x: x[1:, ::2, 1:3],
+    "dynamic slice": lambda x: jax.lax.dynamic_slice(x, (1, -1, 9), (1, 2, 2)),
+    "weak": lambda x: jnp.asarray(1.5) + x[0, 0, :1],
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_jaxs(name):
+    """Its bits, dtype, weak type and placement. In a program XLA does all of it."""
+    operation = OPERATIONS[name]
+    own, jaxs = operation(jnp.asarray(X)), jax.jit(operation)(X)
+    assert (own.dtype, own.shape, own.weak_type) == (jaxs.dtype, jaxs.shape, jaxs.weak_type)
+    assert own.sharding == jaxs.sharding and own.committed == jaxs.committed
+    np.testing.assert_array_equal(np.asarray(own, np.float32), np.asarray(jaxs, np.float32))
+
+
+def test_what_is_made_shares_no_memory():
+    x = jnp.asarray(X)
+    part = x[0]
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x).block_until_ready()
+    np.testing.assert_array_equal(part, X[0])
