@@ -244,15 +244,21 @@ class Processes:
 
     def _serve(self, process: Process) -> None:
         """Have one process lower what is left, in a thread of its own."""
-        with contextlib.suppress(CancelledError):
+        try:
             process.come_up()
             while process.alive and (one := self._order.take(process)) is not None:
-                made = process.lower(one)
-                with self._changed:
-                    if one in self._wanted:
-                        self._made[one] = made
-                    self._changed.notify_all()
-        process.stop()
+                made = None
+                try:
+                    made = process.lower(one)
+                finally:  # whatever went wrong, somebody waits for it
+                    with self._changed:
+                        if one in self._wanted:
+                            self._made[one] = made
+                        self._changed.notify_all()
+        except CancelledError:
+            pass
+        finally:
+            process.stop()
 
     def stop(self) -> None:
         self._stopped = True

@@ -55,8 +55,18 @@ def _moved(otherwise: Callable, move: Callable, renamed: dict[str, str], *args: 
         arrays = [np.asarray(x) for x in args]
         made = move(*arrays, **{renamed.get(name, name): value for name, value in params.items()})
         if made is not None and made.nbytes <= MOST_BYTES:
-            return jax.device_put(np.array(made, order="C"))  # a copy: what it was made of may be donated, or change
+            return _put(made)
     return otherwise(*args, **params)
+
+
+def _put(made: np.ndarray) -> jax.Array:
+    """A copy that is the device's own, as what jax makes. It would take NumPy's memory at a multiple of 64 bytes as it
+    is, and a program that is given such an array can't write its result there."""
+    memory = np.empty(made.nbytes + 128, np.uint8)
+    first = -memory.ctypes.data % 64 + made.itemsize
+    own = memory[first : first + made.nbytes].view(made.dtype).reshape(made.shape)
+    own[...] = made
+    return jax.device_put(own)
 
 
 def _plain(x: Any, weak: bool) -> bool:

@@ -35,6 +35,14 @@ def test_an_operation_is_jaxs(name):
     np.testing.assert_array_equal(np.asarray(own, np.float32), np.asarray(jaxs, np.float32))
 
 
+def test_a_program_can_write_to_what_is_made():
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for size in range(2, 8000, 400):
+        x = jnp.zeros((2, size), jnp.float32)
+        memory = x.unsafe_buffer_pointer()
+        assert step(x).unsafe_buffer_pointer() == memory, size
+
+
 def test_what_is_made_shares_no_memory():
     x = jnp.asarray(X)
     part = x[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import re
 import sys
 import threading
@@ -157,6 +158,15 @@ def test_a_dead_process_loses_no_program(here, monkeypatch, caplog):
         programs.warm_up(here.state, lambda kind: kind in ("first_greedy", "admit"))
     assert sorted(compiled) == sorted(wanted) and len(wanted) > 1
     assert "another process couldn't: it died" in caplog.text and "without other processes" in caplog.text
+
+
+def test_an_answer_that_cannot_be_read_loses_no_program(here, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda raised: failed.append(raised.exc_type))
+    monkeypatch.setattr(Process, "lower", lambda self, one: pickle.loads(b"not a module"))
+    failed, programs = [], [("admit", 1), ("admit", 2)]
+    processes = Processes(1, given(here.programs, here.state), programs)
+    assert sorted(processes.take() for _ in programs) == [(one, None) for one in programs]
+    assert failed == [pickle.UnpicklingError] and not processes.all[0].alive
 
 
 def test_the_second_stage_is_lowered_while_the_first_compiles(here, monkeypatch):
