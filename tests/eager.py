@@ -54,7 +54,7 @@ def _moved(otherwise: Callable, move: Callable, renamed: dict[str, str], *args: 
     if plain and params.get("sharding") is None and get_abstract_mesh().empty:
         arrays = [np.asarray(x) for x in args]
         made = move(*arrays, **{renamed.get(name, name): value for name, value in params.items()})
-        if made is not None and made.nbytes <= MOST_BYTES:
+        if made is not None and made.dtype != jax.dtypes.float0 and made.nbytes <= MOST_BYTES:
             return _put(made)
     return otherwise(*args, **params)
 
