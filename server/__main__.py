@@ -141,6 +141,7 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kep
     config = uvicorn.Config(
         app,
         http=partial(Connection, max_connections=connections, idle_timeout=args.idle_timeout),
+        lifespan="off",  # the app has none; a second Ctrl-C would end uvicorn's with a traceback
         log_config=None,
         log_level=max(logging.getLevelNamesMapping()[args.log_level.upper()], logging.WARNING),
         access_log=args.access_log,

@@ -300,6 +300,15 @@ def test_told_to_stop_under_load_a_server_finishes_what_it_can():
     assert quick.status_code == 200 and "[DONE]" in also_quick.text and "error" not in also_quick.text
 
 
+def test_told_to_stop_twice_a_server_ends_without_a_traceback():
+    with process("none") as (server, _, lines):
+        server.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+    assert "stopped" in "".join(lines) and "Traceback" not in "".join(lines)
+
+
 @pytest.mark.soak
 def test_a_server_whose_step_never_returns_says_so_and_ends():
     with process("stuck", "--watchdog-timeout", "1.5", "--drain-seconds", "2", "--log-format", "json") as (
