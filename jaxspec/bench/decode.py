@@ -1,6 +1,7 @@
 """Time of a round while N requests decode, and tokens per second, against the floor.
 
-Offline, greedy, random weights unless --load-format says otherwise, random prompts that share nothing, no end tokens.
+Offline, greedy unless --temperature says otherwise, random weights unless --load-format does, random prompts that
+share nothing, no end tokens.
 For each N: N requests are queued at once, and rounds are timed while all N decode, from the last first token until
 just before the first request ends. `ms/round` is the median over them, `mean` their mean, `tok/s` what they yielded;
 `run tok/s` is all tokens over the whole run, prefill included. `context` is the mean number of tokens that a request
@@ -29,6 +30,7 @@ from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, 
 from jaxspec.bench.steady import Load
 from jaxspec.engine import Engine
 from jaxspec.flags import positive
+from jaxspec.request import SamplingParams
 
 COLUMNS = (
     Column("concurrency", "requests"),
@@ -56,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=counts("1,8,32"), default="1,8,32,128", metavar="N,N,...", help="(%(default)s)")
     add("--prompt-len", type=positive, default=1024, metavar="TOKENS", help="of every request (%(default)s)")
     add("--output-len", type=positive, default=256, metavar="TOKENS", help="of every request (%(default)s)")
+    add("--temperature", type=float, default=0.0, help="above 0 each token is sampled (%(default)s)")
     add("--overlap", choices=("on", "off", "both"), help="default: as --disable-overlap says")
     add("--back-to-back", action="store_true", help="also time the round program by itself")
     add("--profile", action="store_true", help="also list its kernels (a GPU only; implies --back-to-back)")
@@ -65,7 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, result: Result) -> None:
-    """Measure every concurrency, each with every overlap asked for."""
+    """Measure every concurrency, each with every overlap asked for.
+
+    **Raises:** `RequestError` for a temperature that no request may have; as `engines.start`.
+    """
+    SamplingParams(temperature=args.temperature)
     if args.profile:
         profile.require_gpu()
     engine = engines.start(args, result, max(args.concurrency), args.accept_rates)
@@ -79,7 +86,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     before: Row = {}
     for count, mode in tqdm(loads, desc="decode", unit="load", disable=None):
         engine.config = dataclasses.replace(engine.config, disable_overlap=mode == "off")
-        load = Load(engine, rng, count, args.prompt_len)
+        load = Load(engine, rng, count, args.prompt_len, args.temperature)
         if engine.config.skip_warmup:
             load.run(args.output_len)  # only the same load meets the same programs
         gc.collect()

@@ -71,8 +71,9 @@ class Steady:
 class Load:
     """`count` requests of `prompt_len` random tokens each, other ones in every run."""
 
-    def __init__(self, engine: Engine, rng: np.random.Generator, count: int, prompt_len: int):
+    def __init__(self, engine: Engine, rng: np.random.Generator, count: int, prompt_len: int, temperature: float = 0.0):
         self._engine, self._rng, self._count, self._prompt_len = engine, rng, count, prompt_len
+        self._temperature = temperature
         self._burst = 1  # rounds in a program, as far as seen
 
     def run(self, output_len: int, back_to_back: bool = False, profiled: bool = False) -> Row:
@@ -115,7 +116,7 @@ class Load:
 
     def params(self, output_len: int) -> SamplingParams:
         """Of every request."""
-        return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        return SamplingParams(temperature=self._temperature, max_tokens=output_len, ignore_eos=True)
 
     def _steady(self, samples: list[Sample], start: Sample) -> Steady | None:
         if len(samples) < 2:
