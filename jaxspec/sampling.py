@@ -13,9 +13,10 @@ from functools import partial
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jax.extend.random import threefry2x32_p
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
-ACCEPT, SAMPLE, DRAFT = range(3)  # what a random number is for
+PURPOSES = ACCEPT, SAMPLE, DRAFT = range(3)  # what a random number is for
 
 
 @flax.struct.dataclass
@@ -142,12 +143,7 @@ def _keep_top(p: Array, weights: Array, target: Array) -> Array:
 
 def keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b ..."], purpose: int) -> Array:
     """A random key for each position of each request."""
-
-    def one(seed, position):
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.fold_in(jax.random.fold_in(key, position), purpose)
-
-    return jax.vmap(one)(seed, position) if position.ndim == 1 else jax.vmap(jax.vmap(one, (None, 0)))(seed, position)
+    return _keys(seed, position, jnp.uint32(purpose))
 
 
 def round_keys(seed: UInt32[Array, "b 2"], start: Int[Array, " b"], step: Int[Array, "..."], purpose: int) -> Array:
@@ -156,8 +152,21 @@ def round_keys(seed: UInt32[Array, "b 2"], start: Int[Array, " b"], step: Int[Ar
     Drafts and coins of a round decide together how much of it stands. So a later round, which drafts for some of the
     same positions, must not meet their numbers again.
     """
-    each = lambda key: jax.vmap(lambda one: jax.random.fold_in(key, one))(jnp.ravel(step))  # noqa: E731
-    return jax.vmap(each)(keys(seed, start, purpose)).reshape(*start.shape, *jnp.shape(step))
+    purposes = (step.astype(jnp.uint32) + 1) * len(PURPOSES) + purpose
+    return _keys(seed, jnp.broadcast_to(_as(start, 1 + step.ndim), (*start.shape, *step.shape)), purposes)
+
+
+def _keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b ..."], purpose: UInt32[Array, "..."]) -> Array:
+    """One block of Threefry for each position: the seed encrypts (position, purpose)."""
+    first, second = (jnp.broadcast_to(_as(word, position.ndim), position.shape) for word in seed.T)
+    purpose = jnp.broadcast_to(purpose, position.shape)
+    words = threefry2x32_p.bind(first, second, position.astype(jnp.uint32), purpose)
+    return jax.random.wrap_key_data(jnp.stack(words, axis=-1), impl="threefry2x32")
+
+
+def _as(x: Shaped[Array, " b"], ndim: int) -> Shaped[Array, "b ..."]:
+    """With axes of size 1 after the first, so that it has `ndim`."""
+    return x.reshape(-1, *[1] * (ndim - 1))
 
 
 def draw(p: Float[Array, "*b v"], key: Array) -> Int[Array, "*b"]:
