@@ -179,7 +179,11 @@ def _tail(before: Float[Array, "b k c"], x: Float[Array, "b t c"], count: Int[Ar
     """The last inputs after each block's real rows."""
     back = before.shape[1]
     at = count[:, None] + jnp.arange(back)
-    of = lambda inputs, at: jnp.take_along_axis(inputs, jnp.clip(at, 0, inputs.shape[1] - 1)[..., None], axis=1)  # noqa: E731
+
+    def of(inputs, at):
+        there = jnp.clip(at, 0, inputs.shape[1] - 1)[..., None]
+        return jnp.take_along_axis(inputs, there, axis=1, mode="promise_in_bounds", wrap_negative_indices=False)
+
     return jnp.where((at < back)[..., None], of(before, at), of(x, at - back))
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import (
@@ -208,7 +209,7 @@ def plan(
     flat, pair = place.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
     token = jnp.zeros(items.capacity, jnp.int32)
     into = jnp.where(flat < 0, items.capacity + pair, flat)
-    token = token.at[into].set(pair // k, unique_indices=True, mode="drop")
+    token = token.at[into].set(lax.div(pair, jnp.int32(k)), unique_indices=True, mode="drop")
     if chosen(expert_rows.supported(t, k, x.shape[1], x.dtype)):
         return expert_rows.take_rows(x, token), items, place
     return x[token], items, place
@@ -231,18 +232,17 @@ def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Ite
     per_item = rows // ALIGN
     most, capacity = _most(flat.size, num_experts, rows)
     counts, rank = _ranks(flat, num_experts)
-    blocks = -(-counts // ALIGN)
-    tiles = -(-counts // rows)
+    blocks, tiles = _covering(counts, ALIGN), _covering(counts, rows)
     first_block, first_item = _before(blocks), _before(tiles)
     item = jnp.arange(most, dtype=jnp.int32)
     expert = jnp.sum(item[:, None] >= (first_item + tiles)[None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, num_experts - 1)
-    done = (item - first_item[expert]) * per_item
-    start = jnp.minimum(first_block[expert] + done, (capacity - rows) // ALIGN)
+    done = (item - _of(first_item, expert)) * per_item
+    start = jnp.minimum(_of(first_block, expert) + done, (capacity - rows) // ALIGN)
     count = jnp.broadcast_to(tiles.sum(), most)
-    columns = expert, start, start, jnp.clip(blocks[expert] - done, 0, per_item), count
+    columns = expert, start, start, jnp.clip(_of(blocks, expert) - done, 0, per_item), count
     items = Items(jnp.stack(columns, axis=1), rows, capacity)  # made by one kernel
-    place = first_block[jnp.minimum(flat, num_experts - 1)] * ALIGN + rank
+    place = _of(first_block, jnp.minimum(flat, num_experts - 1)) * ALIGN + rank
     return items, jnp.where(ids < num_experts, place.reshape(ids.shape), -1)
 
 
@@ -257,7 +257,8 @@ def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], 
     earlier = jnp.tri(chunk, k=-1, dtype=bool)
     within = jnp.sum((chunks[:, :, None] == chunks[:, None]) & earlier, axis=2, dtype=jnp.int32)
     counts = jnp.sum(chunks[:, :, None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
-    rank = within + jnp.take_along_axis(_before(counts), jnp.minimum(chunks, num_experts - 1), axis=1)
+    in_bounds = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+    rank = within + jnp.take_along_axis(_before(counts), jnp.minimum(chunks, num_experts - 1), axis=1, **in_bounds)
     return counts.sum(0), rank.reshape(-1)[:pairs]
 
 
@@ -266,6 +267,16 @@ def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
     earlier = jnp.tri(len(counts), k=-1, dtype=bool)
     earlier = earlier.reshape(*earlier.shape, *[1] * (counts.ndim - 1))
     return jnp.sum(jnp.where(earlier, counts[None], 0), axis=1, dtype=jnp.int32)
+
+
+def _covering(counts: Int[Array, " n"], size: int) -> Int[Array, " n"]:
+    """How many of `size` hold so many. `//` would take care of signs, in seven operations of each layer."""
+    return lax.div(counts + (size - 1), jnp.int32(size))
+
+
+def _of(values: Int[Array, " n"], which: Int[Array, " m"]) -> Int[Array, " m"]:
+    """`values[which]` of places that there are. Plain indexing would allow for negative ones, in three operations."""
+    return values.at[which].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @partial(jax.jit, static_argnames="gating", inline=True)

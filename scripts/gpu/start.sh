@@ -20,7 +20,7 @@ start() {
     local name=$1
     shift
     JAXSPEC_CACHE=$cache python3 - "$name" "$out" "$@" <<'END' || status=1
-import json, os, re, subprocess, sys, threading, time, urllib.request
+import contextlib, glob, json, os, re, subprocess, sys, threading, time, urllib.request
 from collections import defaultdict
 
 name, out, *arguments = sys.argv[1:]
@@ -53,6 +53,19 @@ def text(tokens):
     started = time.monotonic()
     ask("/v1/completions", {"model": "default", **asked})
     return tokens / (time.monotonic() - started)
+
+
+def processors():
+    """Processor seconds of the server so far, and of those that it started."""
+    ticks = 0
+    for stat in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, rest = stat.split("/")[2], open(stat).read().rpartition(")")[2].split()
+            if pid == str(server.pid):
+                ticks += sum(map(int, rest[11:15]))  # with children that have ended
+            elif rest[1] == str(server.pid):
+                ticks += sum(map(int, rest[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def read(stream):
@@ -94,10 +107,11 @@ threading.Thread(target=read, args=[server.stdout], daemon=True).start()
 try:
     ready = wait(lambda: ask("/health") is None or True)
     text(1)
-    first = time.monotonic() - began
+    first, spent = time.monotonic() - began, processors()
     speeds, whole, after = [text(64)], "", ""
     stats = lambda: ask("/server_info")["stats"]
     pending = len(stats()["programs_pending"])
+    busy = f"{spent / first:.1f}"
     if not os.environ["FIRST"]:
         done = threading.Event()
 
@@ -107,14 +121,16 @@ try:
 
         serving = threading.Thread(target=serve, daemon=True)
         serving.start()
-        whole = f"{wait(lambda: not stats()['programs_pending']):.1f}"
+        seconds = wait(lambda: not stats()["programs_pending"])
+        whole, busy = f"{seconds:.1f}", f"{busy}, {(processors() - spent) / (seconds - first):.1f}"
         done.set()
         serving.join()
         if name.endswith("-cold") and "none" not in arguments:  # kept for the next start, as programs are
             wait(lambda: any(re.search("rounds of .* drafts timed in", line) for _, line in lines))
+        wait(lambda: sum("jaxspec: kept " in line for _, line in lines) >= pending)
         text(64)
         after = f"{text(256):.0f}"
-    row = f"| {name} | {ready:.1f} | {first:.1f} | {whole} | {pending} | {min(speeds):.0f} | {after} |"
+    row = f"| {name} | {ready:.1f} | {first:.1f} | {whole} | {pending} | {busy} | {min(speeds):.0f} | {after} |"
     print(row)
     with open(f"{out}/start.md", "a") as file:
         print(row, file=file)
@@ -130,8 +146,8 @@ finally:
 END
 }
 
-echo "| start | ready, s | first token, s | all programs, s | programs behind | tokens/s meanwhile | after |" >"$out/start.md"
-echo "|---|---|---|---|---|---|---|" >>"$out/start.md"
+echo "| start | ready, s | first token, s | all programs, s | programs behind | processors busy before, after | tokens/s meanwhile | after |" >"$out/start.md"
+echo "|---|---|---|---|---|---|---|---|" >>"$out/start.md"
 [ $# -gt 0 ] || set -- plain eagle3
 for part; do
     case $part in
