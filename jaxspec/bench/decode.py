@@ -1,11 +1,10 @@
 """Time of a round while N requests decode, and tokens per second, against the floor.
 
 Offline, greedy unless --temperature says otherwise, random weights unless --load-format does, random prompts that
-share nothing, no end tokens.
-For each N: N requests are queued at once, and rounds are timed while all N decode, from the last first token until
-just before the first request ends. `ms/round` is the median over them, `mean` their mean, `tok/s` what they yielded;
-`run tok/s` is all tokens over the whole run, prefill included. `context` is the mean number of tokens that a request
-had, which the floor counts.
+share nothing, no end tokens. For each N: N requests are queued at once, and rounds are timed while all N decode, from
+the last first token until just before the first request ends. `ms/round` is the median over them, `mean` their mean,
+`tok/s` what they yielded; `run tok/s` is all tokens over the whole run, prefill included. `context` is the mean number
+of tokens that a request had, which the floor counts.
 
 With --accept-rates drafts are accepted at those rates whatever the model says, so that a round's cost is measured apart
 from the drafter's quality. With --overlap both each N runs with overlap off and on, in the same engine. With
