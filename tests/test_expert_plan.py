@@ -24,10 +24,6 @@ CASES = [  # tokens, experts, of a token, how much the same ones are liked, whet
     (21, 5, 2, 5, False),  # items that don't hold all of an expert's rows
     (37, 33, 2, 0.3, True),  # tokens of several words
 ]
-PARTS = [  # more tokens than are counted at once
-    (129, 6, 2, 0, False),  # an expert has more of them than a byte holds in signed numbers
-    (300, 40, 2, 5, True),
-]
 
 
 def inputs(t: int, e: int, k: int, skew: float, shared: bool, d: int, nobody: str = "some"):
@@ -58,7 +54,7 @@ def check(
     )
 
 
-@pytest.mark.parametrize("case", [*CASES, PARTS[0], rare(PARTS[1])])
+@pytest.mark.parametrize("case", CASES)
 def test_matches_the_plain_plan(case):
     check(*case, interpret=plgpu.InterpretGPUParams())
 
@@ -86,20 +82,13 @@ def test_the_mixture_takes_it_where_there_is_one(model, tokens, monkeypatch):
     assert text.count("custom_call @mosaic_gpu") == 1
     assert not [op for op in ("gather", "scatter", "pad", "slice", "reduce") if f"stablehlo.{op}" in text]
     assert KERNELS["expert_plan"] == before + 1
-    more = jax.ShapeDtypeStruct((129, d), jnp.bfloat16), jax.ShapeDtypeStruct((129, 128), jnp.int32)
-    jax.eval_shape(run, *more)
+    jax.eval_shape(run, jax.ShapeDtypeStruct((129, d), jnp.bfloat16), jax.ShapeDtypeStruct((129, 128), jnp.int32))
     assert KERNELS["expert_plan"] == before + 1
-    monkeypatch.setattr(hopper, "UNTIMED", True)
-    jax.eval_shape(jax.jit(lambda *given: run.__wrapped__(*given)), *more)
-    assert KERNELS["expert_plan"] == before + 2
 
 
-def test_what_it_leaves_to_others_is_named(monkeypatch):
+def test_what_it_leaves_to_others_is_named():
     assert expert_plan.supported(128, 16, 1024, 2048, jnp.bfloat16) is None
     assert expert_plan.supported(129, 8, 128, 2048, jnp.bfloat16) == "129 tokens, more than 128"
-    monkeypatch.setattr(hopper, "UNTIMED", True)
-    assert expert_plan.supported(512, 8, 128, 2048, jnp.bfloat16) is None
-    assert expert_plan.supported(513, 8, 128, 2048, jnp.bfloat16) == "513 tokens, more than 512"
     assert "17 of 128 experts a token" in expert_plan.supported(8, 17, 128, 2048, jnp.bfloat16)
     assert "8 of 1025 experts a token" in expert_plan.supported(8, 8, 1025, 2048, jnp.bfloat16)
     assert "float32" in expert_plan.supported(8, 8, 128, 2048, jnp.float32)

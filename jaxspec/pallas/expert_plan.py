@@ -1,11 +1,11 @@
 """The plan of a mixture of experts, for up to 128 tokens as one kernel on Hopper: from the router's choice to the rows
-and items that `expert_stream` takes. It can plan for 512, which no GPU has timed.
+and items that `expert_stream` takes.
 
 A Mosaic GPU kernel in place of nine of XLA's. A warpgroup takes a token, and nothing passes between blocks: each counts
-every expert's tokens by itself, 128 at a time.
+every expert's tokens by itself.
 
 - A thread takes a token and makes of its experts a bit each, in words of 32.
-- A thread takes four experts and adds up their bits of these tokens, in a byte each, with earlier tokens apart.
+- A thread takes four experts and adds up their bits of all tokens, in a byte each, with earlier tokens apart.
 - A warp takes one of the block's pairs, and adds up the blocks and items of all experts before its own.
 
 Then the block knows where the token's row goes, once for each of its experts. The first pair in an item writes it.
@@ -23,13 +23,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import expert_rows, hopper
+from jaxspec.pallas import expert_rows
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET
 from jaxspec.pallas.once import lower_once
 
-PART = 128  # tokens that are counted at once: a warpgroup's threads, and what a byte can count
-MOST = 128  # tokens
-MOST_UNTIMED = 512
+MOST = 128  # tokens: a warpgroup's threads, and what a byte can count
 MOST_EACH = 16  # experts of a token
 MOST_EXPERTS = 1024
 WARPS, LANES = 4, 32
@@ -40,7 +38,7 @@ WORDS = 16  # of bits, or a multiple: then each thread counts for as many expert
 HALF = 16  # bits of a word that hold a number of blocks; the others hold a number of items
 _TILED, _Tiling = plgpu.Layout.TILED, plgpu.Tiling
 # [tokens, experts], a thread a token; [words, bits, tokens], a thread a bit; [pairs, words, bits], a warp a pair.
-BY_TOKEN = _TILED(_Tiling(((PART, GROUP), (LANES, GROUP))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+BY_TOKEN = _TILED(_Tiling(((MOST, GROUP), (LANES, GROUP))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
 BY_BIT = _TILED(
     _Tiling(((WORDS, APART, GROUP), (WORDS // WARPS, APART, GROUP))), warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -51,8 +49,8 @@ _load = partial(plgpu.load, optimized=False)
 
 def supported(tokens: int, each: int, experts: int, width: int, dtype: Any) -> str | None:
     """Why the kernel can't plan for so many tokens, each `width` wide and for `each` of the experts, None if it can."""
-    if tokens > (most := MOST_UNTIMED if hopper.UNTIMED else MOST):
-        return f"{tokens} tokens, more than {most}"
+    if tokens > MOST:
+        return f"{tokens} tokens, more than {MOST}"
     if each > MOST_EACH or experts > MOST_EXPERTS:
         return f"{each} of {experts} experts a token; supported: up to {MOST_EACH} of {MOST_EXPERTS}"
     if dtype != jnp.bfloat16:
@@ -79,7 +77,7 @@ def plan(
     """
     if ids.shape[1] % GROUP:
         ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % GROUP)), constant_values=jnp.iinfo(_i32).max)
-    groups, words, parts = -(-each // GROUP), -(-experts // (BITS * WORDS)) * WORDS, -(-len(x) // PART)
+    groups, words = -(-each // GROUP), -(-experts // (BITS * WORDS)) * WORDS
     smem = lambda *shape: plgpu.SMEM(shape, _i32)  # noqa: E731
     return plgpu.kernel(
         partial(_token, each, experts, rows),
@@ -92,11 +90,11 @@ def plan(
         grid=(len(x),),
         grid_names=("token",),
         scratch_types=dict(
-            ids_s=smem(groups, parts * PART, GROUP),
-            ready=plgpu.Barrier(num_arrivals=groups * parts),
-            bits_s=smem(words, parts * PART + GROUP),  # more than are written: so words' bits lie in different banks
-            all_s=smem(parts, words, APART),
-            earlier_s=smem(parts, words, APART),
+            ids_s=smem(groups, MOST, GROUP),
+            ready=plgpu.Barrier(num_arrivals=groups),
+            bits_s=smem(words, MOST + GROUP),  # more than are written: so several words' bits lie in different banks
+            all_s=smem(words, APART),
+            earlier_s=smem(words, APART),
             before_s=smem(groups * GROUP),
         ),
         # Safe here: what threads tell one another goes through `commit_smem`, written out below.
@@ -108,16 +106,12 @@ def plan(
 def _token(each, experts, rows, x_g, ids_g, *outs, ready, ids_s, bits_s, all_s, earlier_s, before_s):
     token, (tokens, width), (out_g, table_g, place_g) = lax.axis_index("token"), x_g.shape, outs
     for i in range(ids_s.shape[0]):
-        for first in range(0, tokens, PART):
-            here = pl.ds(first, min(PART, tokens - first))
-            plgpu.copy_gmem_to_smem(ids_g.at[here, pl.ds(i * GROUP, GROUP)], ids_s.at[i, here], ready)
+        plgpu.copy_gmem_to_smem(ids_g.at[:, pl.ds(i * GROUP, GROUP)], ids_s.at[i, pl.ds(0, tokens)], ready)
     row = expert_rows.load(x_g, token)
     plgpu.barrier_wait(ready)
-    for first in range(0, tokens, PART):
-        _find_bits(first, tokens, experts, ids_s, bits_s)
+    _find_bits(tokens, experts, ids_s, bits_s)
     plgpu.commit_smem()
-    for part in range(all_s.shape[0]):
-        _count(part * PART, tokens, experts, token, bits_s, all_s.at[part], earlier_s.at[part])
+    _count(tokens, experts, token, bits_s, all_s, earlier_s)
     plgpu.commit_smem()
     items = _add_up(rows, ids_s, token, all_s, before_s)
     plgpu.commit_smem()
@@ -146,36 +140,31 @@ def _token(each, experts, rows, x_g, ids_g, *outs, ready, ids_s, bits_s, all_s, 
 def _place(experts, expert, before, all_s, earlier_s):
     """A pair's expert, that one's first block and item, the pair's rank in it, and how many blocks it has."""
     some = jnp.minimum(expert, experts - 1)  # nobody has no counts
-
-    def of(counts_s):
-        word, bit, byte = _shift(some, 5), some & (APART - 1), some & 24
-        return sum(_shift(counts_s[part, word, bit], byte) & 255 for part in range(counts_s.shape[0]))
-
+    of = lambda counts_s: _shift(counts_s[_shift(some, 5), some & (APART - 1)], some & 24) & 255  # noqa: E731
     rank, blocks = of(earlier_s), _shift(of(all_s) + (ALIGN - 1), 3)
     return expert, before & (2**HALF - 1), _shift(before, HALF), rank, blocks
 
 
-def _find_bits(first, tokens, experts, ids_s, bits_s):
-    """The experts of each token from `first` on, a bit each, in words."""
-    real = plgpu.broadcasted_iota(_i32, (PART, GROUP), 0, layout=BY_TOKEN) < tokens - first  # others weren't brought
+def _find_bits(tokens, experts, ids_s, bits_s):
+    """Each token's experts, a bit each, in words."""
+    real = plgpu.broadcasted_iota(_i32, (MOST, GROUP), 0, layout=BY_TOKEN) < tokens  # nothing was brought for others
     pairs = []
     for i in range(ids_s.shape[0]):
-        ids = _load(ids_s.at[i, pl.ds(first, PART)], layout=BY_TOKEN)
+        ids = _load(ids_s.at[i], layout=BY_TOKEN)
         pairs.append((jnp.where(real, _shift(ids, 5), -1), 1 << (ids & (BITS - 1))))
     for i in range(-(-experts // BITS)):
-        bits_s[i, pl.ds(first, PART)] = jnp.sum(sum(jnp.where(word == i, bit, 0) for word, bit in pairs), axis=1)
+        bits_s[i, pl.ds(0, MOST)] = jnp.sum(sum(jnp.where(word == i, bit, 0) for word, bit in pairs), axis=1)
 
 
-def _count(begin, tokens, experts, token, bits_s, all_s, earlier_s):
-    """How many tokens from `begin` on each expert has, and how many of them before `token`: experts 0, 8, 16, 24 of 32
-    in a word, then 1..."""
+def _count(tokens, experts, token, bits_s, all_s, earlier_s):
+    """How many tokens each expert has, and how many before `token`: experts 0, 8, 16, 24 of 32 in a word, then 1..."""
     shape = bits_s.shape[0], APART, GROUP
     bit, place = (plgpu.broadcasted_iota(_i32, shape, i, layout=BY_BIT) for i in (1, 2))
 
     def add(i, counts):
         everyone, earlier = counts
         for first in range(0, LANES, GROUP):
-            first += begin + i * LANES
+            first += i * LANES
             bits = _load(bits_s.at[:, pl.ds(first, GROUP)], layout=BY_BIT.reduce(1))
             bits = plgpu.layout_cast(lax.broadcast_in_dim(bits, shape, [0, 2]), BY_BIT)
             each = _shift(bits, bit) & 0x01010101
@@ -184,20 +173,19 @@ def _count(begin, tokens, experts, token, bits_s, all_s, earlier_s):
         return everyone, earlier
 
     none = plgpu.layout_cast(jnp.zeros(shape[:2], _i32), BY_BIT.reduce(2))
-    everyone, earlier_s[...] = lax.fori_loop(_i32(0), _i32(-(-min(PART, tokens - begin) // LANES)), add, (none, none))
+    everyone, earlier_s[...] = lax.fori_loop(_i32(0), _i32(-(-tokens // LANES)), add, (none, none))
     word = plgpu.broadcasted_iota(_i32, shape[:2], 0, layout=BY_BIT.reduce(2))
     all_s[...] = jnp.where(word * BITS < experts, everyone, 0)  # there were no bits of words beyond
 
 
 def _add_up(rows, ids_s, token, all_s, before_s):
     """For each of a token's pairs the blocks and items of all experts before its own, in a word; and all items."""
-    parts, *shape = all_s.shape
-    counts = [_load(all_s.at[part], layout=BY_PAIR.reduce(0)) for part in range(parts)]
-    word, bit = (plgpu.broadcasted_iota(_i32, shape, i, layout=BY_PAIR.reduce(0)) for i in range(2))
-    across = lambda x, axes: plgpu.layout_cast(lax.broadcast_in_dim(x, (WARPS, *shape), axes), BY_PAIR)  # noqa: E731
+    counts = _load(all_s, layout=BY_PAIR.reduce(0))
+    word, bit = (plgpu.broadcasted_iota(_i32, all_s.shape, i, layout=BY_PAIR.reduce(0)) for i in range(2))
+    across = lambda x, axes: plgpu.layout_cast(lax.broadcast_in_dim(x, (WARPS, *all_s.shape), axes), BY_PAIR)  # noqa: E731
     each, total = [], 0
     for byte in range(0, BITS, APART):
-        count = sum(_shift(part, byte) & 255 for part in counts)
+        count = _shift(counts, byte) & 255
         taken = _shift(count + (ALIGN - 1), 3) | _shift(count + (rows - 1), rows.bit_length() - 1) << HALF
         each.append((across(word * BITS + byte + bit, [1, 2]), across(taken, [1, 2])))
         total += taken
