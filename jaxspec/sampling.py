@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 PURPOSES = ACCEPT, SAMPLE, DRAFT = range(3)  # what a random number is for
 
@@ -152,21 +152,17 @@ def round_keys(seed: UInt32[Array, "b 2"], start: Int[Array, " b"], step: Int[Ar
     Drafts and coins of a round decide together how much of it stands. So a later round, which drafts for some of the
     same positions, must not meet their numbers again.
     """
-    purposes = (step.astype(jnp.uint32) + 1) * len(PURPOSES) + purpose
-    return _keys(seed, jnp.broadcast_to(_as(start, 1 + step.ndim), (*start.shape, *step.shape)), purposes)
+    start = jnp.expand_dims(start, tuple(range(1, 1 + step.ndim)))
+    return _keys(seed, start, (step.astype(jnp.uint32) + 1) * len(PURPOSES) + purpose)
 
 
 def _keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b ..."], purpose: UInt32[Array, "..."]) -> Array:
-    """One block of Threefry for each position: the seed encrypts (position, purpose)."""
-    first, second = (jnp.broadcast_to(_as(word, position.ndim), position.shape) for word in seed.T)
-    purpose = jnp.broadcast_to(purpose, position.shape)
-    words = threefry2x32_p.bind(first, second, position.astype(jnp.uint32), purpose)
-    return jax.random.wrap_key_data(jnp.stack(words, axis=-1), impl="threefry2x32")
-
-
-def _as(x: Shaped[Array, " b"], ndim: int) -> Shaped[Array, "b ..."]:
-    """With axes of size 1 after the first, so that it has `ndim`."""
-    return x.reshape(-1, *[1] * (ndim - 1))
+    """One block of Threefry for each position and purpose, which broadcast: the seed encrypts both."""
+    shape = jnp.broadcast_shapes(position.shape, purpose.shape)
+    words = (jnp.expand_dims(word, tuple(range(1, len(shape)))) for word in seed.T)
+    operands = *words, position.astype(jnp.uint32), purpose
+    made = threefry2x32_p.bind(*(jnp.broadcast_to(x, shape) for x in operands))
+    return jax.random.wrap_key_data(jnp.stack(made, axis=-1), impl="threefry2x32")
 
 
 def draw(p: Float[Array, "*b v"], key: Array) -> Int[Array, "*b"]:

@@ -222,6 +222,7 @@ def test_a_round_never_meets_an_earlier_rounds_random_numbers():
         for start in range(10)
         for purpose in (sampling.ACCEPT, sampling.DRAFT)
     ]
-    assert len(np.unique(np.concatenate(data), axis=0)) == 10 * 2 * 8
+    bonus = jax.random.key_data(sampling.keys(seed, jnp.arange(20)[None], sampling.SAMPLE)).reshape(-1, 2)
+    assert len(np.unique(np.concatenate([*data, bonus]), axis=0)) == 10 * 2 * 8 + 20
     alone = sampling.round_keys(seed, jnp.array([5]), jnp.asarray(2), sampling.DRAFT)
     np.testing.assert_array_equal(jax.random.key_data(alone)[0], data[2 * 5 + 1][2])
