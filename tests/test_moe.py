@@ -260,6 +260,8 @@ def test_dummy_stacks_are_made_matrix_by_matrix():
     assert abs(np.corrcoef(gate_up[0].ravel(), gate_up[31].ravel())[0, 1]) < 0.05
     stack = params._normal_stack.lower(jax.random.key(0), gate_up.shape, 1.0, "bfloat16").compile()
     assert stack.memory_analysis().temp_size_in_bytes < 0.5 * gate_up.size * 2
+    whole = params._whole.lower(layer["experts_gate_up"].values, declared["experts_gate_up"].layout, False).compile()
+    assert whole.memory_analysis().temp_size_in_bytes < 0.5 * gate_up.size * 2
 
 
 @pytest.mark.exhaustive

@@ -280,12 +280,23 @@ def _sources(param: Param, array: jax.Array) -> tuple[Param, list[jax.Array]]:
     if isinstance(param.format, Mxfp4):
         raise CheckpointError("dummy weights in MXFP4 can't be divided among devices; use --tp-size 1")
     if param.stacked:
-        parts = param.layout.unpack(jnp.swapaxes(array, 1, 2))
-        whole = jnp.concatenate(parts, axis=-1) if param.transpose else jnp.swapaxes(jnp.concatenate(parts, -1), 1, 2)
+        whole = _whole(array, param.layout, param.transpose)
         return dataclasses.replace(param, sources=("dummy",), whole="dummy"), [whole]
     parts = param.layout.unpack(array)
     parts = [part.T if param.transpose else part for part in parts]
     return param, [part[:, None] if param.depthwise else part for part in parts]
+
+
+@partial(jax.jit, static_argnames=("layout", "transpose"))
+def _whole(stack: jax.Array, layout: Layout, transpose: bool) -> jax.Array:
+    """Experts' matrices as one tensor of a checkpoint has them. Expert by expert: a stack takes gigabytes, and the
+    device that draws it holds its part of all others."""
+
+    def expert(matrix):
+        rows = jnp.concatenate([part.T for part in layout.unpack(matrix.T)])
+        return rows.T if transpose else rows
+
+    return jax.lax.map(expert, stack)
 
 
 @partial(jax.jit, static_argnames=("shape", "std", "dtype"))
