@@ -156,10 +156,10 @@ class Programs:
         """As `first` in mode logprobs, among the tokens that `bits` allow."""
         return self.dispatch("masked_first", state, packed, bits, forced)
 
-    def warm_up(self, state: State, wanted: Callable[[str], bool] = lambda kind: True) -> None:
-        """Compile every program of the ladder, or those of the kinds `wanted`, several at a time. An exception from one
-        ends them all."""
-        programs = [one for one in ladder.ladder_of(self.shapes) if wanted(one[0])]
+    def warm_up(self, state: State, wanted: Callable[[One], bool] = lambda one: True) -> None:
+        """Compile every program of the ladder, or those `wanted`, several at a time. An exception from one ends them
+        all."""
+        programs = list(filter(wanted, ladder.ladder_of(self.shapes)))
         with no_garbage_collection():
             self._compile_all(programs, state, cores())
 

@@ -128,7 +128,7 @@ def test_processes_lower_before_anybody_asks(here, monkeypatch):
         time.sleep(0.01)
     programs, compiled = helped(here, monkeypatch, processes)
     monkeypatch.setattr(Programs, "_lower", lambda *_: pytest.fail("it is lowered already"))
-    programs.warm_up(here.state, lambda kind: kind in ("first_greedy", "admit"))
+    programs.warm_up(here.state, lambda one: one[0] in ("first_greedy", "admit"))
     assert sorted(compiled) == sorted(wanted) and len(wanted) > 1
     assert not processes._made and not any(each.alive for each in processes.all) and programs._others is None
 
@@ -155,7 +155,7 @@ def test_a_dead_process_loses_no_program(here, monkeypatch, caplog):
     wanted = [one for one in ladder_of(here.shapes) if one[0] in ("first_greedy", "admit")]
     programs, compiled = helped(here, monkeypatch, Processes(1, given(here.programs, here.state), wanted))
     with caplog.at_level("WARNING"):
-        programs.warm_up(here.state, lambda kind: kind in ("first_greedy", "admit"))
+        programs.warm_up(here.state, lambda one: one[0] in ("first_greedy", "admit"))
     assert sorted(compiled) == sorted(wanted) and len(wanted) > 1
     assert "another process couldn't: it died" in caplog.text and "without other processes" in caplog.text
 

@@ -198,7 +198,7 @@ def _prepare(engine: Engine, requests: Sequence[int]) -> None:
         programs.add_rounds(REST, Resting())
     runner.shapes = programs.shapes = dataclasses.replace(shapes, narrower=with_plain)
     runner.narrower = dict(with_plain)
-    programs.warm_up(runner.state, lambda kind: GREEDY in kind or kind in ("admit", "prefill"))
+    programs.warm_up(runner.state, lambda one: GREEDY in one[0] or one[0] in ("admit", "prefill"))
     pages, page_size = runner.plan.num_pages, engine.config.page_size
     programs.shapes = shapes  # an engine that keeps drafts up has no plain rounds to choose from
     runner.state, runner.round_times = time_rounds(programs, runner.state, pages, page_size, (GREEDY,))

@@ -9,8 +9,9 @@ of tokens that a request had, which the floor counts.
 With --accept-rates drafts are accepted at those rates whatever the model says, so that a round's cost is measured apart
 from the drafter's quality. With --overlap both each N runs with overlap off and on, in the same engine. With
 --back-to-back the compiled round program is also dispatched by itself, over the same contexts with nothing read:
-`program` is its time per round, `engine` what the loop adds to it. With --profile its kernels are listed by name, per
-round: how often each is called and what all its calls take under jax's profiler, which adds a little to each.
+`program` is its time per round, `engine` what the loop adds to it. With --skip-warmup the programs that these loads
+need are compiled, no others. With --profile its kernels are listed by name, per round: how often each is called and
+what all its calls take under jax's profiler, which adds a little to each.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxspec.batch import fit
 from jaxspec.bench import engines, floors, plots, profile
 from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.steady import Load
 from jaxspec.engine import Engine
 from jaxspec.flags import positive
+from jaxspec.ladder import One
 from jaxspec.request import SamplingParams
+from jaxspec.round import GREEDY, SAMPLED
 
 COLUMNS = (
     Column("concurrency", "requests"),
@@ -81,13 +85,15 @@ def run(args: argparse.Namespace, result: Result) -> None:
     modes = {"both": ("off", "on"), None: ("off" if args.disable_overlap else "on",)}.get(args.overlap, (args.overlap,))
     loads = [(count, mode) for count in args.concurrency for mode in modes]
     back_to_back = args.back_to_back or args.profile
+    if engine.config.skip_warmup:
+        compile_ahead(engine, args)
     rng = np.random.default_rng(args.seed or 0)
     before: Row = {}
     for count, mode in tqdm(loads, desc="decode", unit="load", disable=None):
         engine.config = dataclasses.replace(engine.config, disable_overlap=mode == "off")
         load = Load(engine, rng, count, args.prompt_len, args.temperature)
         if engine.config.skip_warmup:
-            load.run(args.output_len)  # only the same load meets the same programs
+            load.run(args.output_len)  # it may meet a program more
         gc.collect()
         row = {"concurrency": count, "overlap": mode} | load.run(args.output_len, back_to_back, args.profile)
         row |= against_floor(engine, args, row)
@@ -98,6 +104,25 @@ def run(args: argparse.Namespace, result: Result) -> None:
         result.add(row)
         tell(result, row, args)
     result.fact(memory=memory_facts())
+
+
+def compile_ahead(engine: Engine, args: argparse.Namespace) -> None:
+    """Compile side by side what the loads need. A load would compile one program after the other: those of one request
+    took Qwen3.5-397B 90 s over four H200s."""
+    shapes, mode = engine.runner.shapes, SAMPLED if args.temperature else GREEDY
+    prompt, most = -(-args.prompt_len // shapes.block), shapes.prefills[-1]  # blocks
+    least, largest = (fit(min(prompt * count, most), shapes.prefills) for count in (1, max(args.concurrency)))
+    requests = fit(max(args.concurrency), shapes.batches)  # and fewer, while prompts are served and as requests end
+
+    def needed(one: One) -> bool:
+        kind, size = one
+        if kind == "prefill":
+            return least <= size <= largest
+        if kind in (f"round_{mode}", f"rounds_{mode}"):
+            return size <= requests
+        return kind in ("admit", f"first_{mode}")
+
+    engine.runner.programs.warm_up(engine.runner.state, needed)
 
 
 def against_floor(engine: Engine, args: argparse.Namespace, row: Row) -> Row:

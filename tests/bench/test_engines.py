@@ -1,5 +1,6 @@
 """The benchmarks that run an engine, through the command, on a tiny model: what they measured is what they say."""
 
+import argparse
 import json
 
 import jax
@@ -10,6 +11,7 @@ from jaxspec.bench import __main__ as bench
 from jaxspec.bench import decode, engines, prefill, results
 from jaxspec.checkpoint import load_model
 from jaxspec.decoder.spec import DeltaRule
+from jaxspec.ladder import ladder_of
 from tests.bench.fake_engine import Clock, FakeEngine
 from tests.tiny import tiny_checkpoint
 
@@ -50,6 +52,20 @@ def test_decode_runs_every_load_with_overlap_off_and_on(decoded):
     for off, on in zip(decoded["rows"][::2], decoded["rows"][1::2], strict=True):
         assert off["overlap_gain"] is None and on["overlap_gain"] == off["mean_ms"] / on["mean_ms"] - 1
     assert not decoded["notes"]
+
+
+def test_what_a_load_meets_is_compiled_ahead(tiny, tmp_path):
+    """Side by side, not one after the other as they are met; and little besides."""
+    argv = [*tiny[:-1], "--draft", "ngram", "--max-running-requests", "4", "--concurrency", "3", "--prompt-len", "20"]
+    parser = argparse.ArgumentParser()
+    decode.add_arguments(parser)
+    args = parser.parse_args(argv)
+    engine = engines.start(args, results.Result("decode", argv, args, decode.TABLES[0], None), 4)
+    decode.compile_ahead(engine, args)
+    ready = engine.runner.programs.ready
+    assert ready < len(ladder_of(engine.runner.shapes)) / 3
+    decode.Load(engine, np.random.default_rng(0), 3, 20).run(30, back_to_back=True)
+    assert engine.runner.programs.ready == ready
 
 
 def test_decode_samples_at_the_temperature_given(tiny, capsys):
