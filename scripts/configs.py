@@ -65,6 +65,10 @@ QWEN3_NEXT = QWEN35_35B | dict(
     model_type="qwen3_next", vocab_size=151936, num_hidden_layers=48, num_experts=512, num_experts_per_tok=10,
     partial_rotary_factor=0.25, norm_topk_prob=True,
 )  # fmt: skip
+QWEN35_397B = QWEN35_35B | dict(
+    hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, num_experts=512, num_experts_per_tok=10,
+    moe_intermediate_size=1024, shared_expert_intermediate_size=1024, linear_num_value_heads=64,
+)  # fmt: skip
 QWEN38_27B = dict(
     model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
     num_attention_heads=24, num_key_value_heads=4, head_dim=256, partial_rotary_factor=0.25, rope_theta=1e7,
@@ -76,7 +80,8 @@ QWEN38_27B = dict(
 FOLDERS = {
     "qwen3-8b": QWEN3_8B, "qwen3-8b-eagle3": EAGLE3_8B, "qwen3-8b-dflash": DFLASH_8B, "qwen3-8b-dspark": DSPARK_8B,
     "qwen3-30b-a3b": QWEN3_30B, "qwen3-235b-a22b": QWEN3_235B, "qwen3-next-80b": QWEN3_NEXT,
-    "qwen3.5-35b-a3b": QWEN35_35B, "qwen3.8-27b": QWEN38_27B, "qwen3.8-27b-16": QWEN38_27B | dict(num_hidden_layers=16),
+    "qwen3.5-35b-a3b": QWEN35_35B, "qwen3.5-397b-a17b": QWEN35_397B,
+    "qwen3.8-27b": QWEN38_27B, "qwen3.8-27b-16": QWEN38_27B | dict(num_hidden_layers=16),
     "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B, "llama-3.1-8b": LLAMA_8B, "llama-3.3-70b": LLAMA_70B,
 }  # fmt: skip
 

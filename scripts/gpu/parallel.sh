@@ -14,15 +14,16 @@
 #   kept     a second start finds the first one's programs
 #   dense, mixture, hybrid, large  ms a round beside one GPU's, plain and with drafts, and what the host needs of it
 #   train    tokens a second of an EAGLE-3 drafter's training over N GPUs and on one
-# OUT receives a log and JSON files for each. QWEN, QWEN_MOE, QWEN_HYBRID, LARGE and NEXT are folders with the
-# config.json of Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-35B-A3B, Llama-3.3-70B and Qwen3-Next-80B, EAGLE3 that of Qwen3-8B's
-# drafter (`scripts/configs.py` writes all of them); weights are made up. A part whose model isn't named is left out.
-# CONCURRENCY is the numbers of requests (1,8,32,128), LIMIT the seconds of each command (240), FLAGS more of the decode
-# benchmark's (`--profile`: the kernels of each row). GPU is what `bench plan` predicts for (h100). In two bytes a
-# weight Llama-3.3-70B leaves two H100s 28,672 tokens of KV cache, so its requests are FEW (1,8); 80B needs two H200s.
-# TARGET is the model that the drafter is trained for (the demo's GGUF file), ROWS how many of 1,024 tokens a step has
-# on each GPU (16). Needed as well, as wheels on PYTHONPATH where they aren't installed: gguf, and what the
-# server and the trainer need. On virtual CPU devices it rehearses all but `kernels` and `local`, with tiny models:
+# OUT receives a log and JSON files for each. QWEN, QWEN_MOE, QWEN_HYBRID, LARGE, NEXT and LARGEST are folders with the
+# config.json of Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-35B-A3B, Llama-3.3-70B, Qwen3-Next-80B and Qwen3.5-397B-A17B, EAGLE3
+# that of Qwen3-8B's drafter (`scripts/configs.py` writes all of them); weights are made up. A part whose model isn't
+# named is left out. CONCURRENCY is the numbers of requests (1,8,32,128), LIMIT the seconds of each command (240), FLAGS
+# more of the decode benchmark's (`--profile`: the kernels of each row). GPU is what `bench plan` predicts for (h100). In
+# two bytes a weight Llama-3.3-70B leaves two H100s 28,672 tokens of KV cache, so its requests are FEW (1,8); 80B needs
+# two H200s, and 397B in FP8 four of them or eight H100s. TARGET is the model that the drafter is trained for (the demo's
+# GGUF file), ROWS how many of 1,024 tokens a step has on each GPU (16). Needed as well, as wheels on PYTHONPATH where
+# they aren't installed: gguf, and what the server and the trainer need. On virtual CPU devices it rehearses all but
+# `kernels` and `local`, with tiny models:
 #
 #     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 PJRT_NPROC=16 QWEN=... FLAGS="--prompt-len 16 --output-len 48" \
 #         CONCURRENCY=1,2 scripts/gpu/parallel.sh OUT 2 sums texts servers kept dense mixture hybrid large
@@ -118,7 +119,9 @@ for part in "${@:-plan kernels sums texts servers local kept dense mixture hybri
                 plan hybrid-mtp "${QWEN_HYBRID-}" --draft mtp
                 plan large "${LARGE-}"
                 plan large-fp8 "${LARGE-}" --quantization fp8
-                plan next-fp8 "${NEXT-}" --quantization fp8 ;;
+                plan next-fp8 "${NEXT-}" --quantization fp8
+                plan largest-fp8 "${LARGEST-}" --quantization fp8
+                plan largest-fp8-mtp "${LARGEST-}" --quantization fp8 --draft mtp ;;
             kernels) tests kernels tests/gpu/test_peer_sum.py ;;
             sums)
                 bench sums sums --tp-size "$n"
@@ -149,7 +152,10 @@ END
                 ALONE='' concurrency=$few both large "${LARGE-}" --max-running-requests 8
                 both large-fp8 "${LARGE-}" --quantization fp8
                 ALONE='' both next-fp8 "${NEXT-}" --quantization fp8
-                case ${GPU:-h100} in h200) ALONE='' both next "${NEXT-}" ;; esac ;;
+                case ${GPU:-h100} in h200) ALONE='' both next "${NEXT-}" ;; esac
+                ALONE='' both largest-fp8 "${LARGEST-}" --quantization fp8
+                ALONE='' both largest-fp8-mtp "${LARGEST-}" --quantization fp8 --draft mtp \
+                    --accept-rates 0.75,0.5,0.25 ;;
             train) train "$n"; train 1 ;;
             *) echo "no part $part" >&2; exit 2 ;;
         esac
