@@ -241,8 +241,8 @@ def break_empty(folder):
             "quantised by fp8 with fmt 'e5m2', not e4m3",
         ),
         (
-            lambda f: edit_json(f / "config.json", text_config={"quantization_config": {"quant_method": "awq"}}),
-            "quantised by awq .*not supported; use the model's FP8 or unquantised checkpoint",
+            lambda f: edit_json(f / "config.json", text_config={"quantization_config": {"quant_method": "hqq"}}),
+            "quantised by hqq .*not supported; use the model's FP8 or unquantised checkpoint",
         ),
     ],
 )

@@ -332,8 +332,8 @@ def test_scales_of_keys_and_values_are_read_under_each_tools_names(tmp_path, cap
 
 
 @pytest.mark.parametrize("config,named", [
-    ({"quant_method": "awq", "bits": 4}, "awq in 4 bits"),
-    ({"quant_method": "gptq", "bits": 4}, "gptq in 4 bits"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in 4 bits, version 'gemv'"),
+    ({"quant_method": "gptq", "bits": 3}, "gptq in 3 bits"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"quant_method": "mxfp8"}, "mxfp8"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4"),

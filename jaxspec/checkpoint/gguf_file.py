@@ -99,7 +99,7 @@ class GgufFile:
             self.config = self._read_config()
         except ConfigError as error:
             raise ConfigError(f"{path}: its metadata, under a config.json's names: {error}") from error
-        self.quantization = None  # dequantised as it is read
+        self.quantization = self.packed = None  # dequantised as it is read
         self.generation: dict[str, Any] = {}  # newer files may say how to sample; that is not read
 
     def tensors(self) -> dict[str, TensorInfo]:

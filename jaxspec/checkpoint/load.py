@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import sharding
-from jaxspec.checkpoint import kv_scales
+from jaxspec.checkpoint import kv_scales, packed
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import Source, resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
@@ -122,6 +122,8 @@ def load_model(
             with took("made up weights"):
                 params = jax.block_until_ready(dummy(declared, dtype, seed, mesh))
         else:
+            if (how_packed := source.files.packed) is not None:
+                log.info("%s: %s", source.name, packed.told(how_packed, dtype, quantization))
             options = {"rename": text_name, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
             started = time.monotonic()
             params = read_params(declared, source.files, source.name, dtype, **options)
@@ -141,7 +143,7 @@ def load_model(
         ) from error
     sampling = _sampling(source.files.generation, source.name)
     tokenizer, scales = reading.result(), None
-    if how is not None and load_format != "dummy":
+    if (how or source.files.packed) and load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, text_name)
     return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)
 
@@ -273,14 +275,28 @@ def read_params(
     renamed = ((rename(tensor), info) for tensor, info in files.tensors().items())
     found = {new: info for new, info in renamed if new is not None and new not in skip}
     declared = jax.tree.map(lambda param: param.as_found(found), declared)
-    if (how := files.quantization) is not None:
+    how = files.quantization
+    if how is not None or files.packed is not None:
         found, left = {k: v for k, v in found.items() if not unused(k)}, [k for k in found if unused(k)]
         if left := [k for k in left if not kv_scales.named(k)]:
             log.info("%s: %d scales like %s are not used: see docs/quantisation.md", name, len(left), left[0])
+    if how is not None:
         stored = partial(as_stored, found=found, how=how, activations=fp8_activations, where=str(files.path))
         declared = jax.tree.map(stored, declared)
+    if files.packed is not None:
+        found = _without_zero_biases(declared, files, found, rename)
     check(jax.tree.leaves(declared), found, str(files.path))
     return assemble(declared, _with_bar(files.read(), rename, found, name, progress), dtype, mesh)
+
+
+def _without_zero_biases(
+    declared: Any, files: ModelFolder, found: dict[str, TensorInfo], rename: Callable[[str], str | None]
+) -> dict[str, TensorInfo]:
+    """`found` without biases of zeros that the model doesn't have: AutoGPTQ gives every layer one."""
+    strange = found.keys() - {name for param in jax.tree.leaves(declared) for name in param.sources}
+    spare = {name for name in files.tensors() if name.endswith(".bias") and rename(name) in strange}
+    zeros = {rename(name) for name, values in files.some(spare) if not values.any()}
+    return {name: info for name, info in found.items() if name not in zeros}
 
 
 def _with_bar(

@@ -64,13 +64,9 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
 
     **Raises:** `CheckpointError` for any format but FP8 with float32 or bfloat16 scales, and MXFP4.
     """
-    text = hf.get("text_config")
-    parts = (part.get("quantization_config") for part in (hf, text) if isinstance(part, Mapping))
-    config = next((part for part in parts if part), None)
+    config = config_of(hf, file)
     if config is None:
         return None
-    if not isinstance(config, Mapping):
-        raise CheckpointError(f"{file}: quantization_config must be a mapping, got {shown(config)}")
     match config.get("quant_method"):
         case "fp8":
             return _fp8(config, file)
@@ -84,15 +80,26 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
                 name += f" {algorithm}"
             if isinstance(bits := config.get("bits", config.get("w_bit")), int):
                 name += f" in {bits} bits"
-            raise CheckpointError(_refusal(file, name))
+            raise CheckpointError(refusal(file, name))
+
+
+def config_of(hf: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a config.json, or of its text model. **Raises:** `CheckpointError` if it is no
+    mapping."""
+    text = hf.get("text_config")
+    parts = (part.get("quantization_config") for part in (hf, text) if isinstance(part, Mapping))
+    config = next((part for part in parts if part), None)
+    if config is not None and not isinstance(config, Mapping):
+        raise CheckpointError(f"{file}: quantization_config must be a mapping, got {shown(config)}")
+    return config
 
 
 def _fp8(config: Mapping[str, Any], file: Path) -> Quantization:
     block = config.get("weight_block_size")
     if block is not None and (not isinstance(block, list | tuple) or list(block) != [BLOCK, BLOCK]):
-        raise CheckpointError(_refusal(file, f"fp8 with weight_block_size {shown(block)}, not [{BLOCK}, {BLOCK}]"))
+        raise CheckpointError(refusal(file, f"fp8 with weight_block_size {shown(block)}, not [{BLOCK}, {BLOCK}]"))
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise CheckpointError(_refusal(file, f"fp8 with fmt {shown(config['fmt'])}, not e4m3"))
+        raise CheckpointError(refusal(file, f"fp8 with fmt {shown(config['fmt'])}, not e4m3"))
     return Quantization("tensor" if block is None else "block", _list(config, "modules_to_not_convert", file))
 
 
@@ -109,16 +116,16 @@ def _compressed(config: Mapping[str, Any], file: Path) -> Quantization:
         if (bits, number) != (8, "float") or strategy not in KINDS:
             layout = config.get("format") or group.get("format")
             said = f"compressed-tensors {layout}, {bits}-bit {number} with strategy {shown(strategy)}"
-            raise CheckpointError(_refusal(file, said))
+            raise CheckpointError(refusal(file, said))
         block = weights.get("block_structure")
         if strategy == "block" and block not in ([BLOCK, BLOCK], (BLOCK, BLOCK), f"{BLOCK}x{BLOCK}", None):
-            raise CheckpointError(_refusal(file, f"compressed-tensors in blocks {shown(block)}, not {BLOCK} x {BLOCK}"))
+            raise CheckpointError(refusal(file, f"compressed-tensors in blocks {shown(block)}, not {BLOCK} x {BLOCK}"))
         found.append(strategy)
     if len(set(found)) > 1:
-        raise CheckpointError(_refusal(file, f"compressed-tensors with several strategies, {', '.join(found)}"))
+        raise CheckpointError(refusal(file, f"compressed-tensors with several strategies, {', '.join(found)}"))
     sparse = config.get("sparsity_config")
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
-        raise CheckpointError(_refusal(file, f"compressed-tensors with sparsity {shown(sparse.get('format'))}"))
+        raise CheckpointError(refusal(file, f"compressed-tensors with sparsity {shown(sparse.get('format'))}"))
     return Quantization(found[0], _list(config, "ignore", file))
 
 
@@ -136,7 +143,8 @@ def _list(config: Mapping[str, Any], key: str, file: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _refusal(file: Path, what: str) -> str:
+def refusal(file: Path, what: str) -> str:
+    """The message for a format that isn't read."""
     return f"{file}: weights quantised by {what} (quantization_config) are not supported; {_INSTEAD}"
 
 

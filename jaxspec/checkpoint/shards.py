@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxspec.checkpoint import quantization
+from jaxspec.checkpoint import packed, quantization
 from jaxspec.checkpoint.bin_file import BinFile
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.config import ModelConfig, end_tokens
@@ -40,7 +40,10 @@ class ModelFolder:
         self.path = folder
         self.config_file = config_file
         self.hf = read_json(config_file)
-        self.quantization = quantization.read(self.hf, config_file)
+        self.packed = packed.read(
+            self.hf, config_file
+        )  # how words hold weights, which are dequantised as they are read
+        self.quantization = None if self.packed else quantization.read(self.hf, config_file)
         self.files = find_shards(folder) if weights else ()
 
     @functools.cached_property
@@ -59,7 +62,14 @@ class ModelFolder:
         return ModelConfig.from_hf({**self.hf, "eos_token_id": ends})
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """What the shards' headers list. **Raises:** `CheckpointError` for a damaged file or an unusable dtype."""
+        """What the shards' headers list, with packed weights in place of their parts.
+
+        **Raises:** `CheckpointError` for a damaged file, an unusable dtype or an incomplete weight.
+        """
+        found = self._stored()
+        return found if self.packed is None else self.packed.tensors(found, self.path)
+
+    def _stored(self) -> dict[str, TensorInfo]:
         found: dict[str, TensorInfo] = {}
         for file in self.files:
             with _open(file) as shard:
@@ -74,6 +84,7 @@ class ModelFolder:
                             "how its scales are kept; get the config.json that came with these weights"
                         )
                     more = {self.quantization.dtype: 1} if self.quantization else {}
+                    more |= {"I32": 4} if self.packed else {}
                     if (size := (_BYTES | _INDICES | more).get(dtype)) is None:
                         known = ", ".join(_BYTES | more)
                         raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {known}")
@@ -81,7 +92,12 @@ class ModelFolder:
         return found
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Every tensor, shard by shard, as a host array in the dtype it is stored in."""
+        """Every tensor that `tensors` lists, shard by shard, as a host array: in the dtype it is stored in, packed
+        weights in float32."""
+        tensors = self._read()
+        return tensors if self.packed is None else self.packed.read(tensors, self._stored())
+
+    def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         for file in self.files:
             with _open(file) as shard:
                 places = _places(file) if self.quantization and file.suffix != ".bin" else {}
