@@ -147,6 +147,12 @@ def changed(tensors, ending, change):
         (lambda t: changed(t, "q_proj.scales", lambda s: s * np.inf), r"q_proj has scales that aren't finite"),
         (lambda t: changed(t, "q_proj.g_idx", lambda g: g + 1), r"q_proj: its inputs' groups \(g_idx\) don't fit"),
         (lambda t: changed(t, "q_proj.qweight", lambda w: w[:2]), r"misshapen model.*q_proj.weight: found \[64, 16\]"),
+        (
+            lambda t: changed(t, "q_proj.qzeros", lambda z: z[0]),
+            r"q_proj.qzeros is I32 \[8\]; packed numbers are a matrix",
+        ),
+        (lambda t: changed(t, "q_proj.qweight", np.float32), r"q_proj.qweight is F32 \[4, 64\]; packed numbers are"),
+        (lambda t: changed(t, "q_proj.scales", lambda s: s[0]), r"q_proj: scales \[64\] and zero points \[64, 2\]"),
         (lambda t: changed(t, "o_proj.bias", lambda b: b + 1), r"unexpected model.*o_proj.bias \[32\]"),
     ],
 )

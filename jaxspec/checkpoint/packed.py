@@ -26,6 +26,7 @@ _PARTS = {
     GPTQ: (("qweight", "qzeros", "scales"), ("g_idx",)),
     COMPRESSED: (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
 }
+_WORDS = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
 # AWQ's column of each four bits of a word, from the lowest on: https://arxiv.org/abs/2306.00978, AutoAWQ's GEMM kernel.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -46,7 +47,7 @@ class Packed:
     def tensors(self, found: Mapping[str, TensorInfo], where: Path) -> dict[str, TensorInfo]:
         """The tensors of an unquantised checkpoint in place of those `found`; bytes are those stored.
 
-        **Raises:** `CheckpointError` for a weight of which a part is missing.
+        **Raises:** `CheckpointError` for a weight of which a part is missing, or is no matrix of words.
         """
         parts = self._parts(found)
         kept = {name: info for name, info in found.items() if self._module(name, parts) is None}
@@ -56,6 +57,10 @@ class Packed:
                 raise CheckpointError(
                     f"{where}: {module} has {first} and no {' and no '.join(lacking)}; download its files again"
                 )
+            for name in (f"{module}.{part}" for part in names if part in _WORDS):
+                if found[name].dtype != "I32" or len(found[name].shape) != 2:
+                    said = f"{name} is {found[name].dtype} {list(found[name].shape)}"
+                    raise CheckpointError(f"{where}: {said}; packed numbers are a matrix of I32")
             size = sum(found[f"{module}.{part}"].nbytes for part in names)
             kept[f"{module}.weight"] = TensorInfo(self._shape(found[f"{module}.{first}"].shape), size, "F32")
         return kept
@@ -94,14 +99,12 @@ class Packed:
 
     def _shape(self, words: tuple[int, ...]) -> tuple[int, int]:
         """[out, in] of a weight by the shape of its words."""
-        rows, columns = words if len(words) == 2 else (0, 0)
-        each = 32 // self.bits
-        return {AWQ: (columns * each, rows), GPTQ: (columns, rows * each), COMPRESSED: (rows, columns * each)}[
-            self.kind
-        ]
+        (rows, columns), each = words, 32 // self.bits
+        shapes = {AWQ: (columns * each, rows), GPTQ: (columns, rows * each), COMPRESSED: (rows, columns * each)}
+        return shapes[self.kind]
 
     def _dequantised(self, module: str, parts: dict[str, np.ndarray]) -> np.ndarray:
-        numbers, zeros, scales, groups = getattr(self, f"_{self.kind.partition('-')[0]}")(parts)
+        numbers, zeros, scales, groups = self._stored(parts)
         outputs, inputs = numbers.shape
         width = self.group or inputs
         if scales.shape != (outputs, -(-inputs // width)) or np.shape(zeros) not in ((), scales.shape):
@@ -120,6 +123,13 @@ class Packed:
             return _times_scales(numbers, zeros, scales, width)
         order = np.argsort(groups, kind="stable")
         return np.take(_times_scales(numbers[:, order], zeros, scales, width), np.argsort(order), axis=1)
+
+    def _stored(
+        self, parts: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray, np.ndarray | None]:
+        """Numbers uint8[out, in], zero points [out, groups] or one for all, scales [out, groups], and each input's
+        group where the file says it."""
+        return {AWQ: self._awq, GPTQ: self._gptq, COMPRESSED: self._compressed}[self.kind](parts)
 
     def _awq(self, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
         """Words stand [in, out / 8] and [groups, out / 8]."""
@@ -178,15 +188,15 @@ def read(hf: Mapping[str, Any], file: Path) -> Packed | None:
         return None
     match config.get("quant_method"):
         case "awq":
-            return _awq(config, file)
+            return _read_awq(config, file)
         case "gptq":
-            return _gptq(config, file)
+            return _read_gptq(config, file)
         case "compressed-tensors":
-            return _compressed(config)
+            return _read_compressed(config)
     return None
 
 
-def _awq(config: Mapping[str, Any], file: Path) -> Packed:
+def _read_awq(config: Mapping[str, Any], file: Path) -> Packed:
     bits, version = config.get("bits", config.get("w_bit", 4)), str(config.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm" or not config.get("zero_point", True):
         said = (
@@ -196,7 +206,7 @@ def _awq(config: Mapping[str, Any], file: Path) -> Packed:
     return Packed(AWQ, 4, _group(config.get("group_size", config.get("q_group_size", 128)), AWQ, file))
 
 
-def _gptq(config: Mapping[str, Any], file: Path) -> Packed:
+def _read_gptq(config: Mapping[str, Any], file: Path) -> Packed:
     bits, layout = config.get("bits", 4), config.get("checkpoint_format") or "gptq"
     if bits not in BITS or layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         said = f"gptq in {shown(bits)} bits, checkpoint_format {shown(layout)}"
@@ -206,7 +216,7 @@ def _gptq(config: Mapping[str, Any], file: Path) -> Packed:
     return Packed(GPTQ, bits, _group(config.get("group_size", 128), GPTQ, file), less=int(layout == "gptq"))
 
 
-def _compressed(config: Mapping[str, Any]) -> Packed | None:
+def _read_compressed(config: Mapping[str, Any]) -> Packed | None:
     """None for what `quantization.read` reads, or refuses by name."""
     groups = config.get("config_groups")
     found = set()
