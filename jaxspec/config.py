@@ -308,7 +308,7 @@ class EngineConfig:
         "most tokens drafted per request and round; of a tree, all of its tokens",
         "N",
         group=SPECULATION,
-        shown="the drafter's: 4; MTP's and EAGLE's 3, or 8 in a tree; DSpark's block; DFlash's less one",
+        shown="the drafter's: 4; MTP's and EAGLE's 3, or 8 in a tree; DSpark's block, or one less; DFlash's less one",
         least=1,
     )
     draft_policy: str = option(

@@ -7,7 +7,7 @@ time, never correctness.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.struct
@@ -144,8 +144,8 @@ class Drafter:
     Static declarations:
 
     - `num_draft_tokens`: the most tokens proposed. The verify width is one more.
-    - `feature_layers`: the target layers (0-based) whose outputs `commit` and `prefill` receive; the target's number of
-      layers stands for the final norm.
+    - `feature_layers`: the target layers (0-based) whose outputs `commit` and `prefill` receive; -1 stands for the
+      embedding, and the target's number of layers for the final norm.
     - `reach`: how many tokens after a position the state of its page depends on. A cached page is reused only where so
       many tokens after it match too.
     - `topk`: 1, or for a drafter of trees the most drafts that follow one row.
@@ -178,6 +178,8 @@ class Drafter:
         `source` is what followed `method:` on the command line, if anything. **Raises:** `ConfigError` when the drafter
         can't serve this target.
         """
+        if not is_dataclass(cls):
+            raise ConfigError(f"{cls.__name__} must be a frozen dataclass, or have a `load` of its own")
         return cls(num_draft_tokens=options.num_draft_tokens or 3), {}
 
     def on_one_of(self, size: int) -> Drafter:
@@ -272,3 +274,26 @@ class Narrowed(Drafter):
 
     def commit(self, params, state, batch, verified):
         return self.of.commit(params, state, batch, verified)
+
+
+def proposed(drafter: Drafter, params: Any, state: Any, batch: DraftBatch) -> tuple[Proposal, Any]:
+    """What `drafter.propose` returns.
+
+    **Raises:** `ConfigError` naming what isn't as `Proposal` says, while a program is traced: a round pays nothing.
+    """
+    made, name = drafter.propose(params, state, batch), f"{type(drafter).__name__}.propose"
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Proposal)):
+        raise ConfigError(f"{name} must return a Proposal and the drafter's state, got {type(made).__name__}")
+    proposal, b = made[0], len(batch.length)
+    drafts = (b, proposal.tokens.shape[-1])
+    for field, shape in {"tokens": drafts, "count": (b,), "parents": drafts, "confidence": drafts}.items():
+        value = getattr(proposal, field)
+        if value is not None and value.shape != shape:
+            raise ConfigError(f"{name}: {field} must be {list(shape)}, got {list(value.shape)}")
+        if value is not None and field != "confidence" and not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ConfigError(f"{name}: {field} must be integers, got {value.dtype}")
+    for field in ("probs", "logits"):
+        value = getattr(proposal, field)
+        if value is not None and (value.ndim != 3 or value.shape[:2] != drafts):
+            raise ConfigError(f"{name}: {field} must be {[*drafts, 'vocabulary']}, got {list(value.shape)}")
+    return made

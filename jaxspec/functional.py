@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,11 @@ from jaxspec.cache import PageLayout
 from jaxspec.checkpoint import Model
 from jaxspec.config import ConfigError
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.draft import DraftBatch
+from jaxspec.draft import DraftBatch, proposed
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.mixers import NOTHING, WholeTexts
 from jaxspec.request import RequestError
+from jaxspec.values import shown
 
 PAGE = 16
 SHORTEST = 32  # tokens that `propose` pads a prompt to, at least: to a power of two, so that few programs are compiled
@@ -50,7 +52,12 @@ def hidden_states(
     **Raises:** as `logits`, and `RequestError` for a layer that the model doesn't have.
     """
     tokens = _checked(model, tokens)
-    layers = tuple(int(i) for i in layers)
+    try:
+        layers = tuple(operator.index(i) for i in layers)
+    except TypeError as error:
+        raise RequestError(f"layers must be a list of layer numbers, got {shown(layers)}", "layers") from error
+    if not layers:
+        raise RequestError("layers must name at least one layer", "layers")
     if bad := [i for i in layers if not 0 <= i <= model.config.num_layers]:
         raise RequestError(
             f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}, and "
@@ -63,7 +70,7 @@ def hidden_states(
 def _checked(model: Model, tokens: Any) -> np.ndarray:
     if not isinstance(model, Model):
         named = repr(model) if isinstance(model, str) else "'Qwen/Qwen3-8B'"
-        raise ConfigError(f"model must be a loaded one, got {model!r}; load it first: jaxspec.load_model({named})")
+        raise ConfigError(f"model must be a loaded one, got {shown(model)}; load it first: jaxspec.load_model({named})")
     if model.tp_size > 1:
         raise ConfigError(
             f"model was loaded with tp_size={model.tp_size}; these functions run on one device: load it with tp_size=1"
@@ -126,11 +133,15 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     **Raises:** as `logits`, and `ConfigError` if `drafter` isn't one that `jaxspec.load_drafter` returns, or can't
     draft `n` tokens.
     """
+    if not isinstance(prompt_tokens, list | tuple | np.ndarray | jax.Array) or not len(prompt_tokens):
+        raise RequestError(
+            f"prompt_tokens must be a list of token ids, at least one, got {shown(prompt_tokens)}", "prompt_tokens"
+        )
     prompt = _checked(model, [prompt_tokens])[0]
     if not isinstance(drafter, LoadedDrafter):
         named = repr(drafter) if isinstance(drafter, str) else "'ngram'"
         raise ConfigError(
-            f"drafter must be a loaded one, got {drafter!r}; load it first: jaxspec.load_drafter({named}, model)"
+            f"drafter must be a loaded one, got {shown(drafter)}; load it first: jaxspec.load_drafter({named}, model)"
         )
     drafter = _resized(drafter, n)
     length, lookahead = len(prompt), drafter.drafter.lookahead
@@ -148,7 +159,7 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     return Proposed(
         next_token=int(next_token),
         tokens=np.asarray(proposal.tokens[0]),
-        count=int(proposal.count[0]),
+        count=int(np.clip(proposal.count[0], 0, proposal.tokens.shape[1])),
         logits=None if proposal.logits is None else np.asarray(proposal.logits[0]),
         parents=None if proposal.parents is None else np.asarray(proposal.parents[0]),
         confidence=None if proposal.confidence is None else np.asarray(proposal.confidence[0]),
@@ -178,14 +189,15 @@ def _propose(config, drafter, block, dtype, params, draft_params, history, lengt
     batch = DraftBatch(
         jnp.zeros((1,), jnp.int32), slots.length, slots.history, table[None], ~slots.done, slots.sampling, True
     )
-    return out[0, rounds.TOKENS], drafter.propose(draft_params, state.draft, batch)[0]
+    return out[0, rounds.TOKENS], proposed(drafter, draft_params, state.draft, batch)[0]
 
 
 def _resized(drafter: LoadedDrafter, n: int) -> LoadedDrafter:
     import dataclasses
 
-    if not isinstance(n, int) or n < 1:
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
         raise ConfigError(f"n must be a positive integer, got {n!r}")
+    n = int(n)
     if n == drafter.drafter.num_draft_tokens:
         return drafter
     if not drafter.drafter.num_draft_tokens:

@@ -18,6 +18,7 @@ from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Sequence
 from jaxspec.structured.matcher import Matcher
 from jaxspec.tokenizer import Detokenizer, TokenizerError
+from jaxspec.values import shown
 
 
 @dataclass(eq=False, slots=True)
@@ -92,7 +93,8 @@ class Intake:
         vocab = self.model.config.vocab_size
         if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab):
             bad = next(t for t in tokens if type(t) is not int or not 0 <= t < vocab)
-            raise RequestError(f"token id {bad!r} is outside the vocabulary, ints from 0 to {vocab - 1}", "prompt")
+            said = f"token id {bad} is outside the vocabulary" if type(bad) is int else f"{shown(bad)} is no token id"
+            raise RequestError(f"{said}, ints from 0 to {vocab - 1}", "prompt")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (bad := next((t for t in ids if t >= vocab), None)) is not None:
                 raise RequestError(f"{name}: token id {bad} is outside the vocabulary, 0 to {vocab - 1}", name)
@@ -122,9 +124,13 @@ class Intake:
             why = f"{name} names no end token, and a grammar needs one; add eos_token_id to its config"
         raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
 
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
+    def _tokens(self, prompt: str | list[int] | np.ndarray) -> list[int]:
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if isinstance(prompt, list | tuple):
+            return [int(token) if isinstance(token, np.integer) else token for token in prompt]
         if not isinstance(prompt, str):
-            return list(prompt)
+            raise RequestError(f"a prompt must be a string or a list of token ids, got {shown(prompt)}", "prompt")
         if self.model.tokenizer is None:
             raise RequestError(
                 f"{self.model.name} has no tokenizer: give the prompt as a list of token ids, or add "

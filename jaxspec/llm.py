@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
+
 from jaxspec.config import EngineConfig
 from jaxspec.engine import Engine
 from jaxspec.gathered import Gathered, output
 from jaxspec.interrupts import Interrupts
 from jaxspec.request import Delta, RequestError, RequestOutput, SamplingParams
 from jaxspec.tokenizer import TokenizerError
+from jaxspec.values import shown
 
 
 class LLM:
@@ -34,7 +37,8 @@ class LLM:
         prompts: str | list[int] | list[str] | list[list[int]],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or several: strings, or lists of token ids used as they are. One output each, in order.
+        """Complete one prompt or several: strings, or lists or arrays of token ids used as they are. One output each,
+        in order.
 
         Calls from several threads take turns; to serve many callers at once, use `AsyncLLM`.
 
@@ -45,7 +49,15 @@ class LLM:
         step that runs (pressed again, at once): the call's requests are aborted, and the next call finds the engine as
         if they had never been.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, np.ndarray):
+            prompts = prompts.tolist()
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, list | tuple):
+            raise RequestError(
+                f"prompts must be a string, a list of token ids, or a list of either, got {shown(prompts)}", "prompts"
+            )
+        if prompts and isinstance(prompts[0], int | np.integer):
             prompts = [prompts]
         if params is None:
             params = SamplingParams(**self.engine.sampling)
@@ -94,7 +106,13 @@ class LLM:
         """
         if (tokenizer := self.engine.tokenizer) is None:
             raise TokenizerError(f"{self.engine.config.model} has no tokenizer, so it can't be given a chat")
-        chats = [messages] if messages and isinstance(messages[0], dict) else messages
+        chats = [messages] if isinstance(messages, list) and messages and isinstance(messages[0], dict) else messages
+        if not (isinstance(chats, list | tuple) and all(isinstance(chat, list | tuple) for chat in chats)):
+            raise RequestError(
+                'messages must be a list of {"role": ..., "content": ...}, or a list of such lists, got '
+                f"{shown(messages)}",
+                "messages",
+            )
         return self.generate([tokenizer.apply_chat_template(chat, **template) for chat in chats], params)
 
     def _step(self) -> list[Delta]:

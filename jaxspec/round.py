@@ -23,7 +23,7 @@ from jaxspec.cache import PageLayout, Rows, Scales
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
-from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified
+from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified, proposed
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.ragged import Ragged
 from jaxspec.request import MAX_LOGPROBS
@@ -193,7 +193,7 @@ def propose(
     change: Callable[[Proposal], Proposal] = lambda proposal: proposal,
 ) -> tuple[Proposal, State]:
     """The drafts of a round, after `change`: no more than each request may have, none for those that are done."""
-    proposal, draft = drafter.propose(draft_params, state.draft, batch)
+    proposal, draft = proposed(drafter, draft_params, state.draft, batch)
     proposal = change(proposal)
     most = jnp.minimum(slots.drafts, proposal.tokens.shape[1])
     count = jnp.where(batch.live, jnp.clip(proposal.count, 0, most), 0)

@@ -37,8 +37,10 @@ EVERYWHERE, OWNED, LOGITS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(
 def mesh_of(size: int) -> Mesh | None:
     """The first `size` devices of this host, or of several the first of each; None for one, which needs no mesh.
 
-    **Raises:** `ConfigError` if there are fewer.
+    **Raises:** `ConfigError` if there are fewer, or for a number that isn't positive.
     """
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"--tp-size must be an integer of at least 1, got {size!r}")
     if size == 1:
         return None
     here, hosts = jax.local_devices(), jax.process_count()

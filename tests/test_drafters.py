@@ -41,6 +41,26 @@ class NotADrafter:
     pass
 
 
+class Plain(Drafter):
+    """No dataclass, and no `load`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone(Mine):
+    """Its `load` forgets the params."""
+
+    @classmethod
+    def load(cls, target, source, options):
+        return cls()
+
+
+@dataclasses.dataclass(frozen=True)
+class Deep(Mine):
+    """Reads a layer that no tiny model has."""
+
+    feature_layers: tuple[int, ...] = (-1, 2, 99)
+
+
 @pytest.fixture(scope="module")
 def model():
     return load_model(str(tiny_checkpoint()), progress=False)
@@ -103,6 +123,9 @@ def test_a_method_alone_takes_the_known_drafter(model, monkeypatch):
     ("", ["is no method"]),
     ("ngram:some/model", ["ngram takes no model", "use --draft ngram"]),
     ("no_such_module:Class", ["can't import 'no_such_module'", "PYTHONPATH"]),
+    (f"{__name__}:Plain", ["Plain must be a frozen dataclass"]),
+    (f"{__name__}:Alone", ["Alone.load must return a drafter and its params, got Alone("]),
+    (f"{__name__}:Deep", ["feature_layers [99] don't exist", "layers 0 to 1"]),
     (f"{__name__}:NotADrafter", ["no class NotADrafter", "found: ", "Mine"]),
     (f"{__name__}:Absent", ["no class Absent", "Mine"]),
     (f"{__name__}:Lazy", ["num_draft_tokens must be at least 1, got 0"]),
@@ -120,6 +143,13 @@ def test_a_module_that_fails_to_import_says_why(model, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="absent_dependency"):
         load_drafter("needs_more:Mine", model)
     assert "needs_more" not in sys.modules
+
+
+@pytest.mark.parametrize("draft,target", [("ngram", "tiny"), (None, None)])
+def test_arguments_that_are_swapped_or_not_loaded_are_refused(model, draft, target):
+    with pytest.raises(ConfigError, match=r"load it first|must be a name or a path") as error:
+        load_drafter(draft or model, target or model)
+    assert len(str(error.value)) < 200
 
 
 def test_another_vocabulary_is_refused(model):

@@ -1,5 +1,6 @@
 """`logits`, `hidden_states` and `propose`: plain functions, checked against each other and against greedy decoding."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -84,6 +85,12 @@ def test_layers_that_are_refused(model, layers):
         jaxspec.hidden_states(model, [PROMPT], layers)
 
 
+@pytest.mark.parametrize("layers", [3, (), "ab", (1.7,)])
+def test_what_names_no_layers_is_refused(model, layers):
+    with pytest.raises(RequestError, match="layers must"):
+        jaxspec.hidden_states(model, [PROMPT], layers)
+
+
 # -- propose -----------------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +131,7 @@ def test_a_drafter_of_fixed_length_drafts_that_many_only(model, name):
         jaxspec.propose(model, drafter, PROMPT, 3)
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
 def test_an_n_that_is_refused(model, n):
     with pytest.raises(ConfigError, match="positive integer"):
         jaxspec.propose(model, load_drafter("ngram", model), PROMPT, n)
@@ -143,6 +150,42 @@ def test_a_drafter_that_is_not_loaded_is_refused(model, drafter, advice):
         jaxspec.propose(model, drafter, PROMPT, 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Wrong(Fixed):
+    """Proposals that aren't as `Proposal` says, one for each number of drafts."""
+
+    num_draft_tokens: int = 1
+
+    def propose(self, params, state, batch):
+        b, zeros = len(batch.length), lambda *shape: jnp.zeros(shape, jnp.int32)
+        return {
+            1: Proposal(zeros(b, 1), zeros(b)),
+            2: (Proposal(zeros(b, 2).astype(float), zeros(b)), state),
+            3: (Proposal(zeros(b, 3), zeros(b, 3)), state),
+            4: (Proposal(zeros(b, 4), zeros(b), probs=zeros(b, 3, 7)), state),
+            5: (Proposal(zeros(b, 5), zeros(b) + 9), state),
+        }[self.num_draft_tokens]
+
+
+@pytest.mark.parametrize(
+    ("n", "says"),
+    [
+        (1, "Wrong.propose must return a Proposal and the drafter's state, got Proposal"),
+        (2, "Wrong.propose: tokens must be integers, got float32"),
+        (3, "Wrong.propose: count must be [1], got [1, 3]"),
+        (4, "Wrong.propose: probs must be [1, 4, 'vocabulary'], got [1, 3, 7]"),
+    ],
+)
+def test_a_proposal_that_is_none_is_named(model, n, says):
+    drafter = load_drafter(f"{__name__}:Wrong", model)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        jaxspec.propose(model, drafter, PROMPT, n)
+
+
+def test_no_more_drafts_are_counted_than_there_are(model):
+    assert jaxspec.propose(model, load_drafter(f"{__name__}:Wrong", model), PROMPT, np.int64(5)).count == 5
+
+
 def test_nothing_to_draft_with_is_refused(model):
     with pytest.raises(ConfigError, match="none drafts nothing"):
         jaxspec.propose(model, load_drafter("none", model), PROMPT, 2)
@@ -150,7 +193,7 @@ def test_nothing_to_draft_with_is_refused(model):
 
 def test_prompts_that_are_refused(model):
     drafter = load_drafter("ngram", model)
-    for prompt in ([], [64], [[1]]):
+    for prompt in ([], [64], [[1]], None, 5):
         with pytest.raises(RequestError, match="token"):
             jaxspec.propose(model, drafter, prompt, 2)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from jaxspec import RequestError, SamplingParams
@@ -45,6 +46,22 @@ def test_chats_are_prompts_of_the_models_template():
     assert out.prompt_token_ids == tokenizer.apply_chat_template(begun, **open_ended)
     with pytest.raises(TokenizerError, match="the chat template refused the messages"):
         llm.chat(begun, greedy, continue_final_message=True)  # and a generation prompt behind it
+
+
+def test_prompts_may_be_arrays_of_token_ids():
+    llm, greedy = engine("none"), params(max_tokens=4)
+    expected = said(llm.generate([1, 2, 3], greedy)[0])
+    for given in (np.array([1, 2, 3]), np.array([[1, 2, 3]]), [np.array([1, 2, 3])], list(np.array([1, 2, 3]))):
+        assert [said(out) for out in llm.generate(given, greedy)] == [expected]
+
+
+@pytest.mark.parametrize("given", [None, 5, {"a": 1}, b"abc", (prompt for prompt in ["a"])])
+def test_what_is_no_prompt_or_chat_is_refused_by_name(given):
+    llm = engine("none")
+    with pytest.raises(RequestError, match="prompts must be a string, a list of token ids, or a list of either, got"):
+        llm.generate(given)
+    with pytest.raises(RequestError, match=r'messages must be a list of {"role": ..., "content": ...}, or a list of'):
+        llm.chat(given)
 
 
 def test_threads_that_generate_at_once_take_turns():

@@ -150,14 +150,12 @@ def run(args: argparse.Namespace, result: Result) -> None:
     drafts = list(dict.fromkeys(args.draft or ["auto"]))
     if not args.no_plain:
         drafts = [PLAIN, *(draft for draft in drafts if draft != PLAIN)]
+    for draft in drafts:
+        engines.check(_of(args, draft))
     plain: dict[tuple[str, int], float] = {}
     bar = tqdm(total=len(drafts) * len(args.concurrency) * len(files), desc="accept", unit="load", disable=None)
     for draft in drafts:
-        one = copy.copy(args)
-        one.draft = draft
-        if draft == PLAIN:
-            one.num_draft_tokens, one.num_steps, one.topk = None, None, 1
-        engine = engines.start(one, result, max(args.concurrency))
+        engine = engines.start(_of(args, draft), result, max(args.concurrency))
         benchmarks = [_prepare(engine, args, name, each[: args.num_prompts], result) for name, each in files]
         for concurrency in args.concurrency:
             if engine.config.skip_warmup:
@@ -179,6 +177,15 @@ def run(args: argparse.Namespace, result: Result) -> None:
         del engine
         gc.collect()  # its memory is the next one's
     bar.close()
+
+
+def _of(args: argparse.Namespace, draft: str) -> argparse.Namespace:
+    """The command line for one of its drafters."""
+    one = copy.copy(args)
+    one.draft = draft
+    if draft == PLAIN:
+        one.num_draft_tokens, one.num_steps, one.topk = None, None, 1
+    return one
 
 
 def _read(data: str) -> tuple[str, list[Question]]:

@@ -14,7 +14,7 @@ from jaxspec.cache import page_dtype
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.config import EngineConfig
 from jaxspec.decoder.spec import Attention
-from jaxspec.drafters import load_drafter
+from jaxspec.drafters import check_drafter, load_drafter
 from jaxspec.engine import Engine
 from jaxspec.flags import add_engine_flags, engine_options
 
@@ -57,6 +57,12 @@ def start(
     if stats["sums"] is not None:
         result.note(f"sums over the devices are made {stats['sums']}")
     return engine
+
+
+def check(args: argparse.Namespace) -> None:
+    """**Raises:** `ConfigError` or `CheckpointError` for options of the command line, or a drafter, that can't work,
+    as far as no model has to be loaded to see it."""
+    check_drafter(EngineConfig(**engine_options(args)))
 
 
 def start_attention_only(args: argparse.Namespace, requests: int) -> Engine:

@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sums", choices=("psum", "one-shot"), default="psum", help=help_text)
     group = parser.add_argument_group("the load")
     group.add_argument("--context", type=positive, default=1024, help="mean tokens of a request (%(default)s)")
-    engines.add_arguments(parser, without=("load_format",))
+    engines.add_arguments(parser, without=("load_format", "tp_size", "ep_size", "dp_size"))
     for action in parser._actions:
         if "--context-length" in action.option_strings:  # vLLM's name of it
             action.option_strings.append("--max-model-len")
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
 
     **Raises:** `ConfigError`, `CheckpointError`, `BenchError` if the model fits at none.
     """
-    args.load_format = "dummy"
+    args.load_format, args.tp_size, args.ep_size, args.dp_size = "dummy", 1, 1, 1
     options = EngineConfig(**engine_options(args))
     gpu, rows, refused = GPUS[args.gpu], [], []
     result.fact(gpu=dataclasses.asdict(gpu))

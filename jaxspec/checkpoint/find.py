@@ -61,6 +61,8 @@ def resolve(path_or_id: str, revision: str | None = None, *, load_format: str = 
 def locate(path_or_id: str, revision: str | None = None, *, load_format: str = "auto") -> ModelFolder | GgufFile:
     """As `resolve`, without asking whether the config is a target model's: a drafter's often isn't."""
     name = str(path_or_id)
+    if not name.strip():
+        raise CheckpointError(f"the model's name is empty; give a hub id (org/name), a folder or {demo.NAME}")
     if load_format not in LOAD_FORMATS:
         raise CheckpointError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
     weights = load_format != "dummy"

@@ -6,9 +6,9 @@ import dataclasses
 import importlib
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
+from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import combined, dflash_checkpoint, eagle_checkpoint, mtp
@@ -26,9 +26,7 @@ from jaxspec.drafters.suffix import Suffix
 from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.models import MODELS
 from jaxspec.options import check, flag, from_query
-
-if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
+from jaxspec.values import shown
 
 log = logging.getLogger("jaxspec")
 
@@ -94,6 +92,10 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     **Raises:** `ConfigError` for a name that isn't known or a drafter that can't serve this model, `CheckpointError`
     for weights that can't be read.
     """
+    if not isinstance(model, Model):
+        raise ConfigError(f"model must be a loaded one, got {shown(model)}; load it first: jaxspec.load_model(...)")
+    if not isinstance(draft, str):
+        raise ConfigError(f"--draft must be a name or a path, got {shown(draft)}")
     options = options or EngineConfig(draft=draft)
     if draft == "none":
         return LoadedDrafter("none", NoDrafter(), {})
@@ -108,7 +110,12 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     ids = None
     if options.draft_token_map is not None and cls in TAKE_TOKEN_MAPS:  # else `auto` chose one, and a warning is logged
         ids = read_token_map(options.draft_token_map, model.config.vocab_size)
-    drafter, params = cls.load(model, source, options)
+    loaded = cls.load(model, source, options)
+    if not (isinstance(loaded, tuple) and len(loaded) == 2 and isinstance(loaded[0], Drafter)):
+        raise ConfigError(
+            f"--draft {draft}: {cls.__name__}.load must return a drafter and its params, got {shown(loaded)}"
+        )
+    drafter, params = loaded
     drafter = _with_options(drafter, own, draft)
     if ids is not None:
         params = drafter.with_token_map(params, ids)
@@ -116,6 +123,12 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
         params = with_head_copy(params)
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
+    layers = model.config.num_layers
+    if bad := [i for i in drafter.feature_layers if not -1 <= i <= layers]:
+        raise ConfigError(
+            f"--draft {draft}: feature_layers {bad} don't exist; {model.name} has layers 0 to {layers - 1}; -1 "
+            f"stands for the embedding and {layers} for the final norm"
+        )
     if options.topk > 1 and drafter.topk == 1:
         raise ConfigError(
             f"--topk {options.topk}: --draft {draft} drafts chains, not trees; eagle, eagle3 and dflash do both"

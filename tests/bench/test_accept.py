@@ -87,6 +87,13 @@ def test_what_cannot_be_measured(tiny, files, capsys, extra, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_drafter_that_is_misspelt_is_named_before_anything_is_measured(tiny, files, capsys, monkeypatch):
+    monkeypatch.setattr(accept.engines, "start", lambda *_: pytest.fail("an engine was started"))
+    with pytest.raises(SystemExit):
+        main(["accept", *tiny, "--draft", "ngram", "--draft", "nagram", "--data", str(files[0])])
+    assert "--draft nagram is no method" in capsys.readouterr().err
+
+
 def test_the_papers_table_marks_the_best_and_leaves_gaps():
     """And names a drafter without the folders that its own lies in."""
     row = lambda draft, data, tokens: {"draft": draft, "data": data, "tokens_per_round": tokens, "parts": [{}]}  # noqa: E731
