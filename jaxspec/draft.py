@@ -292,8 +292,8 @@ def proposed(drafter: Drafter, params: Any, state: Any, batch: DraftBatch) -> tu
             raise ConfigError(f"{name}: {field} must be {list(shape)}, got {list(value.shape)}")
         if value is not None and field != "confidence" and not jnp.issubdtype(value.dtype, jnp.integer):
             raise ConfigError(f"{name}: {field} must be integers, got {value.dtype}")
-    for field in ("probs", "logits"):
+    for field in ("probs", "logits"):  # of several devices each has those of the requests that it decides for
         value = getattr(proposal, field)
-        if value is not None and (value.ndim != 3 or value.shape[:2] != drafts):
+        if value is not None and (value.ndim != 3 or value.shape[1] != drafts[1]):
             raise ConfigError(f"{name}: {field} must be {[*drafts, 'vocabulary']}, got {list(value.shape)}")
     return made

@@ -38,7 +38,7 @@ class Tensors:
     """Tensors in memory where a checkpoint's files are expected."""
 
     path = "memory"
-    quantization = None
+    quantization = packed = None
 
     def __init__(self, tensors):
         self.held = tensors
