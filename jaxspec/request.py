@@ -62,7 +62,8 @@ class StructuredOutput:
     **Arguments:**
 
     - `json`: a JSON schema, as a mapping or as text; True is any JSON object.
-    - `regex`: a regular expression that the whole text matches, in Rust's syntax, without anchors or look-around.
+    - `regex`: a regular expression that the whole text matches, in Rust's syntax, without anchors or look-around. Its
+      `\\d` and `\\w` are ASCII, as in a schema's `pattern`.
     - `choice`: the texts to choose from.
     - `grammar`: a context-free grammar, in Lark's syntax or as GBNF (llama.cpp's EBNF).
     - `whitespace_pattern`: with `json`, a regular expression of what may stand between its parts; "" is nothing.

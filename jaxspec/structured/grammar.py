@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from jaxspec.request import RequestError, StructuredOutput
 from jaxspec.structured.limits import Watch, check
 from jaxspec.structured.matcher import Matcher
+from jaxspec.structured.regex import with_ascii_classes
 from jaxspec.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def source(wanted: StructuredOutput) -> str:
         _drop_unknown_formats(schema)
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if wanted.kind == "regex":
-        return LLMatcher.grammar_from_regex(wanted.text)
+        return LLMatcher.grammar_from_regex(with_ascii_classes(wanted.text))
     if wanted.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(wanted.text))))
     return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))  # of text that isn't GBNF, that changes nothing

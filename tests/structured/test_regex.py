@@ -1,0 +1,49 @@
+"""A regular expression's classes are those of a schema's `pattern`: ASCII's, wherever they stand."""
+
+import pytest
+
+from jaxspec import StructuredOutput
+from jaxspec.structured.grammar import Grammars
+from jaxspec.structured.regex import with_ascii_classes
+from tests.server.fake import byte_tokenizer
+from tests.structured.test_grammar import accepts
+from tests.tiny import BYTE_VOCAB
+
+CHARACTERS = "3az_-.d^][ \xa0é٣\u3000ſ"
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(byte_tokenizer(), BYTE_VOCAB, [258])
+
+
+@pytest.mark.parametrize("regex", [
+    r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"[\d.-]", r"[^\d]", r"[^\W\d]", r"[\w-.]", r"[a-z-\d]", r"[-\d]",
+    r"[^-\d]", r"[\]\d]", r"[\d-]", r"[\D]", r"[\w&&[^\d]]", r"[\w--[a-z]]", r"[[:alpha:]\d]", r"[]\d]",
+    r"\w|-", r"[^\s\d]",
+])  # fmt: skip
+def test_a_regex_allows_what_a_pattern_allows(grammars, regex):
+    alike, pattern = StructuredOutput(regex=regex), StructuredOutput(json={"type": "string", "pattern": f"^({regex})$"})
+    allowed = [char for char in CHARACTERS if accepts(grammars, alike, char)]
+    assert allowed == [char for char in CHARACTERS if accepts(grammars, pattern, f'"{char}"')]
+    assert 0 < len(allowed) < len(CHARACTERS)
+
+
+@pytest.mark.parametrize("regex,yes,no", [
+    (r"\d{2}-\d", ["12-3"], ["١٢-٣", "1٢-3"]),
+    (r"\\d", [r"\d"], ["3", r"\3"]),
+    (r"\\\d", [r"\3"], [r"\d", r"\٣"]),
+    (r"[\\d]", ["\\", "d"], ["3"]),
+    (r"[.-\d]", [".", "-", "3"], ["/", "٣"]),
+    (r"(?i)id\d", ["ID3"], ["id٣"]),
+    (r"(?-u:\d)", ["3"], ["٣"]),
+    (r"\p{Nd}", ["3", "٣"], ["a"]),
+])  # fmt: skip
+def test_what_is_a_class_and_what_is_text(grammars, regex, yes, no):
+    wanted = StructuredOutput(regex=regex)
+    assert [accepts(grammars, wanted, text) for text in (*yes, *no)] == [True] * len(yes) + [False] * len(no)
+
+
+@pytest.mark.parametrize("regex", ["", "é[a-z]{3}", "[", "\\", "[\\", "[a", "]", "[]", "[^", "[--a]", r"\p{L}[\x41]\s"])
+def test_everything_else_stays(regex):
+    assert with_ascii_classes(regex) == regex
