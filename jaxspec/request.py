@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ INTEGERS = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
+TOKEN_IDS = "token ids, which are integers of at least 0 and below the vocabulary's size"  # the engine knows that
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code
 
 
@@ -53,6 +55,23 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.param, self.code = param, code
+
+
+_short = reprlib.Repr(maxstring=60, maxlong=60, maxother=60)
+_WORDS = {None: "null", True: "true", False: "false"}
+
+
+def shown(value: Any) -> str:
+    """A value as an error quotes it, in JSON's words and however large it is."""
+    if isinstance(value, Mapping):
+        return f"an object with {len(value)} field{'s' * (len(value) != 1)}" if value else "an empty object"
+    if isinstance(value, list | tuple):
+        if any(isinstance(each, Mapping | list | tuple) for each in value[:4]) or len(value) > 4:
+            return f"a list with {len(value)} item{'s' * (len(value) != 1)}"
+        return f"[{', '.join(map(shown, value))}]"
+    if value is None or isinstance(value, bool):
+        return _WORDS[value]
+    return _short.repr(value)
 
 
 @dataclass(frozen=True)
@@ -68,9 +87,10 @@ class StructuredOutput:
     - `grammar`: a context-free grammar, in Lark's syntax or as GBNF (llama.cpp's EBNF).
     - `whitespace_pattern`: with `json`, a regular expression of what may stand between its parts; "" is nothing.
 
-    - `name`: what errors call it, in place of one of the first four.
+    - `name`: the field that errors name, as the client wrote it, in place of one of the first four.
 
-    **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`.
+    **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`; `field`, its `name` or
+    its kind; `label`, what messages call it.
 
     **Raises:** `RequestError` naming the field. Whether a grammar compiles is known when its request is prepared.
     """
@@ -92,19 +112,36 @@ class StructuredOutput:
             which = f"got {' and '.join(given)}" if given else "got none"
             raise RequestError(f"structured output takes exactly one of {', '.join(named)}; {which}", "structured")
         ((kind, value),) = given.items()
-        text = _GRAMMARS[kind](value)
+        object.__setattr__(self, "kind", kind)
+        try:
+            text = _GRAMMARS[kind](value)
+        except ValueError as error:
+            raise RequestError(f"{self.label} {error}", self.field) from None
         if len(text) > MAX_GRAMMAR:
-            raise RequestError(f"{kind} has {len(text)} characters, at most {MAX_GRAMMAR} are allowed", kind)
+            raise RequestError(
+                f"{self.label} has {len(text)} characters, at most {MAX_GRAMMAR} are allowed", self.field
+            )
         if self.whitespace_pattern is not None:
             if kind != "json":
                 raise RequestError(
                     f"whitespace_pattern applies to json alone; {kind} describes whitespace itself",
                     "whitespace_pattern",
                 )
-            if self.whitespace_pattern != "":
-                _pattern("whitespace_pattern", self.whitespace_pattern)
-        object.__setattr__(self, "kind", kind)
+            if not isinstance(self.whitespace_pattern, str):
+                raise RequestError(
+                    f"whitespace_pattern must be a string, got {shown(self.whitespace_pattern)}", "whitespace_pattern"
+                )
         object.__setattr__(self, "text", text)
+
+    @property
+    def field(self) -> str:
+        return self.name or self.kind
+
+    @property
+    def label(self) -> str:
+        """`guided_json`, or "json of structured_outputs"."""
+        outer, _, inner = self.field.partition(".")
+        return f"{inner.rpartition('.')[2]} of {outer}" if inner else outer
 
     def after(self, opens: str, closes: str) -> StructuredOutput:
         """The same behind free text, such as reasoning, that stands between two markers and may be left out. With ""
@@ -121,15 +158,15 @@ def _schema(value: Any) -> str:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"json is not a JSON text: {error}", "json") from None
+            raise ValueError(f"is not a JSON text: {error}") from None
     if not isinstance(value, Mapping):
-        raise RequestError(f"json takes a schema, which is an object, or true for any object; got {value!r}", "json")
+        raise ValueError(f"must be a JSON schema, which is an object, or true for any object; got {shown(value)}")
     if _deeper(value, MAX_NESTING):
-        raise RequestError(f"json: the schema is nested deeper than {MAX_NESTING} levels", "json")
+        raise ValueError(f"is nested deeper than {MAX_NESTING} levels")
     try:
         return json.dumps(value, default=dict)
     except (TypeError, ValueError) as error:
-        raise RequestError(f"json: the schema can't be written as JSON: {error}", "json") from None
+        raise ValueError(f"can't be written as JSON: {error}") from None
 
 
 def _deeper(value: Any, most: int) -> bool:
@@ -147,24 +184,26 @@ def _deeper(value: Any, most: int) -> bool:
     return True
 
 
-def _pattern(name: str, value: Any) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise RequestError(f"{name} must be a non-empty string, got {value!r}", name)
+        raise ValueError(f"must be a non-empty string, got {shown(value)}")
     return value
 
 
 def _choices(value: Any) -> str:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(each, str) and each for each in value):
-        raise RequestError(f"choice takes a list of non-empty strings, got {value!r}", "choice")
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"takes a list of non-empty strings, got {shown(value)}")
+    if not value:
+        raise ValueError(
+            "takes a list of non-empty strings to choose from, and this list is empty; add one or leave it out"
+        )
+    for place, each in enumerate(value):
+        if not isinstance(each, str) or not each:
+            raise ValueError(f"takes a list of non-empty strings, got {shown(each)} at place {place}")
     return json.dumps(list(value))
 
 
-_GRAMMARS = {
-    "json": _schema,
-    "regex": lambda value: _pattern("regex", value),
-    "choice": _choices,
-    "grammar": lambda value: _pattern("grammar", value),
-}
+_GRAMMARS = {"json": _schema, "regex": _text, "choice": _choices, "grammar": _text}  # each raises what is wrong
 
 
 @dataclass(frozen=True)
@@ -227,9 +266,6 @@ class SamplingParams:
         self._settle_containers()
         for name, (low, high) in NUMBERS.items():
             _number(name, getattr(self, name), low, high)
-        for name in POSITIVE:
-            if (value := getattr(self, name)) < TINY:
-                raise RequestError(f"{name} must be greater than 0, at least {TINY:g}, got {value:g}", name)
         for name, (low, high) in INTEGERS.items():
             value = getattr(self, name)
             if value is None and name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
@@ -239,28 +275,31 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
             )
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise RequestError(f"stop takes non-empty strings, got {list(self.stop)!r}", "stop")
+        if bad := [s for s in self.stop if not isinstance(s, str) or not s]:
+            raise RequestError(f"stop takes non-empty strings, got {shown(bad[0])}", "stop")
         if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in self.stop):
             given = f"{len(self.stop)}, the longest of {max(map(len, self.stop))}"
             raise RequestError(
                 f"stop takes at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters, got {given}", "stop"
             )
         for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1)
+            _token_id("stop_token_ids", "takes", token)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed", "logit_bias"
             )
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, 2**31 - 1)
-            _number("logit_bias", bias, -100.0, 100.0)
+            _token_id("logit_bias", "takes as keys", token)
+            if not _is_number(bias, -100, 100):
+                raise RequestError(
+                    f"logit_bias takes numbers from -100 to 100, got {shown(bias)} for the token {token}", "logit_bias"
+                )
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise RequestError(f"structured takes a StructuredOutput, got {self.structured!r}", "structured")
         switches = ("ignore_eos", "speculative", "skip_special_tokens", "include_stop_str_in_output", "token_sources")
         for name in switches:
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
+                raise RequestError(f"{name} must be true or false, got {shown(getattr(self, name))}", name)
 
     def read_as(self, kept_special_tokens: tuple[str, ...], structured: StructuredOutput | None) -> SamplingParams:
         """The same with these two fields, as `SamplingParams` checks them. The others aren't checked again."""
@@ -279,7 +318,7 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
-                raise RequestError(f"{name} must be {what}, got {value!r}", name)
+                raise RequestError(f"{name} must be {what}, got {shown(value)}", name)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)  # the dataclass is frozen
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -288,13 +327,27 @@ class SamplingParams:
 
 
 def _number(name: str, value, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN isn't
-        raise RequestError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", name)
+    if name in POSITIVE:
+        low, span = TINY, f"greater than 0 (at least {TINY:g}) and at most {high:g}"
+    else:
+        span = f"from {low:g} to {high:g}"
+    if not _is_number(value, low, high):
+        given = shown(value).removesuffix(".0")  # an integer may have become a float
+        raise RequestError(f"{name} must be a number {span}, got {given}", name)
+
+
+def _is_number(value, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # NaN isn't
 
 
 def _integer(name: str, value, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(f"{name} must be an integer from {low} to {high}, got {value!r}", name)
+        raise RequestError(f"{name} must be an integer from {low} to {high}, got {shown(value)}", name)
+
+
+def _token_id(name: str, takes: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise RequestError(f"{name} {takes} {TOKEN_IDS}, got {shown(value)}", name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.request import Completion, RequestError, RequestMetrics, RequestOutput, SamplingParams
+from jaxspec.request import Completion, RequestError, RequestMetrics, RequestOutput, SamplingParams, shown
 
 INT32 = 2**31 - 1
 NUMBERS = {  # field: (lowest, highest, whether the lowest itself is refused)
@@ -61,14 +61,42 @@ def test_integers_between_their_limits(name):
     for value in (low - 1, high + 1, 1.0, "1", True, *([] if name in OPTIONAL else [None])):
         with pytest.raises(RequestError) as error:
             make(name, value)
-        assert error.value.param == name and repr(value) in str(error.value)
+        assert error.value.param == name and str(error.value).endswith(f"got {shown(value)}")
 
 
 def test_messages_name_what_was_given_and_what_is_allowed():
     assert str(refusal(temperature=-1)) == "temperature must be a number from 0 to 100, got -1"
     assert str(refusal(n=129)) == "n must be an integer from 1 to 128, got 129"
-    assert str(refusal(top_p=0.0)) == "top_p must be greater than 0, at least 1e-30, got 0"
+    top_p = "top_p must be a number greater than 0 (at least 1e-30) and at most 1, got "
+    for value, said in ((0.0, "0"), (1.5, "1.5"), (-1, "-1"), (1e-31, "1e-31"), (1.0000001, "1.0000001")):
+        assert str(refusal(top_p=value)) == top_p + said
+    ids = "token ids, which are integers of at least 0 and below the vocabulary's size, got"
+    assert str(refusal(stop_token_ids=[1, -1])) == f"stop_token_ids takes {ids} -1"
+    assert str(refusal(logit_bias={2**31: 1.0})) == f"logit_bias takes as keys {ids} 2147483648"
+    assert str(refusal(logit_bias={7: "a"})) == "logit_bias takes numbers from -100 to 100, got 'a' for the token 7"
+    assert str(refusal(stop=["a", "", "b"])) == "stop takes non-empty strings, got ''"
     assert "min_tokens (9) must not exceed max_tokens (8)" in str(refusal(min_tokens=9, max_tokens=8))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (1.0, "1.0"),
+        ("a'b", '"a\'b"'),
+        ([], "[]"),
+        (["a", None], "['a', null]"),
+        ([1] * 5, "a list with 5 items"),
+        ([[1]], "a list with 1 item"),
+        ({}, "an empty object"),
+        ({"a": 1}, "an object with 1 field"),
+        ({"a": 1, "b": 2}, "an object with 2 fields"),
+    ],
+)
+def test_what_was_given_is_shown_in_jsons_words(value, said):
+    assert shown(value) == said
+    assert all(len(shown(large)) < 400 for large in ("x" * 10**6, 10**4000, ["x" * 10**6] * 4, {"x" * 10**6: value}))
 
 
 def test_min_tokens_may_equal_max_tokens_or_stand_alone():
@@ -94,7 +122,7 @@ def test_stop_strings():
 def test_what_the_device_would_take_for_zero_is_refused(name):
     for value in (0.0, 1e-46, 1e-39, 9e-31):
         error = refusal(**{name: value})
-        assert error.param == name and f"greater than 0, at least 1e-30, got {value:g}" in str(error)
+        assert error.param == name and "greater than 0 (at least 1e-30)" in str(error)
     assert getattr(SamplingParams(**{name: 1e-30}), name) == 1e-30
 
 

@@ -95,7 +95,7 @@ class Grammars:
         self.warm_up()
         if (made := self._made) is None:
             why = f"the grammar library can't read this model's tokenizer: {self._unreadable}"
-            raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
+            raise RequestError(f"structured output can't be served: {why}", wanted.field)
         make = lambda: LLMatcher(made, self._source(wanted), log_level=0, limits=LIMITS)  # noqa: E731
         try:
             matcher = self._watch.run(wanted, make)
@@ -161,8 +161,8 @@ def behind(base: str, opens: str, closes: str, tokens: Mapping[str, int]) -> str
 
 def _refused(wanted: StructuredOutput, text: str) -> RequestError:
     what = {"json": "the JSON schema", "regex": "the regular expression", "choice": "the choices"}
-    field = wanted.name or wanted.kind
-    return RequestError(f"{field}: {what.get(wanted.kind, 'the grammar')} can't be compiled: {_reason(text)}", field)
+    kind = what.get(wanted.kind, "the grammar")
+    return RequestError(f"{wanted.label}: {kind} can't be compiled: {_reason(text)}", wanted.field)
 
 
 def _reason(text: str) -> str:

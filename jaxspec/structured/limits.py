@@ -117,7 +117,7 @@ def _check_regex(wanted: StructuredOutput, regex: str) -> None:
 
 
 def _refusal(wanted: StructuredOutput, why: str) -> RequestError:
-    return RequestError(f"{wanted.kind}: {why}", wanted.name or wanted.kind)
+    return RequestError(f"{wanted.label}: {why}", wanted.field)
 
 
 def _members(schema: Any) -> Iterator[tuple[str, Any]]:

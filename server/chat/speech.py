@@ -78,7 +78,7 @@ class Speech:
         if not issubclass(kind, Think):
             raise RequestError(
                 f"structured output can't be served where replies are in the format {self.reasoning}",
-                grammar.name or grammar.kind,
+                grammar.field,
             )
         begun = self.thinking == "prompt" or kind.FORCED
         return grammar.after("" if begun else kind.OPENS, kind.CLOSES)

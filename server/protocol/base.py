@@ -4,17 +4,13 @@ is measured before its elements are looked at."""
 from __future__ import annotations
 
 import difflib
-import reprlib
 from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from jaxspec.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError
+from jaxspec.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError, shown
 
 MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike
-
-_short = reprlib.Repr(maxlevel=2, maxstring=60, maxlong=60, maxlist=4, maxdict=4, maxother=60)
-shown = _short.repr  # a value as an error quotes it, however large it is
 
 
 def check_text(text: str) -> str:
@@ -51,6 +47,17 @@ def at_most(limit: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def must_be(kind: type, what: str) -> BeforeValidator:
+    """Refuse a value of another kind, in words."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise RequestError(f"must be {what}, got {shown(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
 def _bounds() -> dict[str, dict[str, float]]:
     """What `SamplingParams` takes, by field, in JSON Schema's words. A request may also ask for no tokens at all."""
     ranges = {name: {"minimum": low, "maximum": high} for name, (low, high) in (NUMBERS | INTEGERS).items()}
@@ -72,6 +79,7 @@ def describe_ranges(schema: dict[str, Any]) -> None:
                 branch.update(BOUNDS[name])
 
 
+Object = Annotated[dict[str, Any], must_be(dict, "an object")]
 Text = Annotated[str, AfterValidator(check_text)]
 Integer = Annotated[int, BeforeValidator(whole)]
 # The engine checks ids against the vocabulary, whose size the API's description has in place of this maximum.
@@ -97,7 +105,7 @@ class Body(BaseModel):
     @classmethod
     def _know_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
-            return data
+            raise RequestError(f"must be an object, got {shown(data)}")
         known = cls.__pydantic_fields__  # `model_fields` warns of deprecation at every look, which takes its time
         kept = {}
         for name, value in data.items():

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validato
 
 from jaxspec.request import MAX_LOGPROBS, RequestError, SamplingParams
 from jaxspec.tokenizer import reserved_template_variables
-from server.protocol.base import Body, Integer, Open, Text, at_most, check_text, describe_ranges, shown
+from server.protocol.base import Body, Integer, Object, Open, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true
 from server.protocol.generation import Generation, describe_generation
 from server.protocol.tools import (
@@ -123,7 +123,7 @@ def _describe_variables(schema: dict[str, Any]) -> None:
 
 
 Effort = Literal["low", "medium", "high"]  # vLLM's; a variable of the template, which may not look at it
-Variables = Annotated[dict[str, Any], Field(json_schema_extra=_describe_variables)]
+Variables = Annotated[Object, Field(json_schema_extra=_describe_variables)]
 
 
 class ChatRequest(Generation):

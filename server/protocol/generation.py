@@ -7,8 +7,16 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, PlainValidator, model_validator
 
-from jaxspec.request import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS, RequestError, SamplingParams
-from server.protocol.base import Body, Integer, TokenId, at_most, check_text, describe_ranges, shown
+from jaxspec.request import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    TOKEN_IDS,
+    RequestError,
+    SamplingParams,
+)
+from server.protocol.base import BOUNDS, Body, Integer, TokenId, at_most, check_text, describe_ranges, shown
 from server.protocol.described import add_rules, any_of, is_true, null
 from server.protocol.structured import ONE_GRAMMAR, StructuredFields
 
@@ -35,8 +43,20 @@ def _logit_bias(value: Any) -> dict[int, float]:
     if len(value) > MAX_LOGIT_BIAS:
         raise RequestError(f"has {len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed")
     if bad := [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 12)]:
-        raise RequestError(f"keys must be token ids, got {shown(bad[0])}")
+        raise RequestError(f"takes as keys {TOKEN_IDS}, got {shown(bad[0])}")
     return {int(key): bias for key, bias in value.items()}
+
+
+def check_limit(limit: int | None, least: int | None) -> None:
+    """A request may ask for no tokens, which `SamplingParams` knows nothing of."""
+    low, high = BOUNDS["max_tokens"].values()
+    if limit is not None and not low <= limit <= high:
+        raise RequestError(
+            f"max_tokens must be an integer from {low} to {high}, got {limit}; leave it out for the default",
+            "max_tokens",
+        )
+    if limit == 0 and least:
+        raise RequestError(f"min_tokens ({least}) must not exceed max_tokens (0)", "min_tokens")
 
 
 class StreamOptions(Body):
@@ -138,9 +158,8 @@ class Generation(StructuredFields, Body):
 
         The engine always generates a token, even when it won't be shown (`no_tokens`).
         """
+        check_limit(self.limit, self.min_tokens)
         if self.no_tokens:
-            if self.min_tokens:
-                raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0)", "min_tokens")
             overrides["max_tokens"] = 1
         given = {name: getattr(self, name) for name in _SHARED if getattr(self, name) is not None}
         return SamplingParams(**{**defaults, "structured": self.structured(), **given, **overrides})

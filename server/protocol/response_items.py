@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 
-from server.protocol.base import Open
+from server.protocol.base import Object, Open
 from server.protocol.structured import NAMED_SCHEMA
 from server.protocol.tools import MAX_TOOLS, Name
 
@@ -86,4 +86,4 @@ FORMAT = {
         },
     ]
 }
-Format = Annotated[dict[str, Any], Field(json_schema_extra=FORMAT)]
+Format = Annotated[Object, Field(json_schema_extra=FORMAT)]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, PlainValidator
 
 from jaxspec.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
-from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges
+from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, must_be, shown
 from server.protocol.chat import Effort, Variables
 from server.protocol.described import NULL, add_rules, any_of, checked_later, fields
 from server.protocol.generation import Biases, Stop
@@ -43,7 +43,7 @@ def _items(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": check_text(value)}]
     if not isinstance(value, list) or not value:
-        raise RequestError("must be a string or a list of items, not empty")
+        raise RequestError(f"must be a string or a list of items, not empty, got {shown(value)}")
     if len(value) > MAX_ITEMS:
         raise RequestError(f"has {len(value)} items, at most {MAX_ITEMS} are allowed")
     for place, item in enumerate(value):
@@ -57,14 +57,14 @@ def _items(value: Any) -> list[dict[str, Any]]:
 def _message(item: Any) -> dict[str, Any]:
     """An item as (part of) a chat message. **Raises:** `RequestError`."""
     if not isinstance(item, dict):
-        raise RequestError("must be an object")
+        raise RequestError(f"must be an object, got {shown(item)}")
     kind = item.get("type")
     if kind is None and "role" in item:
         kind = "message"
     if kind == "message":
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise RequestError(f"the role must be one of {', '.join(ROLES)}")
+            raise RequestError(f"the role must be one of {', '.join(ROLES)}, got {shown(role)}")
         return {"role": ROLES[role], "content": _text(item.get("content"), "content")}
     if kind == "reasoning":
         text = _text(item.get("content"), "content") or _text(item.get("summary"), "content")
@@ -77,14 +77,13 @@ def _message(item: Any) -> dict[str, Any]:
         output = _text(item.get("output"), "output")
         return {"role": "tool", "tool_call_id": _string(item, "call_id"), "content": output}
     raise RequestError(
-        f"items of type {str(kind)[:40]!r} are not supported; send message, function_call, function_call_output or "
-        "reasoning"
+        f"items of type {shown(kind)} are not supported; send message, function_call, function_call_output or reasoning"
     )
 
 
 def _string(item: dict[str, Any], name: str) -> str:
     if not isinstance(item.get(name), str):
-        raise RequestError(f"needs a string as its {name}")
+        raise RequestError(f"needs a string as its {name}, got {shown(item.get(name))}")
     return check_text(item[name])
 
 
@@ -102,7 +101,7 @@ def _text(value: Any, name: str) -> str:
         if kind == "refusal":
             part = {"text": part.get("refusal")}
         elif kind not in TEXT_PARTS:
-            raise RequestError(f"{name} has a part of type {str(kind)[:40]!r}; this server reads text only")
+            raise RequestError(f"{name} has a part of type {shown(kind)}; this server reads text only")
         texts.append(_string(part, "text"))
     return "\n".join(texts)
 
@@ -140,11 +139,11 @@ def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
 
 def _tools(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        raise RequestError("must be a list of tools")
+        raise RequestError(f"must be a list of tools, at most {MAX_ITEMS}, got {shown(value)}")
     for place, tool in enumerate(value):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind != "function":
-            raise RequestError(f"tool {place} has the type {str(kind)[:40]!r}; this server takes functions only")
+            raise RequestError(f"tool {place} has the type {shown(kind)}; this server takes functions only")
     return value
 
 
@@ -208,7 +207,7 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], must_be(dict, "an object")] | None = None
     stream: bool | None = None
     # vLLM's, beyond OpenAI's
     top_k: Integer | None = None

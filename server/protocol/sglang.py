@@ -8,13 +8,20 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from jaxspec.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError, SamplingParams, StructuredOutput
 from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, shown, whole
 from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true, null, one_of
-from server.protocol.generation import Biases, Stop, _logit_bias, _stop
+from server.protocol.generation import Biases, Stop, _logit_bias, _stop, check_limit
 from server.protocol.structured import Grammar, Regex, Schema, naming
 
 # SGLang's names of `SamplingParams`' fields, where they differ.
@@ -79,6 +86,7 @@ class Sampling(Body):
         for name, value in grammars.items():
             with naming(name):
                 given["structured"] = StructuredOutput(**{GRAMMARS[name]: value, "name": name})
+        check_limit(self.max_new_tokens, self.min_new_tokens)
         if self.no_tokens:
             given["max_new_tokens"] = 1
         for ours, theirs in (*NAMES.items(), ("include_stop_str_in_output", "no_stop_trim")):
@@ -87,8 +95,13 @@ class Sampling(Body):
         return SamplingParams(**{**defaults, **given, **reports})
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, dict) else value
+def _all_settings(value: Any, listed: ValidatorFunctionWrapHandler) -> list[Sampling]:
+    """One object's errors name its fields, a list's also the place in it."""
+    if isinstance(value, dict):
+        return [Sampling.model_validate(value)]
+    if not isinstance(value, list):
+        raise RequestError(f"must be an object, or a list with one for each prompt, got {shown(value)}")
+    return listed(value)
 
 
 def _texts(value: Any) -> Any:
@@ -171,7 +184,9 @@ class GenerateRequest(Body):
 
     text: Annotated[Any, PlainValidator(_texts, json_schema_input_type=Texts)] | None = None
     input_ids: Annotated[Any, PlainValidator(_ids, json_schema_input_type=Prompts)] | None = None
-    sampling_params: Annotated[list[Sampling], BeforeValidator(_listed, json_schema_input_type=Settings)] | None = None
+    sampling_params: Annotated[list[Sampling], WrapValidator(_all_settings, json_schema_input_type=Settings)] | None = (
+        None
+    )
     rid: Annotated[Any, _one_or_each(str, "a string", unique=True)] | None = None
     stream: bool | None = None
     return_logprob: Annotated[Any, _one_or_each(bool, "true or false")] | None = None

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from jaxspec.request import RequestError, StructuredOutput
+from server.protocol.base import Object, must_be, shown
 from server.protocol.described import NULL, Rule, fields
 
 # vLLM's older fields and SGLang's, each the keyword of StructuredOutput that it means
@@ -59,7 +60,7 @@ Choices = Annotated[list[Choice], Field(json_schema_extra={"minItems": 1})]
 JsonText = Annotated[str, Field(json_schema_extra={"contentMediaType": "application/json"})]
 Grammar = Annotated[str, Field(json_schema_extra={"minLength": 1})]
 Space = Annotated[str, Field(json_schema_extra={"format": "regex"})]
-Schema = dict[str, Any] | JsonText
+Schema = Annotated[dict[str, Any] | JsonText, must_be(dict | str, "a JSON schema, as an object or as text")]
 
 
 def _options_schema() -> dict[str, Any]:
@@ -99,8 +100,8 @@ ONE_GRAMMAR = _one_grammar()
 class StructuredFields(BaseModel):
     """The fields of a body that constrain its text, to inherit from."""
 
-    response_format: Annotated[dict[str, Any], Field(json_schema_extra=FORMAT_SCHEMA)] | None = None
-    structured_outputs: Annotated[dict[str, Any], Field(json_schema_extra=_options_schema())] | None = None
+    response_format: Annotated[Object, Field(json_schema_extra=FORMAT_SCHEMA)] | None = None
+    structured_outputs: Annotated[Object, Field(json_schema_extra=_options_schema())] | None = None
     guided_json: Schema | None = None
     guided_regex: Regex | None = None
     guided_choice: Choices | None = None
@@ -138,7 +139,7 @@ def _format(given: dict[str, Any] | None) -> str | None:
     kind = given.get("type")
     if kind not in FORMATS:
         raise RequestError(
-            f"response_format.type must be one of {', '.join(FORMATS)}, got {kind!r}", "response_format.type"
+            f"response_format.type must be one of {', '.join(FORMATS)}, got {shown(kind)}", "response_format.type"
         )
     return kind
 
@@ -148,15 +149,18 @@ def _of_format(given: dict[str, Any], kind: str) -> StructuredOutput:
         return StructuredOutput(json=True, name="response_format")
     named = given.get("json_schema")
     if not isinstance(named, dict):
-        raise RequestError(f"json_schema must be an object with name and schema, got {named!r}", "json_schema")
-    if unknown := sorted(named.keys() - {"name", "description", "schema", "strict"}):
-        raise RequestError(f"unknown field {unknown[0]!r}; known: name, description, schema, strict", "json_schema")
+        raise RequestError(f"json_schema must be an object with name and schema, got {shown(named)}", "json_schema")
+    if unknown := sorted(named.keys() - NAMED_SCHEMA.keys()):
+        raise RequestError(
+            f"unknown field {unknown[0]!r}; known: {', '.join(NAMED_SCHEMA)}", f"json_schema.{unknown[0]}"
+        )
     if not isinstance(named.get("name"), str):
-        raise RequestError(f"name must be a string, got {named.get('name')!r}", "json_schema.name")
+        given = f"got {shown(named['name'])}" if "name" in named else "and is missing; give the schema a name"
+        raise RequestError(f"name must be a string, {given}", "json_schema.name")
     if not isinstance(named.get("strict"), bool | None):
-        raise RequestError(f"strict must be true or false, got {named['strict']!r}", "json_schema.strict")
+        raise RequestError(f"strict must be true or false, got {shown(named['strict'])}", "json_schema.strict")
     schema = named.get("schema")
-    return StructuredOutput(json=True if schema is None else schema, name="response_format")
+    return StructuredOutput(json=True if schema is None else schema, name="response_format.json_schema.schema")
 
 
 def _of_options(given: dict[str, Any]) -> StructuredOutput:
@@ -168,19 +172,25 @@ def _of_options(given: dict[str, Any]) -> StructuredOutput:
     known = (*KEYWORDS, "json_object", "whitespace_pattern")
     if unknown := sorted(options.keys() - set(known)):
         raise RequestError(f"unknown field {unknown[0]!r}; known: {', '.join(known)}", unknown[0])
-    if options.pop("json_object", False):
+    if not isinstance(wanted := options.pop("json_object", False), bool):
+        raise RequestError(f"json_object must be true or false, got {shown(wanted)}", "json_object")
+    if wanted:
         if "json" in options:
             raise RequestError("json and json_object each say what the text must be; send one", "json_object")
         options["json"] = True
-    return StructuredOutput(**options, name="structured_outputs")
+    kinds = [name for name in KEYWORDS if name in options]
+    if len(kinds) != 1:
+        which = f"got {' and '.join(kinds)}" if kinds else "got none"
+        raise RequestError(f"structured_outputs takes exactly one of {', '.join(KEYWORDS)}; {which}")
+    return StructuredOutput(**options, name=f"structured_outputs.{'json_object' if wanted else kinds[0]}")
 
 
 @contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Within, errors of `StructuredOutput` name the body's field, and what of it is wrong."""
+    """Within, errors name the body's field, and what of it is wrong, where they don't already."""
     try:
         yield
     except RequestError as error:
-        inner = error.param if error.param not in (None, "structured", field) else None
-        inner = None if field in NAMES else inner
-        raise RequestError(str(error), f"{field}.{inner}" if inner else field) from error
+        inner = error.param or ""
+        param = inner if f"{inner}.".startswith(f"{field}.") else f"{field}.{inner}" if inner else field
+        raise RequestError(str(error), param) from error

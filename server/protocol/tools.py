@@ -17,7 +17,7 @@ from pydantic import Field
 
 from jaxspec.request import RequestError
 from server.http.json_reader import parse
-from server.protocol.base import Open, check_text, text_size
+from server.protocol.base import Open, check_text, shown, text_size
 
 if TYPE_CHECKING:
     from server.protocol.chat import ChatRequest, Message
@@ -92,24 +92,24 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 
 def _check_list(value: Any, what: str) -> None:
     if not isinstance(value, list):
-        raise RequestError(f"must be a list of {what}, got {_short(value)}")
+        raise RequestError(f"must be a list of {what}, got {shown(value)}")
     if len(value) > MAX_TOOLS:
         raise RequestError(f"has {len(value)} {what}, at most {MAX_TOOLS} are allowed")
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-        raise RequestError(f'{where} must be {{"type": "function", "function": {{...}}}}, got {_short(tool)}')
+        raise RequestError(f'{where} must be {{"type": "function", "function": {{...}}}}, got {shown(tool)}')
     if not isinstance(tool["function"].get("strict"), bool | None):
-        raise RequestError(f"{where} needs true or false as its strict, got {_short(tool['function']['strict'])}")
+        raise RequestError(f"{where} needs true or false as its strict, got {shown(tool['function']['strict'])}")
     function = {key: value for key, value in tool["function"].items() if value is not None and key != "strict"}
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RequestError(f"{where} needs a name of up to 128 letters, digits, and _ - . : /, got {_short(name)}")
+        raise RequestError(f"{where} needs a name of up to 128 letters, digits, and _ - . : /, got {shown(name)}")
     if not isinstance(function.get("description", ""), str):
-        raise RequestError(f"{where} needs a string as its description, got {_short(function['description'])}")
+        raise RequestError(f"{where} needs a string as its description, got {shown(function['description'])}")
     if not isinstance(function.get("parameters", {}), dict):
-        raise RequestError(f"{where} needs a JSON schema as its parameters, got {_short(function['parameters'])}")
+        raise RequestError(f"{where} needs a JSON schema as its parameters, got {shown(function['parameters'])}")
     return {"type": "function", "function": function}
 
 
@@ -120,7 +120,7 @@ def read_choice(value: Any) -> str | Named:
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise RequestError(f'must be "auto", "none", "required" or {json.dumps(NAMED)}, got {_short(value)}')
+        raise RequestError(f'must be "auto", "none", "required" or {json.dumps(NAMED)}, got {shown(value)}')
     return Named(name)
 
 
@@ -141,7 +141,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     except ValueError:  # not JSON, or not UTF-8
         arguments = None
     if not isinstance(arguments, Mapping):
-        raise RequestError(f"{where} needs a JSON object, as a string, as its arguments, got {_short(given)}")
+        raise RequestError(f"{where} needs a JSON object, as a string, as its arguments, got {shown(given)}")
     check_text(name + str(call.get("id") or ""))
     check_text(json.dumps(arguments, ensure_ascii=False))
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -178,8 +178,3 @@ def check_tools(body: ChatRequest) -> None:
             f"tool_choice names the function {choice.name!r}, which tools lacks; it has {', '.join(names)}",
             "tool_choice",
         )
-
-
-def _short(value: Any) -> str:
-    shown = repr(value) if not isinstance(value, dict | list) else f"{type(value).__name__} of {len(value)}"
-    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -240,6 +240,11 @@ def test_the_store_forgets_what_was_used_longest_ago():
         ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'low', 'medium' or 'high'"),
         ({"text": {"format": {"type": "json"}}}, "text.format.type", "text.format.type must be one of"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "name must be a string"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}},
+            "text.format.schema",
+            "schema of text.format must be a JSON schema",
+        ),
         ({"tools": [{"type": "function", "name": "?"}]}, "tools", "tool 0 needs a name"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "which needs tools"),
         ({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be"),

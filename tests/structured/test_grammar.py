@@ -53,7 +53,7 @@ def nested(depth, leaf):
 @pytest.mark.parametrize("given,param,words", [
     ({}, "structured", "got none"),
     ({"json": {}, "regex": "a"}, "structured", "json and regex"),
-    ({"json": False}, "json", "got False"),
+    ({"json": False}, "json", "got false"),
     ({"json": "{"}, "json", "not a JSON text"),
     ({"json": "[" * 10**5}, "json", "not a JSON text"),
     ({"json": {"a": {1, 2}}}, "json", "can't be written"),
