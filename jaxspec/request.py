@@ -224,7 +224,7 @@ class SamplingParams:
     - `skip_special_tokens`: leave special tokens out of the text. `include_stop_str_in_output`: keep the stop string,
       or the stop token's text, that ended it.
     - `kept_special_tokens`: special tokens, by their text, that the text shows where it leaves out others.
-    - `n`: completions of one prompt; completion i has `seed` + i.
+    - `n`: completions of one prompt, at most 128; completion i has `seed` + i.
     - `logprobs`: how many top log-probabilities to report per token (None: none; the chosen token's own is always among
       those reported). `prompt_logprobs`: the same for the prompt's tokens.
     - `presence_penalty`, `frequency_penalty`: subtracted from logits of tokens generated so far, as OpenAI defines.

@@ -178,6 +178,14 @@ def test_a_prompt_beyond_the_context_has_openais_code(http, fake, path, size):
     assert fake.started == []
 
 
+@pytest.mark.parametrize("name", ["tools", "functions"])
+def test_an_empty_list_of_tools_asks_for_nothing(http, fake, name):
+    assert http.post(CHAT, json={"messages": USER, name: []}).json()["choices"][0]["finish_reason"] == "stop"
+    asked = [fake.started[-1]]
+    assert http.post(CHAT, json={"messages": USER}).status_code == 200
+    assert [fake.started[-1]] == asked
+
+
 def test_fields_that_are_null_are_not_there(http):
     nothing = dict.fromkeys(("zzz", "tools", "functions", "priority", "max_tokens", "user", "stream", "logit_bias"))
     assert http.post(CHAT, json={"messages": USER, **nothing}).status_code == 200
