@@ -14,7 +14,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from jaxspec.request import RequestError, StructuredOutput
 from jaxspec.structured.limits import Watch, check
 from jaxspec.structured.matcher import Matcher
-from jaxspec.structured.regex import with_ascii_classes
+from jaxspec.structured.regex import JSON_SPACE, with_classes
 from jaxspec.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -124,12 +124,12 @@ def source(wanted: StructuredOutput) -> str:
     """The grammar as the library takes it. **Raises:** anything, for text that can't be read."""
     if wanted.kind == "json":
         space = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
-        options = {"whitespace_pattern": space} if space else {"whitespace_flexible": False}
+        options = {"whitespace_pattern": with_classes(space, JSON_SPACE)} if space else {"whitespace_flexible": False}
         schema = json.loads(wanted.text)
         _drop_unknown_formats(schema)
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if wanted.kind == "regex":
-        return LLMatcher.grammar_from_regex(with_ascii_classes(wanted.text))
+        return LLMatcher.grammar_from_regex(with_classes(wanted.text))
     if wanted.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(wanted.text))))
     return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))  # of text that isn't GBNF, that changes nothing

@@ -7,8 +7,10 @@ write the digits of any script. `\s` is any white space in both.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
+ASCII = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
+JSON_SPACE = ASCII | {r"\s": r"[ \t\r\n]"}  # between the parts of a JSON text no other white space may stand
 
 _OPENS = r"(?P<opens>\[\^?(?:-+|\])?)"  # a hyphen or a bracket that comes first is a character
 _CLASS = r"\\[dDwWsS]"
@@ -23,13 +25,13 @@ _INSIDE = re.compile(
 )
 
 
-def with_ascii_classes(regex: str) -> str:
-    r"""The same expression with these classes written out. A hyphen beside one is itself: `[\w-.]` has three parts."""
+def with_classes(regex: str, classes: Mapping[str, str] = ASCII) -> str:
+    r"""The same expression with `classes` written out. A hyphen beside a class is itself: `[\w-.]` has three parts."""
     parts, depth, at = [], 0, 0
     while at < len(regex):
         found = (_INSIDE if depth else _OUTSIDE).match(regex, at)
         at, part, named = found.end(), found.group(), found.groupdict()
         depth += bool(named["opens"]) - bool(named.get("closes"))
         apart = named.get("apart")
-        parts.append(CLASSES.get(part, part) if apart is None else CLASSES.get(apart, apart) + r"\-")
+        parts.append(classes.get(part, part) if apart is None else classes.get(apart, apart) + r"\-")
     return "".join(parts)

@@ -4,7 +4,7 @@ import pytest
 
 from jaxspec import StructuredOutput
 from jaxspec.structured.grammar import Grammars
-from jaxspec.structured.regex import with_ascii_classes
+from jaxspec.structured.regex import with_classes
 from tests.server.fake import byte_tokenizer
 from tests.structured.test_grammar import accepts
 from tests.tiny import BYTE_VOCAB
@@ -46,4 +46,10 @@ def test_what_is_a_class_and_what_is_text(grammars, regex, yes, no):
 
 @pytest.mark.parametrize("regex", ["", "é[a-z]{3}", "[", "\\", "[\\", "[a", "]", "[]", "[^", "[--a]", r"\p{L}[\x41]\s"])
 def test_everything_else_stays(regex):
-    assert with_ascii_classes(regex) == regex
+    assert with_classes(regex) == regex
+
+
+def test_white_space_between_parts_of_json_is_jsons(grammars):
+    wanted = StructuredOutput(json={"type": "array"}, whitespace_pattern=r"[\s]{0,2}")
+    assert all(accepts(grammars, wanted, text) for text in ("[1]", "[ 1\n]", "[\t\r1]"))
+    assert not any(accepts(grammars, wanted, text) for text in ("[\u30001]", "[\xa01]", "[\x0c1]", "[   1]"))
