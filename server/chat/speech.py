@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.request import RequestError, SamplingParams, StructuredOutput
+from jaxspec.request import Delta, RequestError, SamplingParams, StructuredOutput
 from jaxspec.tokenizer import Tokenizer
 from server.chat.harmony import as_template_takes
 from server.chat.tool_grammar import tool_call_grammar
 from server.chat.tool_prompt import write_tools
-from server.parsers import CALL, PARSERS, REASONING_PARSERS, Parser, Piece
+from server.http.json_reader import parse
+from server.parsers import ARGUMENTS, CALL, PARSERS, REASONING_PARSERS, Parser, Piece
 from server.parsers.defaults import mentions_tools, reasoning_default, tool_default
 from server.parsers.harmony import Harmony
 from server.parsers.think import Think
@@ -52,8 +53,10 @@ class Speech:
         """These pieces without calls that the request doesn't take."""
         return pieces if self.parallel else [p for p in pieces if p.index == 0]
 
-    def finish_reason(self, given: str | None, called: bool) -> str | None:
-        return "tool_calls" if called and given == "stop" and not self.named else given
+    def finish_reason(self, last: Delta, calls: Calls) -> str | None:
+        """A choice's, by its last delta and the calls in all of them."""
+        called = calls.any and last.finish_reason == "stop" and not self.named
+        return "tool_calls" if called and not calls.cut(last) else last.finish_reason
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """`params` so that the text has the calls that are demanded, and the markers that the parsers look for, which
@@ -170,5 +173,27 @@ class Formats:
         return "prompt" if tail.endswith(kind.OPENS) else "off" if tail.endswith(kind.CLOSES) else None
 
 
-def called(pieces: list[Piece]) -> bool:
-    return any(piece.kind == CALL for piece in pieces)
+class Calls:
+    """The calls of one choice, as far as they have come: `any`, and the arguments of the last."""
+
+    def __init__(self):
+        self.any = False
+        self._arguments: list[str] = []
+
+    def add(self, pieces: Sequence[Piece]) -> Calls:
+        for piece in pieces:
+            if piece.kind == CALL:
+                self.any, self._arguments = True, []
+            elif piece.kind == ARGUMENTS:
+                self._arguments.append(piece.text)
+        return self
+
+    def cut(self, last: Delta) -> bool:
+        """Whether a stop string or token of the request, and not the model, ended the last call in its arguments."""
+        if not self.any or last.stop_reason is None:
+            return False
+        try:
+            parse("".join(self._arguments).encode())
+        except ValueError:
+            return True
+        return False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.request import Delta, SamplingParams
-from server.chat.speech import PLAIN, Speech, called
+from server.chat.speech import PLAIN, Calls, Speech
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Parser, Piece
 from server.replies.logprobs import chat_logprobs
 from server.replies.reasoning import ReasoningTokens
@@ -26,7 +26,7 @@ class ChatReply(Reply):
         super().__init__(prompts, params, *args, **options)
         self.speech = speech
         self._parsers: dict[int, Parser] = {}
-        self._callers: set[int] = set()  # choices that have called a tool
+        self._calls: dict[int, Calls] = {}
         self._reasoning: dict[int, ReasoningTokens] = {}  # by choice, if the model reasons
 
     def whole(self) -> dict[str, Any]:
@@ -65,13 +65,12 @@ class ChatReply(Reply):
         if delta.finish_reason is not None:
             pieces += parser.finish()
         pieces = self.speech.kept(pieces)
-        if called(pieces):
-            self._callers.add(index)
+        calls = self._calls.setdefault(index, Calls()).add(pieces)
         return {
             "index": index,
             "delta": _delta(pieces),
             "logprobs": chat_logprobs(self.names, delta.logprobs) if delta.logprobs else None,
-            "finish_reason": self.speech.finish_reason(delta.finish_reason, index in self._callers),
+            "finish_reason": self.speech.finish_reason(delta, calls),
         }
 
     def _whole_choice(self, prompt: int, index: int, choice: Choice) -> dict[str, Any]:
@@ -81,7 +80,7 @@ class ChatReply(Reply):
             "index": index,
             "message": self._message(pieces),
             "logprobs": None if self.params.logprobs is None else chat_logprobs(self.names, choice.logprobs),
-            "finish_reason": self.speech.finish_reason(choice.last.finish_reason, called(pieces)),
+            "finish_reason": self.speech.finish_reason(choice.last, Calls().add(pieces)),
             "stop_reason": choice.last.stop_reason,
         }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.request import Delta, SamplingParams, TokenLogprobs
-from server.chat.speech import Speech
+from server.chat.speech import Calls, Speech
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from server.replies.logprobs import TokenNames, chat_logprobs
 from server.replies.reasoning import ReasoningTokens
@@ -43,6 +43,7 @@ class ResponsesReply:
         self._speech, self._parser, self._stream, self._done = speech, speech.parser(), stream, done
         self._response = {"id": self.id, "object": "response", "created_at": int(time.time()), "status": "in_progress"}
         self._response |= {"error": None, "incomplete_details": None, **head, "output": [], "usage": None}
+        self._calls = Calls()
         self._sequence = 0
         self._kind: str | None = None  # of the item that is open
         self._text: list[str] = []  # of its part, or its arguments
@@ -93,7 +94,9 @@ class ResponsesReply:
         pieces = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += self._parser.finish()
-        events = "".join([self._take(piece) for piece in self._speech.kept(pieces)])
+        pieces = self._speech.kept(pieces)
+        self._calls.add(pieces)
+        events = "".join([self._take(piece) for piece in pieces])
         return events if delta.finish_reason is None else events + self._end(delta)
 
     def _take(self, piece: Piece) -> str:
@@ -154,7 +157,8 @@ class ResponsesReply:
             self._logprobs += self._untold
         if not self._response["output"] and status != "failed":  # a reply that is empty is an empty message
             events += self._open(Piece(CONTENT, ""))
-        events += self._close("completed" if status == "completed" else "incomplete")
+        cut = self._kind == CALL and self._calls.cut(last)
+        events += self._close("completed" if status == "completed" and not cut else "incomplete")
         self._cached = last.metrics.cached_tokens
         self._speculation.add(last.metrics)
         self._response |= {"status": status, "usage": self._usage(), "completed_at": int(time.time())}

@@ -24,10 +24,12 @@ OSLO, BONN = hermes("get_weather", '{"city": "Oslo ☃"}'), hermes("get_weather"
 
 @dataclass
 class Scripted(FakeLLM):
-    """A fake engine that says `text`, `step` tokens (bytes) at a time, and takes prompts of any length."""
+    """A fake engine that says `text`, `step` tokens (bytes) at a time, and takes prompts of any length. It looks for no
+    stop strings: `stop_reason` is what it says that ended the text."""
 
     text: str = ""
     step: int = 1
+    stop_reason: str | int | None = None
 
     def prepare(self, prompt, params):
         pass
@@ -44,6 +46,7 @@ class Scripted(FakeLLM):
                 delta.logprobs = [e for part in parts for e in part.logprobs] if params.logprobs is not None else None
                 if last == len(tokens):
                     delta.finish_reason = "stop" if len(tokens) == len(self.text.encode()) else "length"
+                    delta.stop_reason = self.stop_reason
                 yield delta
 
 
@@ -177,6 +180,33 @@ def test_a_call_cut_off_is_not_lost(most, reason, calls, content):
         expected = {"content": content, "reasoning_content": "", "tool_calls": calls, "finish_reason": reason}
         assert said(choice) == expected
         assert gather(chat.create(**ASK, **TOOLS, max_tokens=most, stream=True)) == [expected]
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "stop_reason", "whole"),
+    [
+        (OSLO[:62], "lo", False),
+        (OSLO[:62], 7, False),
+        (OSLO + BONN[:62], "n", False),
+        (OSLO + BONN[:62], None, True),  # the model ended its turn, and what it wrote is what it called
+        (OSLO.removesuffix("</tool_call>"), "</tool_call>", True),
+        (OSLO, "<tool_call>", True),
+        (OSLO, 7, True),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_is_not_finished(text, stop_reason, whole, step):
+    with speaking(text, step, stop_reason=stop_reason) as (chat, _):
+        (choice,) = chat.create(**ASK, **TOOLS).choices
+        assert choice.message.tool_calls and choice.finish_reason == ("tool_calls" if whole else "stop")
+        assert gather(chat.create(**ASK, **TOOLS, stream=True)) == [said(choice)]
+
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS["tools"]]
+        asked = {"model": "fake/model", "input": "hi", "tools": tools}
+        *_, last = chat._client.responses.create(**asked, stream=True)
+        for response in (chat._client.responses.create(**asked), last.response):
+            assert response.status == "completed"
+            assert response.output[-1].status == ("completed" if whole else "incomplete")
 
 
 def test_logprobs_are_those_of_all_tokens():
