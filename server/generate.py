@@ -150,8 +150,11 @@ def _refusals(param: str, context: int) -> Iterator[None]:
         raise RequestError(str(error), param) from error
 
 
-async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics, watch: Watch | None = None) -> Deltas:
+async def run(
+    llm: AsyncLLM, jobs: list[Job], metrics: Metrics, running: dict[str, str], watch: Watch | None = None
+) -> Deltas:
     """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` sees them too.
+    Meanwhile `running` has the jobs' ids whose response has another, and that id.
 
     **Raises:** `RequestError` before any prompt has started, if one can't be served.
     """
@@ -160,6 +163,8 @@ async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics, watch: Watch | N
     watches = [metrics.watch(job.params) for job in jobs]
     streams = [llm.generate(job.ids, job.params, job.id) for job in jobs]
     metrics.load += 1
+    named = {job.id: job.response for job in jobs if job.response is not None}
+    running.update(named)
     try:
         async with aclosing(_merge(streams)) as merged:
             async for number, delta in merged:
@@ -169,6 +174,8 @@ async def run(llm: AsyncLLM, jobs: list[Job], metrics: Metrics, watch: Watch | N
                 yield number, delta
     finally:
         metrics.load -= 1
+        for each in named:
+            del running[each]
 
 
 async def _merge(streams: list[AsyncGenerator[Delta]]) -> Deltas:

@@ -47,11 +47,13 @@ def event(data: str) -> str:
 
 @dataclass(slots=True)
 class Job:
-    """A prompt for the engine, with the request id that the engine is to know it by."""
+    """A prompt for the engine, with the request id that the engine is to know it by. `response`: the response's id, by
+    which a client may abort it, where that is another."""
 
     ids: list[int]
     params: SamplingParams
     id: str
+    response: str | None = None
 
 
 class Answer(Protocol):
@@ -116,7 +118,8 @@ class Reply:
     def jobs(self) -> list[Job]:
         """The prompts by the response's id, so that the log calls a request what its client does, and some digits:
         clients may send an `X-Request-Id` again while it is in use, and the engine takes an id once."""
-        return [Job(prompt.ids, self.params, f"{self.id}-{secrets.token_hex(4)}") for prompt in self.prompts]
+        own = lambda: f"{self.id}-{secrets.token_hex(4)}"  # noqa: E731
+        return [Job(prompt.ids, self.params, own(), self.id) for prompt in self.prompts]
 
     def chunks(self, prompt: int, delta: Delta) -> str:
         """The events to send for a delta; empty when it has nothing to show yet."""

@@ -6,7 +6,7 @@ Invariant: a request for another model, or to an engine that is dead, is refused
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
@@ -35,6 +35,7 @@ class Serving:
     sampling: Mapping[str, Any]
     formats: Formats
     prompt_log: PromptLog | None = None
+    running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with their responses' ids
 
     def __post_init__(self):
         self.texts, self.ids = TokenNames(self.llm.tokenizer), TokenNames(self.llm.tokenizer, as_ids=True)
@@ -59,6 +60,15 @@ class Serving:
         """How the replies to a chat are read. **Raises:** `RequestError` for a demand that can't be met."""
         return self.formats.speech(body, prompt.ids, self.llm.tokenizer)
 
+    def abort(self, name: str | None) -> None:
+        """End what `/generate` was sent as `name`, and the responses that have it as their id; None: all requests.
+
+        **Raises:** `EngineDead`.
+        """
+        named = [each for each, response in list(self.running.items()) if response == name]
+        for each in (*named, name):
+            self.llm.abort(each)
+
     async def answer(
         self, request: Request, making: Awaitable[Answer], stream: bool | None, store: bool | None = None
     ) -> Response:
@@ -69,7 +79,7 @@ class Serving:
                 reply = await making
                 jobs, kept = reply.jobs(), self.prompt_log if store is not False else None
                 watch = kept.watch(jobs, request.url.path) if kept else None
-                deltas = run(self.llm, jobs, self.metrics, watch)
+                deltas = run(self.llm, jobs, self.metrics, self.running, watch)
                 if stream:
                     return EventStream(self.llm, reply, await anext(deltas), deltas)
                 whole = await collect(deltas, reply)

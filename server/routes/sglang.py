@@ -39,7 +39,7 @@ def add_sglang(app: FastAPI, serving: Serving) -> None:
     async def abort_request(body: AbortRequest) -> JSONResponse:
         """End a request, or all. They are answered with what they have so far; an unknown id does nothing."""
         serving.check()
-        serving.llm.abort(None if body.abort_all else body.rid)
+        serving.abort(None if body.abort_all else body.rid)
         return JSONResponse({"success": True})
 
 

@@ -226,6 +226,30 @@ def test_an_aborted_request_is_answered_with_what_it_has(url, http, fake, abort)
 
 
 BODY = {"text": "hi", "rid": "mine"}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        ("/v1/chat/completions", CHAT, "chatcmpl-"),
+        ("/v1/completions", {"prompt": ["hi", "ho"]}, "cmpl-"),
+        ("/v1/responses", {"input": "hi"}, "resp_"),
+    ],
+)
+def test_a_response_is_aborted_by_its_id(url, http, fake, path, body, prefix):
+    fake.open = False
+    with http.stream("POST", path, json=body | {"stream": True}, headers={"X-Request-Id": "a"}) as reply:
+        lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
+        first = json.loads(next(lines)[6:])
+        name = first.get("response", first)["id"]
+        assert name.startswith(prefix)
+        for other in (name[:-1], f"{name}-"):
+            assert httpx.post(f"{url}/abort_request", json={"rid": other}).status_code == 200
+        assert fake.running == len(body.get("prompt", "1"))
+        assert httpx.post(f"{url}/abort_request", json={"rid": name}).status_code == 200
+        assert "abort" in "".join(lines)
+    wait_for(lambda: fake.running == 0)
 
 
 def test_abort_needs_a_name(http):
