@@ -56,8 +56,11 @@ def kernels(work: Callable[[], object], times: int) -> list[Row]:
 
     The one that takes longest comes first. **Raises:** `BenchError` where the profiler sees no kernels.
     """
+    options = jax.profiler.ProfileOptions()
+    options.enable_hlo_proto = False  # the texts of all programs, which nobody reads here; a file holds 2 GB at most
+    options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             work()
         traces = list(Path(folder).rglob("*.xplane.pb"))
         data = [jax.profiler.ProfileData.from_file(str(trace)) for trace in traces]

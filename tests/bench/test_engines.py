@@ -72,7 +72,7 @@ def test_decode_samples_at_the_temperature_given(tiny, capsys):
     assert decode.Load(None, None, 1, 20, 0.7).params(5).temperature == 0.7
     with pytest.raises(SystemExit):
         bench.main(["decode", *tiny, "--temperature", "-1"])
-    assert "temperature must be a number from 0 to 100, got -1.0" in capsys.readouterr().err
+    assert "temperature must be a number from 0 to 100, got -1" in capsys.readouterr().err
 
 
 def test_decode_accepts_at_the_rates_given(decoded):
