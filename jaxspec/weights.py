@@ -136,6 +136,11 @@ class Weight:
         return self.values.dtype
 
     @property
+    def raw(self) -> Array:
+        """The values in a dtype that kernels can copy: those of one byte as int8."""
+        return self.values if self.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(self.values, jnp.int8)
+
+    @property
     def unquantised(self) -> Float[Array, "*e k n"]:
         """The values, for kernels that take no scales. **Raises:** `TypeError` if they aren't the weight itself."""
         if not isinstance(self.format, Unquantised):

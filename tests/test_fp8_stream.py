@@ -18,15 +18,15 @@ from jaxspec.checkpoint import dummy
 from jaxspec.decoder.path import Call
 from jaxspec.decoder.streamed import FP8_STREAM
 from jaxspec.models import MODELS
-from jaxspec.pallas import scaled, weight_stream
-from jaxspec.pallas.weight_stream import chain, stream_fp8
+from jaxspec.pallas import hopper, scaled, weight_stream
+from jaxspec.pallas.weight_stream import chain, stream_fp8, stream_part_fp8
 from jaxspec.pallas.weight_stream import fp8 as fp8_module
 from jaxspec.pallas.weight_stream.chain import GROUP
 from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8
 from jaxspec.weights import HALF, is_param
 from tests.sample import one_in
 from tests.test_fp8_layers import check_layers, declared
-from tests.test_weight_stream import EPS, assert_close, reference
+from tests.test_weight_stream import CUTS, EPS, assert_close, parts_of, parts_reference, reference
 
 UNITS = 128, 32, 64, 128  # outputs that share a scale, of each matmul
 WIDER = dict(intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
@@ -71,6 +71,26 @@ def test_whole_chain_lowers_for_cuda(rows, width):
     run = jax.jit(partial(stream_fp8, eps=EPS))
     lowered = run.trace(x, mixed, weights, norms).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1  # one kernel, whatever the stages
+
+
+def expected_parts(x, mixed, whole, norms):
+    return parts_reference(*jax.tree.map(lambda a: a.astype(jnp.float32), (x, mixed, whole, norms)))
+
+
+@pytest.mark.exhaustive  # test_peer_sum.py has layers of them
+def test_stages_between_two_sums_match_plain_layers(monkeypatch):
+    monkeypatch.setattr(chain, "BLOCKS", 3)
+    x, mixed, weights, whole, norms = inputs(40, 256, 256, 256)
+    made = parts_of(x, mixed, weights, norms, stream_part_fp8, **INTERPRET)
+    for partials, wanted in zip(made, expected_parts(x, mixed, whole, norms), strict=True):
+        assert_close(partials.sum(0), wanted)
+
+
+def test_stages_between_two_sums_lower_for_cuda():
+    x, mixed, weights, _, norms = jax.eval_shape(lambda: inputs(40, 512, 1024, 768))
+    run = jax.jit(partial(parts_of, part=stream_part_fp8))
+    lowered = run.trace(x, mixed, weights, norms).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == len(CUTS)
 
 
 @pytest.mark.parametrize("widths", [(4096, 4096), (4096, 24576), (12288, 4096), (4096, 6144), (2560, 2560)])
@@ -125,7 +145,7 @@ def test_layers_are_those_of_the_plain_path(monkeypatch):
     check_layers(monkeypatch, "qwen3", FP8_STREAM, 3, **WIDER)
 
 
-def test_what_is_not_for_it_is_named():
+def test_what_is_not_for_it_is_named(monkeypatch):
     sizes = BLOCK, 4096, 4096, 128
     supported = weight_stream.fp8_supported
     assert supported(128, jnp.bfloat16, [sizes]) is None
@@ -143,5 +163,8 @@ def test_what_is_not_for_it_is_named():
     assert refuses() is None
     assert refuses(inputs=(512,)) == "a layer by itself"
     assert refuses(processors=78) == "78 Hopper multiprocessors; 132 are needed"
+    assert refuses(devices=2) == "96 rows in FP8 over 2 devices, which no GPU has timed"
+    monkeypatch.setattr(hopper, "UNTIMED", True)
+    assert refuses(devices=2) is None
     plain = jax.tree.map(shape, MODELS["qwen3"].tensors(config.decoder)["layers"], is_leaf=is_param)
     assert FP8_STREAM.refuses(config.decoder, plain, call) == "weights that aren't FP8"

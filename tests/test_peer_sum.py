@@ -30,6 +30,7 @@ from jaxspec.decoder import fused_norms, mixture_rows, path, streamed, streamed_
 from jaxspec.decoder import layer as equations
 from jaxspec.models import MODELS
 from jaxspec.pallas import expert_add, few_rows, hopper, peer_sum, router, weight_stream
+from jaxspec.pallas.weight_stream import fp8 as fp8_chain
 from jaxspec.pallas.weight_stream import unquantised
 from jaxspec.weights import Weight, is_param
 from tests import drawn
@@ -152,7 +153,8 @@ def take_ranks(monkeypatch, count: int) -> Ranks:
         monkeypatch.setattr(module, "summed", ranks.summed)
     for module in (few_rows_path, fused_norms, streamed_parts):
         monkeypatch.setattr(module, "jax", SimpleNamespace(jit=lambda f, **_: f))
-    monkeypatch.setattr(weight_stream, "stream_part", ranks.one_at_a_time(weight_stream.stream_part))
+    for name in ("stream_part", "stream_part_fp8"):
+        monkeypatch.setattr(weight_stream, name, ranks.one_at_a_time(getattr(weight_stream, name)))
     for name in ("heads", "gated", "normed", "product"):
         monkeypatch.setattr(few_rows, name, ranks.one_at_a_time(getattr(few_rows, name)))
     for module, name in ((router, "router"), (expert_add, "add_scaled")):
@@ -252,16 +254,21 @@ def test_hybrids_over_two_devices_are_the_models(monkeypatch, family):
     assert ranks.sums == 2 * 2 * len(config.decoder.layers), "of two rounds"
 
 
-def test_streamed_layers_over_two_devices_are_the_models(monkeypatch):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_streamed_layers_over_two_devices_are_the_models(monkeypatch, fp8):
+    served, module = (streamed.FP8_STREAM, fp8_chain) if fp8 else (streamed.WEIGHT_STREAM, unquantised)
+
     def take(monkeypatch):
-        monkeypatch.setattr(layers.forward_module, "PATHS", [dataclasses.replace(streamed.WEIGHT_STREAM, processors=0)])
+        monkeypatch.setattr(hopper, "UNTIMED", fp8)
+        monkeypatch.setattr(layers.forward_module, "PATHS", [dataclasses.replace(served, processors=0)])
         monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
-        monkeypatch.setattr(unquantised, "MIN_ROWS", 1)
-        stream = partial(weight_stream.stream_part, fused=False, interpret=plgpu.InterpretGPUParams())
-        monkeypatch.setattr(weight_stream, "stream_part", stream)
+        monkeypatch.setattr(module, "MIN_ROWS", 1)
+        name = "stream_part_fp8" if fp8 else "stream_part"
+        stream = partial(getattr(weight_stream, name), fused=False, interpret=plgpu.InterpretGPUParams())
+        monkeypatch.setattr(weight_stream, name, stream)
 
     given = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4)
-    ranks, count = over_two_devices(monkeypatch, "qwen3", take, **given)
+    ranks, count = over_two_devices(monkeypatch, "qwen3", take, fp8=fp8, **given)
     assert ranks.sums == 2 * count
 
 

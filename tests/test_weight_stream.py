@@ -62,11 +62,11 @@ def test_each_stage_matches_plain_layers(few_blocks, rows):
 CUTS = ("norm", "matmul"), ("matmul",), ("norm", "gated", "matmul")  # a divided layer's: between its two sums
 
 
-def parts_of(x, mixed, weights, scales, **given):
+def parts_of(x, mixed, weights, scales, part=stream_part, **given):
     """The partials of each of `CUTS`, the second of which is given attention's output."""
     out, gate_up, down, following = weights
     return [
-        stream_part(x, rows, of, norm, stages=stages, eps=EPS, **given)
+        part(x, rows, of, norm, stages=stages, eps=EPS, **given)
         for stages, rows, of, norm in zip(
             CUTS, (None, mixed, None), ([following], [out], [gate_up, down]), (scales[1:], [], scales[:1]), strict=True
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -61,14 +60,8 @@ def _summed(
 ) -> tuple[Float[Array, "r d"], Given]:
     """x and the sum of all devices' parts, and what is given to the norm that follows; as `add`."""
     scaled = x.shape[1] > few_rows.NARROW and scale is not None
-    out = summed(part, x, scale if scaled else None, None if ahead is None else _read(ahead), centred=centred)
+    out = summed(part, x, scale if scaled else None, None if ahead is None else ahead.raw, centred=centred)
     return out if scaled else (out, (out, scale))
-
-
-def _read(weight: Weight) -> Array:
-    """What a kernel reads of a weight, in a dtype that can be prefetched."""
-    values = weight.values
-    return values if values.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(values, jnp.int8)
 
 
 def mixture(

@@ -23,7 +23,7 @@ from jaxspec.decoder.matmul import product
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
-from jaxspec.pallas import weight_stream
+from jaxspec.pallas import hopper, weight_stream
 from jaxspec.sharding import devices
 from jaxspec.weights import HALF, Fp8, Unquantised, matmul
 
@@ -58,8 +58,11 @@ def fp8_fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | N
         return "weights that aren't FP8"
     if any(weights["gate_up"].layout.interleave != HALF for weights in layers):
         return f"an MLP {layers[0]['down'].inputs} wide"
+    rows = call.requests * call.rows
+    if call.devices > 1 and not hopper.UNTIMED:
+        return f"{rows} rows in FP8 over {call.devices} devices, which no GPU has timed"
     sizes = {(w.format.block, w.outputs, w.inputs, w.outputs // len(w.scales)) for w in given}
-    return weight_stream.fp8_supported(call.requests * call.rows, layers[0]["attn_norm"].dtype, sorted(sizes, key=str))
+    return weight_stream.fp8_supported(rows, layers[0]["attn_norm"].dtype, sorted(sizes, key=str))
 
 
 def run(
@@ -105,4 +108,4 @@ def run(
 
 
 WEIGHT_STREAM = Path("weight_stream", IMPLEMENTS, weight_stream.BLOCKS, fits, run, sums=True)
-FP8_STREAM = Path("fp8_stream", FP8_IMPLEMENTS, weight_stream.BLOCKS, fp8_fits, run)
+FP8_STREAM = Path("fp8_stream", FP8_IMPLEMENTS, weight_stream.BLOCKS, fp8_fits, run, sums=True)

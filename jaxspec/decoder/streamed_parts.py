@@ -21,6 +21,7 @@ from jaxspec.decoder.spec import Decoder
 from jaxspec.pallas import weight_stream
 from jaxspec.pallas.few_rows import GROUP
 from jaxspec.peers import summed
+from jaxspec.weights import Fp8
 
 
 def run(
@@ -35,16 +36,19 @@ def run(
     """All rows go through the last layer, too."""
     (b, t, d), outputs, eps = x.shape, [], decoder.layers[0].norm.eps
     more = ((0, -b * t % GROUP), (0, 0))  # padding rows, which are nobody's, stay from the first layer to the last
-    stream = partial(weight_stream.stream_part, eps=eps)
+    quantised = isinstance(layers[0]["qkv"].format, Fp8)
+    stream = partial(weight_stream.stream_part_fp8 if quantised else weight_stream.stream_part, eps=eps)
 
     @partial(jax.jit, static_argnums=0)  # one trace and one lowering for all layers alike: the index is data
     def one(layer, weights, i, x, cache):
-        of = {name: weights[name].unquantised for name in ("qkv", "out", "gate_up", "down")}
+        of = {name: weights[name] for name in ("qkv", "out", "gate_up", "down")}
+        of = {name: (w.values, w.scales) if quantised else w.unquantised for name, w in of.items()}
         qkv = stream(x, None, [of["qkv"]], [weights["attn_norm"]], stages=("norm", "matmul"))
         qkv = qkv[:, : b * t].reshape(-1, b, t, qkv.shape[-1])
         mixed, cache = attention(layer, weights, i, qkv, positions, mixer, cache, x.dtype)
         mixed = jnp.pad(mixed.reshape(b * t, -1), more)
-        x = summed(stream(x, mixed, [of["out"]], [], stages=("matmul",)), x, ahead=of["gate_up"])
+        made = stream(x, mixed, [of["out"]], [], stages=("matmul",))
+        x = summed(made, x, ahead=weights["gate_up"].raw)
         made = stream(x, None, [of["gate_up"], of["down"]], [weights["mlp_norm"]], stages=("norm", "gated", "matmul"))
         return summed(made, x), cache
 

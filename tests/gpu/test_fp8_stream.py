@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxspec.decoder.streamed import FP8_STREAM
-from jaxspec.pallas.weight_stream import stream_fp8
+from jaxspec.pallas.weight_stream import stream_fp8, stream_part_fp8
 from tests.gpu.test_fp8_layers import QWEN3_8B, compare
 from tests.test_fp8_layers import declared
-from tests.test_fp8_stream import EPS, expected, inputs
-from tests.test_weight_stream import assert_close
+from tests.test_fp8_stream import EPS, expected, expected_parts, inputs
+from tests.test_weight_stream import assert_close, parts_of
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,20 @@ def test_chain_matches_plain_layers(rows, widths):
         for ours, twice, theirs in zip((got[0], got[1].sum(0)), (again[0], again[1].sum(0)), wanted, strict=True):
             assert_close(ours, theirs)
             np.testing.assert_array_equal(np.asarray(ours), np.asarray(twice))  # a missing wait would differ
+
+
+@pytest.mark.parametrize("rows", [40, 64, 128])
+@pytest.mark.parametrize("widths", [(512, 1024, 768), (4096, 6144, 3072), (8192, 7168, 2560)])
+def test_stages_between_two_sums_match_plain_layers(rows, widths):
+    """The last are a device's of Llama-70B over four."""
+    x, mixed, weights, whole, norms = inputs(rows, *widths)
+    run = jax.jit(partial(parts_of, part=stream_part_fp8))
+    made, again = run(x, mixed, weights, norms), run(x, mixed, weights, norms)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(expected_parts)(x, mixed, whole, norms)
+    for partials, twice, theirs in zip(made, again, wanted, strict=True):
+        assert_close(partials.sum(0), theirs)
+        np.testing.assert_array_equal(np.asarray(partials), np.asarray(twice))
 
 
 @pytest.mark.parametrize("requests", [33, 64, 65, 128])

@@ -87,6 +87,7 @@ PATHS = {
     "few_rows": ("qwen3", {}, 4, ("few_rows_product", "few_rows_heads")),
     "few_rows-fp8, 16 rows": ("qwen3", {}, 16, ("few_rows_product", "few_rows_heads", "few_rows_gated")),
     "few_rows-fp8, 32 rows": ("qwen3", {}, 32, ("few_rows_product", "few_rows_heads", "few_rows_gated")),
+    "fp8_stream-fp8": ("qwen3", {}, 40, ("fp8_stream",)),
     "few_rows-mixture": ("qwen3_moe", EXPERTS, 4, ("few_rows_product", "expert_few", "router")),
     "fused_norms": ("qwen3_5_moe", EXPERTS | SHARED | LINEAR, 4, ("few_rows_normed", "expert_few", "delta_step")),
     "weight_stream": ("qwen3", {"num_key_value_heads": GPUS}, 16, ("weight_stream", "write_heads")),

@@ -1,7 +1,7 @@
 """The matmuls between two attentions as one persistent kernel: see `chain`. Weights are bfloat16's or FP8's."""
 
 from jaxspec.pallas.weight_stream.chain import BLOCKS, MAX_ROWS, ROOM, STAGES
-from jaxspec.pallas.weight_stream.fp8 import stream_fp8
+from jaxspec.pallas.weight_stream.fp8 import stream_fp8, stream_part_fp8
 from jaxspec.pallas.weight_stream.fp8 import supported as fp8_supported
 from jaxspec.pallas.weight_stream.unquantised import (
     fixed_supported,
@@ -28,5 +28,6 @@ __all__ = [
     "stream_fixed",
     "stream_fp8",
     "stream_part",
+    "stream_part_fp8",
     "supported",
 ]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.fp8 import BLOCK
 from jaxspec.pallas.once import lower_once
-from jaxspec.pallas.weight_stream.chain import GROUP, MAX_ROWS, run
+from jaxspec.pallas.weight_stream.chain import GROUP, MAX_ROWS, run, run_stages
 from jaxspec.pallas.weight_stream.fp8_sums import Fp8
 
 MIN_ROWS = 33  # with fewer, `fp8_rows` and kernels of their own beside it take no longer (docs/experiments.md)
@@ -51,5 +51,24 @@ def stream_fp8(
 
     Products are those of the weight times its scales, rounded to bfloat16 once, as `Weight.dequantised` does.
     """
-    operands = [(lax.bitcast_convert_type(values, jnp.int8), each) for values, each in weights]
-    return run(Fp8, x, rows, operands, scales, eps, fused, interpret)
+    return run(Fp8, x, rows, _operands(weights), scales, eps, fused, interpret)
+
+
+@lower_once("fp8_stream", "stages", "eps", "fused")
+def stream_part_fp8(
+    x: Float[Array, "p d"],
+    rows: Float[Array, "p k"] | None,
+    weights: list[tuple[Float[Array, "_ _"], Float[Array, "_ _"]]],
+    scales: list[Float[Array, " d"]],
+    *,
+    stages: tuple[str, ...],
+    eps: float,
+    fused: bool = True,
+    interpret: Any = False,
+) -> Float[Array, "s p n"]:
+    """`stream_part` with FP8 weights, each as in `stream_fp8`."""
+    return run_stages(Fp8, stages, len(x), x, rows, _operands(weights), scales, eps, fused, interpret)[1]
+
+
+def _operands(weights: list[tuple]) -> list[tuple]:
+    return [(lax.bitcast_convert_type(values, jnp.int8), each) for values, each in weights]
