@@ -250,7 +250,7 @@ def claim_device() -> None:
         log.warning(
             "jax had used the device before the engine was made, so XLA keeps its default share, %s of %s. For more, "
             "make the LLM before anything else uses jax, or set %s=0.95 in the environment",
-            *(_gib(size) for size in reversed(memory)),
+            *(gib(size) for size in reversed(memory)),
             POOL_SHARE,
         )
 
@@ -330,22 +330,23 @@ class MemoryPlan:
             ("workspace", self.workspace_bytes, "activations and logits of the largest program"),
         ]
         if self.states.requests:
-            states, per_slot = self.states, _gib(self.states.bytes)
+            states, per_slot = self.states, gib(self.states.bytes)
             note = f"{states.requests} requests, {states.snapshots} snapshots, {per_slot} each"
             rows.insert(
-                -1, ("state slots", states.total, f"{note}; a copy for each verified row: {_gib(states.copies)} more")
+                -1, ("state slots", states.total, f"{note}; a copy for each verified row: {gib(states.copies)} more")
             )
         if self.device_bytes is not None:
-            rows.append(("left", self.device_bytes - self.total, f"of {_gib(self.device_bytes)}"))
+            rows.append(("left", self.device_bytes - self.total, f"of {gib(self.device_bytes)}"))
         if self.host_bytes:
             planned = (self.total - self.workspace_bytes) * self.devices if self.device_bytes is None else 0
-            note = f"; {_gib(self.host_bytes)} resident in all" if planned else ""
+            note = f"; {gib(self.host_bytes)} resident in all" if planned else ""
             rows.append(("host", self.host_bytes - planned, f"Python, jax, the tokenizer and compiled programs{note}"))
         of = f" of each of {self.devices} devices" if self.devices > 1 else ""
-        return f"memory plan{of}\n" + "\n".join(f"  {n:<14} {_gib(b):>10}  {note}".rstrip() for n, b, note in rows)
+        return f"memory plan{of}\n" + "\n".join(f"  {n:<14} {gib(b):>10}  {note}".rstrip() for n, b, note in rows)
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """A size in words, in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
@@ -412,13 +413,13 @@ def plan_memory(
     else:
         free = budget - weights - slot_bytes - states.total
         if free < 2 * page_size * bytes_per_token:
-            slots = f"request slots {_gib(slot_bytes)}"
+            slots = f"request slots {gib(slot_bytes)}"
             if states.total:
-                slots += f", state slots {_gib(states.total)} (--max-state-snapshots {states.snapshots})"
+                slots += f", state slots {gib(states.total)} (--max-state-snapshots {states.snapshots})"
             raise ConfigError(
-                f"no memory is left for the KV cache: {_gib(device)} on the device x --mem-fraction-static "
-                f"{mem_fraction} leaves {_gib(budget)}; weights take {_gib(weights)}, "
-                f"{slots}, and one page {_gib(page_size * bytes_per_token)}. Raise "
+                f"no memory is left for the KV cache: {gib(device)} on the device x --mem-fraction-static "
+                f"{mem_fraction} leaves {gib(budget)}; weights take {gib(weights)}, "
+                f"{slots}, and one page {gib(page_size * bytes_per_token)}. Raise "
                 "--mem-fraction-static, lower --max-running-requests or --context-length, or use a smaller model"
             )
         tokens = min(free // bytes_per_token - page_size, most_useful_tokens)

@@ -91,6 +91,11 @@ def resolve(
     defaults = defaults or here()
     context = options.context_length or model.config.max_position
     check_context(context, model.config, model.name)
+    if (options.num_draft_tokens or 0) >= context:
+        raise ConfigError(
+            f"--num-draft-tokens {options.num_draft_tokens}: a draft must be shorter than --context-length {context}. "
+            f"Give {context - 1} or less, or leave it to the drafter"
+        )
     if model.config.linear and draft.drafter.topk > 1:
         raise ConfigError(
             f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "

@@ -40,16 +40,15 @@ def drafter_of(options: EngineConfig, model: Model) -> LoadedDrafter:
 
 
 class Loading:
-    """Model and drafter of an engine's options, on their way in a thread; `model` and `draft` are their shapes."""
+    """Model and drafter of an engine's options, on their way in a thread once they `begin`; `model` and `draft` are
+    their shapes."""
 
     def __init__(self, options: EngineConfig, model: Model, draft: LoadedDrafter):
-        self.model, self.draft = model, draft
+        self.model, self.draft, self._options = model, draft, options
         self._loaded: Future = Future()
-        run = contextvars.copy_context().run
-        threading.Thread(target=run, args=(self._load, options), name="jaxspec-weights", daemon=True).start()
 
     @classmethod
-    def begin(cls, options: EngineConfig) -> Loading | None:
+    def of(cls, options: EngineConfig) -> Loading | None:
         """None where shapes aren't known before weights are there, or aren't all that programs are made of."""
         if options.skip_warmup or options.deterministic or options.tp_size > 1 or options.draft_token_map is not None:
             return None
@@ -61,6 +60,11 @@ class Loading:
             return None
         return cls(options, model, drafter_of(dataclasses.replace(options, draft=draft), model))
 
+    def begin(self) -> None:
+        """Load, once it is known that the engine can be made."""
+        run = contextvars.copy_context().run
+        threading.Thread(target=run, args=(self._load,), name="jaxspec-weights", daemon=True).start()
+
     def when_failed(self, call: Callable[[], None]) -> None:
         """Call this once loading has raised an exception, if it does."""
         self._loaded.add_done_callback(lambda done: done.exception() is not None and call())
@@ -69,10 +73,10 @@ class Loading:
         """Both, once they are there. **Raises:** what kept them from loading."""
         return self._loaded.result()
 
-    def _load(self, options: EngineConfig) -> None:
+    def _load(self) -> None:
         try:
-            model = load_target(options)
-            self._loaded.set_result((model, load_drafter(options.draft, model, options)))
+            model = load_target(self._options)
+            self._loaded.set_result((model, load_drafter(self._options.draft, model, self._options)))
         except BaseException as error:
             self._loaded.set_exception(error)
 

@@ -48,6 +48,7 @@ from jaxspec.mixers import state_bytes
 from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
 from jaxspec.programs import Programs
+from jaxspec.room import check_room, told_if_full
 from jaxspec.round import MODES, State, empty_state
 from jaxspec.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.sharding import Division
@@ -93,15 +94,16 @@ class Runner:
         log.info("kernels: %s", portable.told())
         self.compiles = compiling.compile_counter()
         started = time.monotonic()
-        loading = None if model or draft or hosts else Loading.begin(options)
-        if loading is not None:
-            model, draft = loading.model, loading.draft
-        self._load(options, model, draft)
+        loading = None if model or draft or hosts else Loading.of(options)
+        self._load(options, *((model, draft) if loading is None else (loading.model, loading.draft)))
         self._prepare(options)
-        self.state = self._shaped_state() if loading else self._empty_state()
+        if loading is not None:
+            loading.begin()
         grammars = lambda: grammars_of(self.model, self.config.skip_warmup) if self.shapes.structured else None  # noqa: E731
-        self.grammars = None if loading else grammars()
-        self._compile(options, staged_start, loading)
+        with told_if_full(self.plan, self.config):
+            self.state = self._shaped_state() if loading else self._empty_state()
+            self.grammars = None if loading else grammars()
+            self._compile(options, staged_start, loading)
         self.grammars = self.grammars or grammars()
         stats.report_start(self, started)
 
@@ -133,6 +135,7 @@ class Runner:
         self.narrower = dict(self.shapes.narrower)
         self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
         self.plan, self._layout = self._plan()
+        check_room(self.plan, self.config)
         of = self._local.decoder, sharding.on_one(self.model.params["layers"]), self.shapes.batches, self.width
         self.paths = path_table(*of, self._layout.dtype, self.config.tp_size)
         log.info("%s", describe(self.paths))
@@ -230,8 +233,7 @@ class Runner:
             memory=self._memory,
             devices=config.tp_size,
         )
-        if self.hosts is not None:
-            plan = same_plan(plan, self.hosts)
+        plan = plan if self.hosts is None else same_plan(plan, self.hosts)
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
     @property

@@ -50,7 +50,8 @@ CLOSE_SECONDS = 3  # for the engine to end its step, once requests have had thei
 SWITCH_SECONDS = 0.0002
 YOUNG_OBJECTS = 5000  # made between two collections, which then take a millisecond; Python's 700 are two requests'
 LAST_SECONDS = 5  # for that, and for those whose requests were cut off to be told
-WAITED_FOR = ("jaxspec-engine", "jaxspec-programs")  # daemons, but the interpreter's end waits for what they run
+# Daemons, but the interpreter's end waits for what they run, or trips over it.
+WAITED_FOR = ("jaxspec-engine", "jaxspec-programs", "jaxspec-weights")
 _loaded = threading.Event()  # there is an engine to be closed
 
 

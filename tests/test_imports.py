@@ -26,7 +26,7 @@ LAYERS = (
     "config",
     "models tokenizer",
     "checkpoint cache sampling flags",
-    "batch draft mixers verify scheduler executables",
+    "batch draft mixers room verify scheduler executables",
     "rest ragged",
     "drafters round hosts deterministic",
     "outline",

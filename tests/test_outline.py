@@ -136,4 +136,4 @@ def test_weights_that_do_not_load_end_the_start_at_once(uncompiled, monkeypatch)
     {"draft": f"ngram+standalone:{checkpoint()}"}, {"deterministic": True},
 ])  # fmt: skip
 def test_other_starts_load_weights_first(options):
-    assert Loading.begin(EngineConfig(**{"model": checkpoint(), "draft": "ngram"} | WARM | options)) is None
+    assert Loading.of(EngineConfig(**{"model": checkpoint(), "draft": "ngram"} | WARM | options)) is None

@@ -1,7 +1,9 @@
 """What `python -m server` does around serving, without a process of its own."""
 
 import gc
+import re
 import socket
+import subprocess
 import sys
 import threading
 
@@ -10,6 +12,8 @@ import pytest
 from server import __main__ as main
 from server.cli.options import parse
 from tests.server.fake import FakeLLM
+from tests.server.live import as_here
+from tests.tiny import tiny_checkpoint
 
 
 @pytest.fixture
@@ -41,8 +45,8 @@ def test_garbage_is_looked_for_among_what_requests_leave_alone(serve):
     assert any(each is sys.modules for each in gc.get_objects()), "the interpreter's end finds everything"
 
 
-@pytest.mark.parametrize(("name", "left"), [("jaxspec-programs", True), ("jaxspec-engine", True), ("other", False)])
-def test_programs_that_are_being_compiled_do_not_hold_up_the_end(monkeypatch, name, left):
+@pytest.mark.parametrize("name", ["jaxspec-programs", "jaxspec-engine", "jaxspec-weights", "other"])
+def test_programs_that_are_being_compiled_do_not_hold_up_the_end(monkeypatch, name):
     """Workers of an executor are joined at the interpreter's end, daemons or not."""
     ends = []
     monkeypatch.setattr(main, "main", lambda: 0)
@@ -52,7 +56,15 @@ def test_programs_that_are_being_compiled_do_not_hold_up_the_end(monkeypatch, na
     monkeypatch.setattr(main.threading, "enumerate", lambda: [threading.main_thread(), thread])
     thread = threading.Thread(name=name, daemon=True)
     main.run()
-    assert ends[0] == ("left" if left else "ended", 0)
+    assert ends[0] == ("ended" if name == "other" else "left", 0)
+
+
+def test_options_that_do_not_fit_the_machine_end_with_status_2_and_a_line():
+    """Before weights are on their way, whose progress bar would stand on the same line."""
+    given = ["--model", str(tiny_checkpoint()), "--port", "0", "--max-total-tokens", "99999999999"]
+    ended = subprocess.run([sys.executable, "-m", "server", *given], capture_output=True, text=True, env=as_here())
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert re.search(r"^python -m server: --max-total-tokens 99999999999 does not fit: .* or less", ended.stderr, re.M)
 
 
 def test_the_heap_is_released_when_serving_fails(serve):
