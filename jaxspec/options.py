@@ -84,7 +84,8 @@ def _refused(value: Any, kind: type, said: Option) -> str | None:
     """What is allowed, if this value isn't."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if said.choices is not None:
-        return None if value in said.choices else f"must be one of {', '.join(map(str, said.choices))}"
+        others = [name for name, meant in said.aliases if meant not in said.choices]  # of the default, which is None
+        return None if value in said.choices else f"must be one of {', '.join(map(str, (*others, *said.choices)))}"
     if kind is bool:
         return None if isinstance(value, bool) else "must be true or false"
     if kind is int:

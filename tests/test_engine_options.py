@@ -128,5 +128,19 @@ def test_values_under_other_servers_names_are_taken(option, given, taken):
     assert getattr(EngineConfig(**{option: given}), option) == taken
 
 
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ("dtype", "auto, float32, bfloat16, float16, got 'int8'"),
+        ("draft_dtype", "auto, float32, bfloat16, float16, got 'int8'"),
+        ("quantization", "none, fp8, got 'int8'; a checkpoint that is quantised"),
+        ("kv_cache_dtype", "auto, float32, bfloat16, float16, float8_e4m3fn, got 'int8'"),
+    ],
+)
+def test_all_that_is_allowed_is_told(option, allowed):
+    with pytest.raises(ConfigError, match=f"^{flag(option)} must be one of {allowed}"):
+        EngineConfig(draft="ngram", **{option: "int8"})
+
+
 def test_methods_that_are_taken_are_those_there_are():
     assert set(METHODS.values()) == set(DRAFTERS)
