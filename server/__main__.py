@@ -132,6 +132,8 @@ def run() -> NoReturn:
 def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kept: PromptLog | None = None) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
+    if api_key == "":
+        log.warning("JAXSPEC_API_KEY is set and empty: no key is required")
     sampling = llm.sampling if args.sampling_defaults == "model" else {}
     if sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())

@@ -31,6 +31,12 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _key(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty, which no client can send; leave it out for a server without a key")
+    return text
+
+
 LIMITS = (
     ("--max-queued-requests", natural, 4096, "N", "completions that may wait for a slot; further requests get 429"),
     ("--request-timeout", _seconds, None, "SECONDS", "time limit of a request, which then ends with a 504"),
@@ -68,7 +74,9 @@ def make_parser() -> argparse.ArgumentParser:
     common.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     common.add_argument("--port", type=_port, default=30000, help="port, 0 for any that is free (default: %(default)s)")
     common.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: --model)")
-    common.add_argument("--api-key", metavar="KEY", help="require this bearer token (default: $JAXSPEC_API_KEY)")
+    common.add_argument(
+        "--api-key", type=_key, metavar="KEY", help="require this bearer token (default: $JAXSPEC_API_KEY)"
+    )
     common.add_argument("--config", metavar="FILE", help="YAML file of flags (port: 8000); the command line wins")
     common.add_argument("--help", "-h", action="help", help="show this and exit")
     common.add_argument("--version", action="version", version=f"jaxspec {jaxspec.__version__}")

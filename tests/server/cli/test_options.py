@@ -61,6 +61,8 @@ def test_values_have_the_fields_types():
         ),
         (["--request-timeout", "0"], "a number of seconds above 0, got '0'"),
         (["--drain-seconds", "inf"], "a number of seconds above 0, got 'inf'"),
+        (["--api-key", ""], "--api-key: is empty, which no client can send; leave it out"),
+        (["--api-key= "], "--api-key: is empty"),
         (["--max-queued-requests", "-1"], "an integer of at least 0"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
     ],
@@ -116,6 +118,7 @@ def test_config_file(tmp_path):
         ("page_size: 1.5", "invalid int value"),
         ("- a", "one flag a line"),
         ("a: [", "server.yaml"),
+        ("api_key: ''", "--api-key: is empty"),
     ],
 )
 def test_bad_config_files(tmp_path, text, says):
@@ -203,6 +206,17 @@ def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, sourc
     told = subprocess.run(["sh", "-c", shown], env={"JAXSPEC_API_KEY": "sesame"}, capture_output=True, text=True).stdout
     assert ("Authorization: Bearer sesame" in told.splitlines()) == (source != "none")
     assert '"temperature": 0, "max_tokens": 64' in told.splitlines()[-1]
+
+
+def test_a_key_that_is_set_and_empty_is_told(monkeypatch, caplog):
+    """deploy/ sets it so where no key is wanted; whoever meant to give one sees that it is lost."""
+    monkeypatch.setattr(command._Server, "run", lambda self, sockets: None)
+    for key, told in (("", 1), ("sesame", 0)):
+        caplog.clear()
+        monkeypatch.setenv("JAXSPEC_API_KEY", key)
+        with command._bind("127.0.0.1", 0) as listener:
+            command._serve(FakeLLM(), parse([]), listener)
+        assert caplog.text.count("JAXSPEC_API_KEY is set and empty: no key is required") == told
 
 
 @pytest.mark.parametrize("asked", ["model", "openai"])
