@@ -70,6 +70,7 @@ NEEDLESS = {
     **dict.fromkeys(("load_balance_method", "data_parallel_backend", "data_parallel_size_local"),
                     "--dp-size engines run on this host; a request goes to the one with its prefix, or the least busy"),
     "enable_auto_tool_choice": "it is always on where tools are supported",
+    **dict.fromkeys(("h", "help", "version"), "give it alone"),
     "speculative_adaptive": "it is on unless --draft-policy is fixed",
 }  # fmt: skip
 UNSUPPORTED = {
@@ -108,7 +109,7 @@ SWITCHES = frozenset(
         *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
         *("enable_deterministic_inference", "enable_hierarchical_cache", "speculative_adaptive", "enable_dp_attention"),
         *("enable_torch_compile", "return_tokens_as_token_ids", "skip_server_warmup", "no_enable_chunked_prefill"),
-        "enable_sleep_mode",
+        *("enable_sleep_mode", "h", "help", "version"),
     }
 )
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import yaml
 
 import jaxspec
+from jaxspec import ConfigError, EngineConfig
 from jaxspec.cli import called
 from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
-from jaxspec.flags import add_engine_flags, natural, positive
+from jaxspec.flags import add_engine_flags, engine_options, natural, positive
 from jaxspec.options import flag
 from server import logs
-from server.cli.translate import pairs, translate, without_launcher
+from server.cli.translate import name_of, pairs, translate, without_launcher
 from server.http.cors import add_cors_flags
 from server.parsers import PARSERS, REASONING_PARSERS
 
@@ -188,7 +190,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     argv = _without_one_gpu(argv)
-    args, unknown = parser.parse_known_args(argv)
+    try:
+        args, unknown = parser.parse_known_args(argv)
+    except UsageError as error:
+        if any(word.startswith("-") and _from_elsewhere(name_of(word)) for word in argv):
+            raise UsageError(str(error) + _translation(parser, argv)) from None
+        raise
     named = list(pairs(unknown, SWITCHES))
     models = [value for name, value in named if name is None]
     wrong = [name for name, _ in named if name is not None]
@@ -198,17 +205,21 @@ def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         raise UsageError(f"unknown argument {other}: {models[0]} is the model to serve, and there can be but one")
     if wrong:
         known = _flags(parser)
-        told = [f"{_spelt(name, argv)}{_nearest(name, known)}" for name in wrong]
+        told = [f"{_spelt(name, argv)}{_nearest(name.partition('.')[0], known)}" for name in dict.fromkeys(wrong)]
         message = f"unknown argument {told[0]}" if len(told) == 1 else "\n  ".join(["unknown arguments", *told])
-        from_elsewhere = [name for name in wrong if name in ELSEWHERE]
-        raise UsageError(message + (_translation(parser, argv) if from_elsewhere else ""))
+        raise UsageError(message + (_translation(parser, argv) if any(map(_from_elsewhere, wrong)) else ""))
     args.model = models[0] if models else args.model
     return args
 
 
 def _spelt(name: str, argv: Sequence[str]) -> str:
     """A flag as it was typed."""
-    return next(word.partition("=")[0] for word in argv if word.lstrip("-").partition("=")[0].replace("-", "_") == name)
+    return next(word.partition("=")[0] for word in argv if word.startswith("-") and name_of(word) == name)
+
+
+def _from_elsewhere(name: str) -> bool:
+    """Whether a flag of that name has another name here."""
+    return name.partition(".")[0] in ELSEWHERE
 
 
 def _without_one_gpu(argv: Sequence[str]) -> list[str]:
@@ -229,10 +240,28 @@ def _without_one_gpu(argv: Sequence[str]) -> list[str]:
 
 def _translation(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
     """The same command line in our flags, on lines of its own."""
-    actions = {name.lstrip("-").replace("-", "_"): action for name, action in _flags(parser).items()}
-    command, left = translate(argv, {name: (action.nargs != 0, action.choices) for name, action in actions.items()})
+    actions = {name_of(name): action for name, action in _flags(parser).items() if name not in ("--help", "--version")}
+    known = {name: (action.nargs != 0, action.choices) for name, action in actions.items()}
+    words, left = translate(argv, known, lambda words: _refusal(parser, words))
+    command = shlex.join([*called("serve", "server").split(), *words])
     lines = ["\nIn jaxspec's flags:", f"  {command}", *(f"left out: {each}" for each in left)]
+    if why := _refusal(parser, words, check_hosts):
+        lines.append(f"to be changed: {why}")
     return "\n".join(lines)
+
+
+def _refusal(
+    parser: argparse.ArgumentParser, argv: Sequence[str], check: Callable[[argparse.Namespace], None] | None = None
+) -> str | None:
+    """Why a command line of our own flags can't be used, by `check` too if there is one; None: it can."""
+    try:
+        args = _parse_known(parser, argv)
+        EngineConfig(**engine_options(args))
+        if check is not None:
+            check(args)
+    except (UsageError, ConfigError) as error:
+        return str(error)
+    return None
 
 
 def _from_file(parser: argparse.ArgumentParser, path: str) -> list[str]:

@@ -71,10 +71,8 @@ def _own_options(found: str | None, foreign: Flags, config: dict[str, Any]) -> d
     """The drafter's own options that are given, by their names here."""
     names = VLLM_DRAFTER_OPTIONS.get(found, {})
     own = {option: config.get(name) or foreign.pop(name, None) for option, name in names.items()}
-    for option, name in SGLANG_NGRAM_OPTIONS.items():
-        value = foreign.pop(name, None)
-        if found == "ngram":
-            own[option] = own[option] or value
+    for option, name in SGLANG_NGRAM_OPTIONS.items() if found == "ngram" else ():
+        own[option] = own[option] or foreign.pop(name, None)
     return {option: value for option, value in own.items() if value}
 
 
@@ -111,8 +109,11 @@ def _json_config(text: str | None, left: list[str]) -> dict[str, Any]:
     if not isinstance(config, dict):
         left.append(f"--speculative-config {shown(text)}: it isn't a JSON object")
         return {}
-    return config
+    return {key: value for key, value in config.items() if isinstance(value, str | int | float)}
 
 
 def _less_one(text: str) -> str | None:
-    return str(int(text) - 1) if text.isdecimal() and int(text) > 1 else None
+    """One less than a number; None for 1, and what is none as it is."""
+    if not text.isdecimal():
+        return text
+    return str(int(text) - 1) if int(text) > 1 else None

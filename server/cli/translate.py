@@ -1,16 +1,15 @@
 """A command line of vLLM's or SGLang's, as the one that serves the same here.
 
-Invariant: a translation is accepted by our own parser, and what it leaves out is said.
+Invariant: a translation is accepted by our own parser, which is asked, and what it leaves out is said.
 """
 
 from __future__ import annotations
 
+import json
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.cli import called
 from jaxspec.elsewhere import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
 from jaxspec.options import flag
 from server.cli.speculation import speculation
@@ -24,6 +23,11 @@ LAUNCHERS = (
     ("-m", "sglang.srt.entrypoints.http_server"),
 )
 VLLM_PORT = 8000  # where its clients look, who were told no port
+SHORT = {"sc": "speculative_config", "q": "quantization", "n": "nnodes", "r": "node_rank"}  # vLLM's, with one dash
+LISTS = {"api_key", "served_model_name", "lora_modules", "lora_paths"}  # which may have several values there
+SIZES = {"context_length", "chunked_prefill_size", "max_running_requests", "max_total_tokens"}
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # vLLM's
+READ_FROM_CHECKPOINT = re.compile("awq|gptq|compressed.tensors|mxfp4|gguf|w4a16|w8a16")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[list[str], str | None]:
@@ -37,68 +41,136 @@ def without_launcher(argv: Sequence[str]) -> tuple[list[str], str | None]:
     return list(argv), None
 
 
+def name_of(word: str) -> str:
+    """A flag's name with underscores. Of a dotted one, vLLM's for a key of a JSON object, with the keys behind it."""
+    name, dot, keys = word.partition("=")[0].partition(".")
+    bare = name.lstrip("-").replace("-", "_")
+    return (SHORT.get(bare, bare) if not name.startswith("--") else bare) + dot + keys.replace("-", "_")
+
+
 def pairs(argv: Sequence[str], switches: frozenset[str] | set[str]) -> Iterator[tuple[str | None, str | None]]:
-    """(option with underscores, value) of each flag, (None, value) of what is none. Of a flag's values, the first."""
+    """(option with underscores, value) of each flag, (None, value) of what is none; a flag with several values comes
+    as often."""
     rest = list(argv)
     while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not name.startswith("-"):
-            yield None, name + equals + value
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            yield None, word
             continue
-        name = {"-tp": "tp", "-dp": "dp", "-pp": "pp", "-ep": "ep"}.get(name, name.lstrip("-")).replace("-", "_")
+        name, (_, equals, value) = name_of(word), word.partition("=")
         if not equals:
             value = None if name in switches or not rest or _is_flag(rest[0]) else rest.pop(0)
         yield name, value
+        while name in LISTS and rest and not _is_flag(rest[0]):
+            yield name, rest.pop(0)
 
 
 def _is_flag(text: str) -> bool:
     return text.startswith("-") and re.fullmatch(r"-[\d.]+", text) is None
 
 
-def translate(argv: Sequence[str], known: Mapping[str, tuple[bool, Any]]) -> tuple[str, list[str]]:
-    """The command line here for one of another server, and a sentence about each thing that it leaves out.
+def translate(
+    argv: Sequence[str], known: Mapping[str, tuple[bool, Any]], refusal: Callable[[list[str]], str | None]
+) -> tuple[list[str], list[str]]:
+    """The flags here for another server's command line, and a sentence about each thing that it leaves out.
 
     **Arguments:** `known` has our options, by their names with underscores: whether each takes a value, and the values
-    that it may have, or None.
+    that it may have, or None. `refusal` says why our parser refuses a command line; None: it doesn't.
     """
     argv, server = without_launcher(argv)
-    ours, left, foreign = {}, [], {}
+    left: list[str] = []
+    ours, foreign = _sorted(argv, known, left)
+    ours |= speculation(foreign, left)
+    if server == "vllm":
+        ours.setdefault("port", str(VLLM_PORT))
+    ours = {name: value for name, value in ours.items() if not _is_default(name, value, known[name][1], left)}
+    for name, value in list(ours.items()):
+        if why := refusal(_words({name: value})):
+            given = " ".join(_words({name: value}))
+            left.append(f"{given}: {why.removeprefix('argument ').removeprefix(flag(name)).lstrip(': ')}")
+            del ours[name]
+    return _words(ours), list(dict.fromkeys(left))
+
+
+def _sorted(
+    argv: Sequence[str], known: Mapping[str, tuple[bool, Any]], left: list[str]
+) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """What our options get, and what is the others' alone of speculative decoding. `left`: as of `speculation`."""
+    ours: dict[str, str | None] = {}
+    foreign: dict[str, str | None] = {}
+    dotted: dict[str, Any] = {}
     switches = SWITCHES | {name for name, (takes, _) in known.items() if not takes}
     for name, value in pairs(argv, switches):
         if name is None or name in ("model_path", "model_tag"):
             if ours.setdefault("model", value) != value:
                 left.append(f"{value}: only one model is served")
-        elif name in known:
-            ours[name] = _parser(value) if name in ("reasoning_parser", "tool_call_parser") else value
-        elif name.startswith("speculative") or name == "num_speculative_tokens":
+            continue
+        whole, _, key = name.partition(".")
+        here = whole if whole in known else ELSEWHERE.get(whole)
+        speculative = whole.startswith("speculative") or whole == "num_speculative_tokens"
+        is_switch = name in SWITCHES or (here in known and not known[here][0])
+        if not value and (here is not None or speculative) and not is_switch:
+            left.append(f"{flag(name)}: it came without a value")
+        elif key and whole == "speculative_config":
+            _set(dotted, key.split("."), value)
+        elif speculative:
             foreign[name] = value
-        elif name in SEVERAL_GPUS:
+        elif whole in SEVERAL_GPUS:
             if value != "1":
-                given = f"--{name.replace('_', '-')} {value or ''}".strip()
+                given = f"{flag(name)} {value or ''}".strip()
                 left.append(f"{given}: of several GPUs, --tp-size, --ep-size and --dp-size are supported")
-        elif name in ELSEWHERE:
-            ours[ELSEWHERE[name]] = _value(name, value)
-        else:
-            why = UNSUPPORTED.get(name) or NEEDLESS.get(name) or "it has no counterpart here"
+        elif is_switch and here is not None:
+            ours |= {} if str(value).lower() == "false" else {here: None}
+        elif here is None:
+            why = UNSUPPORTED.get(whole) or NEEDLESS.get(whole) or "it has no counterpart here"
             left.append(f"{flag(name)}: {why}")
-    ours |= speculation(foreign, left)
-    if server == "vllm":
-        ours.setdefault("port", str(VLLM_PORT))
-    ours = {name: value for name, value in ours.items() if not _is_default(name, value, known[name][1], left)}
-    words = [word for name, value in ours.items() for word in (flag(name), value) if word is not None]
-    return shlex.join([*called("serve", "server").split(), *words]), left
+        elif name in LISTS and here in ours:
+            left.append(f"{flag(name)} {value}: there can be but one here")
+        else:
+            ours[here] = _value(name, here, value)
+    if dotted:
+        foreign["speculative_config"] = _merged(foreign.get("speculative_config"), dotted)
+    return ours, foreign
 
 
-def _value(name: str, value: str | None) -> str | None:
-    """The value here of an option that has another name there."""
+def _set(config: dict[str, Any], keys: list[str], text: str | None) -> None:
+    """Set the value of a dotted flag, which is JSON if it can be."""
+    *outer, last = keys
+    for key in outer:
+        config = config.setdefault(key, {})
+    try:
+        config[last] = json.loads(text or "")
+    except ValueError:
+        config[last] = text
+
+
+def _merged(text: str | None, dotted: dict[str, Any]) -> str:
+    """The JSON object of `--speculative-config` with the keys that were given apart."""
+    try:
+        whole = {} if text is None else json.loads(text)
+    except ValueError:
+        whole = None
+    return json.dumps(whole | dotted) if isinstance(whole, dict) else str(text)
+
+
+def _words(ours: Mapping[str, str | None]) -> list[str]:
+    """Options as words of a command line."""
+    words: list[str] = []
+    for name, value in ours.items():
+        joined = value is not None and value.startswith("-")
+        words += [f"{flag(name)}={value}"] if joined else [each for each in (flag(name), value) if each is not None]
+    return words
+
+
+def _value(name: str, here: str, value: str) -> str:
+    """The value here of an option that is called `name` there, where it is spelt in another way."""
     if name == "generation_config":
         return "openai" if value == "vllm" else "model"
+    if here in ("reasoning_parser", "tool_call_parser"):
+        return {"qwen3_xml": "qwen3_coder", "llama4_json": "llama3_json"}.get(value, value.replace("-", "_"))
+    if here in SIZES and (size := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", value)):
+        return str(round(float(size[1]) * UNITS[size[2]]))
     return value
-
-
-def _parser(name: str | None) -> str | None:
-    """The format's name here, where it is spelt in another way."""
-    return name and {"qwen3_xml": "qwen3_coder", "llama4_json": "llama3_json"}.get(name, name.replace("-", "_"))
 
 
 def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> bool:
@@ -113,7 +185,10 @@ def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> 
     if name == "chunked_prefill_size" and value == "-1":
         left.append("--chunked-prefill-size -1: long prompts are always prefilled in chunks")
         return True
-    if name == "kv_cache_dtype" and value not in ("auto", "fp8", "fp8_e4m3", "bfloat16", "float16", "float8_e4m3fn"):
-        left.append(f"--kv-cache-dtype {value}: supported are auto, fp8 (e4m3), bfloat16 and float16")
+    if name == "context_length" and value in ("-1", "auto"):
+        left.append(f"--context-length {value}: left out, it is the model's")
+        return True
+    if name == "quantization" and READ_FROM_CHECKPOINT.search(value):
+        left.append(f"--quantization {value}: such a checkpoint is read by its config, without a flag")
         return True
     return False

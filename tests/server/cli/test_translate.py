@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from jaxspec.config import EngineConfig
+from jaxspec.elsewhere import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, UNSUPPORTED
 from jaxspec.flags import engine_options
 from server.cli.options import UsageError, parse
 
@@ -86,6 +87,18 @@ HERE = "--model Qwen/Qwen3-8B"
         (f"{SGLANG} --dp 4 --tp 2", f"{HERE} --dp-size 4 --tp-size 2"),
         (f"{VLLM} --data-parallel-size 2 -tp 1", f"{HERE} --dp-size 2 --port 8000"),
         ("a/b --max-model-len 99", "--model a/b --context-length 99"),
+        (f"{VLLM} --max-model-len 4k", f"{HERE} --context-length 4000 --port 8000"),
+        (f"{VLLM} --max-model-len 4K --max-num-batched-tokens 2.5k --max-num-seqs 1k",
+         f"{HERE} --context-length 4096 --chunked-prefill-size 2500 --max-running-requests 1000 --port 8000"),
+        (f"{VLLM} --api-key one two --served-model-name x y z --port 9",
+         f"{HERE} --api-key one --served-model-name x --port 9"),
+        (f"{VLLM} --speculative-config.method eagle3 --speculative-config.model a/b "
+         "--speculative-config.num-speculative-tokens 3",
+         f"{HERE} --draft eagle3:a/b --num-draft-tokens 3 --port 8000"),
+        (f"""{VLLM} -sc '{{"method":"ngram","num_speculative_tokens":5}}' -sc.prompt_lookup_max=4""",
+         f"{HERE} --draft 'ngram?max_match=4' --num-draft-tokens 5 --port 8000"),
+        ("a/b --max-model-len 99 --tool-call-parser llama4_pythonic", "--model a/b --context-length 99"),
+        (f"{VLLM} --disable-prefix-cache=true --trust-remote-code=True", f"{HERE} --disable-prefix-cache --port 8000"),
     ],
 )  # fmt: skip
 def test_translations(line, here):
@@ -103,16 +116,67 @@ def test_translations(line, here):
         ),
         ("--enable-dp-attention", "--enable-dp-attention: attention is divided by heads (--tp-size)"),
         ("--load-balance-method shortest_queue", "--load-balance-method: --dp-size engines run on this host"),
-        ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: supported are"),
+        ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: must be one of auto, float32"),
         ("--speculative-config nonsense", "--speculative-config 'nonsense': it isn't a JSON object"),
         ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are dflash, "),
         ("""--speculative-config '{"quantization": "awq"}'""", "a drafter quantised by 'awq': fp8 can be made"),
         ("--enforce-eager", "--enforce-eager: every step is one compiled program"),
         ("--reasoning-parser kimi_k9", "--reasoning-parser kimi_k9: it may be auto, none, qwen3"),
         ("--made-up 3", "--made-up: it has no counterpart here"),
+        ("--quantization awq", "--quantization awq: such a checkpoint is read by its config, without a flag"),
+        ("-q gptq_marlin", "--quantization gptq_marlin: such a checkpoint is read by its config"),
+        ("--quantization compressed-tensors", "--quantization compressed-tensors: such a checkpoint is read by its"),
+        ("--quantization bitsandbytes", "--quantization bitsandbytes: must be one of none, fp8, got 'bitsandbytes'"),
+        ("--quantization", "--quantization: it came without a value"),
+        ("--max-model-len", "--max-model-len: it came without a value"),
+        ("--max-model-len -1", "--context-length -1: left out, it is the model's"),
+        ("--max-model-len auto", "--context-length auto: left out, it is the model's"),
+        ("--max-model-len 4x", "--context-length 4x: invalid int value: '4x'"),
+        ("--speculative-config", "--speculative-config: it came without a value"),
+        ("-sc", "--speculative-config: it came without a value"),
+        ("""--speculative-config '{"method": ["eagle3"], "model": {"a": 1}}' --made-up""", "--made-up: it has no"),
+        ("--kv-cache-dtype", "--kv-cache-dtype: it came without a value"),
+        ("--tool-call-parser llama4_pythonic", "--tool-call-parser llama4_pythonic: it may be auto, none, hermes"),
+        ("--tool-call-parser", "--tool-call-parser: it came without a value"),
+        ("--gpu-memory-utilization 1.0", "--mem-fraction-static 1.0: must be between 0 and 1, got 1.0"),
+        ("--dtype int8", "--dtype int8: must be one of auto, float32"),
+        ("--max-num-seqs 0", "--max-running-requests 0: must be an integer of at least 1"),
+        ("--random-seed=-1", "--seed=-1: must be an integer of at least 0"),
+        ("--api-key=", "--api-key: it came without a value"),
+        ("--speculative-num-draft-tokens auto", "--num-draft-tokens auto: invalid int value"),
+        ("--no-enable-prefix-caching=false --made-up", "--made-up: it has no"),
+        ("--compilation-config.level 3", "--compilation-config.level: every step is one compiled program"),
+        ("--speculative-config.method medusa", "speculation by 'medusa': the methods are"),
+        ("--help", "--help: give it alone"),
     ],
 )
 def test_what_a_translation_leaves_out_is_said(flags, said):
     command, left = answer(f"{VLLM} {flags}")
     assert command == f"{HERE} --port 8000"
     assert left[0].startswith(f"left out: {said}")
+
+
+def test_of_several_values_the_others_are_told():
+    command, left = answer(f"{VLLM} --api-key one two --served-model-name x y --lora-modules a=b c=d")
+    assert command == f"{HERE} --api-key one --served-model-name x --port 8000"
+    assert left[:2] == [
+        "left out: --api-key two: there can be but one here",
+        "left out: --served-model-name y: there can be but one here",
+    ]
+    assert len(left) == 3 and left[2].startswith("left out: --lora-modules: LoRA")
+
+
+def test_what_is_missing_for_several_hosts_is_told():
+    with pytest.raises(UsageError) as error:
+        parse(shlex.split(f"{VLLM} -tp 4 -n 2 -r 1 --master-addr 10.0.0.1"))
+    assert "--tp-size 4 --nnodes 2 --node-rank 1 --port 8000\n" in str(error.value)
+    assert str(error.value).endswith("to be changed: --nnodes 2 needs --dist-init-addr HOST:PORT, where node 0 is")
+
+
+@pytest.mark.parametrize("flag", sorted({*ELSEWHERE, *SEVERAL_GPUS, *NEEDLESS, *UNSUPPORTED}))
+def test_whatever_a_flag_of_theirs_has_for_a_value(flag):
+    """What is printed parses, as `answer` sees to; and nothing is left out in silence but what is so here anyway."""
+    for value in ("", "=", " -1", " auto", " 4k", " none a/c", " 1", "=true"):
+        command, left = answer(f"{VLLM} --{flag.replace('_', '-')}{value}")
+        here = ELSEWHERE.get(flag, "nothing").replace("_", "-")
+        assert left or f"--{here}" in command or value in (" 1", "=true"), value
