@@ -210,8 +210,13 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter) or self.failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self.failed:
+            running = len(self.server_state.tasks)
+            log.info("told to stop; requests with %g seconds to finish (--drain-seconds): %d", self._drain, running)
         threading.Thread(target=self._end, name="jaxspec-end", daemon=True).start()
         await super().shutdown(sockets)
+        if self.force_exit and self.server_state.tasks:
+            log.warning("told to stop once more; requests cut off: %d", len(self.server_state.tasks))
 
     def _engine_failed(self) -> bool:
         llm, now = self._llm, time.monotonic()
@@ -242,6 +247,8 @@ class _Server(uvicorn.Server):
         """
         if self._llm.error is None and self._ended.wait(self._drain):
             return
+        if self._llm.error is None and (left := len(self.server_state.tasks)):
+            log.warning("requests cut off, as they still ran after %g seconds (--drain-seconds): %d", self._drain, left)
         self.failed |= not self._llm.close(CLOSE_SECONDS)
         if not self._ended.wait(LAST_SECONDS - CLOSE_SECONDS):
             _leave()

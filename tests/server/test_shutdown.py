@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
@@ -55,7 +55,54 @@ def told(replies, words):
     assert words in error and done == "data: [DONE]"
 
 
+def lines(caplog):
+    """What the server has logged since it was ready."""
+    messages = [record.getMessage() for record in caplog.records if record.name == "jaxspec.server"]
+    return messages[messages.index("ready") + 1 :]
+
+
+def test_requests_that_finish_in_time_are_counted_as_soon_as_a_server_is_told_to_stop(caplog):
+    caplog.set_level(logging.INFO, "jaxspec.server")
+    llm = FakeLLM(open=False)
+    with running(llm, 60) as (server, url, thread):
+        with asking(url, llm) as replies:
+            server.should_exit = True
+            wait_for(lambda: "told to stop" in caplog.text)
+            assert thread.is_alive() and not replies, "they run on"
+            llm.open = True
+        thread.join()
+    assert {reply.status_code for reply in replies.values()} == {200}
+    assert lines(caplog) == ["told to stop; requests with 60 seconds to finish (--drain-seconds): 2"]
+
+
+def test_a_server_at_rest_says_that_it_was_told_to_stop(caplog):
+    caplog.set_level(logging.INFO, "jaxspec.server")
+    with running(FakeLLM(), 60) as (server, _, thread):
+        server.should_exit = True
+        thread.join()
+    assert lines(caplog) == ["told to stop; requests with 60 seconds to finish (--drain-seconds): 0"]
+
+
+def ask_in_vain(url):
+    with suppress(httpx.HTTPError):
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=60)
+
+
+def test_requests_that_are_cut_off_by_a_second_signal_are_told(caplog):
+    caplog.set_level(logging.INFO, "jaxspec.server")
+    llm = FakeLLM(open=False)
+    with running(llm, 60) as (server, url, thread):
+        asked = threading.Thread(target=ask_in_vain, args=(url,))
+        asked.start()
+        wait_for(lambda: llm.running == 1)
+        server.should_exit = server.force_exit = True
+        thread.join()
+        asked.join()
+    assert lines(caplog)[1] == "told to stop once more; requests cut off: 1"
+
+
 def test_requests_that_run_too_long_are_told(caplog):
+    caplog.set_level(logging.INFO, "jaxspec.server")
     llm = FakeLLM(open=False)
     with running(llm, 0.3) as (server, url, thread):
         with asking(url, llm) as replies:
@@ -63,6 +110,9 @@ def test_requests_that_run_too_long_are_told(caplog):
         thread.join()
     told(replies, "shutting down")
     assert not server.failed
+    stop, cut = lines(caplog)[:2]
+    assert stop == "told to stop; requests with 0.3 seconds to finish (--drain-seconds): 2"
+    assert cut == "requests cut off, as they still ran after 0.3 seconds (--drain-seconds): 2"
     assert not [record for record in caplog.records if record.exc_info], "no traceback"
 
 
