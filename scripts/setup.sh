@@ -5,6 +5,18 @@
 set -eu
 lock=$1
 
+# An environment that is linked here may be another clone's, whose own code it would no longer run after this.
+if [ -L .venv ]; then
+    owner=$(.venv/bin/python -I -c 'import importlib.metadata as installed, json
+print(json.loads(installed.distribution("jaxspec").read_text("direct_url.json"))["url"].removeprefix("file://"))' \
+        2>/dev/null) || owner=
+    if [ -d "$owner" ] && [ "$(cd "$owner" && pwd -P)" != "$(pwd -P)" ]; then
+        echo "make: .venv is a link to the environment of $owner, and setting it up here would change what runs there;" \
+            "remove the link to have one of your own, or do without make: .venv/bin/python -m server" >&2
+        exit 1
+    fi
+fi
+
 suits() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
 }
