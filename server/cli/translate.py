@@ -106,7 +106,7 @@ def _sorted(
                 left.append(f"{value}: only one model is served")
             continue
         whole, _, key = name.partition(".")
-        here = whole if whole in known else ELSEWHERE.get(whole)
+        here = None if key and whole != "speculative_config" else whole if whole in known else ELSEWHERE.get(whole)
         speculative = whole.startswith("speculative") or whole == "num_speculative_tokens"
         is_switch = name in SWITCHES or (here in known and not known[here][0])
         if not value and (here is not None or speculative) and not is_switch:
@@ -137,10 +137,12 @@ def _set(config: dict[str, Any], keys: list[str], text: str | None) -> None:
     """Set the value of a dotted flag, which is JSON if it can be."""
     *outer, last = keys
     for key in outer:
-        config = config.setdefault(key, {})
+        if not isinstance(config.get(key), dict):
+            config[key] = {}
+        config = config[key]
     try:
         config[last] = json.loads(text or "")
-    except ValueError:
+    except (ValueError, RecursionError):
         config[last] = text
 
 
@@ -148,7 +150,7 @@ def _merged(text: str | None, dotted: dict[str, Any]) -> str:
     """The JSON object of `--speculative-config` with the keys that were given apart."""
     try:
         whole = {} if text is None else json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = None
     return json.dumps(whole | dotted) if isinstance(whole, dict) else str(text)
 

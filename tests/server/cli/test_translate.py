@@ -146,6 +146,8 @@ def test_translations(line, here):
         ("--speculative-num-draft-tokens auto", "--num-draft-tokens auto: invalid int value"),
         ("--no-enable-prefix-caching=false --made-up", "--made-up: it has no"),
         ("--compilation-config.level 3", "--compilation-config.level: every step is one compiled program"),
+        ("--quantization.level fp8", "--quantization.level: it has no counterpart here"),
+        ("--speculative-config.a 1 --speculative-config.a.b [[ --made-up", "--made-up: it has no counterpart"),
         ("--speculative-config.method medusa", "speculation by 'medusa': the methods are"),
         ("--help", "--help: give it alone"),
     ],
