@@ -188,7 +188,7 @@ def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> 
         left.append("--chunked-prefill-size -1: long prompts are always prefilled in chunks")
         return True
     if name == "context_length" and value in ("-1", "auto"):
-        left.append(f"--context-length {value}: left out, it is the model's")
+        left.append(f"--context-length {value}: it is the model's anyway")
         return True
     if name == "quantization" and READ_FROM_CHECKPOINT.search(value):
         left.append(f"--quantization {value}: such a checkpoint is read by its config, without a flag")

@@ -19,19 +19,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.errors import FAILED, GONE, ApiError
 from server.http.refusals import Refusals
+from server.protocol.base import REQUEST_ID
 
 log = logging.getLogger("jaxspec.server")
 
 # Browsers, probes and scrapers rarely carry a key.
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/health_generate", "/metrics")
 MAX_BODY_BYTES = 64 * 2**20
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # of a client; any other is replaced
 
 
 class Gate:
     """Refuse with 401 a request without `Authorization: Bearer <api_key>`, with 413 a body over `max_body` bytes.
 
-    The request's id, which is the client's `X-Request-Id` or a new one, is `request.state.request_id`.
+    The request's id, which is the client's `X-Request-Id`, or a new one where that is none, is
+    `request.state.request_id`.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None = None, max_body: int = MAX_BODY_BYTES):
@@ -45,7 +46,7 @@ class Gate:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        request_id = given if re.fullmatch(REQUEST_ID, given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         asked = f"{scope['method']} {scope['path']}"
         status = 0

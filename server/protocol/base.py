@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from jaxspec.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError, shown
 
+REQUEST_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"  # of a client
 MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -16,7 +17,7 @@ from jaxspec.request import (
     RequestError,
     SamplingParams,
 )
-from server.protocol.base import BOUNDS, Body, Integer, TokenId, at_most, check_text, describe_ranges, shown
+from server.protocol.base import BOUNDS, REQUEST_ID, Body, Integer, TokenId, at_most, check_text, describe_ranges, shown
 from server.protocol.described import add_rules, any_of, is_true, null
 from server.protocol.structured import ONE_GRAMMAR, StructuredFields
 
@@ -45,6 +46,15 @@ def _logit_bias(value: Any) -> dict[int, float]:
     if bad := [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 12)]:
         raise RequestError(f"takes as keys {TOKEN_IDS}, got {shown(bad[0])}")
     return {int(key): bias for key, bias in value.items()}
+
+
+def _id(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(REQUEST_ID, value):
+        raise RequestError(f"must be 1 to 128 letters, digits and any of . _ : / + = @ -, got {shown(value)}")
+    return value
+
+
+Id = Annotated[str, PlainValidator(_id, json_schema_input_type=Annotated[str, Field(pattern=f"^{REQUEST_ID}$")])]
 
 
 def check_limit(limit: int | None, least: int | None) -> None:
@@ -128,6 +138,8 @@ class Generation(StructuredFields, Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     token_sources: bool | None = None
+    request_id: Id | None = None  # vLLM's: what the response's id ends in
+    rid: Id | None = None  # SGLang's: the response's id
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self):
@@ -165,6 +177,9 @@ class Generation(StructuredFields, Body):
         return SamplingParams(**{**defaults, "structured": self.structured(), **given, **overrides})
 
 
-_OF_THE_REPLY = ("model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "store")
+_OF_THE_REPLY = {
+    *("model", "stream", "stream_options", "store", "request_id", "rid"),
+    *("return_token_ids", "return_tokens_as_token_ids"),
+}
 _OTHERS = {*_OF_THE_REPLY, *StructuredFields.model_fields}
 _SHARED = tuple(name for name in Generation.model_fields if name not in _OTHERS)

@@ -71,10 +71,10 @@ class Answer(Protocol):
 class Reply:
     """A response under construction: one prompt or several, `params.n` choices each, in OpenAI's order.
 
-    Feed it each delta with the number of its prompt: `chunks` for a stream, `take` and then `whole` otherwise.
-    `request_id` is part of its id, as vLLM has it. `continuous_usage`: each chunk says the usage so far. `no_tokens`:
-    of what is generated, a token a choice, nothing is shown or counted. `return_token_ids` shows the tokens of prompts
-    and choices, as vLLM does.
+    Feed it each delta with the number of its prompt: `chunks` for a stream, `take` and then `whole` otherwise. Its `id`
+    is made of the `request_id`, as vLLM has it, unless it is given. `continuous_usage`: each chunk says the usage so
+    far. `no_tokens`: of what is generated, a token a choice, nothing is shown or counted. `return_token_ids` shows the
+    tokens of prompts and choices, as vLLM does.
     """
 
     PREFIX: ClassVar[str]
@@ -88,6 +88,7 @@ class Reply:
         model: str,
         names: TokenNames,
         *,
+        id: str | None = None,
         request_id: str | None = None,
         include_usage: bool = False,
         continuous_usage: bool = False,
@@ -99,7 +100,7 @@ class Reply:
         self.include_usage, self.report_prompt = include_usage, report_prompt
         self.return_token_ids = return_token_ids
         self._continuous_usage, self._no_tokens = continuous_usage, no_tokens
-        self.id = self.PREFIX + (request_id or secrets.token_hex(16))
+        self.id = id or self.PREFIX + (request_id or secrets.token_hex(16))
         self._base = {"created": int(time.time()), "model": model}
         head = encode({"id": self.id, "object": self.CHUNK, **self._base})
         self._head = head[:-1] + ',"choices":['

@@ -21,7 +21,8 @@ def add_generation(app: FastAPI, serving: Serving) -> None:
         """What a reply shows beside its text."""
         return {
             "names": serving.ids if body.return_tokens_as_token_ids else serving.texts,
-            "request_id": request.state.request_id,
+            "id": body.rid,
+            "request_id": body.request_id or request.state.request_id,
             "include_usage": body.include_usage,
             "continuous_usage": body.continuous_usage,
             "report_prompt": body.prompt_logprobs is not None,

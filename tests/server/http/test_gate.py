@@ -71,6 +71,23 @@ def test_another_request_id_is_replaced(http, given):
     assert found[0] != found[1] and all(re.fullmatch("[0-9a-f]{32}", each) for each in found)
 
 
+@pytest.mark.parametrize(
+    "path,body", [(CHAT, {"messages": [{"role": "user", "content": "a"}]}), (TEXT, {"prompt": "a"})]
+)
+def test_a_body_may_name_its_response(http, path, body):
+    """By vLLM's field, which has a prefix, or by SGLang's."""
+    prefix = {CHAT: "chatcmpl-", TEXT: "cmpl-"}[path]
+    for fields, name in (({"request_id": "mine"}, f"{prefix}mine"), ({"rid": "mine"}, "mine")):
+        assert http.post(path, json=body | fields).json()["id"] == name
+        stream = http.post(path, json=body | fields | {"stream": True})
+        assert f'"id":"{name}"' in stream.text
+    for field in ("request_id", "rid"):
+        for bad in ("", "two words", "a" * 129, ["a", "b"], 5):
+            reply = http.post(path, json=body | {field: bad})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, field) and "1 to 128 letters" in error["message"]
+
+
 def test_a_request_id_may_come_twice_at_once(http, fake):
     fake.open = False
     headers = {"X-Request-Id": "twice"}
