@@ -339,7 +339,7 @@ class MemoryPlan:
             rows.append(("left", self.device_bytes - self.total, f"of {gib(self.device_bytes)}"))
         if self.host_bytes:
             planned = (self.total - self.workspace_bytes) * self.devices if self.device_bytes is None else 0
-            note = f"; {gib(self.host_bytes)} resident in all" if planned else ""
+            note = f"; {gib(self.host_bytes)} resident so far" if planned else ""
             rows.append(("host", self.host_bytes - planned, f"Python, jax, the tokenizer and compiled programs{note}"))
         of = f" of each of {self.devices} devices" if self.devices > 1 else ""
         return f"memory plan{of}\n" + "\n".join(f"  {n:<14} {gib(b):>10}  {note}".rstrip() for n, b, note in rows)

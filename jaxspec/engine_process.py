@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.affinity import Prefixes
+from jaxspec.async_llm import EngineDead
 from jaxspec.channel import Channel
 from jaxspec.config import ConfigError, EngineConfig
 
@@ -57,7 +59,7 @@ class EngineProcess:
         said, value = self._started.get()
         if said == kind:
             return value
-        if kind == "devices" and not isinstance(value, ConfigError):
+        if kind == "devices" and not isinstance(value, ConfigError | EngineDead):
             value = ConfigError(f"engine {self.index} of --dp-size found no device to run on: {value}")
         raise value
 
@@ -120,10 +122,17 @@ class EngineProcess:
             log.critical("engine %d can't be understood any more", self.index, exc_info=error)
             self.process.kill()
         self.channel.close()
-        status = self.process.wait()
-        self.error = self.error or f"its process ended with status {status}"
-        self._started.put(("failed", RuntimeError(f"engine {self.index} didn't start: {self.error}")))
+        self.error = self.error or _ending(self.process.wait())
+        self._started.put(("failed", EngineDead(f"engine {self.index} of --dp-size didn't start: {self.error}")))
         self._lost(self)
+
+
+def _ending(status: int) -> str:
+    """How a process ended that nobody told to."""
+    if status >= 0:
+        return f"its process ended with status {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    return f"{name} ended its process" + (", perhaps for lack of memory" if -status == signal.SIGKILL else "")
 
 
 def devices_of_each(engines: int, size: int) -> list[dict[str, str]]:

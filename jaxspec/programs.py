@@ -24,6 +24,7 @@ from jaxspec import batch as packing
 from jaxspec import compiling, ladder
 from jaxspec.adaptive import REST
 from jaxspec.batch import Shapes, fit
+from jaxspec.cache import gib, resident_memory
 from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
 from jaxspec.config import ModelConfig
 from jaxspec.divided import divided
@@ -233,7 +234,8 @@ class Programs:
                 exc_info=error,
             )
             return
-        log.info("the other %d programs are ready, %.1f s after the first", len(wanted), time.monotonic() - started)
+        after, host = time.monotonic() - started, gib(resident_memory())
+        log.info("the other %d programs are ready, %.1f s after the first, with %s resident", len(wanted), after, host)
         self.behind = None
 
     def _begin_lowering(self, programs: Sequence[One], state: State) -> None:

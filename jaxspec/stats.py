@@ -68,12 +68,15 @@ class DecodeLog:
     def write(self, engine: Engine) -> None:
         totals, before, now = engine.totals, self._before, time.monotonic()
         gained = {key: totals[key] - before[key] for key in ("generation_tokens", "verify_rounds", "verified_tokens")}
-        used = 1 - engine.scheduler.free_pages / (engine.runner.plan.num_pages - 1)
+        pages = engine.runner.plan.num_pages - 1
+        used = max(
+            pages - engine.scheduler.free_pages - engine.scheduler.cached_pages, 0
+        )  # the tree's are free as well
         log.info(
             "decode: running %d, waiting %d, pages in use %.0f%%, accept len %.2f, %.1f tok/s",
             len(engine.scheduler.running),
             len(engine.scheduler.waiting),
-            100 * used,
+            100 * used / pages,
             gained["verified_tokens"] / max(gained["verify_rounds"], 1),
             gained["generation_tokens"] / max(now - self._since, 1e-9),
         )

@@ -77,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, ConfigError, CheckpointError, TokenizerError) as error:
         print(f"{called('serve', 'server')}: {error}", file=sys.stderr)
         return 2
+    except EngineDead as error:
+        print(f"{called('serve', 'server')}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -189,7 +189,7 @@ def test_the_plan_says_what_the_process_takes_of_the_host(monkeypatch):
     block = bytearray(512 * MIB)
     assert cache.resident_memory() - held > 256 * MIB and len(block), "other threads may free some meanwhile"
     on_cpu = dataclasses.replace(plan(monkeypatch, None, max_total_tokens=16), host_bytes=2**30)
-    assert re.search(r"host +0\.95 GiB  Python.*; 1\.00 GiB resident in all", str(on_cpu)), "1 GiB less 55 MiB"
+    assert re.search(r"host +0\.95 GiB  Python.*; 1\.00 GiB resident so far", str(on_cpu)), "1 GiB less 55 MiB"
     on_gpu = dataclasses.replace(plan(monkeypatch, 200 * MIB), host_bytes=2**30)
     assert re.search(r"host +1\.00 GiB  Python.* programs$", str(on_gpu))
     assert "host" not in str(dataclasses.replace(on_cpu, host_bytes=0))

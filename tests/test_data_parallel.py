@@ -19,10 +19,11 @@ import pytest
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, RequestError, SamplingParams
 from jaxspec.affinity import Prefixes, pages
+from jaxspec.async_llm import EngineDead
 from jaxspec.channel import Channel, ChannelError
 from jaxspec.config import EngineConfig
 from jaxspec.data_parallel import DataParallelLLM
-from jaxspec.engine_process import check_devices, devices_of_each
+from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.stats import together
 from server.app import create_app
 from tests.server.fake import FakeLLM
@@ -242,7 +243,7 @@ def test_a_lost_engine_takes_its_requests_and_no_others(llm, url):
         assert i in failed or json.loads(replies[i].text.split("data: ")[-2] if i > 1 else reply.text)["choices"]
     assert [ask(url, prompt="z" * i, max_tokens=2).status_code for i in range(1, 5)] == [200] * 4
     assert httpx.get(f"{url}/health").status_code == 200
-    assert counts(llm, "ready") == [True, False] and "status -9" in counts(llm, "error")[1]
+    assert counts(llm, "ready") == [True, False] and "SIGKILL ended its process" in counts(llm, "error")[1]
     assert llm.stats()["total_pages"] == counts(llm, "total_pages")[0]
     os.kill(llm._members[0].process.pid, signal.SIGKILL)
     wait_for(lambda: llm.error is not None)
@@ -289,3 +290,10 @@ def up(url: str) -> bool:
         return httpx.get(f"{url}/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_an_engine_killed_as_it_starts_is_no_mistake_of_the_options():
+    member = EngineProcess(0, {}, lambda _: None, lambda _: None)
+    member.process.kill()
+    with pytest.raises(EngineDead, match=r"engine 0 of --dp-size didn't start: SIGKILL .*, perhaps for lack of memory"):
+        member.started("devices")

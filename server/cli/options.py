@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -267,29 +268,38 @@ def _refusal(
 def _from_file(parser: argparse.ArgumentParser, path: str) -> list[str]:
     """A YAML mapping as the command line it stands for, so that both are checked by the same parser."""
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    content = {} if content is None else content
-    if not isinstance(content, dict):
-        raise UsageError(f"--config {path}: must hold one flag a line, like `page_size: 16`; got {content!r}")
+    if content is None:
+        return []
+    if not isinstance(content, yaml.MappingNode):
+        raise UsageError(f"--config {path}: must hold one flag a line, like `page_size: 16`")
     known = _flags(parser)
+    del known["--config"], known["--help"], known["--version"]
     argv = []
-    for key, value in content.items():
-        name = flag(str(key).removeprefix("--"))
-        if name not in known or name in ("--config", "--help", "--version"):
-            raise UsageError(f"--config {path}: unknown key {key}{_nearest(name, known)}")
-        switch = known[name].nargs == 0
-        if switch != isinstance(value, bool) and value is not None:
-            allowed = "true or false" if switch else "a value, not true or false"
-            raise UsageError(f"--config {path}: {key} takes {allowed}, got {value!r}")
-        if isinstance(value, list | dict):
-            raise UsageError(f"--config {path}: {key} takes one value, got {value!r}")
-        if value is True:
-            argv.append(name)
-        elif value is not None and value is not False:
-            argv.append(f"{name}={value}")
+    for key, node in content.value:
+        name = flag(str(key.value).removeprefix("--"))
+        if name not in known:
+            raise UsageError(f"--config {path}: unknown key {key.value}{_nearest(name, known)}")
+        argv += _words_of(f"--config {path}: {key.value}", name, known[name], node)
     return argv
+
+
+def _words_of(place: str, name: str, action: argparse.Action, node: yaml.Node) -> list[str]:
+    """A flag of a file. Its value is the text as it is written: YAML would read the key 0123456 as the number 42798."""
+    kind = node.tag.rpartition(":")[2]  # null, bool, int, ..., seq, map
+    if kind == "null":
+        return []
+    if action.nargs == 0:
+        if kind != "bool":
+            raise UsageError(f"{place} takes true or false, got {node.value if kind not in ('seq', 'map') else kind}")
+        return [name] if node.value.lower() in ("true", "yes", "on") else []
+    if kind == "seq" and action.metavar == "LIST" and all(isinstance(each, yaml.ScalarNode) for each in node.value):
+        return [f"{name}={json.dumps([each.value for each in node.value])}"]
+    if not isinstance(node, yaml.ScalarNode):
+        raise UsageError(f"{place} takes one value, got a {'list' if kind == 'seq' else 'mapping'}")
+    return [f"{name}={node.value}"]
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.errors import FAILED, GONE, ApiError
 from server.http.refusals import Refusals
-from server.protocol.base import REQUEST_ID
+from server.protocol.base import REQUEST_ID, shown
 
 log = logging.getLogger("jaxspec.server")
 
@@ -79,6 +79,8 @@ class Gate:
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
                 found = "the API key is wrong" if "authorization" in headers else "an API key is required"
                 raise ApiError(401, f"{found}; send the header Authorization: Bearer <key>", code="invalid_api_key")
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(415, f"the body comes in the Content-Encoding {shown(coding)}; send it as it is")
         length = headers.get("content-length", "")
         if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > self.max_body):
             raise self._too_large()

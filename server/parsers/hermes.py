@@ -40,7 +40,7 @@ class Hermes(ToolScanner):
     def _further(self) -> Steps:
         while True:
             yield from self.space()
-            if (yield from self.literal(CLOSES)):
+            if (yield from self.closing(CLOSES)):
                 return False
             if (yield from self.literal(",", "}", "]")):
                 continue

@@ -44,7 +44,7 @@ class Qwen3Coder(ToolScanner):
             self.call(name)
             if (yield from self._parameters(self.schemas.get(name, {}).get("properties") or {})):
                 yield from self.space()
-                yield from self.literal(CLOSES)
+                yield from self.closing(CLOSES)
 
     def _parameters(self, properties: Mapping[str, Any]) -> Steps:
         """Read the parameters and the function's end. Returns whether `</tool_call>` may follow."""

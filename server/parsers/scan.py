@@ -183,6 +183,17 @@ class Scanner:
                 return None
             yield
 
+    def closing(self, marker: str) -> Generator[None, None, bool]:
+        """Read a marker that closes something, or what there is of one that the end of the reply cuts. Returns whether
+        there was any."""
+        if (yield from self.literal(marker)):
+            return True
+        rest = self.buffer[self.at :]
+        if not rest or not marker.startswith(rest):
+            return False
+        self.at += len(rest)
+        return True
+
     def word(self, pattern: re.Pattern[str], limit: int) -> Generator[None, None, str | None]:
         """Read the characters that `pattern`, such as `[a-z]*`, matches. None, and nothing read, if there are more than
         `limit`, or none, or nothing follows them."""

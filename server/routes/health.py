@@ -61,6 +61,8 @@ def add_health(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
     probe = Probe(llm)
 
     @app.head("/health", include_in_schema=False)
+    @app.head("/ready", include_in_schema=False)
+    @app.head("/ping", include_in_schema=False)
     @app.get("/health")
     @app.get("/ready")
     @app.get("/ping")

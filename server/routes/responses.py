@@ -59,9 +59,12 @@ def add_responses(app: FastAPI, serving: Serving) -> None:
             return await serving.answer(request, make(), body.stream, body.store)
 
     @app.get("/v1/responses/{name}")
-    async def response(name: str) -> dict[str, Any]:
-        """A response that is kept."""
-        return stored(name).response
+    async def response(name: str, stream: bool = False) -> dict[str, Any]:
+        """A response that is kept. Its events aren't."""
+        found = stored(name)
+        if stream:
+            raise ApiError(400, "a kept response can't be streamed again; leave stream out", param="stream")
+        return found.response
 
     @app.delete("/v1/responses/{name}")
     async def delete_response(name: str) -> dict[str, Any]:

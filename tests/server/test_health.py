@@ -15,9 +15,8 @@ from tests.server.fake import FakeLLM
 from tests.server.live import serving, wait_for
 
 
-@pytest.mark.parametrize(
-    "method, path", [("GET", "/health"), ("HEAD", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")]
-)
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_probes_say_whether_requests_can_be_served(http, fake, method, path):
     reply = http.request(method, path)
     assert reply.status_code == 200 and (method == "HEAD" or reply.json() == {"status": "ok"})

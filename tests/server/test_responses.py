@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 import pytest
-from openai import NotFoundError, OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel
 
 from jaxspec.config import EngineConfig
@@ -198,6 +198,8 @@ def test_a_response_is_gone_on_from(client, fake):
 def test_responses_are_kept_deleted_and_not_kept(client):
     kept = client.responses.create(**ASK)
     assert client.responses.retrieve(kept.id) == kept
+    with pytest.raises(BadRequestError, match="can't be streamed again"):
+        client.responses.retrieve(kept.id, stream=True)
     client.responses.delete(kept.id)
     loose = client.responses.create(**ASK, store=False)
     for name in (kept.id, loose.id):

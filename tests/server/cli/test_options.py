@@ -8,6 +8,7 @@ import threading
 import httpx
 import pytest
 
+from jaxspec.async_llm import EngineDead
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.flags import engine_options
 from jaxspec.options import flag, options_of
@@ -106,6 +107,18 @@ def test_config_file(tmp_path):
     assert parse(write(tmp_path, "")).decode_log_interval == 40
 
 
+def test_values_of_a_config_file_are_the_texts_that_stand_there(tmp_path):
+    """YAML would read a number, a version without its last 0, and true."""
+    text = (
+        "api_key: 0123456\nserved_model_name: 1.10\nfp8_activations: on\ndisable_overlap: yes\nseed:\n"
+        'allowed_origins: ["https://a.example", https://b.example]\ndecode_log_interval: null\n'
+    )
+    args = parse(write(tmp_path, text))
+    assert (args.api_key, args.served_model_name, args.fp8_activations) == ("0123456", "1.10", "on")
+    assert args.disable_overlap and args.allowed_origins == ["https://a.example", "https://b.example"]
+    assert args.decode_log_interval == 40 and args.seed == parse([]).seed
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -113,7 +126,8 @@ def test_config_file(tmp_path):
         ("max_num_seqs: 8", "unknown key max_num_seqs; here it is --max-running-requests"),
         ("config: x", "unknown key config"),
         ("page_size: [1]", "takes one value"),
-        ("page_size: true", "not true or false"),
+        ("page_size: true", "invalid int value: 'true'"),
+        ("draft: {a: 1}", "takes one value, got a mapping"),
         ("disable_overlap: 3", "true or false, got 3"),
         ("page_size: 1.5", "invalid int value"),
         ("- a", "one flag a line"),
@@ -134,6 +148,17 @@ def no_engine(monkeypatch):
     monkeypatch.setattr(command, "AsyncLLM", refuse)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(command.logs, "set_up", lambda *_: None)
+
+
+def test_an_engine_that_dies_as_it_starts_ends_with_status_1_and_one_line(no_engine, monkeypatch, capsys):
+    def die(**_):
+        raise EngineDead("engine 0 of --dp-size didn't start: SIGKILL ended its process")
+
+    monkeypatch.setattr(command, "DataParallelLLM", die)
+    assert command.main(["--port", "0", "--dp-size", "2"]) == 1
+    assert (
+        capsys.readouterr().err == "python -m server: engine 0 of --dp-size didn't start: SIGKILL ended its process\n"
+    )
 
 
 def test_port_in_use_is_found_before_the_model_loads(no_engine, capsys):

@@ -1,6 +1,7 @@
 """What stands before the routes: sizes refused unread, request ids, and a line in the log for each refusal."""
 
 import asyncio
+import gzip
 import logging
 import re
 
@@ -52,6 +53,12 @@ def test_a_body_of_the_greatest_size_is_read():
     headers = [(b"content-type", b"application/json"), (b"content-length", str(MAX_BODY_BYTES).encode())]
     status, _ = ask(create_app(FakeLLM()), headers, receive)
     assert status == 400 and read
+
+
+def test_a_body_that_is_compressed_is_refused_by_its_header(http):
+    reply = http.post(TEXT, content=gzip.compress(b'{"prompt": "a"}'), headers={"Content-Encoding": "gzip"})
+    assert reply.status_code == 415 and "Content-Encoding 'gzip'" in reply.json()["error"]["message"]
+    assert http.post(TEXT, json={"prompt": "a"}, headers={"Content-Encoding": "identity"}).status_code == 200
 
 
 @pytest.mark.parametrize("given", ["mine-1", "a" * 128, "9f/8:7._=+@"])

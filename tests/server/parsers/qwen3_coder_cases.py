@@ -162,6 +162,13 @@ CODER = [
         tools=TOOLS,
     ),
     Case(
+        "cut off in the closing marker",
+        "-",
+        "qwen3_coder",
+        "<tool_call>\n<function=get_time>\n</function>\n</tool_c",
+        calls=(call("get_time"),),
+    ),
+    Case(
         "cut off in a value",
         "vllm qwen3coder",
         "qwen3_coder",
