@@ -25,6 +25,7 @@ from jaxspec.hosts import Leader
 from jaxspec.intake import Request
 from jaxspec.request import Delta, RequestError, SamplingParams
 from jaxspec.streams import Stream, wake
+from jaxspec.values import shown
 
 log = logging.getLogger("jaxspec")
 
@@ -49,6 +50,12 @@ class RequestTimeout(RequestFailed):
 
 class Overloaded(RuntimeError):
     """As many requests wait as `max_queued_requests` allows; nothing of this one was kept, so send it again later."""
+
+
+def check_params(params: Any) -> None:
+    """**Raises:** `RequestError` for what are no `SamplingParams`."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, got {shown(params)}", "params")
 
 
 class AsyncLLM:
@@ -119,6 +126,7 @@ class AsyncLLM:
         **Raises:** `Overloaded`, or `RequestError` for a request that can't be served, at the first iteration;
         `RequestFailed` or its `RequestTimeout` at a later one; `EngineDead`.
         """
+        check_params(params)
         self._reserve(params.n)
         unfinished, stream, timer = params.n, None, None
         try:

@@ -31,6 +31,7 @@ from jaxspec.async_llm import (
     Overloaded,
     RequestFailed,
     RequestTimeout,
+    check_params,
 )
 from jaxspec.checkpoint.find import resolve
 from jaxspec.config import ConfigError, EngineConfig
@@ -121,6 +122,7 @@ class DataParallelLLM:
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
     ) -> AsyncIterator[Delta]:
         """As `AsyncLLM.generate`. Of an engine that is lost, requests end with `RequestFailed`."""
+        check_params(params)
         self._reserve(params.n)
         unfinished, key, timer, name, member = params.n, None, None, request_id or secrets.token_hex(8), None
         try:

@@ -75,6 +75,12 @@ def _checked(model: Model, tokens: Any) -> np.ndarray:
         raise ConfigError(
             f"model was loaded with tp_size={model.tp_size}; these functions run on one device: load it with tp_size=1"
         )
+    if isinstance(tokens, jax.core.Tracer):
+        raise RequestError(
+            "tokens must be known, since their values are checked; call this outside of jax.jit, vmap and the like: it "
+            "is compiled already",
+            "tokens",
+        )
     try:
         tokens = np.asarray(tokens)
     except ValueError as error:
@@ -133,9 +139,13 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     **Raises:** as `logits`, and `ConfigError` if `drafter` isn't one that `jaxspec.load_drafter` returns, or can't
     draft `n` tokens.
     """
-    if not isinstance(prompt_tokens, list | tuple | np.ndarray | jax.Array) or not len(prompt_tokens):
+    if not isinstance(prompt_tokens, list | tuple | np.ndarray | jax.Array) or not np.size(prompt_tokens):
         raise RequestError(
             f"prompt_tokens must be a list of token ids, at least one, got {shown(prompt_tokens)}", "prompt_tokens"
+        )
+    if isinstance(prompt_tokens, np.ndarray | jax.Array) and prompt_tokens.ndim != 1:
+        raise RequestError(
+            f"prompt_tokens must be int[t], got {prompt_tokens.dtype}{list(prompt_tokens.shape)}", "prompt_tokens"
         )
     prompt = _checked(model, [prompt_tokens])[0]
     if not isinstance(drafter, LoadedDrafter):
@@ -143,7 +153,7 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
         raise ConfigError(
             f"drafter must be a loaded one, got {shown(drafter)}; load it first: jaxspec.load_drafter({named}, model)"
         )
-    drafter = _resized(drafter, n)
+    drafter = _resized(drafter, n, model.config.max_position)
     length, lookahead = len(prompt), drafter.drafter.lookahead
     block = max(SHORTEST, 1 << (length - 1).bit_length())
     table = np.arange(1, 1 - (-(block + 1 + lookahead) // PAGE))
@@ -192,11 +202,11 @@ def _propose(config, drafter, block, dtype, params, draft_params, history, lengt
     return out[0, rounds.TOKENS], proposed(drafter, draft_params, state.draft, batch)[0]
 
 
-def _resized(drafter: LoadedDrafter, n: int) -> LoadedDrafter:
+def _resized(drafter: LoadedDrafter, n: int, most: int) -> LoadedDrafter:
     import dataclasses
 
-    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
-        raise ConfigError(f"n must be a positive integer, got {n!r}")
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or not 1 <= n <= most:
+        raise ConfigError(f"n must be an integer from 1 to {most}, the model's positions, got {n!r}")
     n = int(n)
     if n == drafter.drafter.num_draft_tokens:
         return drafter

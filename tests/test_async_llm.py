@@ -120,7 +120,7 @@ def test_bad_requests_disturb_nobody(serve):
 
         stream = llm.generate(tokens(33), params(max_tokens=40), "mine")
         deltas = [await anext(stream)]
-        await asyncio.gather(bad([], params()), bad([VOCAB], params()), bad([1], params(), "mine"))
+        await asyncio.gather(bad([], params()), bad([VOCAB], params()), bad([1], params(), "mine"), bad([1], {"n": 1}))
         deltas += [delta async for delta in stream]
         assert [t for delta in deltas for t in delta.token_ids] == expected.token_ids
         assert (await gather(llm, tokens(33), params(max_tokens=40)))[-1].finish_reason == "length"

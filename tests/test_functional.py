@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,6 +73,11 @@ def test_hidden_states_lead_to_the_logits(model):
     np.testing.assert_array_equal(swapped, np.stack([last, first]))
 
 
+def test_traced_tokens_are_refused(model):
+    with pytest.raises(RequestError, match="outside of jax"):
+        jax.jit(lambda tokens: jaxspec.logits(model, tokens))(np.array([PROMPT]))
+
+
 @pytest.mark.parametrize("tokens", [[], [[]], [1, 2], [[[1]]], [[1.5]], [[True]], [[64]], [[-1]], [[1], [2, 3]]])
 def test_tokens_that_are_refused(model, tokens):
     for call in (jaxspec.logits, lambda m, t: jaxspec.hidden_states(m, t, (0,))):
@@ -131,9 +137,9 @@ def test_a_drafter_of_fixed_length_drafts_that_many_only(model, name):
         jaxspec.propose(model, drafter, PROMPT, 3)
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True, 10**6])
 def test_an_n_that_is_refused(model, n):
-    with pytest.raises(ConfigError, match="positive integer"):
+    with pytest.raises(ConfigError, match=r"an integer from 1 to \d+, the model's positions"):
         jaxspec.propose(model, load_drafter("ngram", model), PROMPT, n)
 
 
@@ -193,7 +199,7 @@ def test_nothing_to_draft_with_is_refused(model):
 
 def test_prompts_that_are_refused(model):
     drafter = load_drafter("ngram", model)
-    for prompt in ([], [64], [[1]], None, 5):
+    for prompt in ([], [64], [[1]], None, 5, np.array(5), np.array([[1, 2]])):
         with pytest.raises(RequestError, match="token"):
             jaxspec.propose(model, drafter, prompt, 2)
 

@@ -29,7 +29,7 @@ from jaxspec.bench import (
     structured,
     sums,
 )
-from jaxspec.bench.results import BenchError, Result
+from jaxspec.bench.results import BenchError, Result, check_writable
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.cli import called
@@ -94,7 +94,9 @@ def _add(commands: argparse._SubParsersAction, name: str, module: ModuleType) ->
 def _measure(module: ModuleType, args: argparse.Namespace, argv: list[str]) -> None:
     """Run a benchmark; its first table comes row by row, the others at the end."""
     if args.plot is not None:
-        plots.check()
+        plots.check(args.plot)
+    if args.json is not None:
+        check_writable("--json", args.json)
     claim_device()  # before anything asks what device there is: it can't be done later
     spare_torch()
     first, *others = module.TABLES

@@ -124,6 +124,11 @@ def run(args: argparse.Namespace, result: Result) -> None:
         except ConfigError as error:
             refused.append(f"TP {tp} doesn't do: {error}")
             continue
+        if args.context > made.config.context_length:
+            raise BenchError(
+                f"--context {args.context}: a request has at most {made.config.context_length} tokens "
+                "(--context-length, or the model's positions)"
+            )
         row = _row(made, gpu, tp, args.gpus // tp, args.context, args.sums)
         rows.append(row)
         result.add(row)

@@ -6,18 +6,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.bench.results import BenchError, Document
+from jaxspec.bench.results import BenchError, Document, check_writable
 
 DOTS_PER_INCH = 120
 INCHES = 11, 4.5
 
 
-def check() -> None:
-    """**Raises:** `BenchError` if matplotlib isn't installed, before anything was measured for a plot."""
+def check(path: Path) -> None:
+    """**Raises:** `BenchError` if matplotlib isn't installed or can't write such a file, before anything was measured
+    for a plot."""
     try:
-        import matplotlib.figure  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise BenchError(f"--plot needs matplotlib ({error}); install it with: pip install matplotlib") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:] not in known:
+        raise BenchError(f"--plot {path}: the name must end in one of {', '.join(known)}")
+    check_writable("--plot", path)
 
 
 def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:

@@ -27,7 +27,7 @@ def run(folder: Path, tables: Mapping[str, Sequence[Table]], plot: Path | None =
     **Raises:** `BenchError` for a folder without results, or without those to draw, or a file that holds none.
     """
     if plot is not None:
-        plots.check()
+        plots.check(plot)
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise BenchError(f"{folder} has no .json files; make some with --json {folder / 'decode.json'}")

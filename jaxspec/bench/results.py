@@ -133,6 +133,18 @@ class Result:
             self._path.write_text(json.dumps(self.document, indent=1) + "\n")
 
 
+def check_writable(flag: str, path: Path) -> None:
+    """**Raises:** `BenchError` for a file that can't be written, before there is anything to write."""
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise BenchError(f"{flag} {path} can't be written: {error.strerror}") from error
+    if not there:
+        path.unlink()
+
+
 def _plain(value: Any) -> Any:
     """`value` as JSON can hold it: there is no infinity in it."""
     return str(value) if isinstance(value, Path) or value == float("inf") else value

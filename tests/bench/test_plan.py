@@ -128,3 +128,6 @@ def test_the_table_names_the_best_size(tmp_path, capsys):
     floor = rows[0]["plan"]["weight_bytes"] / plan.GPUS["h200"].bandwidth * 1e3
     assert floor < rows[0]["ms"][0] < 1.3 * floor
     assert jax.tree.leaves(rows[0]["ms"]) == sorted(rows[0]["ms"])
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", model, "--gpus", "4", "--max-model-len", "8192", "--context", "8193"])
+    assert "--context 8193: a request has at most 8192 tokens" in capsys.readouterr().err

@@ -90,6 +90,25 @@ def test_without_matplotlib_the_command_says_so_before_it_measures(monkeypatch, 
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--plot", "x.txt"], "--plot x.txt: the name must end in one of "),
+        (["--plot", "{file}/x.png"], "can't be written: "),
+        (["--json", "{file}/x.json"], "can't be written: "),
+        (["--json", "/proc/none/x.json"], "can't be written: "),
+    ],
+)
+def test_a_file_that_cant_be_written_is_told_before_it_measures(monkeypatch, tmp_path, capsys, options, says):
+    if options[0] == "--plot":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(bench.kernels, "run", lambda *_: pytest.fail("it measured"))
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["kernels", "--small", *(each.replace("{file}", str(tmp_path / "file")) for each in options)])
+    assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
 def test_decode_results_are_drawn_in_one_chart(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     facts = FACTS | {"cores": 1, "versions": {"python": "3.12", "jax": "0.11"}, "time": "now"}

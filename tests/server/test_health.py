@@ -14,9 +14,10 @@ from server.routes.health import Probe
 from tests.server.fake import FakeLLM
 from tests.server.live import serving, wait_for
 
+PROBES = [(method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready", "/ping")]
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
+
+@pytest.mark.parametrize("method, path", [*PROBES, ("POST", "/ping")])
 def test_probes_say_whether_requests_can_be_served(http, fake, method, path):
     reply = http.request(method, path)
     assert reply.status_code == 200 and (method == "HEAD" or reply.json() == {"status": "ok"})
