@@ -25,11 +25,19 @@ class TokenNames:
         self.tokenizer, self.as_ids = tokenizer, as_ids
         self.text = lru_cache(maxsize=2**17)(self._text)
         self.raw = lru_cache(maxsize=2**17)(self._raw)
+        self.distinct = lru_cache(maxsize=2**17)(self._distinct)
 
     def _text(self, token: int) -> str:
         if self.as_ids or self.tokenizer is None:
             return f"token_id:{token}"
         return self.tokenizer.token_text(token)
+
+    def _distinct(self, token: int) -> str:
+        """The text, or of a token that has part of a character its bytes, as OpenAI's completions write them."""
+        text = self.text(token)
+        if "\ufffd" not in text or text.encode() == self.raw(token):
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(token))
 
     def _raw(self, token: int) -> bytes:
         return self._text(token).encode() if self.tokenizer is None else self.tokenizer.token_bytes(token)
@@ -84,10 +92,11 @@ def chat_logprobs(names: TokenNames, entries: Iterable[TokenLogprobs]) -> dict[s
 
 
 def completion_logprobs(names: TokenNames, entries: Iterable[Entry], offsets: Offsets) -> dict[str, list]:
-    """`choices[].logprobs` of a completion or chunk. `top_logprobs` holds the chosen token too, as OpenAI's does."""
+    """`choices[].logprobs` of a completion or chunk. `top_logprobs` holds the chosen token too, as OpenAI's does, by
+    its name, so that no two tokens may share one."""
     result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry in entries:
-        name = names.text(token)
+        name = names.distinct(token)
         result["tokens"].append(name)
         result["text_offset"].append(offsets.take(token))
         if entry is None:
@@ -97,8 +106,8 @@ def completion_logprobs(names: TokenNames, entries: Iterable[Entry], offsets: Of
         chosen = max(entry.logprob, FLOOR)
         result["token_logprobs"].append(chosen)
         top: dict[str, float] = {}
-        for other, logprob in entry.top:  # parts of characters share a name: the likeliest keeps it
-            top.setdefault(names.text(other), max(logprob, FLOOR))
+        for other, logprob in entry.top:
+            top.setdefault(names.distinct(other), max(logprob, FLOOR))
         top.setdefault(name, chosen)
         result["top_logprobs"].append(top)
     return result

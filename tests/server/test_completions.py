@@ -73,7 +73,7 @@ def test_logprobs_with_echo(client):
     choice = client.completions.create(**MODEL, prompt="é!", logprobs=2, echo=True, max_tokens=3).choices[0]
     logprobs = choice.logprobs
     assert choice.text == "é!hé"
-    assert logprobs.tokens == ["\ufffd", "\ufffd", "!", "h", "\ufffd", "\ufffd"]
+    assert logprobs.tokens == [r"bytes:\xc3", r"bytes:\xa9", "!", "h", r"bytes:\xc3", r"bytes:\xa9"]
     assert logprobs.text_offset == [0, 0, 1, 2, 3, 3]
     assert logprobs.token_logprobs == [None, -1.5, -1.5, -1.5, -1.5, -1.5]
     assert logprobs.top_logprobs[0] is None
@@ -128,6 +128,12 @@ def test_no_logprob_is_below_the_floor(fake):
         reported = completion_logprobs(names, [(ord("a"), entry)], Offsets(fake.tokenizer))
         assert reported["token_logprobs"] == [FLOOR] and reported["top_logprobs"] == [top]
         json.dumps(reported, allow_nan=False)
+
+
+def test_parts_of_characters_have_names_of_their_own(fake):
+    entry = TokenLogprobs(0xA9, -2.0, ((0xC3, -0.5), (0xA8, -1.0)))
+    reported = completion_logprobs(TokenNames(fake.tokenizer), [(0xA9, entry)], Offsets(fake.tokenizer))
+    assert reported["top_logprobs"] == [{r"bytes:\xc3": -0.5, r"bytes:\xa8": -1.0, r"bytes:\xa9": -2.0}]
 
 
 def test_logprobs_zero_still_reports_the_chosen(client):
