@@ -141,7 +141,7 @@ class Scheduler:
             raise RequestError(
                 f"This model's maximum context length is {context} tokens. However, you requested "
                 f"{prompt_len + completion} tokens ({prompt_len} in the prompt, {completion} in the completion). "
-                "Shorten the prompt or lower max_tokens; the server sets the maximum with --context-length",
+                "Shorten the prompt or lower max_tokens; --context-length, in Python context_length, sets the maximum",
                 "prompt" if prompt_len >= context else "max_tokens",
                 CONTEXT_EXCEEDED,
             )

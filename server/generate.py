@@ -142,7 +142,7 @@ def _refusals(param: str, context: int) -> Iterator[None]:
     except TooLong as error:
         raise RequestError(
             f"This model's maximum context length is {context} tokens. However, the prompt has at least {error.least} "
-            "tokens. Shorten it; the server sets the maximum with --context-length",
+            "tokens. Shorten it; the server's --context-length sets the maximum",
             param,
             CONTEXT_EXCEEDED,
         ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,8 @@ class Lengths(str):
         parts = [part.partition(":") for part in text.split(",")]
         weights = [float(weight) if colon else 1.0 for _, colon, weight in parts]
         self._ranges = [tuple(map(int, (each.split("-") * 2)[:2])) for each, *_ in parts]
-        if not (min(weights) > 0 and all(1 <= low <= high for low, high in self._ranges)):
+        weighed = all(0 < weight < math.inf for weight in weights)
+        if not (weighed and all(1 <= low <= high for low, high in self._ranges)):
             raise ValueError(text)
         self._shares = [weight / sum(weights) for weight in weights]
 

@@ -113,7 +113,7 @@ def test_lengths_are_a_number_or_drawn():
     mixed = datasets.Lengths("10-12:9,8192:1")
     drawn = [mixed.draw(rng) for _ in range(500)]
     assert set(drawn) == {10, 11, 12, 8192} and 20 < drawn.count(8192) < 90 and mixed.most == 8192
-    for text in ("0", "x", "5-3", "4:0", "4:", ""):
+    for text in ("0", "x", "5-3", "4:0", "4:", "", "1:1,2:nan", "1:inf"):
         with pytest.raises(ValueError):
             datasets.Lengths(text)
 
