@@ -213,6 +213,23 @@ def break_pickled(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def break_into_pointer(folder, name="model.safetensors"):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 4404896\n"
+    )
+
+
+def break_link(folder, name="model.safetensors"):
+    (folder / "model.safetensors").unlink()
+    (folder / name).symlink_to("../../blobs/4d7a")
+
+
+def break_indexed_link(folder):
+    break_index(folder)
+    (folder / "model-00002-of-00002.safetensors").symlink_to("../../blobs/4d7a")
+
+
 def break_empty(folder):
     for file in folder.iterdir():
         file.unlink()
@@ -225,7 +242,13 @@ def break_empty(folder):
             break_truncate,
             r"model.safetensors \([\d,]+ bytes\) is truncated or not a safetensors file.*Download it again",
         ),
-        (lambda f: (f / "model.safetensors").write_text("version https://git-lfs"), "not a safetensors file"),
+        (break_into_pointer, r"model.safetensors is a Git LFS pointer.*run `git lfs pull` in \S+$"),
+        (lambda f: break_into_pointer(f, "pytorch_model.bin"), "pytorch_model.bin is a Git LFS pointer"),
+        (lambda f: break_into_pointer(f, "a.gguf"), "a.gguf is a Git LFS pointer"),
+        (lambda f: break_into_pointer(f, "config.json"), "config.json is a Git LFS pointer"),
+        (break_link, "model.safetensors is a link to ../../blobs/4d7a, a file that is gone. Download it again"),
+        (lambda f: break_link(f, "pytorch_model.bin"), "pytorch_model.bin is a link to ../../blobs/4d7a, a file that"),
+        (break_indexed_link, "model-00002-of-00002.safetensors is a link to .* gone"),
         (break_index, "names files that are not there: model-00002-of-00002.safetensors"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
         (break_two_files, "has 2 safetensors files and no model.safetensors.index.json"),

@@ -9,11 +9,13 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxspec.weights import Param
 
 _SHOWN = 12  # lines of one kind in a message
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")  # recomputed from the config
+_LFS = b"version https://git-lfs"  # what a pointer begins with: a clone without Git LFS has it in a large file's place
 
 
 class CheckpointError(ValueError):
@@ -30,6 +32,18 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
     dtype: str = ""
+
+
+def refuse_stand_in(file: Path) -> None:
+    """**Raises:** `CheckpointError` where a Git LFS pointer, or a link to nothing, stands in a file's place."""
+    if file.is_symlink() and not file.exists():
+        raise CheckpointError(f"{file} is a link to {file.readlink()}, a file that is gone. Download it again")
+    if not file.is_file():
+        return
+    with file.open("rb") as opened:
+        start = opened.read(len(_LFS))
+    if start == _LFS:
+        raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}")
 
 
 def expected_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:

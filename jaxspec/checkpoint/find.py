@@ -14,7 +14,7 @@ import huggingface_hub
 from huggingface_hub import errors
 
 from jaxspec.checkpoint import demo
-from jaxspec.checkpoint.check import CheckpointError
+from jaxspec.checkpoint.check import CheckpointError, refuse_stand_in
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config import ModelConfig
@@ -96,6 +96,7 @@ def _folder(path: Path, weights: bool) -> ModelFolder | GgufFile:
             names = ", ".join(file.name for file in ggufs[:8])
             raise CheckpointError(f"{path} has {len(ggufs)} GGUF files ({names}); give the path of one")
         return GgufFile(ggufs[0])
+    refuse_stand_in(config)
     if not config.is_file():
         inside = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
         raise CheckpointError(f"{path} has no config.json, so it isn't a model folder; it holds: {inside}")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from jaxspec.checkpoint.check import CheckpointError
+from jaxspec.checkpoint.check import CheckpointError, refuse_stand_in
 from jaxspec.values import shown
 
 _SCALARS = {
@@ -83,6 +83,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], np.n
 
 
 def _map(path: Path) -> np.ndarray:
+    refuse_stand_in(path)
     if path.stat().st_size < 24:
         raise CheckpointError(f"{path} is not a GGUF file: it has {path.stat().st_size} bytes")
     data = np.memmap(path, np.uint8, "r")

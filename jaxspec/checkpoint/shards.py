@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxspec.checkpoint import packed, quantization
 from jaxspec.checkpoint.bin_file import BinFile
-from jaxspec.checkpoint.check import CheckpointError, TensorInfo
+from jaxspec.checkpoint.check import CheckpointError, TensorInfo, refuse_stand_in
 from jaxspec.config import ModelConfig, end_tokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.values import shown
@@ -45,6 +45,8 @@ class ModelFolder:
         )  # how words hold weights, which are dequantised as they are read
         self.quantization = None if self.packed else quantization.read(self.hf, config_file)
         self.files = find_shards(folder) if weights else ()
+        for file in self.files:
+            refuse_stand_in(file)
 
     @functools.cached_property
     def generation(self) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
     for single in (_SAFETENSORS, _BIN):
         if (index := folder / f"{single}.index.json").is_file():
             return _indexed(index, folder)
-        if (file := folder / single).is_file():
+        if _named(file := folder / single):
             return (file,)
         if single == _SAFETENSORS and (files := sorted(folder.glob("*.safetensors"))):
             if len(files) == 1:
@@ -208,6 +210,11 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
     )
 
 
+def _named(file: Path) -> bool:
+    """Whether the folder has an entry for the file, be it a link to nothing, which `refuse_stand_in` tells apart."""
+    return file.is_file() or file.is_symlink()
+
+
 def _indexed(index: Path, folder: Path) -> tuple[Path, ...]:
     """The files that an index names, which must lie beside it and be of its format."""
     weight_map = read_json(index).get("weight_map")
@@ -218,7 +225,7 @@ def _indexed(index: Path, folder: Path) -> tuple[Path, ...]:
         if not isinstance(name, str) or not name.isprintable() or Path(name).name != name or not name.endswith(suffix):
             raise CheckpointError(f"{index}: weight_map must name {suffix} files beside it, got {shown(name)}")
     files = [folder / name for name in sorted(set(weight_map.values()))]
-    if missing := [file.name for file in files if not file.is_file()]:
+    if missing := [file.name for file in files if not _named(file)]:
         raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
     return tuple(files)
 
