@@ -15,6 +15,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from jaxspec.measure import PIECE, UNCUT, Measure
 from jaxspec.without_torch import imported
 
@@ -195,8 +197,12 @@ class Tokenizer:
 
         **Raises:** `TokenizerError` with the template's own complaint when it refuses, or when there is no template.
         """
-        if self._fast.chat_template is None:
+        if (template := self._fast.chat_template) is None:
             raise TokenizerError("this model's tokenizer has no chat template; use the completions endpoint instead")
+        if isinstance(template, dict) and not {"default", "default" if tools is None else "tool_use"} & template.keys():
+            raise TokenizerError(
+                f"this model's tokenizer has chat templates named {', '.join(template) or 'nothing'}, and no default"
+            )
         options = {
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
@@ -207,6 +213,8 @@ class Tokenizer:
             raise TokenizerError(f"{', '.join(clash)} can't be set as a variable of the chat template")
         try:
             return self._fast.apply_chat_template(messages, **options, **kwargs)
+        except TemplateSyntaxError as error:
+            raise TokenizerError(f"the chat template has a mistake in line {error.lineno}: {error.message}") from error
         except Exception as error:  # a template is a program from the checkpoint: it may raise anything
             raise TokenizerError(f"the chat template refused the messages: {error}") from error
 

@@ -33,10 +33,11 @@ from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.flags import engine_options
 from jaxspec.follower import follow
 from jaxspec.hosts import join
-from jaxspec.tokenizer import TokenizerError
+from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.without_torch import spare_torch
 from server import logs
 from server.app import create_app
+from server.chat.speech import why_no_chat
 from server.cli.options import UsageError, parse
 from server.http.connections import Connection, allow_open_files
 from server.http.cors import cors_options
@@ -156,7 +157,8 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kep
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     name = args.served_model_name or llm.config.model
-    server = _Server(config, llm, _greeting(name, listener, bool(api_key)), args.drain_seconds)
+    example = _example(llm.tokenizer, llm.model_config.vocab_size)
+    server = _Server(config, llm, _greeting(name, listener, bool(api_key), *example), args.drain_seconds)
     try:
         with _heap_at_rest():
             server.run(sockets=[listener])
@@ -257,18 +259,27 @@ class _Server(uvicorn.Server):
             _leave()
 
 
-def _greeting(name: str, listener: socket.socket, needs_key: bool) -> str:
+def _example(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, str]:
+    """A route, and a prompt in its body, that the model can answer. Logs why, if that is no chat."""
+    if (why := why_no_chat(tokenizer, vocab_size)) is None:
+        return "chat/completions", '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
+    log.warning("chats will fail: %s", why)
+    text = "The capital of France is"
+    reads = tokenizer is not None and max(tokenizer.encode(text), default=vocab_size) < vocab_size
+    return "completions", f'"prompt": "{text}"' if reads else '"prompt": [1, 2, 3], "return_token_ids": true'
+
+
+def _greeting(name: str, listener: socket.socket, needs_key: bool, route: str, prompt: str) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url, hint, header = f"http://{host}:{port}", "", ""
     if needs_key:
         hint = ", with the API key in $JAXSPEC_API_KEY"
         header = """ -H "Authorization: Bearer $JAXSPEC_API_KEY" \\\n   """
-    question = '[{"role": "user", "content": "What is the capital of France?"}]'
     return (
         f"{name} is ready at {url}/v1; try{hint}:\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n   {header}"
-        f""" -d '{{"messages": {question}, "temperature": 0, "max_tokens": 64}}'"""
+        f"  curl {url}/v1/{route} -H 'Content-Type: application/json' \\\n   {header}"
+        f""" -d '{{{prompt}, "temperature": 0, "max_tokens": 64}}'"""
     )
 
 

@@ -154,6 +154,15 @@ def test_a_tokenizer_comes_along():
 # What doesn't fit
 
 
+def test_a_tokenizer_larger_than_the_model_is_told(tmp_path, caplog):
+    shutil.copytree(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True), tmp_path / "a")
+    assert load(tmp_path / "a").tokenizer is not None and not caplog.records
+    edit_json(tmp_path / "a" / "config.json", vocab_size=64)
+    load(tmp_path / "a", load_format="dummy")
+    (record,) = caplog.records
+    assert "its tokenizer has token ids up to 258, the model 0 to 63" in record.getMessage()
+
+
 def test_every_misfit_is_listed_with_the_nearest_name(folder):
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -143,6 +143,11 @@ def load_model(
         ) from error
     sampling = _sampling(source.files.generation, source.name)
     tokenizer, scales = reading.result(), None
+    if tokenizer is not None and (largest := tokenizer.vocab_size - 1) >= config.vocab_size:
+        log.warning(
+            "%s: its tokenizer has token ids up to %d, the model 0 to %d; texts with those beyond are refused",
+            *(source.name, largest, config.vocab_size - 1),
+        )
     if (how or source.files.packed) and load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, text_name)
     return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.request import Delta, RequestError, SamplingParams, StructuredOutput
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import Tokenizer, TokenizerError
 from server.chat.harmony import as_template_takes
 from server.chat.tool_grammar import tool_call_grammar
 from server.chat.tool_prompt import write_tools
@@ -171,6 +171,21 @@ class Formats:
             return None
         tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
         return "prompt" if tail.endswith(kind.OPENS) else "off" if tail.endswith(kind.CLOSES) else None
+
+
+def why_no_chat(tokenizer: Tokenizer | None, vocab_size: int) -> str | None:
+    """Why the model can't answer even a short chat; None if it can."""
+    if tokenizer is None:
+        return "the model has no tokenizer; add tokenizer.json to its folder"
+    try:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+    except TokenizerError as error:
+        return " ".join(str(error).split())
+    if not ids:
+        return "the chat template writes nothing"
+    if (largest := max(ids)) >= vocab_size:
+        return f"they have token id {largest}, and the model's are 0 to {vocab_size - 1}; get the tokenizer made for it"
+    return None
 
 
 class Calls:

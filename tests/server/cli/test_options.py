@@ -1,6 +1,8 @@
 """The command line: generated flags, the config file, and what `python -m server` says to mistakes."""
 
 import dataclasses
+import json
+import shutil
 import socket
 import subprocess
 import threading
@@ -9,14 +11,16 @@ import httpx
 import pytest
 
 from jaxspec.async_llm import EngineDead
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.flags import engine_options
 from jaxspec.options import flag, options_of
+from jaxspec.tokenizer import Tokenizer
 from server import __main__ as command
 from server.app import create_app
 from server.cli.options import UsageError, make_parser, parse
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
+from tests.tiny import BYTE_VOCAB, CHAT_TEMPLATE, tiny_checkpoint, tiny_config
 
 
 def test_every_engine_option_has_a_flag_and_a_help_text():
@@ -231,6 +235,67 @@ def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, sourc
     told = subprocess.run(["sh", "-c", shown], env={"JAXSPEC_API_KEY": "sesame"}, capture_output=True, text=True).stdout
     assert ("Authorization: Bearer sesame" in told.splitlines()) == (source != "none")
     assert '"temperature": 0, "max_tokens": 64' in told.splitlines()[-1]
+
+
+def without_tokenizer(folder):
+    return None
+
+
+def with_broken_template(folder):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
+    return Tokenizer.from_folder(folder)
+
+
+def with_named_templates(folder):
+    file = folder / "tokenizer_config.json"
+    named = [{"name": "rag", "template": CHAT_TEMPLATE}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": named}))
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("read", "vocab", "why", "route", "prompt"),
+    [
+        (Tokenizer.from_folder, BYTE_VOCAB, None, "chat/completions", None),
+        (without_tokenizer, 64, "the model has no tokenizer; add tokenizer.json", "completions", [1, 2, 3]),
+        (
+            with_broken_template,
+            BYTE_VOCAB,
+            "the chat template has a mistake in line 2: unexpected '}'",
+            "completions",
+            "The capital of France is",
+        ),
+        (
+            with_named_templates,
+            BYTE_VOCAB,
+            "has chat templates named rag, and no default",
+            "completions",
+            "The capital of France is",
+        ),
+        (Tokenizer.from_folder, 257, "they have token id 258, and the model's are 0 to 256", "completions", "The"),
+        (Tokenizer.from_folder, 64, "they have token id 258, and the model's are 0 to 63", "completions", [1, 2, 3]),
+    ],
+)
+def test_a_model_that_cannot_chat_is_told_at_start(monkeypatch, caplog, tmp_path, read, vocab, why, route, prompt):
+    """And what the ready line says to try works."""
+    greetings = []
+    monkeypatch.setattr(command, "create_app", lambda *_: None)
+    monkeypatch.setattr(command._Server, "run", lambda self, sockets: greetings.append(self._greeting))
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True), folder)
+    llm = FakeLLM(tokenizer=read(folder), model_config=ModelConfig.from_hf(tiny_config(vocab=vocab)))
+    with command._bind("127.0.0.1", 0) as listener:
+        command._serve(llm, parse([]), listener)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (why is not None)
+    if why is not None:
+        assert warned[0].startswith("chats will fail: ") and why in warned[0] and "\n" not in warned[0]
+    assert f"/v1/{route} -H" in greetings[0]
+    body = json.loads(greetings[0].split(" -d '")[1].removesuffix("'"))
+    if prompt is None:
+        assert body["messages"]
+    else:
+        assert body["prompt"] == prompt or body["prompt"].startswith(prompt)
 
 
 def test_a_key_that_is_set_and_empty_is_told(monkeypatch, caplog):
