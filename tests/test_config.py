@@ -214,7 +214,7 @@ def test_scaling_that_a_model_page_tells_users_to_add():
     assert given.max_position == 40960
     config = read(type="linear", factor=2.0)
     assert (config.decoder.attention.rope.scaling, config.max_position) == (LinearScaling(2.0), 81920)
-    with pytest.raises(ConfigError, match="factor must be a positive number"):
+    with pytest.raises(ConfigError, match="type linear lacks factor"):
         read(rope_type="linear")
 
 
@@ -270,6 +270,8 @@ def test_a_torch_prefix_on_the_dtype_is_dropped():
             dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
             ["lacks", "low_freq_factor", "original_max_position"],
         ),
+        (dict(rope_scaling=dict(rope_type="yarn")), ["config.json: rope_scaling of type yarn lacks factor"]),
+        (dict(rope_parameters=dict(rope_type="linear")), ["config.json: rope_scaling of type linear lacks factor"]),
     ],
 )
 def test_an_unsupported_model_is_refused_by_name(change, words):

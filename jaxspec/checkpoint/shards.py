@@ -7,6 +7,7 @@ One shard is open at a time and one tensor is copied out of it at a time. Weight
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,13 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes 
 _INDICES = {"I64": 8, "BOOL": 1}  # and those of maps between vocabularies, which drafters come with
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
+_TOKENIZER_JSON = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
@@ -123,12 +131,19 @@ class ModelFolder:
                         yield name, shard.get_tensor(name)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The folder's tokenizer, or None if it has no vocabulary. **Raises:** `TokenizerError` if it can't be read."""
-        has_one = any((self.path / name).is_file() for name in _VOCABULARIES)
+        """The folder's tokenizer, or None if it has no vocabulary.
+
+        **Raises:** `CheckpointError` for a damaged file of it, `TokenizerError` if it can't be read otherwise.
+        """
+        has_one = any(_named(self.path / name) for name in _VOCABULARIES)
         if not has_one:
             return None
-        with unreadable_tokenizer(str(self.path)):
-            return Tokenizer.from_folder(self.path)
+        try:
+            with unreadable_tokenizer(str(self.path)):
+                return Tokenizer.from_folder(self.path)
+        except TokenizerError:
+            _check_tokenizer_files(self.path)  # which may know the cause better than what fell over it
+            raise
 
 
 @contextmanager
@@ -145,6 +160,31 @@ def unreadable_tokenizer(where: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise TokenizerError(f"{where}: can't read the tokenizer: {shown(error)}") from error
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """**Raises:** `CheckpointError` naming a tokenizer's file that is damaged or that nothing here reads."""
+    for name in _TOKENIZER_JSON:
+        refuse_stand_in(file := folder / name)
+        if not file.is_file():
+            continue
+        found = read_json(file)
+        wanted = {"model": dict, "added_tokens": list} if name == "tokenizer.json" else {}
+        for key, kind in wanted.items():
+            if not isinstance(found.get(key), kind):
+                what = "an object" if kind is dict else "a list"
+                raise CheckpointError(f"{file} is no tokenizer: {key} must be {what}, got {shown(found.get(key))}")
+    refuse_stand_in(file := folder / "tokenizer.model")
+    if not file.is_file() or (folder / "tokenizer.json").is_file():
+        return
+    with file.open("rb") as opened:
+        is_sentencepiece = opened.read(1) == b"\n"  # its first field; a file of tiktoken's is text
+    needed = "sentencepiece", "google", "google.protobuf"
+    if is_sentencepiece and any(importlib.util.find_spec(name) is None for name in needed):
+        raise CheckpointError(
+            f"{folder} has tokenizer.model and no tokenizer.json. Use a folder that has tokenizer.json, or let "
+            "transformers convert it: pip install sentencepiece protobuf"
+        )
 
 
 @contextmanager

@@ -40,6 +40,7 @@ def _scaling(settings: Config, kind: Any, hf: Config) -> RopeScaling | LinearSca
         case "default":
             return None
         case "linear":
+            _need(settings, kind, "factor")
             return LinearScaling(positive_float(settings, "factor"))
         case "llama3":
             return _llama3(settings)
@@ -48,10 +49,14 @@ def _scaling(settings: Config, kind: Any, hf: Config) -> RopeScaling | LinearSca
     raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: default, linear, llama3, yarn")
 
 
+def _need(settings: Config, kind: str, *keys: str) -> None:
+    if missing := [key for key in keys if key not in settings]:
+        raise ConfigError(f"config.json: rope_scaling of type {kind} lacks {', '.join(missing)}")
+
+
 def _llama3(settings: Config) -> RopeScaling:
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [key for key in keys if key not in settings]:
-        raise ConfigError(f"rope_scaling of type llama3 lacks {', '.join(missing)}")
+    _need(settings, "llama3", *keys)
     factor, low, high, original = (positive_float(settings, key) for key in keys)
     if low >= high:
         raise ConfigError(f"rope_scaling: low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
@@ -60,6 +65,7 @@ def _llama3(settings: Config) -> RopeScaling:
 
 def _yarn(settings: Config, hf: Config) -> Yarn:
     """Where the config doesn't give an attention factor, the paper's, as transformers computes it."""
+    _need(settings, "yarn", "factor")
     given = {key: value for key, value in settings.items() if value is not None}
     longest = positive_float(hf, "max_position_embeddings", 2048.0)
     original = positive_float(given, "original_max_position_embeddings", longest)
