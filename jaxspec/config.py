@@ -114,9 +114,9 @@ class ModelConfig:
         decoder = FAMILIES[model_type](hf)
         eos = hf.get("eos_token_id")
         eos = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
-        if bad := [token for token in eos if not _is_token(token)]:
+        if bad := [token for token in eos if not is_token(token)]:
             raise ConfigError(f"config.json: eos_token_id must be token ids, got {shown(bad[0])}")
-        if (bos := hf.get("bos_token_id")) is not None and not _is_token(bos):
+        if (bos := hf.get("bos_token_id")) is not None and not is_token(bos):
             raise ConfigError(f"config.json: bos_token_id must be a token id, got {shown(bos)}")
         return cls(
             model_type=model_type,
@@ -135,7 +135,7 @@ def end_tokens(*ends: Any) -> list[Any]:
     return [token for i, token in enumerate(flat) if token not in flat[:i]]  # not hashed: they may be anything
 
 
-def _is_token(token: Any) -> bool:
+def is_token(token: Any) -> bool:
     return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
 
 

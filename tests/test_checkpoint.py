@@ -134,6 +134,12 @@ def test_end_tokens_are_those_of_both_configs(folder):
     edit_json(folder / "config.json", eos_token_id=7)
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 7, 3]}')
     assert resolve(str(folder)).config.eos_token_ids == (7, 9, 3)
+    for name in ("config.json", "generation_config.json"):
+        (folder / "generation_config.json").write_text("{}")
+        edit_json(folder / name, eos_token_id=[9, "x"])
+        with pytest.raises(ConfigError, match=f"^{name}: eos_token_id must be token ids, got 'x'"):
+            resolve(str(folder))
+        edit_json(folder / name, eos_token_id=7)
 
 
 def test_how_to_sample_comes_along(folder, caplog):

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from jaxspec.checkpoint import packed, quantization
 from jaxspec.checkpoint.bin_file import BinFile
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, refuse_stand_in
-from jaxspec.config import ModelConfig, end_tokens
+from jaxspec.config import ConfigError, ModelConfig, end_tokens, is_token
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.values import shown
 
@@ -68,7 +68,10 @@ class ModelFolder:
 
         **Raises:** `ConfigError` as `ModelConfig.from_hf`, `CheckpointError` for a file that can't be read.
         """
-        ends = end_tokens(self.hf.get("eos_token_id"), self.generation.get("eos_token_id"))
+        more = self.generation.get("eos_token_id")
+        if bad := [token for token in end_tokens(more) if not is_token(token)]:
+            raise ConfigError(f"generation_config.json: eos_token_id must be token ids, got {shown(bad[0])}")
+        ends = end_tokens(self.hf.get("eos_token_id"), more)
         return ModelConfig.from_hf({**self.hf, "eos_token_id": ends})
 
     def tensors(self) -> dict[str, TensorInfo]:
