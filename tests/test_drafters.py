@@ -121,6 +121,12 @@ def test_a_method_alone_takes_the_known_drafter(model, monkeypatch):
 @pytest.mark.parametrize("draft,words", [
     ("nosuch", ["nosuch is no method", "none, auto, ngram, suffix, standalone"]),
     ("", ["is no method"]),
+    ("ngarm", ["ngarm is no method", "; did you mean ngram?"]),
+    ("eagel3:/some/folder", ["; did you mean eagle3?"]),
+    ("sufix:Class", ["can't import 'sufix'", "; did you mean suffix?"]),
+    ("eagle3:/nope", ["--draft eagle3:/nope: the drafter '/nope' wasn't found: no such file or folder"]),
+    ("dflash:/nope", ["--draft dflash:/nope: the drafter '/nope' wasn't found"]),
+    ("standalone:/nope", ["--draft standalone:/nope: the drafter '/nope' wasn't found"]),
     ("ngram:some/model", ["ngram takes no model", "use --draft ngram"]),
     ("no_such_module:Class", ["can't import 'no_such_module'", "PYTHONPATH"]),
     (f"{__name__}:Plain", ["Plain must be a frozen dataclass"]),

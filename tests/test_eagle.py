@@ -229,6 +229,16 @@ def test_what_is_refused(name, change, words, tmp_path):
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("given,name,words", [
+    ("eagle", "safeailab-eagle3", "is an EAGLE-3 checkpoint; use --draft eagle3:"),
+    ("eagle", "speculators-eagle3", "is an EAGLE-3 checkpoint; use --draft eagle3:"),
+    ("eagle3", "safeailab-eagle", "is an EAGLE checkpoint, not EAGLE-3; use --draft eagle:"),
+])  # fmt: skip
+def test_a_checkpoint_of_the_other_method_is_named(given, name, words):
+    with pytest.raises(ConfigError, match=f"--draft {given}:{GOLDEN / name} {words}{GOLDEN / name}"):
+        load(f"{given}:{GOLDEN / name}")
+
+
 def test_a_target_with_too_few_layers_is_named():
     small = load_model(str(tiny_checkpoint(vocab=96)), progress=False)
     with pytest.raises(ConfigError, match=r"default layers are \[1, 0, -2\].*2 layers.*0 to 1, not -2"):

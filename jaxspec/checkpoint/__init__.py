@@ -1,7 +1,7 @@
 """Finding models and streaming them, one shard at a time, into params pytrees."""
 
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.checkpoint.find import Source, locate, resolve
+from jaxspec.checkpoint.find import Source, locate, may_be_model, resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.load import (
     MTP,
@@ -29,6 +29,7 @@ __all__ = [
     "load_model",
     "load_target",
     "locate",
+    "may_be_model",
     "outlined",
     "read_params",
     "resolve",

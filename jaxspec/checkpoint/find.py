@@ -75,9 +75,18 @@ def locate(path_or_id: str, revision: str | None = None, *, load_format: str = "
         return _file(path, weights)
     if path.is_dir():
         return _folder(path, weights)
-    if _HUB_ID.fullmatch(name) and not name.startswith(".") and path.suffix != ".gguf":
+    if _is_hub_id(name):
         return _folder(_download(name, revision, weights), weights)
     raise CheckpointError(_unknown(name))
+
+
+def may_be_model(name: str) -> bool:
+    """Whether there is a file or folder of this name, or it could be the demo's or a hub id."""
+    return Path(name).expanduser().exists() or name == demo.NAME or _is_hub_id(name)
+
+
+def _is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not name.startswith(".") and not name.endswith(".gguf")
 
 
 def _file(path: Path, weights: bool) -> ModelFolder | GgufFile:

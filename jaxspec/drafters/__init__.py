@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import logging
 import re
 from typing import Any
 
-from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate
+from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate, may_be_model
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import combined, dflash_checkpoint, eagle_checkpoint, mtp
@@ -41,6 +42,8 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3,
     "mtp": MtpModules,  # or Mtp, of a checkpoint with one
 }
+
+_METHODS = ("none", "auto", *DRAFTERS)
 
 # The method of a checkpoint, by its config's `architectures`. A model that could be a target drafts by itself.
 ARCHITECTURES = {
@@ -218,6 +221,10 @@ def _find_class(draft: str, target: str, load_format: str) -> tuple[type[Drafter
     if method in DRAFTERS:
         if method in KNOWN:
             source = source or _known(method, target)
+            if not may_be_model(source):
+                raise ConfigError(
+                    f"--draft {draft}: the drafter {source!r} wasn't found: no such file or folder, and not a hub id"
+                )
             return _of_blocks(method, source, load_format) if method in BLOCKS else DRAFTERS[method], source
         if source:
             raise ConfigError(f"--draft {draft}: {method} takes no model; use --draft {method}")
@@ -289,10 +296,9 @@ def _import(draft: str) -> type[Drafter]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as e:
-        allowed = ", ".join(("none", "auto", *DRAFTERS))
         raise ConfigError(
             f"--draft {draft}: can't import {module_name!r} ({e}). Run from the folder that holds it, or set "
-            f"PYTHONPATH. Methods: {allowed}"
+            f"PYTHONPATH. Methods: {', '.join(_METHODS)}{_nearest(draft)}"
         ) from e
     cls = getattr(module, name, None)
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
@@ -306,15 +312,18 @@ def _import(draft: str) -> type[Drafter]:
     return cls
 
 
+def _nearest(draft: str) -> str:
+    near = difflib.get_close_matches(draft.partition(":")[0].lower(), _METHODS, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def _by_config(draft: str, load_format: str) -> type[Drafter]:
     """The method of a drafter named by path or hub id alone."""
     try:
         files = locate(draft, load_format=load_format)
     except CheckpointError as e:
-        allowed = ", ".join(("none", "auto", *DRAFTERS))
-        raise ConfigError(
-            f"--draft {draft} is no method ({allowed}), no module:Class, and no model that can be read: {e}"
-        ) from e
+        why = _nearest(draft) or f", no module:Class, and no model that can be read: {e}"
+        raise ConfigError(f"--draft {draft} is no method ({', '.join(_METHODS)}){why}") from e
     if not isinstance(files, ModelFolder):
         return Standalone
     architectures, model_type = files.hf.get("architectures") or (), files.hf.get("model_type")

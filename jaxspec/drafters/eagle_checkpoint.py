@@ -27,6 +27,7 @@ from jaxspec.models.declaring import layer_tensors
 from jaxspec.weights import WHOLE, bias, embedding, head, linear, norm_scale
 
 _LAYER = "layers.0."
+_HIDDEN_NORM = _LAYER + "hidden_norm.weight"  # EAGLE-3's alone
 _MAPS = ("d2t", "t2d")  # from draft ids to target ids, as offsets; and which of those have one, which nobody needs
 _LEGACY_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
@@ -77,8 +78,10 @@ def find_eagle(source: str, target: ModelConfig, load_format: str) -> Found:
 
     **Raises:** `CheckpointError`, `ConfigError`.
     """
-    files, _, config = _open(source, target, load_format)
+    files, found, config = _open(source, target, load_format)
     d = config.hidden_size
+    if _HIDDEN_NORM in found:
+        raise ConfigError(f"--draft eagle:{source} is an EAGLE-3 checkpoint; use --draft eagle3:{source}")
     if d != target.hidden_size:
         raise ConfigError(_other_model(source, "hidden size", d, target.hidden_size))
     layer = layer_tensors(config.decoder.layers[0], d, _LAYER)
@@ -97,6 +100,8 @@ def find_eagle3(source: str, target: ModelConfig, load_format: str) -> Found:
     """
     files, found, config = _open(source, target, load_format)
     hf, d = files.hf, config.hidden_size
+    if "fc.weight" in found and _HIDDEN_NORM not in found and found["fc.weight"].shape == (d, 2 * d):
+        raise ConfigError(f"--draft eagle3:{source} is an EAGLE checkpoint, not EAGLE-3; use --draft eagle:{source}")
     made_for = hf.get("target_hidden_size") or d
     if made_for != target.hidden_size:
         raise ConfigError(_other_model(source, "hidden size", made_for, target.hidden_size))
@@ -104,7 +109,7 @@ def find_eagle3(source: str, target: ModelConfig, load_format: str) -> Found:
     width = len(layers) * target.hidden_size
     layer = layer_tensors(config.decoder.layers[0], d, _LAYER)
     layer["qkv"] = dataclasses.replace(layer["qkv"], shape=(2 * d, layer["qkv"].shape[1]))
-    layer["hidden_norm"] = norm_scale(d, _LAYER + "hidden_norm.weight")
+    layer["hidden_norm"] = norm_scale(d, _HIDDEN_NORM)
     declared: dict[str, Any] = {
         "fc": linear(width, {"fc.weight": d}, split=WHOLE),
         "layer": layer,
