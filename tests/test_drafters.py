@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
 from jaxspec.batch import empty_slots
+from jaxspec.checkpoint import ModelFolder
 from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
+from jaxspec.llm import LLM
 from tests.tiny import tiny_checkpoint
 
 
@@ -161,6 +163,18 @@ def test_arguments_that_are_swapped_or_not_loaded_are_refused(model, draft, targ
 def test_another_vocabulary_is_refused(model):
     with pytest.raises(ConfigError, match=r"vocabulary has 80 tokens, the target's .* has 64"):
         load_drafter(f"standalone:{tiny_checkpoint(vocab=80)}", model)
+
+
+@pytest.mark.parametrize("draft,words", [
+    (lambda: f"standalone:{tiny_checkpoint(vocab=80)}", "vocabulary has 80 tokens, the target's .* has 64"),
+    (lambda: f"ngram+standalone:{tiny_checkpoint(vocab=80)}", "vocabulary has 80 tokens, the target's .* has 64"),
+    (lambda: f"standalone:{tiny_checkpoint('qwen3_next')}", "qwen3_next has linear attention"),
+    (lambda: "mtp", "model_type qwen3.* brings no MTP module"),
+])  # fmt: skip
+def test_what_configs_alone_show_is_said_before_weights_are_read(monkeypatch, draft, words):
+    monkeypatch.setattr(ModelFolder, "_read", lambda self: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(tiny_checkpoint()), draft=draft(), skip_warmup=True)
 
 
 # -- n-gram ------------------------------------------------------------------------------------------------------------

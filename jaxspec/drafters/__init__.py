@@ -9,10 +9,10 @@ import logging
 import re
 from typing import Any
 
-from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate, may_be_model
+from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate, may_be_model, resolve
 from jaxspec.config import ConfigError, EngineConfig
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.drafters import combined, dflash_checkpoint, eagle_checkpoint, mtp
+from jaxspec.drafters import combined, dflash_checkpoint, eagle_checkpoint, mtp, standalone
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dflash2 import DFlash2
@@ -161,7 +161,7 @@ def _sides(lookup: str, other: str, options: EngineConfig) -> tuple[EngineConfig
 def check_drafter(options: EngineConfig) -> None:
     """Find what `options.draft` names and read its config, which takes moments, before a target takes minutes to load.
 
-    **Raises:** as `load_drafter`, of what needs no target to be seen.
+    **Raises:** as `load_drafter`, of what needs no weights to be seen.
     """
     if sides := combined.parts(options.draft):
         _check_devices(Combined, options)
@@ -175,6 +175,12 @@ def check_drafter(options: EngineConfig) -> None:
     _check_devices(cls, options)
     if source is not None:
         locate(source, load_format=options.load_format)
+    if cls in (Standalone, MtpModules):
+        target = resolve(options.model, options.revision, load_format=options.load_format)
+        if cls is Standalone:
+            standalone.check(target, source, options.load_format)
+        else:
+            mtp.check(target, options.load_format)
 
 
 def _check_devices(cls: type[Drafter], options: EngineConfig) -> None:

@@ -28,7 +28,7 @@ from jaxspec.sharding import embed
 from jaxspec.weights import WHOLE, linear, norm_scale
 
 if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
+    from jaxspec.checkpoint import Model, Source
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,7 @@ class Mtp(Chain):
     def load(cls, target, source, options):
         """**Raises:** `ConfigError` for a target without such a module, `CheckpointError` for tensors that are missing
         or don't fit."""
-        if not found(target, options.load_format):
-            raise ConfigError(
-                f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next "
-                "and Qwen3.5 checkpoints do, as tensors mtp.*. Use --draft ngram, which needs nothing"
-            )
+        check(target, options.load_format)
         config, modules = module_config(target.config), max(target.config.mtp_layers, 1)
         dtype, own = own_dtype(target, options), lambda name: name if name.startswith(MTP) else None
         declared = parameters(config, modules)
@@ -104,7 +100,16 @@ def parameters(config: ModelConfig, modules: int = 1) -> dict[str, Any]:
     }
 
 
-def found(target: Model, load_format: str) -> bool:
+def check(target: Model | Source, load_format: str) -> None:
+    """**Raises:** `ConfigError` for a target without a module to draft with."""
+    if not found(target, load_format):
+        raise ConfigError(
+            f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next "
+            "and Qwen3.5 checkpoints do, as tensors mtp.*. Use --draft ngram, which needs nothing"
+        )
+
+
+def found(target: Model | Source, load_format: str) -> bool:
     """Whether the target brings a module to draft with: tensors in its checkpoint, or, without weights, any hybrid."""
     if target.config.linear is None or load_format == "dummy":
         return target.config.linear is not None

@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from jaxspec.cache import Rows, kv_bytes_per_token
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint import Model, Source, load_model, resolve
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.draft import Drafter, Proposal
@@ -30,6 +30,7 @@ class Standalone(Drafter):
 
     @classmethod
     def load(cls, target, source, options):
+        check(target, source, options.load_format)
         model = load_model(
             source,
             options.draft_dtype or options.dtype,
@@ -39,16 +40,6 @@ class Standalone(Drafter):
             fp8_activations=options.fp8_activations == "on",
             tp_size=options.tp_size,
         )
-        if model.config.vocab_size != target.config.vocab_size:
-            raise ConfigError(
-                f"--draft {source}: the draft model's vocabulary has {model.config.vocab_size} tokens, the target's "
-                f"({target.name}) has {target.config.vocab_size}. A standalone drafter must share it"
-            )
-        if model.config.linear:
-            raise ConfigError(
-                f"--draft {source}: {model.config.model_type} has linear attention, whose state can't take a draft "
-                "back; a standalone drafter must have full attention only, as llama and qwen3 do"
-            )
         return cls(model.config, options.num_draft_tokens or 4), model.params
 
     def on_one_of(self, size):
@@ -91,3 +82,18 @@ class Standalone(Drafter):
     def _forward(self, params, state, tokens, rows):
         hidden = forward(self.config.decoder, params, tokens, rows.marked_positions(tokens.shape[1]), rows, state)
         return hidden.last, hidden.cache
+
+
+def check(target: Model | Source, source: str, load_format: str) -> None:
+    """**Raises:** `ConfigError` for a draft model that can't draft for this target, by both configs."""
+    config = resolve(source, load_format=load_format).config
+    if config.vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"--draft {source}: the draft model's vocabulary has {config.vocab_size} tokens, the target's "
+            f"({target.name}) has {target.config.vocab_size}. A standalone drafter must share it"
+        )
+    if config.linear:
+        raise ConfigError(
+            f"--draft {source}: {config.model_type} has linear attention, whose state can't take a draft back; a "
+            "standalone drafter must have full attention only, as llama and qwen3 do"
+        )
