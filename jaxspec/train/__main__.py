@@ -34,6 +34,7 @@ from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompt
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
+from jaxspec.train.interrupted import terminable
 from jaxspec.train.objective import Objective
 from jaxspec.train.packing import pack
 from jaxspec.train.promoted import is_dflash, promote
@@ -61,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     claim_device()
     try:
-        {"data": _data, "token-map": _token_map, "evaluate": _evaluate}.get(args.command, _train)(args)
+        with terminable():
+            {"data": _data, "token-map": _token_map, "evaluate": _evaluate}.get(args.command, _train)(args)
+    except KeyboardInterrupt as error:
+        print(str(error) or "interrupted", file=sys.stderr)
+        return 130
     except (CheckpointError, ConfigError, RequestError, TokenizerError, TrainError) as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
     return 0

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from jaxspec.train.data import TrainError
+from jaxspec.train.interrupted import Interrupted, Stop
 from jaxspec.train.objective import Objective, Report
 from jaxspec.train.packing import Packed
 
@@ -107,7 +108,8 @@ def train(
 ) -> Any:
     """Train to the end of the budget, from the run's last checkpoint if it has one; the trained params.
 
-    **Raises:** `TrainError` if the batch can't be shared by the devices, or the loss is no longer a number.
+    **Raises:** `TrainError` if the batch can't be shared by the devices, or the loss is no longer a number;
+    `Interrupted` for a Ctrl-C, once the step that it came in is done and saved.
     """
     devices = jax.devices()
     if data.batch_size % len(devices):
@@ -120,11 +122,11 @@ def train(
     frozen, target_params = jax.device_put((frozen, target_params), everywhere)
     run.claim(run.steps or settings.steps)
     key = jax.random.key(settings.seed)
-    with _checkpoints(run.folder) as manager:
+    with Stop() as stop, _checkpoints(run.folder) as manager:
         step, state = _restore(manager, run, state)
         meter = Meter(run, objective, trained, data, step)
-        clock = _Clock(settings, run)
-        while run.steps is None or step < run.steps:
+        clock, ended = _Clock(settings, run), False
+        while (run.steps is None or step < run.steps) and not ended:
             batch = jax.device_put(data.batch(step), shared)
             rate = np.float32(learning_rate(settings, step, run.steps))
             state, report = step_function(state, frozen, target_params, batch, rate, jax.random.fold_in(key, step))
@@ -132,10 +134,13 @@ def train(
             clock.tick(step, report)
             if step % settings.log_every == 0 or step == run.steps:
                 meter.show(step, report, float(rate))
-            if clock.save_due() or step == run.steps:
+            ended = stop.asked
+            if clock.save_due() or step == run.steps or ended:
                 manager.save(step, args=ocp.args.StandardSave(state))
         meter.close()
         manager.wait_until_finished()
+    if ended:
+        raise Interrupted(f"interrupted at step {step}; the same command resumes")
     return jax.device_get(state["params"])
 
 

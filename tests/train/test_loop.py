@@ -21,6 +21,7 @@ from jaxspec.train import __main__ as command
 from jaxspec.train import loop
 from jaxspec.train.__main__ import main
 from jaxspec.train.data import Text, TrainError
+from jaxspec.train.interrupted import Stop
 from jaxspec.train.loop import Settings, learning_rate
 from jaxspec.weights import HALF
 from tests.tiny import tiny_checkpoint
@@ -87,6 +88,34 @@ def test_a_killed_run_resumes_to_the_same_losses(whole, model, texts, tmp_path):
     assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == (
         whole / "drafter" / "model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_its_steps(number, whole, model, texts, tmp_path, monkeypatch, capsys):
+    show = loop.Meter.show
+
+    def interrupted_show(self, step, report, rate):
+        show(self, step, report, rate)
+        if step == 5:
+            signal.raise_signal(number)
+
+    command = arguments("eagle3", model, texts, tmp_path, unroll=2, draft_vocab_size=32, save_every=1000)
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Meter, "show", interrupted_show)
+        assert main(command) == 130
+    assert signal.getsignal(number) == before
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted at step 5; the same command resumes"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["5"]
+    assert main(command) == 0
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_second_interrupt_isnt_delayed():
+    with pytest.raises(KeyboardInterrupt), Stop() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_another_runs_folder_is_refused(whole, model, texts, capsys):
