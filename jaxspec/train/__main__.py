@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxspec.cache import claim_device
-from jaxspec.checkpoint import CheckpointError, Model, load_model, resolve
-from jaxspec.config import ConfigError
+from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
+from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.executables import enable_compilation_cache
 from jaxspec.flags import engine_options
 from jaxspec.llm import LLM
@@ -34,6 +34,7 @@ from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompt
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
+from jaxspec.train.folder import fingerprint, held, make
 from jaxspec.train.interrupted import terminable
 from jaxspec.train.objective import Objective
 from jaxspec.train.packing import pack
@@ -54,6 +55,7 @@ _FREE = {
     "command", "output", "save_every", "log_every", "concurrency", "num_draft_tokens", "max_new_tokens",
     "no_evaluation", "no_plots",
 }  # fmt: skip
+_OF_TEXTS = "texts", "data_sha256"  # facts that are known once the texts are written
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,23 +75,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _data(args: argparse.Namespace) -> None:
-    path = _texts_file(args)
-    print(f"texts: {path}")
+    with held(args.output):
+        print(f"texts: {_texts_file(args)}")
 
 
 def _token_map(args: argparse.Namespace) -> None:
     config = resolve(args.model).config
-    ids = _most_frequent(read_texts(_texts_file(args), config.vocab_size), config.vocab_size, args.size, "--size")
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / "token_map.json"
-    path.write_text(json.dumps(ids.tolist(), separators=(",", ":")) + "\n", encoding="utf-8")
+    _check_size(args.size, config.vocab_size, "--size")
+    with held(args.output):
+        ids = _most_frequent(read_texts(_texts_file(args), config.vocab_size), config.vocab_size, args.size)
+        path = args.output / "token_map.json"
+        path.write_text(json.dumps(ids.tolist(), separators=(",", ":")) + "\n", encoding="utf-8")
     print(f"token map: {path}")
 
 
-def _most_frequent(texts: list[Text], vocab_size: int, size: int, flag: str) -> Int[np.ndarray, " n"]:
-    """The ids of the `size` tokens that the texts' answers have most often, ascending."""
+def _check_size(size: int, vocab_size: int, flag: str) -> None:
     if size > vocab_size:
         raise TrainError(f"{flag} {size} is more than the target's {vocab_size} tokens")
+
+
+def _most_frequent(texts: list[Text], vocab_size: int, size: int) -> Int[np.ndarray, " n"]:
+    """The ids of the `size` tokens that the texts' answers have most often, ascending."""
     counts = count(texts, vocab_size)
     ids = np.sort(np.argsort(-counts, kind="stable")[:size])
     print(f"draft vocabulary: {size} tokens, {counts[ids].sum() / counts.sum():.2%} of the answers' tokens")
@@ -100,22 +106,46 @@ def _train(args: argparse.Namespace) -> None:
     if not args.no_plots:
         plots.check()
     settings = _settings(args)
-    resolve(args.model)  # errors come before texts are written
+    config = resolve(args.model).config
+    _check_init(args)
+    loop.check_batch(args.batch_size)
+    facts = {name: value for name, value in vars(args).items() if name not in _FREE} | {"method": args.command}
+    with held(args.output):
+        loop.check_run(args.output, facts, _OF_TEXTS)
+        if not args.init:
+            _check_shape(args, config)
+        _train_on(_texts_file(args), args, settings, facts)
+
+
+def _check_init(args: argparse.Namespace) -> None:
     promoted = args.command == "dspark" and args.init and is_dflash(args.init)
     free = _PROMOTED if promoted else ()
     if given := [name for name in _SHAPE if args.init and name not in free and getattr(args, name, None) is not None]:
         raise TrainError(f"--{given[0].replace('_', '-')} is for new drafters, and --init {args.init} is one already")
     if getattr(args, "heads_only", False) and not args.init:
         raise TrainError("--heads-only needs --init D, the drafter whose block stays as it is")
-    path = _texts_file(args)
+    if args.init:
+        locate(args.init)
+
+
+def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
+    """What can't be trained is told before texts are written."""
+    if args.command == "eagle3":
+        _check_size(args.draft_vocab_size or 0, config.vocab_size, "--draft-vocab-size")
+        export.check_eagle3(args.output / "drafter", config, _shape(args, 1), args.draft_vocab_size or None)
+    else:
+        markov = _markov(args) if args.command == "dspark" else None
+        export.check_block(config, _shape(args, 3), args.block_size or 8, args.mask_token_id or 0, markov)
+
+
+def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, facts: dict[str, Any]) -> None:
     enable_compilation_cache()  # a run that resumes doesn't compile again
     target = load_model(args.model, _dtype(args))
     texts = read_texts(path, target.config.vocab_size)
     training, held_out = split(texts)
     alone = target.config.linear is not None  # a state would pass from one text of a row to the next
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
-    facts = {name: value for name, value in vars(args).items() if name not in _FREE}
-    run = loop.Run(args.output, facts | {"method": args.command, "texts": len(texts)})
+    run = loop.Run(args.output, facts | dict(zip(_OF_TEXTS, (len(texts), fingerprint(path)), strict=True)))
     fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)
     answers = sum(end - begin for text in training for begin, end in text.answers)
     print(
@@ -154,7 +184,7 @@ def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple
     if args.init:
         fresh = continued(folder, "eagle3", args.init, target)
     else:
-        vocabulary = _most_frequent(texts, known, size, "--draft-vocab-size") if size else None
+        vocabulary = _most_frequent(texts, known, size) if size else None
         fresh = export.fresh_eagle3(folder, target, _shape(args, 1), vocabulary, args.seed)
     dtype = target.dtype
     return fresh, Eagle3Objective(fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay)
@@ -188,8 +218,12 @@ def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> 
         mask = int(np.flatnonzero(~seen)[-1])
     given = args.output / "drafter", target, _shape(args, 3), args.block_size or 8, mask
     if args.command == "dspark":
-        return export.fresh_dspark(*given, args.markov_rank or 256, args.markov_head or "vanilla", args.seed)
+        return export.fresh_dspark(*given, *_markov(args), args.seed)
     return export.fresh_dflash(*given, args.seed)
+
+
+def _markov(args: argparse.Namespace) -> tuple[int, str]:
+    return args.markov_rank or 256, args.markov_head or "vanilla"
 
 
 def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:
@@ -239,6 +273,8 @@ def _serve_held_out(args: argparse.Namespace, drafter: str, held_out: list[Text]
 def _evaluate(args: argparse.Namespace) -> None:
     if args.output and not args.no_plots:
         plots.check()
+    if args.output:
+        make(args.output)
     prompts = [prompt for path in args.data for prompt in read_prompts(path)]
     llm = LLM(**engine_options(args))
     figures = evaluate.evaluate(llm, evaluate.chat_prompts(llm, prompts, args.prompts), args.max_new_tokens)
@@ -249,7 +285,6 @@ def _evaluate(args: argparse.Namespace) -> None:
 def _show(figures: list[evaluate.Figures], folder: Path | None, facts: dict[str, Any], charts: bool) -> None:
     print(evaluate.table(figures))
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         evaluate.save(figures, folder / "acceptance.json", facts)
         if charts:
             plots.draw_acceptance(figures, folder / "acceptance.png")

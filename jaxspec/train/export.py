@@ -88,20 +88,8 @@ def fresh_eagle3(
 
     **Raises:** `TrainError`, `ConfigError` for a shape that can't be.
     """
-    if shape.num_layers != 1:
-        raise TrainError(
-            f"--num-layers {shape.num_layers}: an EAGLE-3 drafter has one layer; make it wider by --mlp-size"
-        )
     c = target.config
-    layers = shape.target_layers or (1, c.num_layers // 2 - 1, c.num_layers - 4)
-    config = {
-        **_layer_config(c, shape),
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "target_hidden_size": c.hidden_size,
-        "draft_vocab_size": None if vocabulary is None else len(vocabulary),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
-    }
+    config = _eagle3_config(c, shape, None if vocabulary is None else len(vocabulary))
     drafter, params = _load("eagle3", folder, config, target, seed)
     declared = find_eagle3(str(folder), c, "dummy").declared
     if vocabulary is not None:
@@ -114,10 +102,31 @@ def fresh_eagle3(
     return dataclasses.replace(fresh, prefixes=("layers.0.", "midlayer."))
 
 
+def check_eagle3(folder: Path, c: ModelConfig, shape: Shape, vocabulary: int | None) -> None:
+    """Of what `fresh_eagle3` refuses, that which needs no weights. The folder gets the drafter's config."""
+    _write_config(folder, _eagle3_config(c, shape, vocabulary))
+    find_eagle3(str(folder), c, "dummy")
+
+
+def _eagle3_config(c: ModelConfig, shape: Shape, vocabulary: int | None) -> dict[str, Any]:
+    if shape.num_layers != 1:
+        raise TrainError(
+            f"--num-layers {shape.num_layers}: an EAGLE-3 drafter has one layer; make it wider by --mlp-size"
+        )
+    layers = shape.target_layers or (1, c.num_layers // 2 - 1, c.num_layers - 4)
+    return {
+        **_layer_config(c, shape),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "target_hidden_size": c.hidden_size,
+        "draft_vocab_size": vocabulary,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
+    }
+
+
 def fresh_dflash(folder: Path, target: Model, shape: Shape, block_size: int, mask_token: int, seed: int) -> Fresh:
     """A DFlash drafter for `target`. **Raises:** `TrainError`, `ConfigError` for a shape that can't be."""
-    own = {"mask_token_id": mask_token}
-    return _fresh_block(folder, "dflash", "DFlashDraftModel", target, shape, block_size, own, seed)
+    return _fresh_block(folder, "dflash", target, _block_config(target.config, shape, block_size, mask_token), seed)
 
 
 def fresh_dspark(
@@ -127,40 +136,44 @@ def fresh_dspark(
 
     **Raises:** `TrainError`, `ConfigError` for a shape that can't be.
     """
-    heads = shape.num_heads or target.config.num_heads, shape.num_kv_heads or target.config.num_kv_heads
-    own = {
-        "mask_token_id": mask_token,
-        "projector_type": "dspark",
-        "attention_mode": "mha" if heads[0] == heads[1] else "gqa",  # which SpecForge asks for
-        "markov_rank": rank,
-        "markov_head_type": head,
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    }
-    return _fresh_block(folder, "dspark", "DSparkDraftModel", target, shape, block_size, own, seed)
+    config = _block_config(target.config, shape, block_size, mask_token, (rank, head))
+    return _fresh_block(folder, "dspark", target, config, seed)
 
 
-def _fresh_block(
-    folder: Path,
-    method: str,
-    architecture: str,
-    target: Model,
-    shape: Shape,
-    block_size: int,
-    own: dict[str, Any],
-    seed: int,
-) -> Fresh:
-    c = target.config
+def check_block(
+    c: ModelConfig, shape: Shape, block_size: int, mask_token: int, markov: tuple[int, str] | None = None
+) -> None:
+    """Of what `fresh_dflash` refuses, or `fresh_dspark` for a Markov head's rank and kind, what needs no weights."""
+    DRAFTERS["dspark" if markov else "dflash"].from_hf(_block_config(c, shape, block_size, mask_token, markov), c)
+
+
+def _block_config(
+    c: ModelConfig, shape: Shape, block_size: int, mask_token: int, markov: tuple[int, str] | None = None
+) -> dict[str, Any]:
     layers = feature_layers(list(shape.target_layers) if shape.target_layers else None, shape.num_layers, c.num_layers)
-    config = {
+    own: dict[str, Any] = {"mask_token_id": mask_token}
+    if markov is not None:
+        heads = shape.num_heads or c.num_heads, shape.num_kv_heads or c.num_kv_heads
+        own |= {
+            "projector_type": "dspark",
+            "attention_mode": "mha" if heads[0] == heads[1] else "gqa",  # which SpecForge asks for
+            "markov_rank": markov[0],
+            "markov_head_type": markov[1],
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+    return {
         **_layer_config(c, shape),
-        "architectures": [architecture],
+        "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * shape.num_layers,
         "num_target_layers": c.num_layers,
         "block_size": block_size,
         "dflash_config": {**own, "target_layer_ids": list(layers)},
     }
+
+
+def _fresh_block(folder: Path, method: str, target: Model, config: dict[str, Any], seed: int) -> Fresh:
     drafter, params = _load(method, folder, config, target, seed)
     return _fresh(folder, drafter, drafter.parameters(), params, target)
 
@@ -224,9 +237,13 @@ def _mlp_size(c: ModelConfig) -> int:
     return dense[0] if dense else c.decoder.mixture.per_token * c.decoder.mixture.width
 
 
-def _load(method: str, folder: Path, config: dict[str, Any], target: Model, seed: int) -> tuple[Drafter, dict]:
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _load(method: str, folder: Path, config: dict[str, Any], target: Model, seed: int) -> tuple[Drafter, dict]:
+    _write_config(folder, config)
     options = EngineConfig(draft=method, load_format="dummy", seed=seed)
     return DRAFTERS[method].load(target, str(folder), options)
 

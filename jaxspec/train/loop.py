@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from jaxspec.train.data import TrainError
+from jaxspec.train.folder import agree, as_stored, make, read, write
 from jaxspec.train.interrupted import Interrupted, Stop
 from jaxspec.train.objective import Objective, Report
 from jaxspec.train.packing import Packed
@@ -66,25 +67,14 @@ class Run:
 
     def __init__(self, folder: Path, facts: dict[str, Any]):
         self.folder, self.file, self.metrics = folder, folder / "run.json", folder / "metrics.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = json.loads(json.dumps(facts, default=str))
-        record = json.loads(self.file.read_text()) if self.file.exists() else {"settings": facts, "steps": None}
-        theirs = record["settings"]
-        if other := [name for name in sorted({*facts, *theirs}) if facts.get(name) != theirs.get(name)]:
-            shown = ", ".join(f"{name} {theirs.get(name)!r}, not {facts.get(name)!r}" for name in other[:5])
-            raise TrainError(
-                f"--output {folder} holds another run: it has {shown}. Name another folder, or repeat that run's flags "
-                "to resume it"
-            )
-        self.steps: int | None = record["steps"]
-        self._settings = facts
+        make(folder)
+        self._settings = as_stored(facts)
+        self.steps = check_run(folder, facts)
 
     def claim(self, steps: int | None) -> None:
         """Note in the folder that it is this run's, and how many steps that has in all, once it is known."""
         self.steps = steps
-        part = self.file.with_suffix(".part")
-        part.write_text(json.dumps({"settings": self._settings, "steps": steps}, indent=1) + "\n")
-        part.replace(self.file)
+        write(self.file, {"settings": self._settings, "steps": steps})
 
     def log(self, record: dict[str, Any]) -> None:
         with self.metrics.open("a") as file:
@@ -103,6 +93,25 @@ class Run:
         return [json.loads(line) for line in whole]
 
 
+def check_run(folder: Path, facts: dict[str, Any], later: Container[str] = ()) -> int | None:
+    """The number of steps of the run that the folder holds, if it holds one and knows it.
+
+    **Raises:** `TrainError` if that run has other settings, those that are known `later` left out.
+    """
+    if not (file := folder / "run.json").exists():
+        return None
+    record = read(file)
+    theirs, steps = (record.get("settings"), record.get("steps")) if isinstance(record, dict) else (record, None)
+    agree(folder, "another run", theirs, as_stored(facts), later)
+    return steps
+
+
+def check_batch(batch_size: int) -> None:
+    """**Raises:** `TrainError` if the devices can't share a batch."""
+    if batch_size % (devices := len(jax.devices())):
+        raise TrainError(f"--batch-size {batch_size} must be a multiple of the {devices} devices present")
+
+
 def train(
     run: Run, objective: Objective, trained: Any, frozen: Any, target_params: Any, data: Packed, settings: Settings
 ) -> Any:
@@ -111,10 +120,8 @@ def train(
     **Raises:** `TrainError` if the batch can't be shared by the devices, or the loss is no longer a number;
     `Interrupted` for a Ctrl-C, once the step that it came in is done and saved.
     """
-    devices = jax.devices()
-    if data.batch_size % len(devices):
-        raise TrainError(f"--batch-size {data.batch_size} must be a multiple of the {len(devices)} devices present")
-    mesh = Mesh(np.array(devices), ("data",))
+    check_batch(data.batch_size)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
     everywhere, shared = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     optimizer = _optimizer(settings)
     step_function = _step_function(objective, optimizer, mesh)

@@ -21,6 +21,7 @@ from jaxspec.train import __main__ as command
 from jaxspec.train import loop
 from jaxspec.train.__main__ import main
 from jaxspec.train.data import Text, TrainError
+from jaxspec.train.folder import held
 from jaxspec.train.interrupted import Stop
 from jaxspec.train.loop import Settings, learning_rate
 from jaxspec.weights import HALF
@@ -118,11 +119,62 @@ def test_a_second_interrupt_isnt_delayed():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_another_runs_folder_is_refused(whole, model, texts, capsys):
+def refusal(arguments, capsys):
+    """The one line, without the command's name."""
     with pytest.raises(SystemExit) as stop:
-        main(arguments("eagle3", model, texts, whole, unroll=3, draft_vocab_size=32))
+        main(arguments)
     assert stop.value.code == 2
-    assert "holds another run: it has unroll 2, not 3" in capsys.readouterr().err
+    *progress, line = capsys.readouterr().err.rstrip("\n").split("\n")
+    assert all("loading" in each for each in progress)
+    return line.split(": ", 1)[1]
+
+
+def test_other_texts_of_the_same_name_are_refused(whole, model, texts, capsys):
+    as_they_were = texts.read_text()
+    texts.write_text(as_they_were.replace("[4,20]", "[5,20]"))
+    line = refusal(arguments("eagle3", model, texts, whole, unroll=2, draft_vocab_size=32), capsys)
+    texts.write_text(as_they_were)
+    assert "holds another run: it has data_sha256 '" in line
+
+
+def test_another_runs_folder_is_refused_before_texts_are_written(whole, model, texts, monkeypatch, capsys):
+    again = {"unroll": 2, "draft_vocab_size": 32}
+    monkeypatch.setattr(command, "_texts_file", lambda _: pytest.fail("texts were written"))
+    before = sorted(whole.rglob("*"))
+    assert "holds another run: it has unroll 2, not 3" in refusal(
+        arguments("eagle3", model, texts, whole, **again | {"unroll": 3}), capsys
+    )
+    assert "holds another run: it has data " in refusal(arguments("eagle3", model, "self", whole, **again), capsys)
+    assert sorted(whole.rglob("*")) == before
+
+
+def test_a_folder_in_use_is_refused(model, texts, tmp_path, capsys):
+    with held(tmp_path):
+        line = refusal(arguments("eagle3", model, texts, tmp_path), capsys)
+    assert line == f"--output {tmp_path}: another process is training in this folder, or writing texts"
+
+
+@pytest.mark.parametrize("under", ["", "x"])
+def test_an_output_that_is_a_file_is_refused(under, model, texts, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    told = f"--output {file / under} must be a folder, and {file / under} is a file"
+    assert refusal(arguments("eagle3", model, texts, file / under), capsys) == told
+    more = ["--model", model, "--data", str(texts), "--output", str(file / under)]
+    assert refusal(["data", *more], capsys) == told
+    assert refusal(["evaluate", *more, "--no-plots"], capsys) == told
+
+
+def test_an_output_with_broken_files_is_refused(model, texts, tmp_path, capsys):
+    run = tmp_path / "run.json"
+    for text, told in (('{"settings": {', "run.json isn't JSON"), ("[]", "holds settings that aren't ours: []")):
+        run.write_text(text)
+        line = refusal(arguments("eagle3", model, texts, tmp_path), capsys)
+        assert line.startswith(f"--output {tmp_path}") and told in line
+    run.unlink()
+    (tmp_path / "drafter").touch()
+    line = refusal(arguments("eagle3", model, texts, tmp_path), capsys)
+    assert line == f"--output {tmp_path}: drafter: File exists"
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
@@ -179,13 +231,6 @@ def test_four_devices_make_the_steps_of_one(method, more, model, texts, tmp_path
     np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=1e-3)
 
 
-def test_a_batch_that_devices_cant_share_is_refused(model, texts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop.jax, "devices", lambda: [None, None])
-    with pytest.raises(SystemExit):
-        main(arguments("eagle3", model, texts, tmp_path, unroll=2, draft_vocab_size=32, batch_size=3))
-    assert "--batch-size 3 must be a multiple of the 2 devices present" in capsys.readouterr().err
-
-
 def test_dflash_learns(model, texts, tmp_path):
     shape = {"block_size": 4, "num_layers": 1, "target_layers": "1,3"}
     assert main(arguments("dflash", model, texts, tmp_path, learning_rate=0.03, **shape)) == 0
@@ -236,11 +281,25 @@ def test_senseless_settings_are_refused(given):
         Settings(**given)
 
 
-def test_what_cant_be_trained_is_told_before_texts_are_written(model, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("method", "given", "told"), [
+    ("eagle3", {"num_layers": 2}, "--num-layers 2: an EAGLE-3 drafter has one layer"),
+    ("eagle3", {"target_layers": "1,2,9"}, "9"),
+    ("eagle3", {"draft_vocab_size": 41}, "--draft-vocab-size 41 is more than the target's 40 tokens"),
+    ("eagle3", {"batch_size": 3}, "--batch-size 3 must be a multiple of the 2 devices present"),
+    ("eagle3", {"init": "nowhere"}, "nowhere"),
+    ("dflash", {"block_size": 1}, "block_size"),
+    ("dflash", {"mask_token_id": 40}, "mask_token_id"),
+    ("dspark", {"target_layers": "9"}, "9"),
+])  # fmt: skip
+def test_what_cant_be_trained_is_told_before_texts_are_written(
+    method, given, told, model, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(command, "_texts_file", lambda _: pytest.fail("texts were written"))
-    with pytest.raises(SystemExit):
-        main(arguments("eagle3", model, "self", tmp_path, learning_rate=-1))
-    assert "--learning-rate must be positive, got -1.0" in capsys.readouterr().err
+    monkeypatch.setattr(loop.jax, "devices", lambda: [None, None])
+    if "init" in given:
+        for name in tuple(SIZES):
+            monkeypatch.delitem(SIZES, name)
+    assert told in refusal(arguments(method, model, "self", tmp_path, **given), capsys)
 
 
 @pytest.mark.parametrize(("method", "family"), [
