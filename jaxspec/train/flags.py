@@ -61,7 +61,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens of a row, so of the longest text (%(default)s)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="seed of all random draws (%(default)s)")
+    add("--seed", type=natural, default=0, metavar="N", help="seed of all random draws (%(default)s)")
 
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:
@@ -92,18 +92,20 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     budget = group.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=positive, metavar="N", help="batches to train on")
-    budget.add_argument("--minutes", type=float, metavar="M", help="time to train; the first 30 steps set their number")
+    budget.add_argument(
+        "--minutes", type=_above_zero, metavar="M", help="time to train; the first 30 steps set their number"
+    )
     add("--batch-size", type=positive, default=16, metavar="ROWS", help="rows of a step, over all GPUs (%(default)s)")
-    add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="its highest value (%(default)s)")
-    add("--warm-up", type=int, default=100, metavar="STEPS", help="steps of rising learning rate (%(default)s)")
+    add("--learning-rate", type=_above_zero, default=1e-3, metavar="RATE", help="its highest value (%(default)s)")
+    add("--warm-up", type=natural, default=100, metavar="STEPS", help="steps of rising learning rate (%(default)s)")
     add(
         "--optimizer", choices=("muon", "adamw"), default="muon", help="Muon for matrices, or AdamW alone (%(default)s)"
     )
-    add("--weight-decay", type=float, default=0.01, metavar="X", help="weight decay (%(default)s)")
-    add("--clip", type=float, default=1.0, metavar="NORM", help="largest norm of the gradient (%(default)s)")
+    add("--weight-decay", type=_from_zero, default=0.01, metavar="X", help="weight decay (%(default)s)")
+    add("--clip", type=_above_zero, default=1.0, metavar="NORM", help="largest norm of the gradient (%(default)s)")
     losses = "; ".join(f"{name}: {text}" for name, text in KINDS.items())
     add("--loss", choices=tuple(KINDS), default="soft", help=f"%(default)s by default. {losses}")
-    add("--save-every", type=float, default=60.0, metavar="SECONDS", help="time between checkpoints (%(default)s)")
+    add("--save-every", type=_from_zero, default=60.0, metavar="SECONDS", help="time between checkpoints (%(default)s)")
     add("--log-every", type=positive, default=10, metavar="STEPS", help="steps between log lines (%(default)s)")
     group = parser.add_argument_group("the drafter's size")
     add = group.add_argument
@@ -139,7 +141,7 @@ def _add_eagle3(parser: argparse.ArgumentParser) -> None:
     add("--unroll", type=positive, default=7, metavar="STEPS", help="drafts in a row to train on (%(default)s)")
     add(
         "--decay",
-        type=float,
+        type=_above_zero,
         default=0.8,
         metavar="X",
         help="loss weight of each step over the one before (%(default)s)",
@@ -166,7 +168,12 @@ def _add_dflash(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("blocks").add_argument
     add("--block-size", type=positive, metavar="TOKENS", help="the known token and its drafts (8)")
     add("--anchors", type=positive, metavar="N", help="blocks in each row (row length / block size)")
-    add("--gamma", type=float, metavar="X", help="drafts after which a draft's weight has fallen by e (block size / 2)")
+    add(
+        "--gamma",
+        type=_above_zero,
+        metavar="X",
+        help="drafts after which a draft's weight has fallen by e (block size / 2)",
+    )
     add("--mask-token-id", type=natural, metavar="ID", help="id of the mask token (the highest id that no text has)")
 
 
@@ -182,6 +189,27 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
 
 def _layers(text: str) -> tuple[int, ...]:
     return tuple(natural(part) for part in text.split(","))
+
+
+def _above_zero(text: str) -> float:
+    if (value := _number(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def _from_zero(text: str) -> float:
+    if (value := _number(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def _number(text: str) -> float:
+    """-1 for what is no finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        return -1.0
+    return value if math.isfinite(value) else -1.0
 
 
 def _temperatures(text: str) -> Sequence[float]:

@@ -55,8 +55,11 @@ class Settings:
             raise TrainError("give either --steps or --minutes")
         for name in ("steps", "minutes", "learning_rate", "clip", "log_every"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < np.inf:
                 raise TrainError(f"--{name.replace('_', '-')} must be positive, got {value}")
+        for name in ("warm_up", "weight_decay", "save_every"):
+            if not 0 <= (value := getattr(self, name)) < np.inf:
+                raise TrainError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
 
 
 class Run:
@@ -275,7 +278,9 @@ class Meter:
         """**Raises:** `TrainError` if the loss is no longer a number."""
         report, now = jax.device_get(report), time.monotonic()
         if not np.isfinite(report.loss):
-            raise TrainError(f"the loss is {report.loss} at step {step}: resume with a lower --learning-rate elsewhere")
+            raise TrainError(
+                f"the loss is {report.loss} at step {step}: start anew in another --output with a lower --learning-rate"
+            )
         speed = (step - self._step) * self._tokens / (now - self._at)
         stand = report.accepted / np.maximum(report.rounds, 1.0)
         record = {

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -275,10 +276,36 @@ def test_learning_rate_rises_then_falls():
     assert [learning_rate(settings, step, None) for step in range(11)] == rates[:11]
 
 
-@pytest.mark.parametrize("given", [{}, {"steps": 1, "minutes": 1.0}, {"steps": 3, "clip": 0.0}, {"minutes": -1.0}])
+@pytest.mark.parametrize("given", [{}, {"steps": 1, "minutes": 1.0}, {"steps": 3, "clip": 0.0}, {"minutes": -1.0},
+                                   {"steps": 3, "learning_rate": float("inf")}, {"steps": 3, "warm_up": -3},
+                                   {"steps": 3, "weight_decay": float("nan")}])  # fmt: skip
 def test_senseless_settings_are_refused(given):
     with pytest.raises(TrainError, match="--"):
         Settings(**given)
+
+
+@pytest.mark.parametrize(("flag", "values", "told"), [
+    ("minutes", "0 nan inf", "must be a number above 0"),
+    ("learning-rate", "-1 0 inf nan x", "must be a number above 0"),
+    ("clip", "0 nan", "must be a number above 0"),
+    ("gamma", "0 -1 nan", "must be a number above 0"),
+    ("warm-up", "-3 1.5", "must be an integer of at least 0"),
+    ("weight-decay", "nan -0.1 inf", "must be a number of at least 0"),
+    ("save-every", "-1 nan", "must be a number of at least 0"),
+    ("seed", "-1", "must be an integer of at least 0"),
+])  # fmt: skip
+def test_senseless_numbers_are_refused(flag, values, told, tmp_path, capsys):
+    for value in values.split():
+        budget = [] if flag == "minutes" else ["--steps", "1"]
+        with pytest.raises(SystemExit):
+            main(["dflash", "--model", "m", "--data", "d", "--output", str(tmp_path), *budget, f"--{flag}={value}"])
+        assert f"argument --{flag}: {told}, got '{value}'" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_says_to_start_anew(tmp_path):
+    meter = loop.Meter.__new__(loop.Meter)
+    with pytest.raises(TrainError, match="loss is nan at step 3: start anew in another --output with a lower"):
+        meter.show(3, SimpleNamespace(loss=np.float32("nan")), 1.0)
 
 
 @pytest.mark.parametrize(("method", "given", "told"), [
