@@ -34,7 +34,7 @@ from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompt
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
-from jaxspec.train.folder import fingerprint, held, make
+from jaxspec.train.folder import agree, as_stored, fingerprint, held, make, read, write
 from jaxspec.train.interrupted import terminable
 from jaxspec.train.objective import Objective
 from jaxspec.train.packing import pack
@@ -55,6 +55,9 @@ _FREE = {
     "command", "output", "save_every", "log_every", "concurrency", "num_draft_tokens", "max_new_tokens",
     "no_evaluation", "no_plots",
 }  # fmt: skip
+_RECIPE = (
+    "model", "data", "num_samples", "temperature", "max_answer_tokens", "max_prompt_tokens", "row_length", "seed",
+)  # fmt: skip
 _OF_TEXTS = "texts", "data_sha256"  # facts that are known once the texts are written
 
 
@@ -237,6 +240,7 @@ def _texts_file(args: argparse.Namespace) -> Path:
     if args.data != "self" and holds_texts(Path(args.data)):
         return Path(args.data)
     path = args.output / "data.jsonl"
+    _settle_recipe(args, path)
     if not path.exists():
         recipe = synthesise.Recipe(
             args.temperature, args.max_answer_tokens, args.max_prompt_tokens, args.row_length, args.seed
@@ -246,6 +250,19 @@ def _texts_file(args: argparse.Namespace) -> Path:
         del llm
         gc.collect()
     return path
+
+
+def _settle_recipe(args: argparse.Namespace, path: Path) -> None:
+    """Record how the texts are made. **Raises:** `TrainError` if the folder has some that were made otherwise."""
+    facts = {name: getattr(args, name) for name in _RECIPE} | {"dtype": _dtype(args)}
+    facts["data_sha256"] = None if args.data == "self" else fingerprint(Path(args.data))
+    file, part = args.output / "recipe.json", path.with_name(path.name + ".part")
+    if not path.exists() and not (part.exists() and part.stat().st_size):
+        write(file, as_stored(facts))
+    elif file.exists():
+        agree(args.output, "other texts", read(file), as_stored(facts))
+    else:
+        print(f"texts: those in {args.output} are kept, and nothing says how they were made")
 
 
 def _engine(args: argparse.Namespace, draft: str, context: int, **options: Any) -> LLM:

@@ -149,6 +149,33 @@ def test_another_runs_folder_is_refused_before_texts_are_written(whole, model, t
     assert sorted(whole.rglob("*")) == before
 
 
+def test_texts_that_were_made_otherwise_are_refused(model, tmp_path, monkeypatch, capsys):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("one\ntwo\n")
+    output = tmp_path / "o"
+
+    def engine(*_, **__):
+        (output / "data.jsonl.part").write_text("a text\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_engine", engine)
+    given = ["data", "--model", model, "--data", str(prompts), "--output", str(output)]
+    assert main(given) == 130 and main([*given, "--concurrency", "3"]) == 130
+    assert capsys.readouterr().err == "interrupted\n" * 2
+    for more in (["--temperature", "0.5"], ["--seed", "1"], ["--num-samples", "1"], ["--data", "self"]):
+        flag = more[0].removeprefix("--").replace("-", "_")
+        line = refusal([*given, *more], capsys)
+        assert line.startswith(f"--output {output} holds other texts: it has ") and f"{flag} " in line
+    (output / "data.jsonl.part").rename(output / "data.jsonl")
+    assert main(given) == 0
+    prompts.write_text("one\nthree\n")
+    assert "holds other texts: it has data_sha256 " in refusal(given, capsys)
+    (output / "recipe.json").unlink()  # as versions before left it
+    capsys.readouterr()
+    assert main(given) == 0
+    assert "are kept, and nothing says how they were made" in capsys.readouterr().out
+
+
 def test_a_folder_in_use_is_refused(model, texts, tmp_path, capsys):
     with held(tmp_path):
         line = refusal(arguments("eagle3", model, texts, tmp_path), capsys)
