@@ -9,9 +9,10 @@ words of ours, which are their categories too.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,10 @@ from jaxspec.llm import LLM
 from jaxspec.request import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.train.data import Prompt, Text, TrainError, read_prompts
+from jaxspec.train.interrupted import Interrupted
 
-WAVE = 8192  # texts between two writes; a wave ends with its longest, so few waves are faster
+TIMES = 4  # waves, written to disk at once, are so many times what the engine runs: each ends with its longest text
+LEAST = 2  # tokens that a text leaves to an answer
 MARK = "\u2603"  # stands for the user's words while the template's own are looked up
 
 OPENINGS: dict[str, tuple[str, ...]] = {
@@ -74,46 +77,71 @@ def synthesise(llm: LLM, source: str, path: Path, num_samples: int | None, recip
 
     Waves are appended to `path` + ".part", which is continued if it is there and renamed at the end.
 
-    **Raises:** `TrainError` for a source or a model that can't be used.
+    **Raises:** `TrainError` for a source or a model that can't be used; `Interrupted` for a Ctrl-C.
     """
     if llm.engine.tokenizer is None or llm.engine.tokenizer.chat_template is None:
         name = llm.engine.runner.model.name
         raise TrainError(f"{name} has no chat template to write texts with; give --data a file of texts, as token ids")
     prompts = None if source == "self" else read_prompts(Path(source))[:num_samples]
-    total = num_samples if prompts is None else len(prompts)
-    if total is None:
+    if prompts is None and num_samples is None:
         raise TrainError("--data self needs --num-samples N: how many texts the model is to write")
-    if not total:
-        raise TrainError(f"--data {source} is empty")
+    if prompts is not None:
+        prompts = _that_fit(llm.engine.tokenizer, prompts, source, recipe)
+    total = num_samples if prompts is None else len(prompts)
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = _whole_waves(part)
-    bar = tqdm(total=total, initial=done, desc="texts", unit="text")
+    done, wave = _whole_lines(part), TIMES * llm.engine.config.max_running_requests
     started, tokens = time.monotonic(), 0
-    with part.open("a", encoding="utf-8") as file:
-        while done < total:
-            indices = range(done, min(done + WAVE, total))
-            asked = [prompts[i] for i in indices] if prompts is not None else _ask(llm, indices, recipe)
-            for text in _answer(llm, asked, indices, recipe):
-                file.write(text.line())
-                tokens += sum(end - begin for begin, end in text.answers)
-            file.flush()
-            os.fsync(file.fileno())
-            done = indices.stop
-            bar.update(len(indices))
-            bar.set_postfix(answer_tokens_per_s=round(tokens / (time.monotonic() - started)))
-    bar.close()
+    try:
+        with (
+            part.open("a", encoding="utf-8") as file,
+            tqdm(total=total, initial=done, desc="texts", unit="text") as bar,
+        ):
+            while done < total:
+                indices = range(done, min(done + wave, total))
+                asked = [prompts[i] for i in indices] if prompts is not None else _ask(llm, indices, recipe)
+                for text in _answer(llm, asked, indices, recipe):
+                    file.write(text.line())
+                    tokens += sum(end - begin for begin, end in text.answers)
+                file.flush()
+                os.fsync(file.fileno())
+                done = indices.stop
+                bar.update(len(indices))
+                bar.set_postfix(answer_tokens_per_s=round(tokens / (time.monotonic() - started)))
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted after {done} of {total} texts; the same command resumes") from None
     part.replace(path)
 
 
-def _whole_waves(part: Path) -> int:
-    """How many texts a part holds. A wave that was being written when the process ended is cut off."""
+def _whole_lines(part: Path) -> int:
+    """How many texts a part holds. One that was being written when the process ended is cut off."""
     if not part.exists():
         return 0
-    lines = part.read_bytes().splitlines(keepends=True)
-    count = sum(line.endswith(b"\n") for line in lines) // WAVE * WAVE
-    part.write_bytes(b"".join(lines[:count]))
-    return count
+    lines = [line for line in part.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    part.write_bytes(b"".join(lines))
+    return len(lines)
+
+
+def _opened(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Token ids up to the first answer."""
+    chat = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    chat.append({"role": "user", "content": prompt.turns[0]})
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+
+
+def _that_fit(tokenizer: Tokenizer, prompts: Sequence[Prompt], source: str, recipe: Recipe) -> list[Prompt]:
+    """Prompts whose first turn leaves room for an answer: one that is cut would lose its question."""
+    if not prompts:
+        raise TrainError(f"--data {source} is empty")
+    fit = [prompt for prompt in prompts if len(_opened(tokenizer, prompt)) <= recipe.longest - LEAST]
+    if not fit:
+        raise TrainError(
+            f"--data {source}: no prompt leaves room for an answer in --row-length {recipe.longest}. Give a longer one"
+        )
+    if out := len(prompts) - len(fit):
+        text = f"{out} of {len(prompts)} prompts are longer than --row-length {recipe.longest} leaves for them"
+        print(f"{text}: left out", file=sys.stderr)
+    return fit
 
 
 def template_ends(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -133,21 +161,31 @@ def _ask(llm: LLM, indices: Sequence[int], recipe: Recipe) -> list[Prompt]:
     """Prompts of the model's own, their category and opening drawn at random."""
     tokenizer = llm.engine.tokenizer
     before, after = template_ends(tokenizer)
-    rng, categories = np.random.default_rng((recipe.seed, indices[0])), list(OPENINGS)
-    kinds = [categories[k] for k in rng.integers(len(categories), size=len(indices))]
-    words = [OPENINGS[kind][rng.integers(len(OPENINGS[kind]))] for kind in kinds]
+    draws, categories = [np.random.default_rng((recipe.seed, i)) for i in indices], list(OPENINGS)
+    kinds = [categories[rng.integers(len(categories))] for rng in draws]
+    words = [OPENINGS[kind][rng.integers(len(OPENINGS[kind]))] for kind, rng in zip(kinds, draws, strict=True)]
     started = [before + tokenizer.encode(w, add_special_tokens=False) if w else before for w in words]
-    if (longest := max(map(len, started))) > recipe.longest - 4:
+    if (longest := max(map(len, started)) + len(after)) > recipe.longest - 2 * LEAST:
         raise TrainError(
             f"--row-length {recipe.longest} has no room for a prompt and an answer: the chat template takes {longest} "
             "tokens of it. Give a longer one"
         )
     params = [recipe.asking(i, len(ids), tuple(after[:1])) for i, ids in zip(indices, started, strict=True)]
     outs = llm.generate(started, params)
-    return [
+    asked = [
         Prompt(((word + out.text).strip() or word or "Hello",), category=kind)
         for word, kind, out in zip(words, kinds, outs, strict=True)
     ]
+    return [_shortened(tokenizer, prompt, recipe.longest - LEAST) for prompt in asked]
+
+
+def _shortened(tokenizer: Tokenizer, prompt: Prompt, room: int) -> Prompt:
+    """What was written within its room may take more tokens when it is read."""
+    (words,) = prompt.turns
+    while words and len(_opened(tokenizer, prompt)) > room:
+        words = words[: len(words) // 2]
+        prompt = replace(prompt, turns=(words,))
+    return prompt
 
 
 def _answer(llm: LLM, prompts: Sequence[Prompt], indices: Sequence[int], recipe: Recipe) -> Iterator[Text]:
@@ -162,9 +200,7 @@ def _answer(llm: LLM, prompts: Sequence[Prompt], indices: Sequence[int], recipe:
                 continue
             chats[i].append({"role": "user", "content": prompt.turns[turn]})
             ids = tokenizer.apply_chat_template(chats[i], add_generation_prompt=True)
-            if turn == 0:
-                starts[i] = ids[: longest - 2]  # the beginning of a prompt that is too long is a prompt as well
-            elif len(ids) < longest - 2:
+            if len(ids) <= longest - LEAST:
                 starts[i] = ids
         params = {i: recipe.answering(indices[i], len(ids)) for i, ids in starts.items()}
         order = sorted(starts, key=lambda i: params[i].temperature)  # a round that only takes the argmax is quicker
