@@ -48,17 +48,49 @@ class Text:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Conversations of a `.jsonl` file, or one prompt a line of any other.
+    """Conversations of a `.jsonl` file, or of a `.json` one with a list of them; or one prompt a line of any other.
 
     A record has `messages` (OpenAI's) or `conversations` (ShareGPT's), whose assistant turns are dropped, or `turns`
     (Spec-Bench's), or a single `prompt` or `question`. Its `category` is kept; without one, it is the file's name.
 
     **Raises:** `TrainError` naming file and line.
     """
+    if path.suffix == ".json":
+        return [_prompt(record, path.stem, f"{path}, record {number}") for number, record in _array(path)]
     lines = _lines(path)
-    if path.suffix != ".jsonl":
-        return [Prompt((line,), category=path.stem) for _, line in lines]
-    return [_prompt(record, path.stem, f"{path}, line {number}") for number, record in _records(path, lines)]
+    if path.suffix == ".jsonl":
+        return [_prompt(record, path.stem, f"{path}, line {number}") for number, record in _records(path, lines)]
+    prompts = [line for _, line in lines]
+    if prompts and _is_json(prompts[0]):
+        raise TrainError(
+            f"{path} begins as JSON does, and would be read as a prompt a line. Call it .jsonl if it has an object a "
+            "line, or .json if it is a list"
+        )
+    return [Prompt((line,), category=path.stem) for line in prompts]
+
+
+def _array(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        records = json.loads("\n".join(line for _, line in _lines(path)))
+    except json.JSONDecodeError as error:
+        more = ". Call it .jsonl if it has an object a line" if error.msg == "Extra data" else ""
+        raise TrainError(f"{path} isn't JSON: {error.msg}{more}") from error
+    if not isinstance(records, list):
+        raise TrainError(f"{path} must be a JSON list of objects, got {type(records).__name__}")
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict):
+            raise TrainError(f"{path}, record {number} must be a JSON object, got {type(record).__name__}")
+        yield number, record
+
+
+def _is_json(line: str) -> bool:
+    """Whether a line is a list or an object, or the beginning of one over several lines."""
+    if line.strip() in ("[", "{", "[{"):
+        return True
+    try:
+        return isinstance(json.loads(line), list | dict)
+    except ValueError:
+        return False
 
 
 def holds_texts(path: Path) -> bool:

@@ -13,7 +13,7 @@ from jaxspec.flags import add_engine_flags, natural, positive
 from jaxspec.train.losses import KINDS
 
 _FORMAT = argparse.RawDescriptionHelpFormatter
-TEXTS_HELP = "self: the model writes prompts, too; a .jsonl of chats or prompts; any other file: a prompt a line"
+TEXTS_HELP = "self: the model writes prompts, too; .jsonl or .json: chats or prompts; any other file: a prompt a line"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -38,6 +38,31 @@ def test_every_shape_of_prompt(tmp_path):
     assert [p.turns for p in read_prompts(lines)] == [("one",), ("two",)]
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_of_prompts_is_read_and_never_as_lines(tmp_path, indent):
+    records = [{"conversations": [{"from": "human", "value": "A"}]}, {"prompt": "B", "category": "b"}]
+    path = write(tmp_path / "share.json", json.dumps(records, indent=indent))
+    assert [(p.turns, p.category) for p in read_prompts(path)] == [(("A",), "share"), (("B",), "b")]
+    with pytest.raises(TrainError, match="begins as JSON does"):
+        read_prompts(path.rename(tmp_path / "share.txt"))
+    with pytest.raises(TrainError, match="begins as JSON does"):
+        read_prompts(write(tmp_path / "lines", *records))
+    words = ["[INST] a prompt of words", "[1, 2] is a list?", "{x}"]
+    assert [p.turns[0] for p in read_prompts(write(tmp_path / "words.txt", *words))] == words
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ('[{"prompt": "a"}, 3]', "record 2 must be a JSON object, got int"),
+    ('[{"text": "a"}]', "record 1 must have"),
+    ('{"prompt": "a"}', "must be a JSON list of objects, got dict"),
+    ('{"prompt": "a"}\n{"prompt": "b"}', "Extra data. Call it .jsonl if it has an object a line"),
+    ("[", "isn't JSON: Expecting value"),
+])  # fmt: skip
+def test_a_wrong_list_is_told(tmp_path, text, says):
+    with pytest.raises(TrainError, match=says):
+        read_prompts(write(tmp_path / "p.json", text))
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
