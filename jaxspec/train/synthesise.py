@@ -24,7 +24,10 @@ from jaxspec.tokenizer import Tokenizer
 from jaxspec.train.data import Prompt, Text, TrainError, read_prompts
 from jaxspec.train.interrupted import Interrupted
 
-TIMES = 4  # waves, written to disk at once, are so many times what the engine runs: each ends with its longest text
+# Waves, written to disk at once, are so many times what the engine runs: each ends with its longest text alone. That
+# costs more where many run, as on a GPU.
+TIMES, TIMES_OF_MANY = 4, 32
+MANY = 64
 LEAST = 2  # tokens that a text leaves to an answer
 MARK = "\u2603"  # stands for the user's words while the template's own are looked up
 
@@ -90,7 +93,8 @@ def synthesise(llm: LLM, source: str, path: Path, num_samples: int | None, recip
     total = num_samples if prompts is None else len(prompts)
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    done, wave = _whole_lines(part), TIMES * llm.engine.config.max_running_requests
+    running = llm.engine.config.max_running_requests
+    done, wave = _whole_lines(part), (TIMES if running < MANY else TIMES_OF_MANY) * running
     started, tokens = time.monotonic(), 0
     try:
         with (
