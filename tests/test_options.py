@@ -64,7 +64,7 @@ def test_a_drafter_takes_its_own_options_behind_its_name(model):
         (f"{__name__}:Mine?share=2", ["share must be between 0 and 1, got 2.0"]),
         (f"{__name__}:Mine?eager=maybe", ["option eager takes true or false, got 'maybe'"]),
         (f"{__name__}:Mine?unmentioned=1", ["has no option 'unmentioned'"]),
-        ("standalone:nowhere?depth=1", ["has no option 'depth'; it has none"]),
+        ("standalone:org/nowhere?depth=1", ["has no option 'depth'; it has none"]),
     ],
 )
 def test_an_option_that_a_drafter_cannot_take_is_named(model, draft, words):
