@@ -161,7 +161,10 @@ def _keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b ..."], purpose: UI
     shape = jnp.broadcast_shapes(position.shape, purpose.shape)
     words = (jnp.expand_dims(word, tuple(range(1, len(shape)))) for word in seed.T)
     operands = *words, position.astype(jnp.uint32), purpose
-    made = threefry2x32_p.bind(*(jnp.broadcast_to(x, shape) for x in operands))
+    zero = sum(
+        x & 0 for x in operands
+    )  # if `vmap` maps one of them, it must map all: the primitive doesn't see to that
+    made = threefry2x32_p.bind(*(jnp.broadcast_to(x, shape) + zero for x in operands))
     return jax.random.wrap_key_data(jnp.stack(made, axis=-1), impl="threefry2x32")
 
 

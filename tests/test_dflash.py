@@ -336,7 +336,6 @@ def test_full_and_sliding_layers_take_the_kernel(sliding, monkeypatch):
     assert hopper.KERNELS["decode_attention"] == lowered.count("@mosaic_gpu") == len(set(kinds))
 
 
-@pytest.mark.exhaustive  # DFlash 2's, which are drawn one after the other, are tested in tests/test_block_drafters.py
 def test_sampled_output_has_the_targets_distribution(monkeypatch):
     """Drafts drawn from each mask's own distribution, and rejection: what comes out is the target's."""
     folder = drafter_folder(sampled.checkpoint(5), 3, num_hidden_layers=1, layer_types=None, use_sliding_window=False)

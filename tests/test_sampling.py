@@ -162,3 +162,12 @@ def test_uniforms_are_uniform_and_independent(which):
     numbers = pairs(jax.jit(sampling.uniform))[which]
     assert numbers.min() >= 0 and numbers.max() < 1
     assert fit_p_value((numbers * 10).astype(int), np.full((10, 10), 0.01)) > ALPHA
+
+
+@pytest.mark.parametrize("mapped", ["seed", "start", "step"])
+def test_keys_are_the_same_under_vmap(mapped):
+    """Of one argument that is mapped, too: block drafters draw all drafts at once, each with its step."""
+    given = {"seed": jnp.array([[1, 2], [3, 4]], jnp.uint32), "start": jnp.array([5, 6]), "step": jnp.array(7)}
+    several = jnp.stack([given[mapped], given[mapped] + 1, given[mapped] + 2])
+    key = lambda value: jax.random.key_data(sampling.round_keys(**given | {mapped: value}, purpose=sampling.DRAFT))  # noqa: E731
+    np.testing.assert_array_equal(jax.vmap(key)(several), np.stack([key(value) for value in several]))
