@@ -20,7 +20,7 @@ def repeated(unit, size, start, end):
 
 
 def fields(size, value):
-    return b",".join(b'"f%d":%s' % (i, value) for i in range(size // (9 + len(value))))
+    return b",".join(b'"f%07d":%s' % (i, value) for i in range(size // (12 + len(value))))
 
 
 HOSTILE = {

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_official_client_with(options):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PJRT_NPROC": "16", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "tests/server/test_live.py", "-p", "no:cacheprovider", "-x", "-q"]
+    command = [sys.executable, "-m", "pytest", "tests/server/test_live.py", "-p", "no:cacheprovider", "-x"]
     env |= {"JAXSPEC_LIVE": options}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-8000:] + done.stderr[-2000:]
