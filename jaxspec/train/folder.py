@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,8 +47,8 @@ def _lock(folder: Path, file: Any) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise TrainError(f"--output {folder}: another process is training in this folder, or writing texts") from error
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:  # a file system without locks
+        print(f"--output {folder} can't be locked ({error.strerror}): let no other process work there", file=sys.stderr)
 
 
 def read(file: Path) -> Any:

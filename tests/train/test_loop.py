@@ -1,5 +1,7 @@
 """Training: it learns, it can be killed and goes on as if it hadn't been, on one device and on several."""
 
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -180,6 +182,16 @@ def test_a_folder_in_use_is_refused(model, texts, tmp_path, capsys):
     with held(tmp_path):
         line = refusal(arguments("eagle3", model, texts, tmp_path), capsys)
     assert line == f"--output {tmp_path}: another process is training in this folder, or writing texts"
+
+
+def test_a_folder_without_locks_is_used_and_told(monkeypatch, tmp_path, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with held(tmp_path):
+        pass
+    assert "can't be locked (No locks available): let no other process work there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("under", ["", "x"])
