@@ -34,7 +34,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.checkpoint import Model
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.drafters.mtp import parameters as mtp_parameters
 from jaxspec.drafters.mtp_modules import MtpModules

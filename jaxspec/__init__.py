@@ -2,11 +2,8 @@
 
 from jaxspec.async_llm import AsyncLLM, EngineDead
 from jaxspec.checkpoint import CheckpointError, Model, load_model
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig
-from jaxspec.drafters import load_drafter
-from jaxspec.functional import hidden_states, logits, propose
-from jaxspec.llm import LLM
-from jaxspec.request import (
+from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.request import (
     Completion,
     Delta,
     RequestError,
@@ -16,6 +13,9 @@ from jaxspec.request import (
     StructuredOutput,
     TokenLogprobs,
 )
+from jaxspec.drafters import load_drafter
+from jaxspec.functional import hidden_states, logits, propose
+from jaxspec.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [

@@ -23,12 +23,12 @@ import jax
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.demo import cache_folder
-from jaxspec.config import ConfigError, EngineConfig
-from jaxspec.flags import add_engine_flags, engine_options
+from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.flags import add_engine_flags, engine_options
+from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.ladder import ladder_of
 from jaxspec.runner import Runner
 from jaxspec.tokenizer import TokenizerError
-from jaxspec.without_torch import spare_torch
 
 SERVED = {"draft": "auto"}  # where the server's defaults differ from the library's
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import jax
 
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.json_values import shown
+from jaxspec.config.request import Delta, RequestError, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.hosts import Leader
 from jaxspec.intake import Request
-from jaxspec.request import Delta, RequestError, SamplingParams
 from jaxspec.streams import Stream, wake
-from jaxspec.values import shown
 
 log = logging.getLogger("jaxspec")
 

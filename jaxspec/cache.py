@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax._src import xla_bridge  # there is no public way to ask whether a device has been used
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.decoder.spec import Mixture, Mlp
 from jaxspec.pallas import kv_write
 from jaxspec.pallas.hopper import chosen

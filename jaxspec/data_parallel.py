@@ -34,9 +34,9 @@ from jaxspec.async_llm import (
     check_params,
 )
 from jaxspec.checkpoint.find import resolve
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.request import Delta, RequestError, SamplingParams
 from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
-from jaxspec.request import Delta, RequestError, SamplingParams
 from jaxspec.stats import together
 from jaxspec.streams import Stream, wake
 from jaxspec.tokenizer import TokenizerError

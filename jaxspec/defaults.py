@@ -10,7 +10,7 @@ from jaxspec import ragged, sharding
 from jaxspec.adaptive import REST, rungs
 from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model, check_context
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter
 

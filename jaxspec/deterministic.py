@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import page_dtype
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
 from jaxspec.pallas import hopper, weight_stream

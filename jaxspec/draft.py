@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import sampling, sharding
 from jaxspec.cache import PageLayout, Rows
-from jaxspec.options import ConfigError
+from jaxspec.config.options import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
-    from jaxspec.config import EngineConfig
+    from jaxspec.config.engine_config import EngineConfig
 
 
 @flax.struct.dataclass

@@ -20,14 +20,14 @@ import numpy as np
 from jaxspec import rest
 from jaxspec.adaptive import REST, Chooser, Group
 from jaxspec.batch import fit, unpack_logprobs
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.request import Delta, RequestError, RequestMetrics, sources_of
 from jaxspec.defaults import here
 from jaxspec.drafters.watch import Watch
 from jaxspec.flight import Flight
 from jaxspec.intake import Choice, Intake, Request
 from jaxspec.ladder import of_rounds, sizes_of
 from jaxspec.pace import Pace
-from jaxspec.request import Delta, RequestError, RequestMetrics, sources_of
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jaxspec.adaptive import Group
+from jaxspec.config.request import Delta
 from jaxspec.pace import Behind
-from jaxspec.request import Delta
 from jaxspec.round import GREEDY
 from jaxspec.sequence import Chunk, Sequence
 

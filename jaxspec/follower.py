@@ -6,7 +6,7 @@ import logging
 
 import jax
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.hosts import Follower
 from jaxspec.runner import Runner
 

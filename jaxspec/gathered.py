@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jaxspec.config.request import Completion, Delta, RequestMetrics, RequestOutput
 from jaxspec.intake import Request
-from jaxspec.request import Completion, Delta, RequestMetrics, RequestOutput
 
 
 class Gathered:

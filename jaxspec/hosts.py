@@ -31,8 +31,8 @@ import numpy as np
 
 from jaxspec.cache import MemoryPlan
 from jaxspec.channel import Channel
+from jaxspec.config.options import ConfigError, flag
 from jaxspec.executables import source_digest
-from jaxspec.options import ConfigError, flag
 
 log = logging.getLogger("jaxspec")
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxspec.request import MAX_STOP_IDS, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
+from jaxspec.config.json_values import shown
+from jaxspec.config.request import MAX_STOP_IDS, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
 from jaxspec.round import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Sequence
 from jaxspec.structured.matcher import Matcher
 from jaxspec.tokenizer import Detokenizer, TokenizerError
-from jaxspec.values import shown
 
 
 @dataclass(eq=False, slots=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.json_values import shown
+from jaxspec.config.request import Delta, RequestError, RequestOutput, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.gathered import Gathered, output
 from jaxspec.interrupts import Interrupts
-from jaxspec.request import Delta, RequestError, RequestOutput, SamplingParams
 from jaxspec.tokenizer import TokenizerError
-from jaxspec.values import shown
 
 
 class LLM:

@@ -16,7 +16,7 @@ import jax
 
 from jaxspec import drafters
 from jaxspec.checkpoint import GgufFile, Model, load_target, locate, outlined
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 
 

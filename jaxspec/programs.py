@@ -26,7 +26,8 @@ from jaxspec.adaptive import REST
 from jaxspec.batch import Shapes, fit
 from jaxspec.cache import gib, resident_memory
 from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
+from jaxspec.config.progress import progress_bar, took
 from jaxspec.divided import divided
 from jaxspec.draft import Drafter, Proposal, Resting
 from jaxspec.executables import Executables
@@ -34,7 +35,6 @@ from jaxspec.ladder import One, drafting, kind_of
 from jaxspec.lowering import Module, Processes, shape_of
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
-from jaxspec.progress import progress_bar, took
 from jaxspec.ragged import Ragged, sharing
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 from jaxspec.sharding import EVERYWHERE, Division, spread

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.batch import Slots
 from jaxspec.cache import Rows
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.mixers import Cache, RoundRows

@@ -35,7 +35,7 @@ from jaxspec.cache import (
 )
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.deterministic import prepared

@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec import fp8, mxfp4
 from jaxspec.collectives import AXIS, devices, gathered, total
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
-from jaxspec.options import ConfigError
 from jaxspec.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
 
 # How arguments and results of programs are divided: the same on all devices; requests by who decides for them;

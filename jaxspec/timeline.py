@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.request import Delta
+from jaxspec.config.request import Delta
 
 if TYPE_CHECKING:
     from jaxspec.engine import Engine

@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxspec.adaptive import Group
 from jaxspec.batch import fit, pack_admission
+from jaxspec.config.request import SamplingParams
 from jaxspec.ladder import narrower
 from jaxspec.programs import Programs
-from jaxspec.request import SamplingParams
 from jaxspec.round import GREEDY, LOGPROBS, SAMPLED, State
 
 CONTEXT = 256  # known tokens of each request, or half of what a slot can hold

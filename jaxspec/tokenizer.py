@@ -17,8 +17,8 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from jaxspec.config.lazy_transformers import imported
 from jaxspec.measure import PIECE, UNCUT, Measure
-from jaxspec.without_torch import imported
 
 
 class TokenizerError(ValueError):

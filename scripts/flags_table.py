@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxspec.flags import table
+from jaxspec.config.flags import table
 from server.cli.options import SERVER_DEFAULTS
 
 DOCS = Path(__file__).parent.parent / "docs" / "flags.md"

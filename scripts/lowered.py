@@ -50,7 +50,7 @@ from jax._src.pallas.mosaic_gpu import lowering as mosaic
 
 from jaxspec import defaults, runner
 from jaxspec.checkpoint import Model, load
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.ladder import ladder_of
 from jaxspec.pallas import hopper, once

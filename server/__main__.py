@@ -29,12 +29,12 @@ import uvicorn
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
 from jaxspec.async_llm import EngineDead
 from jaxspec.cli import called
+from jaxspec.config.flags import engine_options
+from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.data_parallel import DataParallelLLM
-from jaxspec.flags import engine_options
 from jaxspec.follower import follow
 from jaxspec.hosts import join
 from jaxspec.tokenizer import Tokenizer, TokenizerError
-from jaxspec.without_torch import spare_torch
 from server import logs
 from server.app import create_app
 from server.chat.speech import why_no_chat

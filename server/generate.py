@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxspec import AsyncLLM
 from jaxspec.async_llm import LONG_PROMPT
-from jaxspec.request import CONTEXT_EXCEEDED, Delta, RequestError
+from jaxspec.config.request import CONTEXT_EXCEEDED, Delta, RequestError
 from jaxspec.tokenizer import Tokenizer, TokenizerError, TooLong
 from server.chat.speech import Formats
 from server.http.errors import describe

@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxspec.config import EngineConfig
-from jaxspec.request import Delta, RequestMetrics, SamplingParams
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.request import Delta, RequestMetrics, SamplingParams
 from jaxspec.stats import Tally
 
 Stats = dict[str, Any]

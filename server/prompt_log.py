@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspec.request import Delta
+from jaxspec.config.request import Delta
 from jaxspec.train.data import Text
 from server.cli.options import UsageError
 from server.replies import Job

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.deterministic import widened
 from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache

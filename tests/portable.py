@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.request import RequestOutput
+from jaxspec.config.request import RequestOutput
 from tests.tiny import tiny_checkpoint
 
 KINDS = {  # compute capability by a card of it

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.checkpoint import CheckpointError, load_model, resolve
 from jaxspec.checkpoint.params import assemble
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.mixers import WholeTexts
 from jaxspec.models import MODELS

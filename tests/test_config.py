@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.spec import (
     Attention,
     Decoder,

@@ -21,7 +21,7 @@ from jaxspec import AsyncLLM, CheckpointError, ConfigError, RequestError, Sampli
 from jaxspec.affinity import Prefixes, pages
 from jaxspec.async_llm import EngineDead
 from jaxspec.channel import Channel, ChannelError
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.stats import together

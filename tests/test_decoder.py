@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import pytest
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import forward as paths
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.forward import PATHS, choose, describe, path_table

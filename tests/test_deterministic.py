@@ -13,11 +13,11 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.request import RequestError, StructuredOutput
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.deterministic import prepared
 from jaxspec.models import llama, qwen3
-from jaxspec.request import RequestError, StructuredOutput
 from jaxspec.sequence import State
 from jaxspec.slices import sliced
 from jaxspec.weights import Weight

@@ -21,7 +21,7 @@ from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec import round as rounds
 from jaxspec.batch import Shapes, empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import rms_norm, rope
 from jaxspec.decoder.mixer import OnlyAttention

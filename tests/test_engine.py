@@ -13,8 +13,8 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, StructuredOutput
+from jaxspec.config.request import Delta
 from jaxspec.flight import Flight
-from jaxspec.request import Delta
 from tests.engines import (
     COUNT_UP,
     DRAFTERS,

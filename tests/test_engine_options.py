@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.foreign_flags import ELSEWHERE, METHODS, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
+from jaxspec.config.options import flag
 from jaxspec.drafters import DRAFTERS
-from jaxspec.elsewhere import ELSEWHERE, METHODS, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
-from jaxspec.options import flag
 
 
 @pytest.mark.parametrize(

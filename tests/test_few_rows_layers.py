@@ -15,7 +15,7 @@ from jaxspec import fp8, mxfp4
 from jaxspec.batch import empty_slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder import matmul as matmul_module

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.checkpoint import dummy, in_format
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import fp8_layers
 from jaxspec.decoder.fp8_layers import FP8_ROWS

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.checkpoint import CheckpointError, resolve
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.decoder.spec import LinearScaling, Rope
 from tests.test_checkpoint import assert_same, load

@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, StructuredOutput, defaults, runner
 from jaxspec.batch import ladder
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.defaults import CPU, GPU, seldom_sizes, shapes_of
 from jaxspec.ladder import ladder_of, sizes_of
 from jaxspec.round import GREEDY, LOGPROBS, SAMPLED

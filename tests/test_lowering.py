@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxspec import defaults, ladder, runner
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.draft import Drafter
 from jaxspec.ladder import ladder_of
 from jaxspec.lowering import Given, Module, Order, Process, Processes

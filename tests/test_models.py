@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward as decoder_forward
 from jaxspec.decoder.forward import unembed
 from jaxspec.decoder.functions import cos_sin, rope_frequencies

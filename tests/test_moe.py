@@ -17,7 +17,7 @@ from jaxspec.checkpoint import params
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.checkpoint.load import read_params
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.forward import forward
 from jaxspec.decoder.mixer import OnlyAttention

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import LLM, SamplingParams, load_drafter
 from jaxspec.cache import PageLayout, Rows
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.decoder.forward import forward
 from jaxspec.draft import PrefillBatch
 from jaxspec.mixers import WholeTexts

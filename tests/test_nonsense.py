@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from jaxspec import CheckpointError, ConfigError, ModelConfig
 from jaxspec.checkpoint import load
+from jaxspec.config.request import RequestError
 from jaxspec.models import MODELS
-from jaxspec.request import RequestError
 from jaxspec.tokenizer import TokenizerError
 from tests.sample import rare
 from tests.tiny import ARCHITECTURES, BYTE_VOCAB, tiny_checkpoint, tiny_config

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from jaxspec.checkpoint import load_model
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.flags import table
+from jaxspec.config.options import option
 from jaxspec.draft import Drafter
 from jaxspec.drafters import load_drafter
 from jaxspec.drafters.ngram import Ngram
-from jaxspec.flags import table
-from jaxspec.options import option
 from server.cli.options import SERVER_DEFAULTS
 from tests.tiny import tiny_checkpoint
 

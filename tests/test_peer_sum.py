@@ -24,7 +24,7 @@ from jaxspec import peers, sharding
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint import params as loading
 from jaxspec.checkpoint.quantization import quantised_on_load
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import few_rows as few_rows_path
 from jaxspec.decoder import fused_norms, mixture_rows, path, streamed, streamed_parts
 from jaxspec.decoder import layer as equations

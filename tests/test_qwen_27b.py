@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from jaxspec.checkpoint.load import text_name
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope, Yarn
 from jaxspec.drafters import mtp
 from jaxspec.models import MODELS

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.request import Completion, RequestError, RequestMetrics, RequestOutput, SamplingParams, shown
+from jaxspec.config.request import Completion, RequestError, RequestMetrics, RequestOutput, SamplingParams, shown
 
 INT32 = 2**31 - 1
 NUMBERS = {  # field: (lowest, highest, whether the lowest itself is refused)

@@ -5,7 +5,7 @@ import pytest
 
 from jaxspec import LLM, ConfigError, room
 from jaxspec.cache import MemoryPlan
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from tests.engines import OPTIONS, checkpoint
 
 GIB = 2**30

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec import sampling
-from jaxspec.request import SamplingParams
+from jaxspec.config.request import SamplingParams
 from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 
 B, Q, CAPACITY = 4, 3, 24

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxspec.request import RequestError
+from jaxspec.config.request import RequestError
 from jaxspec.sequence import Chunk, Plan, Sequence, State
 from tests.miniature import World, make, sequence
 from tests.sample import one_in

@@ -19,7 +19,7 @@ from openai import APIConnectionError, OpenAI
 
 from jaxspec import sharding
 from jaxspec.checkpoint import params as loading
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.drafters import dflash_checkpoint, mtp
 from jaxspec.models import MODELS
 from jaxspec.weights import Param, by_inputs, by_outputs, is_param, linear

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec import load_drafter, load_model
 from jaxspec.checkpoint import CheckpointError, ModelFolder, demo
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.drafters import SHIPPED
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.decoder.spec import Attention, ClampedSwiglu, LinearScaling, Mixture, Mlp, Norm, Rope, Yarn
 from tests.tiny import tiny_config
 

@@ -6,7 +6,7 @@ Each test leaves the engine idle, as in `tests.test_engine`.
 import pytest
 
 from jaxspec import RequestError, SamplingParams
-from jaxspec.request import TOKEN_SOURCES
+from jaxspec.config.request import TOKEN_SOURCES
 from tests.engines import COUNT_UP, SELF, engine, params, tokens
 
 

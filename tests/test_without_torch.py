@@ -5,19 +5,19 @@ import importlib.util
 
 import pytest
 
-from jaxspec import without_torch
+from jaxspec.config import lazy_transformers
 
 
 @pytest.mark.parametrize("spared", [True, False])
 def test_transformers_alone_finds_no_pytorch(spared, monkeypatch, tmp_path):
-    monkeypatch.setattr(without_torch, "_spared", spared)
+    monkeypatch.setattr(lazy_transformers, "_spared", spared)
     (tmp_path / "torch.py").write_text("version = 'a file that stands for PyTorch'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(without_torch.sys.modules, "torch", raising=False)
-    with without_torch.imported() as transformers:
+    monkeypatch.delitem(lazy_transformers.sys.modules, "torch", raising=False)
+    with lazy_transformers.imported() as transformers:
         assert transformers.PreTrainedTokenizerFast
         assert (importlib.util.find_spec("torch") is None) == spared
     assert importlib.import_module("torch").version
-    with without_torch.imported():  # which is there, so it can't be spared
+    with lazy_transformers.imported():  # which is there, so it can't be spared
         assert importlib.import_module("torch").version
-    monkeypatch.delitem(without_torch.sys.modules, "torch")
+    monkeypatch.delitem(lazy_transformers.sys.modules, "torch")

@@ -33,10 +33,10 @@ from jaxspec.bench.results import BenchError, Result, check_writable
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.cli import called
-from jaxspec.config import ConfigError
-from jaxspec.request import RequestError
+from jaxspec.config.engine_config import ConfigError
+from jaxspec.config.lazy_transformers import spare_torch
+from jaxspec.config.request import RequestError
 from jaxspec.tokenizer import TokenizerError
-from jaxspec.without_torch import spare_torch
 
 SUBCOMMANDS = {
     "decode": decode,

@@ -30,9 +30,9 @@ from jaxspec.bench.client import Reply
 from jaxspec.bench.datasets import Prompt
 from jaxspec.bench.questions import Question
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
+from jaxspec.config.flags import positive
+from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.flags import positive
-from jaxspec.request import SamplingParams
 
 PLAIN = "none"
 

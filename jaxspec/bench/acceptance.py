@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxspec.bench.results import Row
-from jaxspec.request import RequestMetrics
+from jaxspec.config.request import RequestMetrics
 
 RESAMPLES = 2000
 LEVEL = 0.95

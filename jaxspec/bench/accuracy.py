@@ -27,9 +27,9 @@ from tqdm import tqdm
 from jaxspec.bench import acceptance, datasets, engines
 from jaxspec.bench.acceptance import Counts
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
+from jaxspec.config.flags import positive
+from jaxspec.config.request import RequestMetrics, SamplingParams, TokenLogprobs
 from jaxspec.engine import Engine
-from jaxspec.flags import positive
-from jaxspec.request import RequestMetrics, SamplingParams, TokenLogprobs
 
 UNQUANTISED = "unquantised"
 FORMATS: dict[str, dict[str, str]] = {

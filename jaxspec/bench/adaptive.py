@@ -44,12 +44,12 @@ from jaxspec.bench.forced import expected_length
 from jaxspec.bench.meter import Meter
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, device_facts, memory_facts
 from jaxspec.checkpoint import load_target
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.flags import engine_options, positive
+from jaxspec.config.request import SamplingParams
 from jaxspec.draft import Resting
 from jaxspec.drafters import load_drafter
 from jaxspec.engine import Engine
-from jaxspec.flags import engine_options, positive
-from jaxspec.request import SamplingParams
 from jaxspec.round import GREEDY
 from jaxspec.timing import time_rounds
 

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxspec.bench.results import BenchError
-from jaxspec.request import RequestMetrics
+from jaxspec.config.request import RequestMetrics
 
 EVENT, DONE, NO_CHOICES = b"data: ", b"[DONE]", b'"choices":[]'
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxspec.bench import agent, questions
 from jaxspec.bench.results import BenchError
-from jaxspec.flags import natural, positive
-from jaxspec.request import SamplingParams
+from jaxspec.config.flags import natural, positive
+from jaxspec.config.request import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
 SYNTHETIC = ("random", "shared-prefix")

@@ -29,10 +29,10 @@ from jaxspec.bench import engines, floors, plots, profile
 from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.steady import Load
+from jaxspec.config.flags import positive
+from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.flags import positive
 from jaxspec.ladder import One
-from jaxspec.request import SamplingParams
 from jaxspec.round import GREEDY, SAMPLED
 
 COLUMNS = (

@@ -34,12 +34,12 @@ from jaxspec.bench import plots
 from jaxspec.bench.results import Column, Document, Result, Table, counts, device_facts
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.flags import positive
+from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.flags import positive
 from jaxspec.models import MODELS
 from jaxspec.programs import Programs
-from jaxspec.request import SamplingParams
 from jaxspec.round import MODES, State
 from jaxspec.sharding import EVERYWHERE, specs_of, spread
 from jaxspec.tokenizer import Tokenizer, byte_alphabet

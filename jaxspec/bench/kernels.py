@@ -27,7 +27,7 @@ from tqdm import tqdm
 from jaxspec.bench import floors, profile
 from jaxspec.bench.cases import Case, make_cases
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
-from jaxspec.flags import positive
+from jaxspec.config.flags import positive
 from jaxspec.pallas.hopper import KERNELS, as_asked, kernels_here
 
 COLUMNS = (

@@ -29,8 +29,8 @@ from jaxspec.bench.client import Reply
 from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.traffic import Load
+from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.request import SamplingParams
 from jaxspec.timeline import Recording, Timeline
 
 COLUMNS = (

@@ -21,10 +21,10 @@ from tqdm import tqdm
 from jaxspec.bench import datasets, engines
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.checkpoint import Model
+from jaxspec.config.flags import positive
+from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.flags import positive
 from jaxspec.functional import logits
-from jaxspec.request import SamplingParams
 
 COLUMNS = (
     Column("run", "run", width=24),

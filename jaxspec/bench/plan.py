@@ -30,11 +30,11 @@ from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Tab
 from jaxspec.cache import MemoryPlan
 from jaxspec.checkpoint import Model, ModelFolder, locate, outlined
 from jaxspec.checkpoint.gguf_file import GgufFile
-from jaxspec.config import DEFAULTS, ConfigError, EngineConfig
+from jaxspec.config.engine_config import DEFAULTS, ConfigError, EngineConfig
+from jaxspec.config.flags import engine_options, positive
 from jaxspec.decoder.spec import DeltaRule, Mixture
 from jaxspec.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.drafters import LoadedDrafter, combined
-from jaxspec.flags import engine_options, positive
 from jaxspec.fp8 import BLOCK
 from jaxspec.mxfp4 import BLOCK as MXFP4_BLOCK
 from jaxspec.outline import drafter_of

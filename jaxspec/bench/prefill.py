@@ -38,9 +38,9 @@ from jaxspec.bench.results import (
     memory_facts,
     memory_growth,
 )
+from jaxspec.config.flags import natural, positive
+from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.flags import natural, positive
-from jaxspec.request import SamplingParams
 
 COLUMNS = (
     Column("length", "prompt"),

@@ -21,9 +21,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.bench.results import BenchError, Column, Document, Result, Table, numbers
-from jaxspec.flags import positive
+from jaxspec.config.flags import positive
+from jaxspec.config.request import RequestError, RequestOutput, SamplingParams, StructuredOutput
 from jaxspec.llm import LLM
-from jaxspec.request import RequestError, RequestOutput, SamplingParams, StructuredOutput
 
 COLUMNS = (
     Column("draft", "draft", "<24", 24),

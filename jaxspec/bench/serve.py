@@ -27,10 +27,10 @@ from jaxspec.bench.client import Client, Reply
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, device_facts
 from jaxspec.bench.spawn import running_server
 from jaxspec.bench.traffic import Load
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.flags import add_engine_flags, engine_options
+from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.flags import add_engine_flags, engine_options
-from jaxspec.request import SamplingParams
 
 COLUMNS = (
     Column("load", "load", "<26", 26),

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxspec.bench.results import BenchError
-from jaxspec.options import flag
+from jaxspec.config.options import flag
 
 STDERR = 2
 POLL_SECONDS = 0.1

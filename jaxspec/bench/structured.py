@@ -27,9 +27,9 @@ from jaxspec.bench import engines, plots
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
 from jaxspec.bench.steady import Load
 from jaxspec.checkpoint import Model
+from jaxspec.config.flags import positive
+from jaxspec.config.request import SamplingParams, StructuredOutput
 from jaxspec.engine import Engine
-from jaxspec.flags import positive
-from jaxspec.request import SamplingParams, StructuredOutput
 from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.matcher import round_masks
 from jaxspec.tokenizer import Tokenizer

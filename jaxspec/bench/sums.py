@@ -24,7 +24,7 @@ from jaxtyping import Array
 from jaxspec import peers, sharding
 from jaxspec.bench import plots, profile
 from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, device_facts
-from jaxspec.flags import positive
+from jaxspec.config.flags import positive
 from jaxspec.pallas import peer_sum
 
 WIDTH = 4096  # columns, as many as the size has if it has fewer

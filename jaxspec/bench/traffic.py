@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from jaxspec.bench.client import Client, Reply
 from jaxspec.bench.datasets import Prompt
+from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.request import SamplingParams
 
 
 @dataclass(frozen=True)

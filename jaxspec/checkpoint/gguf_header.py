@@ -16,7 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from jaxspec.checkpoint.check import CheckpointError, refuse_stand_in
-from jaxspec.values import shown
+from jaxspec.config.json_values import shown
 
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",

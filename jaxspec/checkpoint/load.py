@@ -24,10 +24,10 @@ from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.params import assemble, dummy
 from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, unused
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.config import DTYPES, ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import DTYPES, ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.progress import progress_bar, took
+from jaxspec.config.request import RequestError, SamplingParams
 from jaxspec.models import MODELS
-from jaxspec.progress import progress_bar, took
-from jaxspec.request import RequestError, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights import Fp8, Mxfp4, Unquantised
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.quantization import config_of, refusal
-from jaxspec.values import shown
+from jaxspec.config.json_values import shown
 
 AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
 BITS = (4, 8)

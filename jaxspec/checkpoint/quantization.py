@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxspec import mxfp4
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
+from jaxspec.config.json_values import shown
 from jaxspec.fp8 import BLOCK
-from jaxspec.values import shown
 from jaxspec.weights import Fp8, Mxfp4, Param
 
 FORMATS = ("fp8",)  # what weights can be quantised to on load

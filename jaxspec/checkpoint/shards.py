@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from jaxspec.checkpoint import packed, quantization
 from jaxspec.checkpoint.bin_file import BinFile
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, refuse_stand_in
-from jaxspec.config import ConfigError, ModelConfig, end_tokens, is_token
+from jaxspec.config.engine_config import ConfigError, ModelConfig, end_tokens, is_token
+from jaxspec.config.json_values import shown
 from jaxspec.tokenizer import Tokenizer, TokenizerError
-from jaxspec.values import shown
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes that weights may have
 _INDICES = {"I64": 8, "BOOL": 1}  # and those of maps between vocabularies, which drafters come with

@@ -10,7 +10,9 @@ import re
 from typing import Any
 
 from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate, may_be_model, resolve
-from jaxspec.config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.json_values import shown
+from jaxspec.config.options import check, flag, from_query
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import combined, dflash_checkpoint, eagle_checkpoint, mtp, standalone
 from jaxspec.drafters.combined import Combined
@@ -26,8 +28,6 @@ from jaxspec.drafters.standalone import Standalone
 from jaxspec.drafters.suffix import Suffix
 from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.models import MODELS
-from jaxspec.options import check, flag, from_query
-from jaxspec.values import shown
 
 log = logging.getLogger("jaxspec")
 

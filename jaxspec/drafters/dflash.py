@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec import sharding
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed, write_keys_values
 from jaxspec.decoder.matmul import product
 from jaxspec.draft import DraftBatch, Drafter, Proposal

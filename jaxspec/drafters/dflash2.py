@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import ConfigError
+from jaxspec.config.engine_config import ConfigError
 from jaxspec.decoder.forward import Hidden
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import add_product, mix, mlp, products

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.decoder.spec import Decoder
 from jaxspec.models import qwen3
 from jaxspec.weights import WHOLE, Weight, embedding, head, is_param, linear, norm_scale

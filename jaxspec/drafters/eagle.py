@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import run_layer, top_tokens, unembed
 from jaxspec.decoder.functions import normed, row_of
 from jaxspec.decoder.matmul import product

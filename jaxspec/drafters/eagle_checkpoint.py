@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
 from jaxspec.checkpoint.check import TensorInfo
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
 from jaxspec.drafters.own_weights import load_weights
 from jaxspec.drafters.vocabulary import id_maps
 from jaxspec.models.declaring import layer_tensors

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.checkpoint import MTP, ModelFolder, locate
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import run_layer
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import product

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
+from jaxspec.config.options import ConfigError, option
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.options import ConfigError, option
 
 
 @dataclass(frozen=True)

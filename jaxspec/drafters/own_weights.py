@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from jaxspec import fp8, sharding
 from jaxspec.checkpoint import ModelFolder, dummy, in_format, read_params
 from jaxspec.checkpoint.quantization import Quantization
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.fp8 import BLOCK
 from jaxspec.weights import Fp8, Layout, Unquantised, Weight
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache import Rows, kv_bytes_per_token
 from jaxspec.checkpoint import Model, Source, load_model, resolve
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.draft import Drafter, Proposal
 

@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.config.options import option
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters.suffix_reference import Reference as Reference
-from jaxspec.options import option
 
 TIES = 6
 LENGTHS = 8  # lengths of match that are tried, the longest of those there are

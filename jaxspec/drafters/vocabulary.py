@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.bin_file import read_ids
-from jaxspec.config import ConfigError
+from jaxspec.config.engine_config import ConfigError
 from jaxspec.weights import Unquantised, Weight
 
 

@@ -6,7 +6,7 @@ silent about is in the family's `DEFAULTS`, if it has any; `read` is given them 
 whatever the files say, are in `ENDS`. A decoder's equations and the ways to run them are in `jaxspec.decoder`.
 """
 
-from jaxspec.config import DEFAULTS, FAMILIES
+from jaxspec.config.engine_config import DEFAULTS, FAMILIES
 from jaxspec.models import (
     gemma3,
     glm4,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from jaxspec.config.json_values import positive
 from jaxspec.decoder.spec import Decoder
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
-from jaxspec.values import positive
 
 __all__ = ["read", "tensors"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jaxspec.config import ConfigError
+from jaxspec.config.engine_config import ConfigError
+from jaxspec.config.json_values import positive, shown
 from jaxspec.decoder.spec import Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
-from jaxspec.values import positive, shown
 from jaxspec.weights import LEAST, Layout, Param, by_outputs
 
 __all__ = ["read", "tensors"]

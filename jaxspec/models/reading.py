@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.config import ConfigError
+from jaxspec.config.engine_config import ConfigError
+from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.decoder.spec import Attention, Decoder, Layer, Mixture, Mlp, Norm
 from jaxspec.models.rope import rope
-from jaxspec.values import positive, positive_float, shown
 
 Config = Mapping[str, Any]
 

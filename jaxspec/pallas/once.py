@@ -23,8 +23,8 @@ import jax
 from jax import export
 
 from jaxspec.compiling import cores, not_in_jax_cache
+from jaxspec.config.progress import took
 from jaxspec.pallas import hopper, layouts, modules
-from jaxspec.progress import took
 
 # Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this start.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from jaxspec.request import RequestError, StructuredOutput
+from jaxspec.config.request import RequestError, StructuredOutput
 from jaxspec.structured.limits import Watch, check
 from jaxspec.structured.matcher import Matcher
 from jaxspec.structured.regex import JSON_SPACE, with_classes

@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as LateError
 from decimal import Decimal
 from typing import Any
 
-from jaxspec.request import RequestError, StructuredOutput
+from jaxspec.config.request import RequestError, StructuredOutput
 
 MAX_EXPANDED = 20_000  # characters that a regular expression stands for, its counts written out
 MAX_MULTIPLE = 10_000  # multipleOf, as a whole number: an automaton has a state for each remainder

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
-from jaxspec.request import RequestError
+from jaxspec.config.request import RequestError
 from jaxspec.structured.masks import ALL, allows, only, without
 from jaxspec.structured.programs import words
 

@@ -22,11 +22,11 @@ from jaxtyping import Int
 
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config.engine_config import ConfigError, ModelConfig
+from jaxspec.config.flags import engine_options
+from jaxspec.config.request import RequestError
 from jaxspec.executables import enable_compilation_cache
-from jaxspec.flags import engine_options
 from jaxspec.llm import LLM
-from jaxspec.request import RequestError
 from jaxspec.tokenizer import TokenizerError
 from jaxspec.train import evaluate, export, flags, loop, plots, synthesise
 from jaxspec.train.continued import continued, heads_alone

@@ -15,8 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxspec.config.request import SamplingParams
 from jaxspec.llm import LLM
-from jaxspec.request import SamplingParams
 from jaxspec.train.data import Prompt, Text, TrainError
 
 

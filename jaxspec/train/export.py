@@ -20,7 +20,7 @@ from jaxtyping import Int
 from safetensors.numpy import save
 
 from jaxspec.checkpoint import Model
-from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.config.engine_config import EngineConfig, ModelConfig
 from jaxspec.decoder.spec import LinearScaling, Mlp, RopeScaling, Yarn
 from jaxspec.draft import Drafter
 from jaxspec.drafters import DRAFTERS

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.cli import called
+from jaxspec.config.flags import add_engine_flags, natural, positive
 from jaxspec.drafters.dspark import HEADS
-from jaxspec.flags import add_engine_flags, natural, positive
 from jaxspec.train.losses import KINDS
 
 _FORMAT = argparse.RawDescriptionHelpFormatter

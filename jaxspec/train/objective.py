@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.decoder.spec import DeltaRule, Mixture
 from jaxspec.draft import Drafter

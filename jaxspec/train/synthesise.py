@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from jaxspec.config.request import SamplingParams
 from jaxspec.llm import LLM
-from jaxspec.request import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.train.data import Prompt, Text, TrainError, read_prompts
 from jaxspec.train.interrupted import Interrupted

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.request import Delta, RequestError, SamplingParams, StructuredOutput
+from jaxspec.config.request import Delta, RequestError, SamplingParams, StructuredOutput
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from server.chat.harmony import as_template_takes
 from server.chat.tool_grammar import tool_call_grammar

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.request import RequestError, StructuredOutput
+from jaxspec.config.request import RequestError, StructuredOutput
 from server.parsers import PARSERS, REASONING_PARSERS
 from server.parsers.hermes import Hermes
 from server.parsers.llama3_json import Llama3Json

@@ -1,4 +1,4 @@
-"""The command line: the engine's flags (`jaxspec.flags`), the server's own, and `--config file.yaml`."""
+"""The command line: the engine's flags (`jaxspec.config.flags`), the server's own, and `--config file.yaml`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import yaml
 import jaxspec
 from jaxspec import ConfigError, EngineConfig
 from jaxspec.cli import called
-from jaxspec.elsewhere import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
-from jaxspec.flags import add_engine_flags, engine_options, natural, positive
-from jaxspec.options import flag
+from jaxspec.config.flags import add_engine_flags, engine_options, natural, positive
+from jaxspec.config.foreign_flags import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
+from jaxspec.config.options import flag
 from server import logs
 from server.cli.translate import name_of, pairs, translate, without_launcher
 from server.http.cors import add_cors_flags

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxspec.elsewhere import METHODS
-from jaxspec.options import flag
-from jaxspec.values import shown
+from jaxspec.config.foreign_flags import METHODS
+from jaxspec.config.json_values import shown
+from jaxspec.config.options import flag
 
 COUNTS_ROOT = "speculative_num_draft_tokens"  # SGLang's, which counts the newest token beside the drafts
 # A drafter's own options, by what they are called there.

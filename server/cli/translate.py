@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.elsewhere import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
-from jaxspec.options import flag
+from jaxspec.config.foreign_flags import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
+from jaxspec.config.options import flag
 from server.cli.speculation import speculation
 
 # what stands before the flags of the others' command lines

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
-from jaxspec.request import RequestError
+from jaxspec.config.request import RequestError
 from server.http.errors import GONE
 from server.http.json_reader import parse
 from server.workers import Workers

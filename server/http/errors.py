@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from jaxspec.async_llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
-from jaxspec.request import RequestError
+from jaxspec.config.request import RequestError
 from server.protocol.base import shown
 
 log = logging.getLogger("jaxspec.server")

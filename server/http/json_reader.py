@@ -17,7 +17,7 @@ from contextlib import suppress
 from json.decoder import JSONDecodeError, scanstring
 from typing import Any
 
-from jaxspec.request import RequestError
+from jaxspec.config.request import RequestError
 
 SMALL = 16 * 2**10  # bytes of a document that C reads in a tenth of a millisecond, whatever it holds
 MAX_DEPTH = 100  # arrays and objects within one another

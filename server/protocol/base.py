@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from jaxspec.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError, shown
+from jaxspec.config.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError, shown
 
 REQUEST_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"  # of a client
 MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, model_validator
 
-from jaxspec.request import RequestError, SamplingParams
+from jaxspec.config.request import RequestError, SamplingParams
 from server.protocol.base import Integer, TokenId, check_text, whole
 from server.protocol.generation import Generation
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, PlainValidator, model_validator
 
-from jaxspec.request import (
+from jaxspec.config.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, PlainValidator
 
-from jaxspec.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
+from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
 from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, must_be, shown
 from server.protocol.chat import Effort, Variables
 from server.protocol.described import NULL, add_rules, any_of, checked_later, fields

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from jaxspec.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError, SamplingParams, StructuredOutput
+from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError, SamplingParams, StructuredOutput
 from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, shown, whole
 from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true, null, one_of

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from jaxspec.request import RequestError, StructuredOutput
+from jaxspec.config.request import RequestError, StructuredOutput
 from server.protocol.base import Object, must_be, shown
 from server.protocol.described import NULL, Rule, fields
 

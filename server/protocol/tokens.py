@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, FailFast, Field, model_validator
 
-from jaxspec.request import RequestError
+from jaxspec.config.request import RequestError
 from server.protocol.base import Body, Text, TokenId, at_most
 from server.protocol.chat import MAX_MESSAGES, ChatRequest, Message, describe_chat
 from server.protocol.described import NULL, add_rules, one_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 
-from jaxspec.request import RequestError
+from jaxspec.config.request import RequestError
 from server.http.json_reader import parse
 from server.protocol.base import Open, check_text, shown, text_size
 

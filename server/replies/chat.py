@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.request import Delta, SamplingParams
+from jaxspec.config.request import Delta, SamplingParams
 from server.chat.speech import PLAIN, Calls, Speech
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Parser, Piece
 from server.replies.logprobs import chat_logprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.request import Delta, SamplingParams, TokenLogprobs
+from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
 from server.replies.logprobs import Offsets, completion_logprobs
 from server.replies.reply import Choice, Prompt, Reply
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from jaxspec.request import TokenLogprobs
+from jaxspec.config.request import TokenLogprobs
 from jaxspec.tokenizer import Detokenizer, Tokenizer
 
 FLOOR = -9999.0

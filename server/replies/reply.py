@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
-from jaxspec.request import Delta, SamplingParams, TokenLogprobs
+from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
 from jaxspec.tokenizer import Detokenizer
 from server.replies.logprobs import TokenNames, prompt_logprobs
 from server.replies.speculation import Speculation
@@ -237,7 +237,7 @@ class Reply:
         return choice
 
     def _sources(self, index: int, delta: Delta) -> list[tuple[str, str]]:
-        """Each token's text, as the model wrote it, and how it came (`jaxspec.request.TOKEN_SOURCES`), if asked for.
+        """Each token's text, as the model wrote it, and how it came (`request.TOKEN_SOURCES`), if asked for.
 
         The characters of a token are those that it completes; special tokens, such as the end's, have none.
         """

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxspec.request import Delta, SamplingParams, TokenLogprobs
+from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
 from server.chat.speech import Calls, Speech
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from server.replies.logprobs import TokenNames, chat_logprobs

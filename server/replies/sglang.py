@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxspec.request import Delta, TokenLogprobs
+from jaxspec.config.request import Delta, TokenLogprobs
 from server.replies.logprobs import FLOOR, TokenNames
 from server.replies.reply import DONE, Job, encode, event
 from server.replies.speculation import Speculation

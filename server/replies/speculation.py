@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxspec.request import RequestMetrics
+from jaxspec.config.request import RequestMetrics
 
 
 class Speculation:

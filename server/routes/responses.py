@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from jaxspec.request import RequestError, SamplingParams
+from jaxspec.config.request import RequestError, SamplingParams
 from server.http.errors import ApiError
 from server.protocol import ChatRequest
 from server.protocol.responses import PLACES, ResponsesRequest

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from types import SimpleNamespace
 
-from jaxspec.request import Delta, RequestMetrics
+from jaxspec.config.request import Delta, RequestMetrics
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 from jaxspec.bench import accept, acceptance
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.acceptance import Counts
-from jaxspec.request import RequestMetrics
+from jaxspec.config.request import RequestMetrics
 
 OPTIONS = ["--num-prompts", "4", "--output-len", "16", "--concurrency", "4"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.bench import datasets
 from jaxspec.bench.results import BenchError
-from jaxspec.request import SamplingParams
+from jaxspec.config.request import SamplingParams
 from tests.server.fake import byte_tokenizer
 
 

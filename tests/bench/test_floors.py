@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.checkpoint import Model
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.models import MODELS
 from jaxspec.weights import is_param
 from tests.tiny import tiny_config

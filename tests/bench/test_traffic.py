@@ -9,7 +9,7 @@ from jaxspec.bench import traffic
 from jaxspec.bench.client import Reply
 from jaxspec.bench.datasets import Prompt
 from jaxspec.bench.traffic import Load
-from jaxspec.request import SamplingParams
+from jaxspec.config.request import SamplingParams
 from tests.bench.fake_engine import Clock, FakeEngine
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)

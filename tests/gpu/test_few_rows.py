@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import forward as paths
 from jaxspec.models import llama
 from jaxspec.pallas import hopper

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward
 from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models import MODELS

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward
 from jaxspec.models import qwen3
 from jaxspec.pallas import hopper

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from jaxspec.async_llm import EngineDead
-from jaxspec.config import EngineConfig, ModelConfig
-from jaxspec.request import (
+from jaxspec.config.engine_config import EngineConfig, ModelConfig
+from jaxspec.config.request import (
     CONTEXT_EXCEEDED,
     TOKEN_SOURCES,
     Delta,

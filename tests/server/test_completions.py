@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxspec.request import TokenLogprobs
+from jaxspec.config.request import TokenLogprobs
 from server.replies.logprobs import FLOOR, Offsets, TokenNames, completion_logprobs
 from tests.server.fake import TEXT
 from tests.test_tokenizer import SENTENCEPIECE

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import server.metrics
-from jaxspec.request import Delta, RequestMetrics, SamplingParams
+from jaxspec.config.request import Delta, RequestMetrics, SamplingParams
 from server.metrics import Metrics
 from tests.server.fake import CONTEXT, FakeLLM
 

@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from jaxspec.request import TOKEN_SOURCES
+from jaxspec.config.request import TOKEN_SOURCES
 from server.app import create_app
 from server.routes.playground import PAGE
 from tests.server import browser as browsers

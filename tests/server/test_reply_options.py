@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxspec.request import Delta, RequestMetrics
+from jaxspec.config.request import Delta, RequestMetrics
 from server.replies.logprobs import Offsets
 from server.replies.speculation import Speculation
 from tests.server.fake import TEXT, byte_tokenizer

@@ -7,8 +7,8 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel
 
-from jaxspec.config import EngineConfig
-from jaxspec.request import Delta, RequestMetrics, SamplingParams, TokenLogprobs
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.request import Delta, RequestMetrics, SamplingParams, TokenLogprobs
 from server.app import create_app
 from server.chat.speech import Speech
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece

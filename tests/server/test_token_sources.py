@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from jaxspec.request import TOKEN_SOURCES
+from jaxspec.config.request import TOKEN_SOURCES
 from server.app import create_app
 from tests.server.fake import TEXT, FakeLLM
 from tests.server.live import serving

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxspec import LLM, RequestError, SamplingParams, StructuredOutput
-from jaxspec.request import MAX_GRAMMAR
+from jaxspec.config.request import MAX_GRAMMAR
 from jaxspec.structured import grammar, limits
 from jaxspec.structured.grammar import Grammars
 from tests.server.fake import byte_tokenizer

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint.params import assemble, dummy
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine_config import ModelConfig
 from jaxspec.models import MODELS
 from jaxspec.train.export import checkpoint_tensors
 from tests.tiny import tiny_config

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from jaxspec.request import RequestError
+from jaxspec.config.request import RequestError
 from jaxspec.structured.grammar import source
 from server.chat.tool_grammar import tool_call_grammar
 from server.parsers import parse

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from jaxspec.async_llm import EngineDead
-from jaxspec.config import ConfigError, EngineConfig, ModelConfig
-from jaxspec.flags import engine_options
-from jaxspec.options import flag, options_of
+from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.flags import engine_options
+from jaxspec.config.options import flag, options_of
 from jaxspec.tokenizer import Tokenizer
 from server import __main__ as command
 from server.app import create_app

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from jaxspec.config import EngineConfig
-from jaxspec.elsewhere import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, UNSUPPORTED
-from jaxspec.flags import engine_options
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.flags import engine_options
+from jaxspec.config.foreign_flags import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, UNSUPPORTED
 from server.cli.options import UsageError, parse
 
 

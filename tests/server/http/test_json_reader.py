@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.request import RequestError
+from jaxspec.config.request import RequestError
 from server.http import json_reader
 from server.http.json_reader import MAX_DEPTH, MAX_DIGITS, MAX_ITEMS, MAX_KEY, MAX_STRING, MAX_VALUES
 from server.http.json_reader import walk as parse

@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from jaxspec.request import INTEGERS, NUMBERS, RequestError, SamplingParams
+from jaxspec.config.request import INTEGERS, NUMBERS, RequestError, SamplingParams
 from server.http.gate import MAX_BODY_BYTES
 from server.protocol.response_models import ChatCompletion, ChatCompletionChunk, Completion
 

@@ -1,6 +1,6 @@
 """Options: a field of a frozen dataclass, made by `option`, says all that there is to say about one.
 
-Its default, what is allowed, its flag's words and its place in --help stand together. Command lines (`jaxspec.flags`),
+Its default, what is allowed, its flag's words and its place in --help stand together. Command lines (`config.flags`),
 checks (`check`) and the table in docs/flags.md are made from it, so they can't drift apart. The engine has options
 (`EngineConfig`), and so has a drafter, which takes its own behind its name: `--draft 'ngram?max_match=8'`.
 """

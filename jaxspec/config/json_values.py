@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.options import ConfigError
+from jaxspec.config.options import ConfigError
 
 FLOAT32_MAX = 3.4e38
 

@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Container, Mapping
 from typing import Any
 
-from jaxspec.config import EngineConfig
-from jaxspec.options import Option, flag, options_of
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import Option, flag, options_of
 
 
 def add_engine_flags(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec import sharding
+from jaxspec.config.foreign_flags import METHODS, meant
+from jaxspec.config.json_values import positive, shown
+from jaxspec.config.options import ConfigError, check, flag, option
 from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, LinearScaling, Yarn
-from jaxspec.elsewhere import METHODS, meant
-from jaxspec.options import ConfigError, check, flag, option
-from jaxspec.values import positive, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"}
