@@ -2,7 +2,8 @@
 
 from jaxspec.async_llm import AsyncLLM, EngineDead
 from jaxspec.checkpoint import CheckpointError, Model, load_model
-from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import (
     Completion,
     Delta,
@@ -16,6 +17,7 @@ from jaxspec.config.request import (
 from jaxspec.drafters import load_drafter
 from jaxspec.functional import hidden_states, logits, propose
 from jaxspec.llm import LLM
+from jaxspec.models.model_config import ModelConfig
 
 __version__ = "0.1.0"
 __all__ = [

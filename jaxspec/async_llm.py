@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.hosts import Leader

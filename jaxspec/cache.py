@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax._src import xla_bridge  # there is no public way to ask whether a device has been used
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config.engine_config import ConfigError, ModelConfig
-from jaxspec.decoder.spec import Mixture, Mlp
+from jaxspec.config.options import ConfigError
+from jaxspec.models.description import Mixture, Mlp
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import kv_write
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.paged_attention import paged_attention

@@ -34,7 +34,8 @@ from jaxspec.async_llm import (
     check_params,
 )
 from jaxspec.checkpoint.find import resolve
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError, SamplingParams
 from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.stats import together

@@ -10,7 +10,8 @@ from jaxspec import ragged, sharding
 from jaxspec.adaptive import REST, rungs
 from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model, check_context
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter
 

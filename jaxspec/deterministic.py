@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import page_dtype
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper, weight_stream
 from jaxspec.pallas.hopper import SWIZZLED as UNIT
-from jaxspec.weights import Weight
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model

@@ -18,7 +18,8 @@ from typing import Any
 from jaxspec.affinity import Prefixes
 from jaxspec.async_llm import EngineDead
 from jaxspec.channel import Channel
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 
 log = logging.getLogger("jaxspec")
 

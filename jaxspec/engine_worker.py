@@ -30,8 +30,8 @@ from jaxspec.async_llm import AsyncLLM, EngineDead, RequestFailed, described_dev
 from jaxspec.cache import claim_device
 from jaxspec.channel import Channel
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.config.engine_config import ConfigError
 from jaxspec.config.lazy_transformers import spare_torch
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError
 from jaxspec.tokenizer import TokenizerError
 

@@ -17,8 +17,8 @@ from jaxspec import round as rounds
 from jaxspec.batch import empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
 from jaxspec.checkpoint import Model
-from jaxspec.config.engine_config import ConfigError
 from jaxspec.config.json_values import shown
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.draft import DraftBatch, proposed

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxspec.cache import KV, PageLayout, Rows, Scales
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.functions import causal_attention
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import causal_conv, delta_in_order, gated_delta, hopper
 from jaxspec.pallas.causal_conv import Windows, conv_chunk, empty_windows, split_heads
 from jaxspec.pallas.gated_delta import DeltaPool

@@ -26,13 +26,13 @@ from jaxspec.adaptive import REST
 from jaxspec.batch import Shapes, fit
 from jaxspec.cache import gib, resident_memory
 from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.config.progress import progress_bar, took
 from jaxspec.divided import divided
 from jaxspec.draft import Drafter, Proposal, Resting
 from jaxspec.executables import Executables
 from jaxspec.ladder import One, drafting, kind_of
 from jaxspec.lowering import Module, Processes, shape_of
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.ragged import Ragged, sharing

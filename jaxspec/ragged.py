@@ -25,10 +25,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.batch import Slots
 from jaxspec.cache import Rows
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.mixers import Cache, RoundRows
+from jaxspec.models.model_config import ModelConfig
 
 DECAY = 0.97  # of what a request's drafts came to, with each further round
 AHEAD = 2  # times the average: the most drafts of one request, where each takes the drafter a step

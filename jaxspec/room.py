@@ -10,7 +10,8 @@ from pathlib import Path
 import jax
 
 from jaxspec.cache import MemoryPlan, device_memory, gib
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 
 # A container's limit, by version of control groups; "max" or no file: there is none.
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

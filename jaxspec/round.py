@@ -20,12 +20,13 @@ from jaxspec import batch as packing
 from jaxspec import ragged, sampling, sharding, verify
 from jaxspec.batch import Slots
 from jaxspec.cache import PageLayout, Rows, Scales
-from jaxspec.config.engine_config import ConfigError, ModelConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import MAX_LOGPROBS
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified, proposed
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.ragged import Ragged
 from jaxspec.sharding import mine, owned, told
 from jaxspec.slices import sliced

@@ -35,7 +35,8 @@ from jaxspec.cache import (
 )
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
-from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.deterministic import prepared
@@ -45,6 +46,7 @@ from jaxspec.executables import Executables, enable_compilation_cache
 from jaxspec.hosts import Follower, Leader, same_plan, shapes_of_all
 from jaxspec.ladder import of_rounds, sizes_of
 from jaxspec.mixers import state_bytes
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
 from jaxspec.programs import Programs

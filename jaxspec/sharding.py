@@ -23,11 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxspec import fp8, mxfp4
 from jaxspec.collectives import AXIS, devices, gathered, total
 from jaxspec.config.options import ConfigError
-from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
-from jaxspec.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
+from jaxspec.models import fp8, mxfp4
+from jaxspec.models.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
 
 # How arguments and results of programs are divided: the same on all devices; requests by who decides for them;
 # logits [b, q, v] by parts of the vocabulary.
@@ -56,70 +55,6 @@ def mesh_of(size: int) -> Mesh | None:
         count = f"{len(here)} device{'' if len(here) == 1 else 's'}"
         raise ConfigError(f"--tp-size {size} is more than this host has, {count} ({here[0].device_kind}){more}")
     return Mesh(np.array(here[:size]), (AXIS,))
-
-
-# --- which part of a model a device has ---
-
-
-def local(decoder: Decoder, size: int) -> Decoder:
-    """What one of `size` devices computes of a decoder. Its vocabulary is still the whole one.
-
-    **Raises:** `ConfigError` naming what can't be divided.
-    """
-    if size == 1:
-        return decoder
-    parts = {layer: _local_layer(layer, size) for layer in dict.fromkeys(decoder.layers)}
-    return dataclasses.replace(decoder, layers=tuple(parts[layer] for layer in decoder.layers))
-
-
-def in_groups(decoder: Decoder, size: int, groups: int) -> Decoder:
-    """A decoder whose experts are divided among so many groups of the `size` devices (`--ep-size`).
-
-    **Raises:** `ConfigError` where they can't be.
-    """
-    if groups == 1:
-        return decoder
-    if size % groups:
-        raise ConfigError(f"--ep-size {groups} must divide --tp-size, got --tp-size {size}")
-    if decoder.mixture is None:
-        raise ConfigError(f"--ep-size {groups} divides experts, and this model has none; drop it")
-    if decoder.mixture.experts % groups:
-        raise ConfigError(f"--ep-size {groups} must divide the model's {decoder.mixture.experts} experts evenly")
-
-    def grouped(layer: Layer) -> Layer:
-        feed = layer.feed
-        feed = dataclasses.replace(feed, groups=groups) if isinstance(feed, Mixture) else feed
-        return dataclasses.replace(layer, feed=feed)
-
-    return dataclasses.replace(decoder, layers=tuple(map(grouped, decoder.layers)))
-
-
-def _local_layer(layer: Layer, size: int) -> Layer:
-    tp_size = size
-
-    def share(what: str, count: int, repeated: bool = False, size: int = size) -> int:
-        if count % size and not (repeated and size % count == 0):
-            allowed = [n for n in range(1, count + 1) if count % n == 0]
-            raise ConfigError(
-                f"--tp-size {tp_size}: {count} {what} can't be divided among {size} devices; "
-                f"{', '.join(map(str, allowed[:12]))}{', ...' if len(allowed) > 12 else ''} are possible for them"
-            )
-        return max(count // size, 1)
-
-    match layer.mixing:
-        case Attention(heads, kv_heads):
-            own = {"heads": share("query heads", heads), "kv_heads": share("KV heads", kv_heads, repeated=True)}
-        case DeltaRule(key_heads, value_heads):
-            own = {"key_heads": share("key heads of linear attention", key_heads)}
-            own |= {"value_heads": share("value heads of linear attention", value_heads)}
-    match layer.feed:
-        case Mlp(width):
-            width = {"width": share("columns of an MLP", width)}
-        case Mixture(width=width, shared=shared, groups=groups):
-            width = {"width": share("columns of an expert", width, size=size // groups)}
-            width |= {"shared": share("columns of the shared expert", shared)} if shared else {}
-    replace = dataclasses.replace
-    return replace(layer, mixing=replace(layer.mixing, **own), feed=replace(layer.feed, **width))
 
 
 # --- parameters: from a checkpoint's tensors to the devices ---

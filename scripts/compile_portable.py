@@ -26,10 +26,10 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from jaxspec.decoder.matmul import gating
-from jaxspec.decoder.spec import ClampedSwiglu
+from jaxspec.models.description import ClampedSwiglu
+from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas import experts, gated_delta, portable, top_experts
 from jaxspec.pallas.portable import attention, delta, fp8
-from jaxspec.weights import Mxfp4, Weight
 
 DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
 

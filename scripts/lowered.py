@@ -53,9 +53,9 @@ from jaxspec.checkpoint import Model, load
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.ladder import ladder_of
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper, once
 from jaxspec.round import GREEDY, MODES
-from jaxspec.weights import Weight
 
 TREE = dict(topk=4, num_steps=5, num_draft_tokens=8)
 # Of each model: its config, and of each draft its config (None: it has none), and options.

@@ -15,9 +15,9 @@ import jaxspec
 from jaxspec import functional, load_drafter, load_model
 from jaxspec.batch import empty_slots
 from jaxspec.cache import PageLayout, Rows
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.draft import DraftBatch, PrefillBatch
-from jaxspec.weights import Param
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Param
 from tests.tiny import tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"

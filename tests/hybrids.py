@@ -16,12 +16,12 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.deterministic import widened
 from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
-from jaxspec.models import MODELS
-from jaxspec.weights import Weight
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Weight
 from tests.tiny import tiny_checkpoint
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")

@@ -27,8 +27,8 @@ from jaxspec.bench import host
 from jaxspec.cache import MemoryPlan
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
-from jaxspec.decoder.spec import DeltaRule
-from jaxspec.models import MODELS
+from jaxspec.models.description import DeltaRule
+from jaxspec.models.families import MODELS
 from jaxspec.runner import Runner
 from tests import heads, hybrids, widths
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint

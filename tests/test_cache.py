@@ -11,7 +11,8 @@ import pytest
 
 from jaxspec import cache
 from jaxspec.cache import POOL_SHARE, POOL_SHARES, PageLayout, Rows, kv_bytes_per_token, plan_memory
-from jaxspec.config.engine_config import ConfigError, ModelConfig
+from jaxspec.config.options import ConfigError
+from jaxspec.models.model_config import ModelConfig
 from tests.tiny import tiny_config
 
 MIB = 2**20

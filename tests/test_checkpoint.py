@@ -22,10 +22,11 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.checkpoint import CheckpointError, load_model, resolve
 from jaxspec.checkpoint.params import assemble
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.config.engine_config import ConfigError, ModelConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.mixers import WholeTexts
-from jaxspec.models import MODELS
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
 from tests.tiny import BYTE_VOCAB, random_tensors, tiny_checkpoint, tiny_config
 
 

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
-from jaxspec.decoder.spec import (
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
+from jaxspec.models.description import (
     Attention,
     Decoder,
     DeltaRule,
@@ -20,6 +21,7 @@ from jaxspec.decoder.spec import (
     RopeScaling,
     Yarn,
 )
+from jaxspec.models.model_config import ModelConfig
 from tests.tiny import tiny_config
 
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")

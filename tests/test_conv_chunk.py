@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.decoder.spec import DeltaRule
+from jaxspec.models.description import DeltaRule
 from jaxspec.pallas import causal_conv, conv_chunk, hopper
 from jaxspec.pallas.conv_chunk import BLOCK, supported
 from jaxspec.pallas.hopper import KERNELS

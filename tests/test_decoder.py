@@ -7,7 +7,6 @@ import dataclasses
 import jax
 import pytest
 
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import forward as paths
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.forward import PATHS, choose, describe, path_table
@@ -15,7 +14,8 @@ from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.layer import HEADS_WRITTEN
 from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.decoder.plain import PLAIN
-from jaxspec.decoder.spec import (
+from jaxspec.decoder.streamed import WEIGHT_STREAM
+from jaxspec.models.description import (
     Attention,
     ClampedSwiglu,
     Decoder,
@@ -30,9 +30,9 @@ from jaxspec.decoder.spec import (
     Yarn,
     beyond,
 )
-from jaxspec.decoder.streamed import WEIGHT_STREAM
-from jaxspec.models import MODELS
-from jaxspec.weights import Fp8, Mxfp4, Unquantised, is_param
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Fp8, Mxfp4, Unquantised, is_param
 from tests.tiny import tiny_config
 
 NORM = Norm(1e-6)

@@ -13,14 +13,16 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError, StructuredOutput
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.deterministic import prepared
-from jaxspec.models import llama, qwen3
+from jaxspec.models.families import llama, qwen3
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Weight
 from jaxspec.sequence import State
 from jaxspec.slices import sliced
-from jaxspec.weights import Weight
 from tests import drawn
 from tests.engines import OPTIONS, checkpoint, idle, set_overlap, tokens
 from tests.miniature import make, sequence

@@ -21,15 +21,15 @@ from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec import round as rounds
 from jaxspec.batch import Shapes, empty_slots, pack_blocks
 from jaxspec.cache import PageLayout
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import rms_norm, rope
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.draft import DraftBatch
 from jaxspec.drafters.dflash import DFlash
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Param
 from jaxspec.pallas import hopper
 from jaxspec.programs import Programs
-from jaxspec.weights import Param
 from tests import test_distribution as sampled
 from tests import test_lossless as lossless
 from tests import widths

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, fp8, load_drafter, load_model
+from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.decoder import forward
 from jaxspec.drafters import check_drafter
 from jaxspec.drafters.own_weights import with_head_copy
-from jaxspec.weights import Fp8, Unquantised, Weight, formats
+from jaxspec.models import fp8
+from jaxspec.models.weights import Fp8, Unquantised, Weight, formats
 from tests import drawn, hybrids
 from tests.quantised import write
 from tests.sample import rare

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.foreign_flags import ELSEWHERE, METHODS, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
-from jaxspec.config.options import flag
+from jaxspec.config.options import ConfigError, flag
 from jaxspec.drafters import DRAFTERS
 
 

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file
 from examples.markov import Markov
 from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.cache import Rows
-from jaxspec.config.engine_config import EngineConfig, flag
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import flag
 from jaxspec.draft import DraftBatch, PrefillBatch, Verified
 from jaxspec.drafters import DRAFTERS
 from jaxspec.train import loop

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.fp8 import E4M3
+from jaxspec.models.fp8 import E4M3
+from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import experts, few_rows, hopper
 from jaxspec.pallas.expert_few import mix, plan, supported
 from jaxspec.pallas.expert_few.fp8 import LOWER, pieces
 from jaxspec.pallas.expert_few.plan import COLUMNS, MOST, PARTS, ROWS, STEP, TILE, Plan, Work
 from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Fp8, Weight
 from tests import drawn
 from tests.sample import rare
 from tests.test_expert_fp8 import fp8_case

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.fp8 import E4M3
+from jaxspec.models.fp8 import E4M3
+from jaxspec.models.weights import Fp8, Mxfp4, Weight
 from jaxspec.pallas import expert_fp8, expert_plan, experts, hopper
 from jaxspec.pallas.expert_fp8 import MAX_ROWS, Stage, mix, supported
 from jaxspec.pallas.expert_rows import FEWEST
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
-from jaxspec.weights import Fp8, Mxfp4, Weight
 from tests.quantised import quantised
 from tests.sample import rare
 from tests.test_expert_stream import MODELS, assert_close, bfloat16

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec import mxfp4
 from jaxspec.decoder.matmul import gating
-from jaxspec.decoder.spec import ClampedSwiglu
-from jaxspec.fp8 import E4M3
+from jaxspec.models import mxfp4
+from jaxspec.models.description import ClampedSwiglu
+from jaxspec.models.fp8 import E4M3
+from jaxspec.models.weights import Fp8, Mxfp4, Weight
 from jaxspec.pallas import expert_mxfp4, expert_plan, experts, hopper
 from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, TILE, Stage, mix, supported
 from jaxspec.pallas.expert_rows import FEWEST
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
-from jaxspec.weights import Fp8, Mxfp4, Weight
 from tests.sample import rare
 from tests.test_expert_stream import assert_close
 from tests.test_moe import random_case

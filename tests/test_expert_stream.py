@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import expert_few, expert_plan, expert_stream, experts, hopper
 from jaxspec.pallas.expert_rows import FEWEST
 from jaxspec.pallas.expert_stream import COUNT, Tiling, stream, supported, tiling
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Weight
 from tests.sample import rare
 from tests.test_moe import arrays, naive, random_case
 

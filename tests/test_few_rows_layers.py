@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import fp8, mxfp4
 from jaxspec.batch import empty_slots
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder import matmul as matmul_module
@@ -27,11 +25,13 @@ from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters import dflash, eagle, mtp
 from jaxspec.mixers import Cache, RoundRows, empty_cache
-from jaxspec.models import MODELS, llama
+from jaxspec.models import fp8, mxfp4
+from jaxspec.models.families import MODELS, llama
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Fp8, Mxfp4, Weight
 from jaxspec.pallas import expert_add, hopper, router
 from jaxspec.pallas import few_rows as op
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Fp8, Mxfp4, Weight
 from tests import drawn
 from tests.sample import rare
 from tests.test_few_rows import INTERPRET, PAGE, normal

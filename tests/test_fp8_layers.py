@@ -13,18 +13,18 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.checkpoint import dummy, in_format
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import fp8_layers
 from jaxspec.decoder.fp8_layers import FP8_ROWS
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.path import Call, Path
-from jaxspec.decoder.spec import Norm
 from jaxspec.mixers import WholeTexts
-from jaxspec.models import MODELS
+from jaxspec.models.description import Norm
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import is_param
 from jaxspec.pallas import add_norm as norm_module
 from jaxspec.pallas.add_norm import add_norm, supported
-from jaxspec.weights import is_param
 from tests import drawn
 from tests.tiny import tiny_config
 

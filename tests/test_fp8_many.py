@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec import fp8
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import Quantised, gate, normed_for, product, project, reference
-from jaxspec.decoder.spec import Norm
+from jaxspec.models import fp8
+from jaxspec.models.description import Norm
+from jaxspec.models.weights import HALF, Fp8, Layout, Weight
 from jaxspec.pallas import fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, hopper, tile_matmul, tiles
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.tiles import Tiling
-from jaxspec.weights import HALF, Fp8, Layout, Weight
 from tests import drawn
 from tests.sample import one_in, rare
 

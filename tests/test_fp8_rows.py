@@ -11,11 +11,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.matmul import project, reference
-from jaxspec.fp8 import E4M3
+from jaxspec.models.fp8 import E4M3
+from jaxspec.models.weights import Fp8, Layout, Weight
 from jaxspec.pallas import fp8_rows, hopper
 from jaxspec.pallas.fp8_rows import ENOUGH, MAX_ROWS, Share, product, supported
 from jaxspec.pallas.hopper import counting
-from jaxspec.weights import Fp8, Layout, Weight
 from tests import drawn
 from tests.quantised import quantised
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec import fp8
 from jaxspec.decoder.matmul import gate
+from jaxspec.models import fp8
+from jaxspec.models.weights import HALF
 from jaxspec.pallas import fp8_wide, tiles
 from jaxspec.pallas.tiles import Tiling
-from jaxspec.weights import HALF
 from tests import drawn
 from tests.sample import one_in, rare
 from tests.test_fp8_many import operands

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.functions import normed, rms_norm
-from jaxspec.decoder.spec import Norm
+from jaxspec.models.description import Norm
 from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.gated_norm import ROWS, gated_norm
 from jaxspec.pallas.weight_stream import norm_fixed

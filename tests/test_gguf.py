@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.checkpoint import CheckpointError, resolve
-from jaxspec.config.engine_config import ConfigError, ModelConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.functions import rope_frequencies
-from jaxspec.decoder.spec import LinearScaling, Rope
+from jaxspec.models.description import LinearScaling, Rope
+from jaxspec.models.model_config import ModelConfig
 from tests.test_checkpoint import assert_same, load
 from tests.tiny import random_tensors, tiny_checkpoint, tiny_config
 

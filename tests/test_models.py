@@ -16,14 +16,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward as decoder_forward
 from jaxspec.decoder.forward import unembed
 from jaxspec.decoder.functions import cos_sin, rope_frequencies
-from jaxspec.decoder.spec import LinearScaling, Yarn
 from jaxspec.mixers import WholeTexts
-from jaxspec.models import MODELS
-from jaxspec.weights import Param
+from jaxspec.models.description import LinearScaling, Yarn
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Param
 from tests.tiny import EXTRA, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -17,16 +17,16 @@ from jaxspec.checkpoint import params
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.checkpoint.load import read_params
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.forward import forward
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.models.declaring import mixture_tensors
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Param, Weight
 from jaxspec.pallas import experts
 from jaxspec.pallas.expert_stream import COUNT
 from jaxspec.pallas.top_experts import top_experts
 from jaxspec.train.objective import matmul_weights
-from jaxspec.weights import Param, Weight
 from tests import drawn
 from tests.sample import one_in
 from tests.tiny import tiny_checkpoint, tiny_config

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import LLM, SamplingParams, mxfp4
+from jaxspec import LLM, SamplingParams
 from jaxspec.bench.floors import ModelCost
 from jaxspec.checkpoint import CheckpointError, load_model
 from jaxspec.decoder.forward import PATHS, choose
 from jaxspec.decoder.path import Call
-from jaxspec.weights import Fp8, Mxfp4, Unquantised, formats
+from jaxspec.models import mxfp4
+from jaxspec.models.weights import Fp8, Mxfp4, Unquantised, formats
 from tests.quantised import BF16, E2M1, MXFP4, write_mxfp4
 from tests.quantised import mxfp4 as packed_by_numpy
 from tests.test_checkpoint import edit_json

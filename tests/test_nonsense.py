@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jaxspec import CheckpointError, ConfigError, ModelConfig
 from jaxspec.checkpoint import load
 from jaxspec.config.request import RequestError
-from jaxspec.models import MODELS
+from jaxspec.models.families import MODELS
 from jaxspec.tokenizer import TokenizerError
 from tests.sample import rare
 from tests.tiny import ARCHITECTURES, BYTE_VOCAB, tiny_checkpoint, tiny_config

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxspec.checkpoint import load_model
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import table
-from jaxspec.config.options import option
+from jaxspec.config.options import ConfigError, option
 from jaxspec.draft import Drafter
 from jaxspec.drafters import load_drafter
 from jaxspec.drafters.ngram import Ngram

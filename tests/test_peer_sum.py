@@ -24,15 +24,15 @@ from jaxspec import peers, sharding
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint import params as loading
 from jaxspec.checkpoint.quantization import quantised_on_load
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import few_rows as few_rows_path
 from jaxspec.decoder import fused_norms, mixture_rows, path, streamed, streamed_parts
 from jaxspec.decoder import layer as equations
-from jaxspec.models import MODELS
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Weight, is_param
 from jaxspec.pallas import expert_add, few_rows, hopper, peer_sum, router, weight_stream
 from jaxspec.pallas.weight_stream import fp8 as fp8_chain
 from jaxspec.pallas.weight_stream import unquantised
-from jaxspec.weights import Weight, is_param
 from tests import drawn
 from tests import test_few_rows_layers as layers
 from tests.sample import rare

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.portable import attention
 from tests.portable import outputs

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import experts, portable, top_experts
 from jaxspec.pallas.expert_stream import COUNT
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import experts as op
 from jaxspec.pallas.portable import router
-from jaxspec.weights import Weight
 from tests.portable import KINDS, lowered
 from tests.sample import one_in
 from tests.test_expert_stream import MODELS, assert_close, bfloat16

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxspec.decoder.matmul import project, reference
-from jaxspec.fp8 import E4M3
+from jaxspec.models.fp8 import E4M3
+from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import fp8 as op
-from jaxspec.weights import Fp8, Weight
 from tests.portable import KINDS, lowered
 from tests.test_fp8_rows import operands
 

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import LLM, EngineConfig, SamplingParams, fp8
+from jaxspec import LLM, EngineConfig, SamplingParams
 from jaxspec.bench.floors import ModelCost
 from jaxspec.checkpoint import CheckpointError, load_model
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
-from jaxspec.weights import Fp8, Layout, Unquantised, Weight, formats, matmul
+from jaxspec.models import fp8
+from jaxspec.models.weights import Fp8, Layout, Unquantised, Weight, formats, matmul
 from tests import hybrids
 from tests.quantised import BF16, BLOCKS, E4M3, KEPT, compressed, quantised, read, save, write
 from tests.sample import rare

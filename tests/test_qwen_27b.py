@@ -13,11 +13,12 @@ import jax
 import pytest
 
 from jaxspec.checkpoint.load import text_name
-from jaxspec.config.engine_config import ConfigError, ModelConfig
-from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope, Yarn
+from jaxspec.config.options import ConfigError
 from jaxspec.drafters import mtp
-from jaxspec.models import MODELS
-from jaxspec.weights import Param
+from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope, Yarn
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Param
 
 TEXT = dict(
     attention_bias=False,

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import fp8
 from jaxspec.checkpoint import load_model, params, reserve
 from jaxspec.checkpoint.reserve import Reserved
-from jaxspec.weights import Fp8, Weight
+from jaxspec.models import fp8
+from jaxspec.models.weights import Fp8, Weight
 from tests.tiny import tiny_checkpoint
 
 

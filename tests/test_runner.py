@@ -5,7 +5,8 @@ import pytest
 
 from jaxspec import defaults, load_drafter, load_model, runner
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from tests.tiny import tiny_checkpoint
 
 

@@ -19,10 +19,12 @@ from openai import APIConnectionError, OpenAI
 
 from jaxspec import sharding
 from jaxspec.checkpoint import params as loading
-from jaxspec.config.engine_config import ConfigError, ModelConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.drafters import dflash_checkpoint, mtp
-from jaxspec.models import MODELS
-from jaxspec.weights import Param, by_inputs, by_outputs, is_param, linear
+from jaxspec.models.families import MODELS
+from jaxspec.models.local import local
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Param, by_inputs, by_outputs, is_param, linear
 from tests.server.live import wait_for
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
@@ -141,7 +143,7 @@ def test_a_drafters_tensor_that_cannot_be_divided_is_named():
 ])  # fmt: skip
 def test_sizes_that_cannot_be_divided_are_named(family, sizes, size, words):
     with pytest.raises(ConfigError, match=re.escape(f"--tp-size {size}: {words}")):
-        sharding.local(config(family, **sizes).decoder, size)
+        local(config(family, **sizes).decoder, size)
 
 
 def run_apart(*options: str) -> None:

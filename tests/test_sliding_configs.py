@@ -7,8 +7,9 @@ import math
 
 import pytest
 
-from jaxspec.config.engine_config import ConfigError, ModelConfig
-from jaxspec.decoder.spec import Attention, ClampedSwiglu, LinearScaling, Mixture, Mlp, Norm, Rope, Yarn
+from jaxspec.config.options import ConfigError
+from jaxspec.models.description import Attention, ClampedSwiglu, LinearScaling, Mixture, Mlp, Norm, Rope, Yarn
+from jaxspec.models.model_config import ModelConfig
 from tests.tiny import tiny_config
 
 

@@ -17,9 +17,9 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.config.engine_config import ModelConfig
-from jaxspec.models import MODELS
-from jaxspec.weights import is_param
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import is_param
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_VOCAB = 256 + len(SPECIAL_TOKENS)  # what a checkpoint with a tokenizer needs at least

@@ -33,8 +33,8 @@ from jaxspec.bench.results import BenchError, Result, check_writable
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.cli import called
-from jaxspec.config.engine_config import ConfigError
 from jaxspec.config.lazy_transformers import spare_torch
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.tokenizer import TokenizerError
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from jaxspec.cache import kv_bytes_per_token
 from jaxspec.checkpoint import Model
-from jaxspec.decoder.spec import Attention
 from jaxspec.mixers import state_bytes
+from jaxspec.models.description import Attention
+from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts import expected_experts
-from jaxspec.weights import Weight
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,13 @@ from jaxspec.bench import plots
 from jaxspec.bench.results import Column, Document, Result, Table, counts, device_facts
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import positive
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.models import MODELS
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.programs import Programs
 from jaxspec.round import MODES, State
 from jaxspec.sharding import EVERYWHERE, specs_of, spread

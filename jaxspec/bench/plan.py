@@ -30,13 +30,15 @@ from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Tab
 from jaxspec.cache import MemoryPlan
 from jaxspec.checkpoint import Model, ModelFolder, locate, outlined
 from jaxspec.checkpoint.gguf_file import GgufFile
-from jaxspec.config.engine_config import DEFAULTS, ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
-from jaxspec.decoder.spec import DeltaRule, Mixture
+from jaxspec.config.options import ConfigError
 from jaxspec.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.drafters import LoadedDrafter, combined
-from jaxspec.fp8 import BLOCK
-from jaxspec.mxfp4 import BLOCK as MXFP4_BLOCK
+from jaxspec.models.description import DeltaRule, Mixture
+from jaxspec.models.families import MODELS
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.mxfp4 import BLOCK as MXFP4_BLOCK
 from jaxspec.outline import drafter_of
 from jaxspec.runner import Runner
 
@@ -239,7 +241,7 @@ def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dic
         outer = {key: hf[key] for key in ("quantization_config",) if key in hf}
         return {**hf, "text_config": share({**outer, **text}, n, quantization)}
     kind = str(hf.get("model_type")).removesuffix("_text")
-    hf = {**DEFAULTS.get(kind, {}), **hf}
+    hf = {**getattr(MODELS.get(kind), "DEFAULTS", {}), **hf}
     heads = hf.get("num_attention_heads")
     if not isinstance(heads, int):
         return dict(hf)  # loading it says what is missing

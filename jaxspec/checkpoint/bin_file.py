@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.tensor_pickle import SAVE_AGAIN, WRITE_JSON, View, ids, views
-from jaxspec.config.engine_config import shown
+from jaxspec.config.json_values import shown
 
 _DTYPES = {
     "F64": np.dtype(np.float64),

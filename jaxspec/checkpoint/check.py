@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxspec.weights import Param
+from jaxspec.models.weights import Param
 
 _SHOWN = 12  # lines of one kind in a message
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")  # recomputed from the config

@@ -17,7 +17,7 @@ from jaxspec.checkpoint import demo
 from jaxspec.checkpoint.check import CheckpointError, refuse_stand_in
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.config.engine_config import ModelConfig
+from jaxspec.models.model_config import ModelConfig
 
 LOAD_FORMATS = ("auto", "dummy")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

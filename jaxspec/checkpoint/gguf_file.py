@@ -18,9 +18,10 @@ import numpy as np
 from jaxspec.checkpoint import gguf_tokenizer
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.gguf_header import GgufTensor, read_header
-from jaxspec.config.engine_config import ConfigError, ModelConfig, end_tokens
 from jaxspec.config.json_values import shown
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.functions import rope_frequencies
+from jaxspec.models.model_config import ModelConfig, end_tokens
 from jaxspec.tokenizer import Tokenizer
 
 

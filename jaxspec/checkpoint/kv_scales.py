@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.decoder.spec import Attention, Decoder
+from jaxspec.models.description import Attention, Decoder
 
 # Behind `model.layers.N.self_attn.`, the first that is there: by compressed-tensors and vLLM, by ModelOpt, and as the
 # former two were before. The last is of keys and values alike.

@@ -24,12 +24,15 @@ from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.params import assemble, dummy
 from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, unused
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.config.engine_config import DTYPES, ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import DTYPES, EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.config.progress import progress_bar, took
 from jaxspec.config.request import RequestError, SamplingParams
-from jaxspec.models import MODELS
+from jaxspec.models.families import MODELS
+from jaxspec.models.local import in_groups, local
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Fp8, Mxfp4, Unquantised
 from jaxspec.tokenizer import Tokenizer
-from jaxspec.weights import Fp8, Mxfp4, Unquantised
 
 log = logging.getLogger("jaxspec")
 
@@ -185,8 +188,8 @@ def _declared(
     check_context(context_length, config, source.name)
     sharding.mesh_of(tp_size)  # refuses more devices than there are
     try:
-        config = replace(config, decoder=sharding.in_groups(config.decoder, tp_size, ep_size))
-        sharding.local(config.decoder, tp_size)  # refuses what can't be divided before it is read
+        config = replace(config, decoder=in_groups(config.decoder, tp_size, ep_size))
+        local(config.decoder, tp_size)  # refuses what can't be divided before it is read
     except ConfigError as error:
         raise ConfigError(f"{source.name}: {error}") from error
     declared, how = MODELS[config.model_type].tensors(config.decoder), source.files.quantization

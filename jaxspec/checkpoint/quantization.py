@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxspec import mxfp4
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.config.json_values import shown
-from jaxspec.fp8 import BLOCK
-from jaxspec.weights import Fp8, Mxfp4, Param
+from jaxspec.models import mxfp4
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import Fp8, Mxfp4, Param
 
 FORMATS = ("fp8",)  # what weights can be quantised to on load
 F8, U8 = "F8_E4M3", "U8"  # one byte an element; quantised weights alone are stored so, and MXFP4's scales

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec import fp8
-from jaxspec.weights import Fp8, Mxfp4, Param
+from jaxspec.models import fp8
+from jaxspec.models.weights import Fp8, Mxfp4, Param
 
 LEAST = 2**20  # bytes of an array that is worth it: an array holds less than twice its bytes
 

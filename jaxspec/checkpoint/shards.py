@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from jaxspec.checkpoint import packed, quantization
 from jaxspec.checkpoint.bin_file import BinFile
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, refuse_stand_in
-from jaxspec.config.engine_config import ConfigError, ModelConfig, end_tokens, is_token
 from jaxspec.config.json_values import shown
+from jaxspec.config.options import ConfigError
+from jaxspec.models.model_config import ModelConfig, end_tokens, is_token
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes that weights may have

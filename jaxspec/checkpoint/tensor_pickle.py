@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.config.engine_config import shown
+from jaxspec.config.json_values import shown
 
 # Storage types, by the names that safetensors has for their dtypes.
 STORAGES = {

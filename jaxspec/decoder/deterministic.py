@@ -35,13 +35,13 @@ from jaxspec.decoder.matmul import reference, valid_count
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.padding import flat, unflat
 from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
-from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope, beyond
+from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope, beyond
+from jaxspec.models.weights import HALF, Unquantised, Weight
 from jaxspec.pallas import few_rows, hopper, tile_matmul, weight_stream, write_heads
 from jaxspec.pallas.add_norm import WIDEST, add_norm
 from jaxspec.pallas.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP, MAX_ROWS
 from jaxspec.pallas.prompt_attention import UNIT as PROMPT_ROWS
 from jaxspec.slices import SLICE, sliced
-from jaxspec.weights import HALF, Unquantised, Weight
 
 NARROW_SLICE = 64  # that `few_rows` does
 

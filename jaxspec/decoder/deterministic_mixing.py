@@ -14,13 +14,13 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.functions import Table, normed, rms_norm, rope
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Weights
-from jaxspec.decoder.spec import Attention, DeltaRule, Layer, Norm
+from jaxspec.models.description import Attention, DeltaRule, Layer, Norm
+from jaxspec.models.weights import Weight, matmul
 from jaxspec.pallas import conv_chunk, conv_step, delta_chunk, delta_step, hopper, weight_stream
 from jaxspec.pallas.add_norm import UNIT, add_norm
 from jaxspec.pallas.delta_around import Around
 from jaxspec.pallas.gated_norm import gated_norm
 from jaxspec.slices import SLICE, sliced
-from jaxspec.weights import Weight, matmul
 
 
 def supported(rule: DeltaRule, rows: int) -> str | None:

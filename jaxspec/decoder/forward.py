@@ -25,11 +25,11 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.decoder.path import NO_HOPPER, Call, Path, Weights
 from jaxspec.decoder.plain import PLAIN
-from jaxspec.decoder.spec import Decoder, Norm, beyond
 from jaxspec.decoder.streamed import FP8_STREAM, WEIGHT_STREAM
+from jaxspec.models.description import Decoder, Norm, beyond
+from jaxspec.models.weights import Weight, matmul
 from jaxspec.pallas import few_rows, hopper, portable
 from jaxspec.sharding import devices, embed
-from jaxspec.weights import Weight, matmul
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first
 

@@ -18,11 +18,11 @@ from jaxspec.decoder.layer import attention, delta_rule, mixture, projections
 from jaxspec.decoder.matmul import gate, matmul
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
-from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.weights import Fp8, Unquantised, Weight
 from jaxspec.pallas import fp8_rows
 from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.add_norm import supported as norm_supported
-from jaxspec.weights import Fp8, Unquantised, Weight
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),

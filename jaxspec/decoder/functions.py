@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.decoder.spec import Attention, LinearScaling, Norm, RopeScaling, Yarn
+from jaxspec.models.description import Attention, LinearScaling, Norm, RopeScaling, Yarn
 
 
 @jax.named_scope("norm")

@@ -25,9 +25,9 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, operand
 from jaxspec.decoder.padding import flat, pad, padded, untimed, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
-from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.weights import HALF, Fp8, Unquantised, Weight
 from jaxspec.pallas import few_rows
-from jaxspec.weights import HALF, Fp8, Unquantised, Weight
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),

@@ -24,7 +24,7 @@ from jaxspec.decoder.functions import Table, cos_sin, normed, rms_norm, rope, ro
 from jaxspec.decoder.matmul import Quantised, gate, gating, matmul, normed_for, project, valid_count
 from jaxspec.decoder.mixer import LinearMixer, Mixer, NormingMixer, PagedMixer
 from jaxspec.decoder.path import Weights
-from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, beyond
+from jaxspec.models.description import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, beyond
 from jaxspec.pallas import write_heads
 from jaxspec.pallas.delta_around import Around
 from jaxspec.pallas.experts import NOBODY, experts_mlp

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec import fp8
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.padding import flat, padded, unflat
-from jaxspec.decoder.spec import ClampedSwiglu, Norm
+from jaxspec.models import fp8
+from jaxspec.models.description import ClampedSwiglu, Norm
+from jaxspec.models.weights import Fp8, Unquantised, Weight, matmul
 from jaxspec.pallas import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, portable, tile_matmul
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.portable import fp8 as portable_fp8
-from jaxspec.weights import Fp8, Unquantised, Weight, matmul
 
 
 class Quantised(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.decoder.spec import DeltaRule
+from jaxspec.models.description import DeltaRule
 from jaxspec.pallas.delta_around import Around
 
 

@@ -8,14 +8,14 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.path import Weights
-from jaxspec.decoder.spec import Layer, Mixture
+from jaxspec.models.description import Layer, Mixture
+from jaxspec.models.weights import Fp8, Unquantised, Weight
 from jaxspec.pallas import expert_few, few_rows
 from jaxspec.pallas import router as one_router
 from jaxspec.pallas.experts import scaled as experts_scaled
 from jaxspec.pallas.hopper import chosen
 from jaxspec.peers import summed
 from jaxspec.sharding import devices
-from jaxspec.weights import Fp8, Unquantised, Weight
 
 Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled  # rows and their norm's scale
 

@@ -14,7 +14,7 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import run_layer
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Path, Stack, Weights, numbered
-from jaxspec.decoder.spec import (
+from jaxspec.models.description import (
     ROPE_SCALINGS,
     Attention,
     ClampedSwiglu,
@@ -26,7 +26,7 @@ from jaxspec.decoder.spec import (
     Norm,
     Rope,
 )
-from jaxspec.weights import Fp8, Mxfp4, Unquantised
+from jaxspec.models.weights import Fp8, Mxfp4, Unquantised
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),

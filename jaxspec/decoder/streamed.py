@@ -22,10 +22,10 @@ from jaxspec.decoder.layer import attention, finish
 from jaxspec.decoder.matmul import product
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Call, Path, Stack, Weights
-from jaxspec.decoder.spec import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
+from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
+from jaxspec.models.weights import HALF, Fp8, Unquantised, matmul
 from jaxspec.pallas import hopper, weight_stream
 from jaxspec.sharding import devices
-from jaxspec.weights import HALF, Fp8, Unquantised, matmul
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.layer import attention
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Stack, Weights
-from jaxspec.decoder.spec import Decoder
+from jaxspec.models.description import Decoder
+from jaxspec.models.weights import Fp8
 from jaxspec.pallas import weight_stream
 from jaxspec.pallas.few_rows import GROUP
 from jaxspec.peers import summed
-from jaxspec.weights import Fp8
 
 
 def run(

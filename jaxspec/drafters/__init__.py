@@ -10,9 +10,9 @@ import re
 from typing import Any
 
 from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate, may_be_model, resolve
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
-from jaxspec.config.options import check, flag, from_query
+from jaxspec.config.options import ConfigError, check, flag, from_query
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import combined, dflash_checkpoint, eagle_checkpoint, mtp, standalone
 from jaxspec.drafters.combined import Combined
@@ -27,7 +27,7 @@ from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.drafters.suffix import Suffix
 from jaxspec.drafters.vocabulary import read_token_map
-from jaxspec.models import MODELS
+from jaxspec.models.families import MODELS
 
 log = logging.getLogger("jaxspec")
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config.engine_config import ConfigError
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import Hidden
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import add_product, mix, mlp, products
@@ -30,7 +30,7 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.vocabulary import as_targets
-from jaxspec.weights import Layout, Param, linear, matmul
+from jaxspec.models.weights import Layout, Param, linear, matmul
 
 CHUNK = 128  # tokens whose largest logit stands for all of them
 

@@ -19,10 +19,11 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
-from jaxspec.config.engine_config import ConfigError, ModelConfig
-from jaxspec.decoder.spec import Decoder
-from jaxspec.models import qwen3
-from jaxspec.weights import WHOLE, Weight, embedding, head, is_param, linear, norm_scale
+from jaxspec.config.options import ConfigError
+from jaxspec.models.description import Decoder
+from jaxspec.models.families import qwen3
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import WHOLE, Weight, embedding, head, is_param, linear, norm_scale
 
 MAPS = ("d2t", "t2d")  # from draft ids to target ids, as offsets; and which target ids those are, which nobody needs
 METHODS = {

@@ -21,13 +21,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config.engine_config import ConfigError
-from jaxspec.config.options import option
+from jaxspec.config.options import ConfigError, option
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.vocabulary import as_targets, columns_of
-from jaxspec.weights import Layout, Param, bias, linear, matmul
+from jaxspec.models.weights import Layout, Param, bias, linear, matmul
 
 HEADS = ("vanilla", "gated", "rnn")
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
-from jaxspec.config.engine_config import ConfigError, ModelConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import run_layer, top_tokens, unembed
 from jaxspec.decoder.functions import normed, row_of
 from jaxspec.decoder.matmul import product
@@ -30,8 +30,9 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
 from jaxspec.drafters.own_weights import borrowed, own_dtype
 from jaxspec.drafters.vocabulary import as_targets, known_tokens, maps_of, rows_of
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import matmul
 from jaxspec.sharding import embed
-from jaxspec.weights import matmul
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,13 @@ from typing import Any
 
 from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
 from jaxspec.checkpoint.check import TensorInfo
-from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.drafters.own_weights import load_weights
 from jaxspec.drafters.vocabulary import id_maps
 from jaxspec.models.declaring import layer_tensors
-from jaxspec.weights import WHOLE, bias, embedding, head, linear, norm_scale
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import WHOLE, bias, embedding, head, linear, norm_scale
 
 _LAYER = "layers.0."
 _HIDDEN_NORM = _LAYER + "hidden_norm.weight"  # EAGLE-3's alone

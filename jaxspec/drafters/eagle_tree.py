@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import KV, Rows
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.draft import DraftBatch, Proposal
 from jaxspec.drafters.vocabulary import as_targets
 

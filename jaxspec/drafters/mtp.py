@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.checkpoint import MTP, ModelFolder, locate
-from jaxspec.config.engine_config import ConfigError, ModelConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import run_layer
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import product
-from jaxspec.decoder.spec import Attention, Mixture
 from jaxspec.drafters.eagle import Chain
 from jaxspec.drafters.own_weights import borrowed, load_weights, made_up, own_dtype
 from jaxspec.models.declaring import layer_tensors
+from jaxspec.models.description import Attention, Mixture
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import WHOLE, linear, norm_scale
 from jaxspec.sharding import embed
-from jaxspec.weights import WHOLE, linear, norm_scale
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Source

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from jaxspec.cache import Rows, kv_bytes_per_token
 from jaxspec.checkpoint import Model, Source, load_model, resolve
-from jaxspec.config.engine_config import ConfigError, ModelConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.draft import Drafter, Proposal
+from jaxspec.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.bin_file import read_ids
-from jaxspec.config.engine_config import ConfigError
-from jaxspec.weights import Unquantised, Weight
+from jaxspec.config.options import ConfigError
+from jaxspec.models.weights import Unquantised, Weight
 
 
 def id_maps(offsets: np.ndarray | None, size: int, vocab_size: int, source: str) -> dict[str, Array]:

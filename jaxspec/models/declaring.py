@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.decoder.spec import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
-from jaxspec.weights import (
+from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
+from jaxspec.models.weights import (
     ONCE,
     WHOLE,
     Layout,

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.config.engine_config import ConfigError
 from jaxspec.config.json_values import positive, positive_float, shown
-from jaxspec.decoder.spec import Attention, Decoder, Layer, Mixture, Mlp, Norm
+from jaxspec.config.options import ConfigError
+from jaxspec.models.description import Attention, Decoder, Layer, Mixture, Mlp, Norm
 from jaxspec.models.rope import rope
 
 Config = Mapping[str, Any]

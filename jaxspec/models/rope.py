@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config.engine_config import ConfigError
 from jaxspec.config.json_values import positive_float, shown
-from jaxspec.decoder.spec import LinearScaling, Rope, RopeScaling, Yarn
+from jaxspec.config.options import ConfigError
+from jaxspec.models.description import LinearScaling, Rope, RopeScaling, Yarn
 
 Config = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.slices import SLICE, sliced
 
 if TYPE_CHECKING:
-    from jaxspec.decoder.spec import DeltaRule
+    from jaxspec.models.description import DeltaRule
 
 L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
 

@@ -26,12 +26,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import upcast
 from jaxspec.pallas.expert_stream import SOURCE, TARGET, Items
 from jaxspec.pallas.expert_tile import TILE, Tile, each_stage, one_launch
 from jaxspec.pallas.once import lower_once
-from jaxspec.weights import Fp8, Weight
 
 GROUPS = 2  # of a block: gate's and up's, or neighbours of `down`
 MAX_ROWS = 64  # of an item: with more, sums of both groups lack registers

@@ -32,14 +32,14 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, Float
 
-from jaxspec import mxfp4
-from jaxspec.mxfp4 import BLOCK, MASK
+from jaxspec.models import mxfp4
+from jaxspec.models.mxfp4 import BLOCK, MASK
+from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas.expert_stream import SOURCE, TARGET, Items
 from jaxspec.pallas.expert_tile import TILE, Tile, each_stage, one_launch
 from jaxspec.pallas.few_rows import cluster
 from jaxspec.pallas.hopper import MULTIPROCESSORS
 from jaxspec.pallas.once import lower_once
-from jaxspec.weights import Mxfp4, Weight
 
 BLOCKS = 3  # of 32 inputs, that are multiplied at once
 UNIT = BLOCKS * BLOCK  # inputs

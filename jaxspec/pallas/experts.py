@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.weights import Mxfp4, Unquantised, Weight, expert_matmul, formats
 from jaxspec.pallas import (
     expert_add,
     expert_few,
@@ -37,7 +38,6 @@ from jaxspec.pallas.few_rows import Fp8Weight, Scaled
 from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.pallas.portable import experts as portable_experts
 from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
-from jaxspec.weights import Mxfp4, Unquantised, Weight, expert_matmul, formats
 
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
 Stack = tuple[Weight, Weight] | tuple[Weight, Weight, Float[Array, "e n"], Float[Array, "e d"]]

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jaxspec import fp8
+from jaxspec.models import fp8
 from jaxspec.pallas.few_rows.block import GROUP, by_row, params
 from jaxspec.pallas.once import lower_once
 

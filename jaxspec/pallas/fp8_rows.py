@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas import upcast
 from jaxspec.pallas.hopper import MULTIPROCESSORS, WGMMA_ROWS
 from jaxspec.pallas.once import lower_once

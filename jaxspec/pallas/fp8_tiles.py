@@ -22,11 +22,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec import fp8
+from jaxspec.models import fp8
+from jaxspec.models.weights import HALF
 from jaxspec.pallas import tiles
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.tiles import UNIT, Block, Hands, Results, Tile, Tiling
-from jaxspec.weights import HALF
 
 STEP = fp8.BLOCK  # inputs: 128 bytes, the widest swizzle
 MIN_UNIT = 32  # outputs that share a scale for 128 inputs

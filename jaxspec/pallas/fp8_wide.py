@@ -25,13 +25,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import HALF
 from jaxspec.pallas import scaled, tiles
 from jaxspec.pallas.few_rows.block import by_row
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.tiles import STEP, UNIT, Block, Hands, Tiling
 from jaxspec.pallas.weight_stream import MAX_ROWS
-from jaxspec.weights import HALF
 
 # Rows and columns of a tile, and its time with 4,096 inputs in us on an H100, from layers' products. Those of 192 rows
 # and of 160 x 128 are from tiles by themselves.

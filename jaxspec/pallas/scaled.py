@@ -19,9 +19,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
+from jaxspec.models.weights import HALF
 from jaxspec.pallas import upcast
 from jaxspec.pallas.hopper import LANES, THREADS, WGMMA_ROWS
-from jaxspec.weights import HALF
 
 UNIT = WGMMA_ROWS  # outputs of a group
 HALF_TILES = (HALF, 8), (8, 8), (2,)

@@ -16,11 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.weights import HALF
 from jaxspec.pallas import tiles
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.tiles import STEP, UNIT, Block, Hands, Results, Tile, Tiling
 from jaxspec.pallas.weight_stream import MAX_ROWS
-from jaxspec.weights import HALF
 
 RING_BYTES = 192 * 1024
 LEAST = 128  # rows of the shortest tile; fewer are padded

@@ -24,8 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.models.weights import HALF
 from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, SWIZZLED, WGMMA_ROWS
-from jaxspec.weights import HALF
 
 UNIT = WGMMA_ROWS
 COPIED = 8  # rows of an array that copies take: a multiple of these

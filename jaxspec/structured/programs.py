@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec import sampling
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import unembed
 from jaxspec.draft import Drafter, Proposal
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.round import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
 from jaxspec.round import conclude as end
 from jaxspec.sharding import mine, owned, told

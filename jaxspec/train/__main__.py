@@ -22,11 +22,12 @@ from jaxtyping import Int
 
 from jaxspec.cache import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
-from jaxspec.config.engine_config import ConfigError, ModelConfig
 from jaxspec.config.flags import engine_options
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.executables import enable_compilation_cache
 from jaxspec.llm import LLM
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.tokenizer import TokenizerError
 from jaxspec.train import evaluate, export, flags, loop, plots, synthesise
 from jaxspec.train.continued import continued, heads_alone

@@ -22,9 +22,9 @@ from jaxspec.drafters.dflash_checkpoint import canonical as dflash_name
 from jaxspec.drafters.eagle import Eagle3
 from jaxspec.drafters.eagle_checkpoint import canonical as eagle_name
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
+from jaxspec.models.weights import Unquantised, Weight, formats
 from jaxspec.train.data import TrainError
 from jaxspec.train.export import Fresh, checkpoint_tensors, write_tensors
-from jaxspec.weights import Unquantised, Weight, formats
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.drafters.dspark import DSpark
+from jaxspec.models.weights import matmul
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.losses import Scorer, frozen_logits
-from jaxspec.weights import matmul
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,16 @@ from jaxtyping import Int
 from safetensors.numpy import save
 
 from jaxspec.checkpoint import Model
-from jaxspec.config.engine_config import EngineConfig, ModelConfig
-from jaxspec.decoder.spec import LinearScaling, Mlp, RopeScaling, Yarn
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.draft import Drafter
 from jaxspec.drafters import DRAFTERS
 from jaxspec.drafters.dflash_checkpoint import feature_layers
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
 from jaxspec.drafters.vocabulary import id_maps
+from jaxspec.models.description import LinearScaling, Mlp, RopeScaling, Yarn
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Layout, Param, Weight, is_param
 from jaxspec.train.data import TrainError
-from jaxspec.weights import Layout, Param, Weight, is_param
 
 ROPE_TYPES = {RopeScaling: "llama3", LinearScaling: "linear", Yarn: "yarn"}
 _TRAINED_DTYPE, _STORED_DTYPE = "float32", jnp.bfloat16

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import unembed
+from jaxspec.models.model_config import ModelConfig
 
 KINDS = {
     "soft": "cross-entropy to the target's distribution over the drafter's vocabulary",

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import Hidden, forward
-from jaxspec.decoder.spec import DeltaRule, Mixture
 from jaxspec.draft import Drafter
+from jaxspec.models.description import DeltaRule, Mixture
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.hopper import kernels_here
 from jaxspec.pallas.weight_stream import MAX_ROWS
 from jaxspec.train.attention import OneText, packed_attention

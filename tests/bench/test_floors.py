@@ -6,9 +6,9 @@ import pytest
 
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.checkpoint import Model
-from jaxspec.config.engine_config import ModelConfig
-from jaxspec.models import MODELS
-from jaxspec.weights import is_param
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import is_param
 from tests.tiny import tiny_config
 
 H200 = Ceilings(4.3e12, 780e12)

@@ -11,9 +11,9 @@ import pytest
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import cases, kernels
 from jaxspec.bench.cases import attention, matmuls, mixtures
+from jaxspec.models.weights import HALF
 from jaxspec.pallas import hopper
 from jaxspec.pallas.weight_stream import STAGES
-from jaxspec.weights import HALF
 from tests.sample import rare
 from tests.test_few_rows import INTERPRET
 

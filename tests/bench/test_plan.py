@@ -8,7 +8,8 @@ import pytest
 
 from jaxspec.bench import plan
 from jaxspec.bench.__main__ import main
-from jaxspec.config.engine_config import ConfigError, EngineConfig
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.defaults import CPU, GPU
 from jaxspec.runner import Runner
 from tests.tiny import tiny_checkpoint, tiny_config

@@ -12,12 +12,12 @@ import pytest
 
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import rope
-from jaxspec.models import MODELS
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Weight
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Weight
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu

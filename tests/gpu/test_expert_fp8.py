@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import fp8
+from jaxspec.models import fp8
+from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import expert_fp8, experts
 from jaxspec.pallas.expert_fp8 import MAX_ROWS, mix
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Fp8, Weight
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
 from tests.test_moe import random_case
 

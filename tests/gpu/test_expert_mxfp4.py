@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import mxfp4
 from jaxspec.bench import profile
 from jaxspec.decoder.matmul import gating
+from jaxspec.models import mxfp4
+from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas import expert_mxfp4, experts
 from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, mix
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Mxfp4, Weight
 from tests.test_expert_mxfp4 import GPT_OSS, MODELS
 from tests.test_expert_stream import assert_close, bfloat16
 from tests.test_moe import random_case

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import experts
 from jaxspec.pallas.expert_stream import COLUMNS, Tiling, stream
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Weight
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
 from tests.test_moe import arrays, random_case
 

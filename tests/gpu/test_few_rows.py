@@ -12,9 +12,9 @@ import pytest
 
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder import forward as paths
-from jaxspec.models import llama
+from jaxspec.models.families import llama
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
 from tests import test_few_rows as cpu

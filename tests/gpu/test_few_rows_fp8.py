@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import cache, fp8
+from jaxspec import cache
+from jaxspec.models import fp8
 from jaxspec.pallas import few_rows, hopper
 from jaxspec.pallas.hopper import KERNELS
 from tests import test_few_rows_fp8 as cpu

@@ -14,8 +14,8 @@ from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder.fp8_layers import FP8_ROWS
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.plain import PLAIN
-from jaxspec.decoder.spec import Norm
 from jaxspec.mixers import WholeTexts
+from jaxspec.models.description import Norm
 from jaxspec.pallas import hopper
 from jaxspec.pallas.add_norm import add_norm
 from tests.test_fp8_layers import declared

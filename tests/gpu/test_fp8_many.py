@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import fp8
 from jaxspec.bench import profile
 from jaxspec.decoder.matmul import project
-from jaxspec.decoder.spec import Norm
+from jaxspec.models import fp8
+from jaxspec.models.description import Norm
+from jaxspec.models.weights import HALF, Fp8, Layout, Weight
 from jaxspec.pallas import fp8_quantise, fp8_tiles
 from jaxspec.pallas.tiles import Tiling
-from jaxspec.weights import HALF, Fp8, Layout, Weight
 from tests.test_fp8_many import check, check_normed, operands, run
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import fp8
+from jaxspec.models import fp8
 from jaxspec.pallas.fp8_rows import product
 
 pytestmark = pytest.mark.gpu

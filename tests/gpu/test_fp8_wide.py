@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import fp8
+from jaxspec.models import fp8
 from jaxspec.pallas import fp8_wide
 from jaxspec.pallas.tiles import Tiling
 from tests.gpu.test_fp8_many import SHAPES

@@ -9,10 +9,10 @@ import pytest
 
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward
 from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
-from jaxspec.models import MODELS
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import counting
 from tests.tiny import tiny_config

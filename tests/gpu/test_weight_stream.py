@@ -8,9 +8,9 @@ import pytest
 
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
-from jaxspec.config.engine_config import ModelConfig
 from jaxspec.decoder.forward import forward
-from jaxspec.models import qwen3
+from jaxspec.models.families import qwen3
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.weight_stream import stream

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from jaxspec.async_llm import EngineDead
-from jaxspec.config.engine_config import EngineConfig, ModelConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import (
     CONTEXT_EXCEEDED,
     TOKEN_SOURCES,
@@ -23,6 +23,7 @@ from jaxspec.config.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.tokenizer import Tokenizer
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 

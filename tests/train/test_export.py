@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint.params import assemble, dummy
-from jaxspec.config.engine_config import ModelConfig
-from jaxspec.models import MODELS
+from jaxspec.models.families import MODELS
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.train.export import checkpoint_tensors
 from tests.tiny import tiny_config
 

@@ -20,6 +20,7 @@ import pytest
 import jaxspec
 from jaxspec.checkpoint import load_model
 from jaxspec.drafters import load_drafter
+from jaxspec.models.weights import HALF
 from jaxspec.train import __main__ as command
 from jaxspec.train import loop
 from jaxspec.train.__main__ import main
@@ -27,7 +28,6 @@ from jaxspec.train.data import Text, TrainError
 from jaxspec.train.folder import held
 from jaxspec.train.interrupted import Stop
 from jaxspec.train.loop import Settings, learning_rate
-from jaxspec.weights import HALF
 from tests.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent

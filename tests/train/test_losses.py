@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.engine_config import ModelConfig
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.train import losses
 from jaxspec.train.losses import Rows, Scorer
 from tests.tiny import tiny_config

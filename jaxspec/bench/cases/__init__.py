@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxspec.bench.cases import attention, divided, linear_attention, matmuls, mixtures
 from jaxspec.bench.cases.case import Case
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import Fp8
 from jaxspec.pallas.hopper import kernels_here
-from jaxspec.weights import Fp8
 
 __all__ = ["Case", "make_cases"]
 

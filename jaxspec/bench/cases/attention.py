@@ -14,7 +14,7 @@ from jaxspec.bench.cases.case import BLOCK, PAGE, Case
 from jaxspec.cache import Rows
 from jaxspec.decoder.layer import attention
 from jaxspec.decoder.mixer import OnlyAttention
-from jaxspec.decoder.spec import Attention, Layer, Mlp, Norm, Rope
+from jaxspec.models.description import Attention, Layer, Mlp, Norm, Rope
 from jaxspec.pallas.paged_attention import paged_attention, reference
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import fp8
 from jaxspec.bench.cases.case import PAGE, Case
 from jaxspec.decoder import matmul
+from jaxspec.models import fp8
+from jaxspec.models.weights import HALF, Fp8, Layout, Weight
 from jaxspec.pallas import experts, few_rows
-from jaxspec.weights import HALF, Fp8, Layout, Weight
 
 EPS, ROWS = 1e-6, 8
 TOKENS = 1, 8

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.bench.cases.case import BLOCK, Case
-from jaxspec.decoder.spec import DeltaRule
+from jaxspec.models.description import DeltaRule
 from jaxspec.pallas import causal_conv, gated_delta
 
 

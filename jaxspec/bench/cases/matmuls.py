@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import fp8
 from jaxspec.bench.cases.case import PAGE, Case
 from jaxspec.decoder import matmul
 from jaxspec.decoder.functions import rms_norm
 from jaxspec.decoder.mixture_rows import operand
+from jaxspec.models import fp8
+from jaxspec.models.weights import HALF, Format, Fp8, Layout, Unquantised, Weight
 from jaxspec.pallas import few_rows, weight_stream
-from jaxspec.weights import HALF, Format, Fp8, Layout, Unquantised, Weight
 
 EPS = 1e-6
 EXACT, BLOCKS, GIVEN = Unquantised(), Fp8(fp8.BLOCK), Layout()

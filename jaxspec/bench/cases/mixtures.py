@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.cases.case import Case
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import experts, top_experts
-from jaxspec.weights import Weight
 
 
 def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, layers: int, dtype: str) -> Case:

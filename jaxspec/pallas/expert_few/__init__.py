@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.fp8 import BLOCK, E4M3
+from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.pallas.expert_few.kernel import kernel
 from jaxspec.pallas.expert_few.plan import (
     ARRIVALS,

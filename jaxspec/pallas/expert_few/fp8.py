@@ -23,7 +23,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
-from jaxspec.fp8 import BLOCK, E4M3
+from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.pallas.expert_few.plan import COLUMNS, LANES, PART, PARTS, ROWS, STEP, TILE, TOGETHER, expert_of
 from jaxspec.pallas.few_rows import registers
 from jaxspec.pallas.few_rows.block import by_row

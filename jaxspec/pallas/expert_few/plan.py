@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.few_rows import Fp8Weight
 from jaxspec.pallas.hopper import BULK_COPY, WGMMA_ROWS
 from jaxspec.pallas.weight_stream import ROOM

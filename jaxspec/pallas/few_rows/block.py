@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.few_rows import cluster
 from jaxspec.pallas.few_rows.fp8 import fp8_sums, outputs, scales_of
 from jaxspec.pallas.few_rows.share import (

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.few_rows.registers import flat_scales, products
 from jaxspec.pallas.few_rows.share import TILE, Share, column_of, split_of, turn_of
 from jaxspec.pallas.fp8_rows import weight_supported
@@ -25,7 +25,7 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 class Fp8Weight(NamedTuple):
-    """The weight of a matmul in FP8, or the references to one in a kernel: see `jaxspec.fp8`.
+    """The weight of a matmul in FP8, or the references to one in a kernel: see `jaxspec.models.fp8`.
 
     Scales are for `BLOCK` inputs, or one for each output, [n, 1]; of these a kernel has references to [n].
     """

@@ -38,6 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.weights import HALF
 from jaxspec.pallas.few_rows.block import (
     begin,
     by_row,
@@ -67,7 +68,6 @@ from jaxspec.pallas.few_rows.share import (
 )
 from jaxspec.pallas.kv_write import stored
 from jaxspec.pallas.once import lower_once
-from jaxspec.weights import HALF
 
 _i32, _f32 = jnp.int32, jnp.float32
 

@@ -24,7 +24,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.few_rows.share import GROUP, TILE
 from jaxspec.pallas.hopper import THREADS
 

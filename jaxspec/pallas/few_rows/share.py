@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, THREADS, WGMMA_ROWS
 from jaxspec.pallas.kv_write import PAGES
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.fp8 import E4M3 as FP8
+from jaxspec.models.fp8 import E4M3 as FP8
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.portable import fp8
 

@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.weights import Unquantised, formats
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
-from jaxspec.weights import Unquantised, formats
 
 FEW = 8  # tokens
 LEAST_ROWS = 16  # of a product

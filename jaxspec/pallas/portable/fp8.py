@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxspec.fp8 import BLOCK, E4M3
+from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.pallas import hopper, portable
 
 SEEN = False  # by a GPU: see `portable.chosen`

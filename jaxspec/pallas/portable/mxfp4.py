@@ -1,4 +1,4 @@
-"""Experts in MXFP4 on any NVIDIA GPU, with biases and any activation; see `pallas.experts` and `jaxspec.mxfp4`.
+"""Experts in MXFP4 on any NVIDIA GPU, with biases and any activation; see `pallas.experts` and `jaxspec.models.mxfp4`.
 
 As `experts.items`: a program takes a tile of an item's products. A word has eight inputs, two of which are a pair that
 one shift and a mask bring out. So rows are arranged beforehand: all words' first inputs, all their second ones, and so
@@ -17,11 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxspec.mxfp4 import BLOCK, MASK
+from jaxspec.models.mxfp4 import BLOCK, MASK
+from jaxspec.models.weights import Mxfp4
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.expert_stream import COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
 from jaxspec.pallas.portable.experts import LEAST_ROWS, NARROW, gated, put, rows_of, tile_rows, times
-from jaxspec.weights import Mxfp4
 
 WORDS = 16  # of each output, that are multiplied at once
 EACH = 8  # inputs of a word

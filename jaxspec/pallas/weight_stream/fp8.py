@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.weight_stream.chain import GROUP, MAX_ROWS, run, run_stages
 from jaxspec.pallas.weight_stream.fp8_sums import Fp8

@@ -20,12 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import HALF
 from jaxspec.pallas import scaled
 from jaxspec.pallas.weight_stream import chain
 from jaxspec.pallas.weight_stream.chain import GROUP, MAX_GROUPS, ROOM, Geometry, Share, share_out
 from jaxspec.pallas.weight_stream.norm import norm_rows, norm_scratch
-from jaxspec.weights import HALF
 
 RING = 48 * 1024  # of the rows, about
 PIECE = BLOCK // 2  # inputs that are multiplied at once

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from jaxspec.models.weights import HALF
 from jaxspec.pallas.hopper import SWIZZLED
 from jaxspec.pallas.once import lower_once
 from jaxspec.pallas.tiles import rounded_gate
@@ -27,7 +28,6 @@ from jaxspec.pallas.weight_stream.chain import (
     run_stages,
     share_out,
 )
-from jaxspec.weights import HALF
 
 TILE = SWIZZLED  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
 FIXED_ROWS = 64  # for which sums are divided where they may not depend on the number of rows

@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from jaxspec.async_llm import EngineDead
-from jaxspec.config.engine_config import ConfigError, EngineConfig, ModelConfig
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options
-from jaxspec.config.options import flag, options_of
+from jaxspec.config.options import ConfigError, flag, options_of
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.tokenizer import Tokenizer
 from server import __main__ as command
 from server.app import create_app

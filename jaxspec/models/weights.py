@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxspec import fp8, mxfp4
+from jaxspec.models import fp8, mxfp4
 
 LEAST = 64  # outputs of a weight that kernels of few rows take
 HALF = 32  # columns of gate, then as many of up, in the weight of a gated MLP: so a tile of columns holds both
@@ -32,7 +32,7 @@ class Unquantised:
 
 @dataclass(frozen=True)
 class Fp8:
-    """e4m3 values and their scales, as `jaxspec.fp8` defines them: one for each `block` inputs, or for all of them.
+    """e4m3 values and their scales, as `fp8` defines them: one for each `block` inputs, or for all of them.
 
     `activations`: rows are quantised as well before they are multiplied. Otherwise the weight is dequantised.
     """
@@ -43,7 +43,7 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Packed E2M1 numbers, two a byte, and the scales of each 32 inputs, as `jaxspec.mxfp4` arranges them."""
+    """Packed E2M1 numbers, two a byte, and the scales of each 32 inputs, as `jaxspec.models.mxfp4` arranges them."""
 
 
 Format = Unquantised | Fp8 | Mxfp4

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jaxspec.config.engine_config import ConfigError
 from jaxspec.config.json_values import positive, positive_float, shown
-from jaxspec.decoder.spec import Decoder, Layer, Mlp
+from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors
+from jaxspec.models.description import Decoder, Layer, Mlp
 
 __all__ = ["read", "tensors"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.config.json_values import positive
-from jaxspec.decoder.spec import Decoder, Layer, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import NORMS, decoder_tensors
-from jaxspec.weights import by_outputs, linear, run_length
+from jaxspec.models.description import Decoder, Layer, Mlp
+from jaxspec.models.weights import by_outputs, linear, run_length
 
 __all__ = ["read", "tensors"]
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from jaxspec.decoder.spec import Decoder, DeltaRule
-from jaxspec.models import qwen3_next, reading
+from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors
-from jaxspec.weights import LEAST, by_outputs, linear
+from jaxspec.models.description import Decoder, DeltaRule
+from jaxspec.models.families import qwen3_next
+from jaxspec.models.weights import LEAST, by_outputs, linear
 
 __all__ = ["read", "tensors"]
 

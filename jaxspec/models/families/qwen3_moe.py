@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from jaxspec.decoder.spec import Decoder
-from jaxspec.models import qwen3, reading
+from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
+from jaxspec.models.description import Decoder
+from jaxspec.models.families import qwen3
 
 __all__ = ["read", "tensors"]
 

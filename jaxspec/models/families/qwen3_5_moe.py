@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from jaxspec.decoder.spec import Decoder
-from jaxspec.models import qwen3_next, reading
-from jaxspec.models.qwen3_5 import tensors
+from jaxspec.models import reading
+from jaxspec.models.description import Decoder
+from jaxspec.models.families import qwen3_next
+from jaxspec.models.families.qwen3_5 import tensors
 
 __all__ = ["read", "tensors"]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jaxspec.config.engine_config import ConfigError
 from jaxspec.config.json_values import positive, shown
-from jaxspec.decoder.spec import Decoder, DeltaRule, Layer, Mixture, Mlp
+from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
-from jaxspec.weights import LEAST, Layout, Param, by_outputs
+from jaxspec.models.description import Decoder, DeltaRule, Layer, Mixture, Mlp
+from jaxspec.models.weights import LEAST, Layout, Param, by_outputs
 
 __all__ = ["read", "tensors"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from jaxspec.config.engine_config import ConfigError
 from jaxspec.config.json_values import positive, positive_float
-from jaxspec.decoder.spec import ClampedSwiglu, Decoder, Mixture
+from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
-from jaxspec.weights import WHOLE, Layout, Param, Split, bias, by_inputs, by_outputs, linear
+from jaxspec.models.description import ClampedSwiglu, Decoder, Mixture
+from jaxspec.models.weights import WHOLE, Layout, Param, Split, bias, by_inputs, by_outputs, linear
 
 __all__ = ["read", "tensors"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jaxspec.decoder.spec import Decoder, Layer, Mixture, Mlp
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
+from jaxspec.models.description import Decoder, Layer, Mixture, Mlp
 
 __all__ = ["read", "tensors"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from jaxspec.config.json_values import positive
-from jaxspec.decoder.spec import Decoder
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
+from jaxspec.models.description import Decoder
 
 __all__ = ["read", "tensors"]
 

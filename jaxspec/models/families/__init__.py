@@ -1,0 +1,12 @@
+"""Model families, a file each: `MODELS` has the module of each `model_type`, which is the file's name.
+
+A family has two functions, and nothing else: `read(hf) -> Decoder` describes what a config.json computes, and
+`tensors(decoder) -> pytree of Param` declares the arrays, by their names in its checkpoints. What a config.json may be
+silent about is in the family's `DEFAULTS`, if it has any; `read` is given them too. Added tokens that end its texts,
+whatever the files say, are in `ENDS`. A decoder's equations and the ways to run them are in `jaxspec.decoder`.
+"""
+
+import importlib
+import pkgutil
+
+MODELS = {name: importlib.import_module(f"{__name__}.{name}") for _, name, _ in pkgutil.iter_modules(__path__)}
