@@ -29,7 +29,7 @@ from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.ladder import ladder_of
 from jaxspec.runner import Runner
-from jaxspec.tokenizer import TokenizerError
+from jaxspec.text.tokenizer import TokenizerError
 
 SERVED = {"draft": "auto"}  # where the server's defaults differ from the library's
 

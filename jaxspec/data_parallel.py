@@ -40,7 +40,7 @@ from jaxspec.config.request import Delta, RequestError, SamplingParams
 from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.stats import together
 from jaxspec.streams import Stream, wake
-from jaxspec.tokenizer import TokenizerError
+from jaxspec.text.tokenizer import TokenizerError
 
 log = logging.getLogger("jaxspec")
 

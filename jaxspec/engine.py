@@ -35,8 +35,8 @@ from jaxspec.sequence import Sequence
 from jaxspec.sequence import State as SequenceState
 from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally, figures
 from jaxspec.structured.matcher import first_masks, round_masks
+from jaxspec.text.tokenizer import Detokenizer
 from jaxspec.timing import group
-from jaxspec.tokenizer import Detokenizer
 
 log = logging.getLogger("jaxspec")
 

@@ -33,7 +33,7 @@ from jaxspec.checkpoint import CheckpointError
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError
-from jaxspec.tokenizer import TokenizerError
+from jaxspec.text.tokenizer import TokenizerError
 
 log = logging.getLogger("jaxspec")
 

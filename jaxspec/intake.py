@@ -18,7 +18,7 @@ from jaxspec.runner import Runner
 from jaxspec.scheduler import Scheduler
 from jaxspec.sequence import Sequence
 from jaxspec.structured.matcher import Matcher
-from jaxspec.tokenizer import Detokenizer, TokenizerError
+from jaxspec.text.tokenizer import Detokenizer, TokenizerError
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,7 @@ from jaxspec.config.request import Delta, RequestError, RequestOutput, SamplingP
 from jaxspec.engine import Engine
 from jaxspec.gathered import Gathered, output
 from jaxspec.interrupts import Interrupts
-from jaxspec.tokenizer import TokenizerError
+from jaxspec.text.tokenizer import TokenizerError
 
 
 class LLM:

@@ -34,7 +34,7 @@ from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.follower import follow
 from jaxspec.hosts import join
-from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.text.tokenizer import Tokenizer, TokenizerError
 from server import logs
 from server.app import create_app
 from server.chat.speech import why_no_chat

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import RequestError, SamplingParams
-from jaxspec.tokenizer import TokenizerError
+from jaxspec.text.tokenizer import TokenizerError
 from tests.engines import engine, idle, params, said, tokens
 from tests.sample import rare
 from tests.tiny import tiny_checkpoint

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from jaxspec import measure, tokenizer
-from jaxspec.tokenizer import TokenizerError, TooLong
+from jaxspec.text import length_bounds, tokenizer
+from jaxspec.text.tokenizer import TokenizerError, TooLong
 from tests.test_tokenizer import SENTENCEPIECE
 
 GPT4 = (
@@ -56,7 +56,7 @@ def test_pieces_and_least_agree_with_the_whole(kind, text):
     one = kinds()[kind]
     whole = one.encode(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "PIECE", 16)
+        patch.setattr(length_bounds, "PIECE", 16)
         patch.setattr(tokenizer, "PIECE", 16)
         pieces = one.measure.pieces(text)
         assert "".join(pieces) == text

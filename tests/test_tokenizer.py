@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxspec.checkpoint import CheckpointError, demo, gguf_tokenizer
 from jaxspec.checkpoint.gguf_file import GgufFile
-from jaxspec.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from jaxspec.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint
 
 TEXT = "Hello wörld, 你好世界! 👩‍👩‍👧 e\u0301 안녕 stop here… 😀😀 END\n"

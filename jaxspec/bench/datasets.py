@@ -22,7 +22,7 @@ from jaxspec.bench import agent, questions
 from jaxspec.bench.results import BenchError
 from jaxspec.config.flags import natural, positive
 from jaxspec.config.request import SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 SYNTHETIC = ("random", "shared-prefix")
 DATASETS = (*SYNTHETIC, "agent", *questions.FORMATS)

@@ -44,7 +44,7 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.programs import Programs
 from jaxspec.round import MODES, State
 from jaxspec.sharding import EVERYWHERE, specs_of, spread
-from jaxspec.tokenizer import Tokenizer, byte_alphabet
+from jaxspec.text.tokenizer import Tokenizer, byte_alphabet
 
 PHASES = ("intake", "plan", "dispatch", "read")
 FIGURES = (*PHASES, "total", "cpu")

@@ -32,7 +32,7 @@ from jaxspec.config.request import SamplingParams, StructuredOutput
 from jaxspec.engine import Engine
 from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.matcher import round_masks
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 ITEM = {
     "type": "object",

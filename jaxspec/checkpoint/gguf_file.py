@@ -22,7 +22,7 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.models.model_config import ModelConfig, end_tokens
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 
 from jaxspec.checkpoint.shards import unreadable_tokenizer
 from jaxspec.config.json_values import shown
-from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.text.tokenizer import Tokenizer, TokenizerError
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 

@@ -32,7 +32,7 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.local import in_groups, local
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Fp8, Mxfp4, Unquantised
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger("jaxspec")
 

@@ -15,7 +15,7 @@ from jaxspec.config.request import RequestError, StructuredOutput
 from jaxspec.structured.limits import Watch, check
 from jaxspec.structured.matcher import Matcher
 from jaxspec.structured.regex import JSON_SPACE, with_classes
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model

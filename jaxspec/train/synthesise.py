@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from jaxspec.config.request import SamplingParams
 from jaxspec.llm import LLM
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data import Prompt, Text, TrainError, read_prompts
 from jaxspec.train.interrupted import Interrupted
 

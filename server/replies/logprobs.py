@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from jaxspec.config.request import TokenLogprobs
-from jaxspec.tokenizer import Detokenizer, Tokenizer
+from jaxspec.text.tokenizer import Detokenizer, Tokenizer
 
 FLOOR = -9999.0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxspec.config.request import SamplingParams
-from jaxspec.tokenizer import Detokenizer, Tokenizer
+from jaxspec.text.tokenizer import Detokenizer, Tokenizer
 from server.chat.speech import Speech
 from server.parsers import REASONING, Parser, Piece
 

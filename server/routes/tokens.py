@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from jaxspec import RequestError
 from jaxspec.async_llm import LONG_PROMPT
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from server.http.errors import ApiError
 from server.protocol import CompletionRequest
 from server.protocol.tokens import DetokenizeRequest, TokenizeRequest

@@ -24,7 +24,7 @@ from jaxspec.config.request import (
     TokenLogprobs,
 )
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
 TEXT = "héllo, wörld ☃!"

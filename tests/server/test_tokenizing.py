@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.text.tokenizer import Tokenizer, TokenizerError
 from tests.server.fake import byte_tokenizer
 from tests.server.live import wait_for
 from tests.tiny import CHAT_TEMPLATE

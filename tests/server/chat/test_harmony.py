@@ -11,8 +11,8 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from jaxspec import tokenizer as ours
 from jaxspec.checkpoint import load_model
+from jaxspec.text import tokenizer as ours
 from server.chat.speech import Formats
 from tests.server.fake import byte_tokenizer
 from tests.server.parsers.cases import AREA, WEATHER

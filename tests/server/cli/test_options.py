@@ -15,7 +15,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options
 from jaxspec.config.options import ConfigError, flag, options_of
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from server import __main__ as command
 from server.app import create_app
 from server.cli.options import UsageError, make_parser, parse

@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from jaxspec.config.lazy_transformers import imported
-from jaxspec.measure import PIECE, UNCUT, Measure
+from jaxspec.text.length_bounds import PIECE, UNCUT, Measure
 
 
 class TokenizerError(ValueError):
