@@ -7,13 +7,13 @@ import dataclasses
 import jax
 
 from jaxspec import ragged, sharding
-from jaxspec.adaptive import REST, rungs
 from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model, check_context
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.scheduling.draft_count import REST, rungs
 
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
 SMALL_MODEL = 2**30  # bytes of weights below which that is worth it

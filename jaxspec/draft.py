@@ -156,7 +156,7 @@ class Drafter:
     reach: int = 0
     topk: int = 1
     steps: ClassVar[bool] = False  # each further draft takes it a step of its own
-    rests: ClassVar[bool] = False  # rounds of plain decoding save what `idle` and `commit` take: see `adaptive.REST`
+    rests: ClassVar[bool] = False  # rounds of plain decoding save what `idle` and `commit` take: see `draft_count.REST`
 
     @property
     def longest(self) -> int:

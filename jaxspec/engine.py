@@ -17,8 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import rest
-from jaxspec.adaptive import REST, Chooser, Group
 from jaxspec.batch import fit, unpack_logprobs
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import Delta, RequestError, RequestMetrics, sources_of
@@ -27,12 +25,14 @@ from jaxspec.drafters.watch import Watch
 from jaxspec.flight import Flight
 from jaxspec.intake import Choice, Intake, Request
 from jaxspec.ladder import of_rounds, sizes_of
-from jaxspec.pace import Pace
 from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.runner import Runner
-from jaxspec.scheduler import Scheduler
-from jaxspec.sequence import Sequence
-from jaxspec.sequence import State as SequenceState
+from jaxspec.scheduling import skipped_drafts
+from jaxspec.scheduling.draft_count import REST, Chooser, Group
+from jaxspec.scheduling.prefill_budget import Pace
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.sequence import Sequence
+from jaxspec.scheduling.sequence import State as SequenceState
 from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally, figures
 from jaxspec.structured.matcher import first_masks, round_masks
 from jaxspec.text.tokenizer import Detokenizer
@@ -167,7 +167,7 @@ class Engine:
     def _dispatch(self, deltas: list[Delta], began: float) -> int:
         """Plan and dispatch one step: how many prompt tokens it has. All but its last result is due, or that too."""
         self.scheduler.between = self.pace.tokens()
-        rest.renew(self.chooser, self.scheduler, self.pace.token, lambda: self._read(deltas, keep=0))
+        skipped_drafts.renew(self.chooser, self.scheduler, self.pace.token, lambda: self._read(deltas, keep=0))
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
         table = self.scheduler.table
@@ -230,7 +230,7 @@ class Engine:
             return self.runner.drafts[-1], None
         name = of_rounds(rounds)
         chosen = group(name, mode, fit(len(seqs), sizes_of(self.runner.shapes, name, mode)))
-        return rest.choose(self.chooser, chosen, seqs, self.scheduler.tree.reach), chosen
+        return skipped_drafts.choose(self.chooser, chosen, seqs, self.scheduler.tree.reach), chosen
 
     def _forced(self, seq: Sequence) -> list[int] | None:
         """The drafts that a grammar forces next, if the device doesn't know them. It knows them from a slot's first

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from jaxspec.adaptive import Group
 from jaxspec.config.request import Delta
-from jaxspec.pace import Behind
 from jaxspec.round import GREEDY
-from jaxspec.sequence import Chunk, Sequence
+from jaxspec.scheduling.draft_count import Group
+from jaxspec.scheduling.prefill_budget import Behind
+from jaxspec.scheduling.sequence import Chunk, Sequence
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.request import MAX_STOP_IDS, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
 from jaxspec.round import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.runner import Runner
-from jaxspec.scheduler import Scheduler
-from jaxspec.sequence import Sequence
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.sequence import Sequence
 from jaxspec.structured.matcher import Matcher
 from jaxspec.text.tokenizer import Detokenizer, TokenizerError
 

@@ -22,7 +22,6 @@ from jaxtyping import Array
 
 from jaxspec import batch as packing
 from jaxspec import compiling, ladder
-from jaxspec.adaptive import REST
 from jaxspec.batch import Shapes, fit
 from jaxspec.cache import gib, resident_memory
 from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
@@ -37,6 +36,7 @@ from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.ragged import Ragged, sharing
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
+from jaxspec.scheduling.draft_count import REST
 from jaxspec.sharding import EVERYWHERE, Division, spread
 from jaxspec.structured import programs as structured
 

@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec import compiling, peers, sharding, stats
-from jaxspec.adaptive import REST, Group
 from jaxspec.batch import fit, pack_admission, pack_blocks
 from jaxspec.cache import (
     MemoryPlan,
@@ -52,7 +51,8 @@ from jaxspec.pallas import hopper, portable
 from jaxspec.programs import Programs
 from jaxspec.room import check_room, told_if_full
 from jaxspec.round import MODES, State, empty_state
-from jaxspec.sequence import NO_STATE, Chunk, Sequence
+from jaxspec.scheduling.draft_count import REST, Group
+from jaxspec.scheduling.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.sharding import Division
 from jaxspec.structured.grammar import grammars_of
 from jaxspec.structured.masks import ALL

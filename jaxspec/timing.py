@@ -15,12 +15,12 @@ from statistics import median
 import jax
 import numpy as np
 
-from jaxspec.adaptive import Group
 from jaxspec.batch import fit, pack_admission
 from jaxspec.config.request import SamplingParams
 from jaxspec.ladder import narrower
 from jaxspec.programs import Programs
 from jaxspec.round import GREEDY, LOGPROBS, SAMPLED, State
+from jaxspec.scheduling.draft_count import Group
 
 CONTEXT = 256  # known tokens of each request, or half of what a slot can hold
 PERIOD = 16  # after which a text repeats itself, so that drafters that look for that find something

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 
-from jaxspec.scheduler import Scheduler
-from jaxspec.sequence import Plan, Sequence, State
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.sequence import Plan, Sequence, State
 
 JUNK = None  # KV of a token that was drafted and not accepted
 

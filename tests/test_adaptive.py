@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxspec import adaptive
-from jaxspec.adaptive import LEAST, REST, Chooser, Times, rungs
+from jaxspec.scheduling import draft_count
+from jaxspec.scheduling.draft_count import LEAST, REST, Chooser, Times, rungs
 from tests.sample import one_in, rare
 
 # ms of a round by requests and drafts, from docs/measurements/decoding.md; others lie on the lines between
@@ -193,19 +193,19 @@ def test_trying_costs_no_more_than_its_budget():
         load.run(requests, np.zeros(max(load.times[1])), 100)
         speed, chosen = load.run(requests, np.zeros(max(load.times[1])), 8000)
         assert len(chosen) > 1, "none was tried"
-        assert speed >= (1 - 1.5 * adaptive.BUDGET) / load.times[requests][0]
+        assert speed >= (1 - 1.5 * draft_count.BUDGET) / load.times[requests][0]
 
 
 def test_a_try_without_drafts_costs_what_keeping_the_drafters_state_does():
     """Plain decoding seems nearly as fast as the draft that is made, but a try isn't a rest."""
     took = {REST: 1.0, 0: 1.3, 1: 1.59}
-    chooser, chosen, each = Chooser({0: 0, 1: 1}, {("round", 1): took}), Counter(), took[1] / (1 + adaptive.FIRST)
+    chooser, chosen, each = Chooser({0: 0, 1: 1}, {("round", 1): took}), Counter(), took[1] / (1 + draft_count.FIRST)
     for _ in range(4000):
         drafts = chooser.choose(("round", 1), 1.0)
         chooser.took(("round", 1), drafts, took[drafts])
         chosen[drafts] += 1
     assert chosen.keys() == {0, 1}
-    assert 0.8 < chosen[0] * (took[0] - each) / (adaptive.BUDGET * chosen[1] * took[1]) < 1.2
+    assert 0.8 < chosen[0] * (took[0] - each) / (draft_count.BUDGET * chosen[1] * took[1]) < 1.2
 
 
 def test_longer_contexts_make_wider_rounds_cheaper():

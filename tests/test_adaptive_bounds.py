@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxspec.adaptive import REST, Chooser
+from jaxspec.scheduling.draft_count import REST, Chooser
 from tests.sample import one_in, rare
 from tests.test_adaptive import TIMES, expected, rates, seconds
 from tests.test_rest import KEPT, TOKEN

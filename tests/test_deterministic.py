@@ -21,7 +21,7 @@ from jaxspec.deterministic import prepared
 from jaxspec.models.families import llama, qwen3
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
-from jaxspec.sequence import State
+from jaxspec.scheduling.sequence import State
 from jaxspec.slices import sliced
 from tests import drawn
 from tests.engines import OPTIONS, checkpoint, idle, set_overlap, tokens

@@ -19,7 +19,7 @@ from jaxspec.checkpoint import CheckpointError
 from jaxspec.draft import PrefillBatch
 from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.eagle import Eagle, Eagle3
-from jaxspec.pages import PagePool, PrefixTree
+from jaxspec.scheduling.prefix_cache import PagePool, PrefixTree
 from tests import heads, widths
 from tests import test_distribution as distribution
 from tests import test_lossless as lossless

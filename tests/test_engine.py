@@ -82,7 +82,7 @@ def check_overlap(llm, numbers):
 def test_held_rounds_and_short_prompts_change_nothing_but_time(llm, monkeypatch):
     core, outs, rounds = llm.engine, {}, {}
     compiled = core.stats()["compiles_total"]
-    monkeypatch.setattr("jaxspec.scheduler.CROWD", 1)
+    monkeypatch.setattr("jaxspec.scheduling.scheduler.CROWD", 1)
     for held, between in ((0, None), (256, None), (0, 16), (256, 100)):
         monkeypatch.setattr(core.scheduler, "held_tokens", held)
         monkeypatch.setattr(core.pace, "tokens", lambda between=between: between)

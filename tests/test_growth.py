@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from jaxspec.sequence import Plan, State
+from jaxspec.scheduling.sequence import Plan, State
 from tests.miniature import make, sequence
 from tests.test_scheduler import read
 

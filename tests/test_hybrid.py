@@ -19,7 +19,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.sequence import Chunk
+from jaxspec.scheduling.sequence import Chunk
 from tests import hybrids, widths
 from tests import test_distribution as distribution
 from tests.sample import rare

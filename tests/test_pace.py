@@ -3,7 +3,7 @@ prompts and 20 us a token."""
 
 import pytest
 
-from jaxspec.pace import Pace
+from jaxspec.scheduling.prefill_budget import Pace
 
 ROUND, PROGRAM, TOKEN = 0.010, 0.002, 20e-6
 BLOCK, SIZES = 125, (1, 2, 4, 8)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.pages import OutOfPages, PagePool, PrefixTree, Snapshots
+from jaxspec.scheduling.prefix_cache import OutOfPages, PagePool, PrefixTree, Snapshots
 
 SIZE = 2
 

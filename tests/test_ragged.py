@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.adaptive import PRIOR, Chooser
 from jaxspec.batch import empty_slots
 from jaxspec.config.options import ConfigError
 from jaxspec.draft import Proposal
 from jaxspec.ragged import FIRST, Packed, Ragged, observe, share, standing
 from jaxspec.round import DRAFTED, GREEDY, SAMPLED, decode_round
+from jaxspec.scheduling.draft_count import PRIOR, Chooser
 from tests import test_distribution, test_lossless, widths
 from tests.sample import one_in, rare
 from tests.tiny import tiny_checkpoint

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.request import RequestError
-from jaxspec.sequence import Chunk, Plan, Sequence, State
+from jaxspec.scheduling.sequence import Chunk, Plan, Sequence, State
 from tests.miniature import World, make, sequence
 from tests.sample import one_in
 
@@ -52,7 +52,7 @@ SEEN = Counter()
 @pytest.mark.parametrize("name,lag", one_in(3, list(WORLDS), [0, 1, 2]))
 def test_any_mix_of_operations(name, lag, monkeypatch):
     sizes = WORLDS[name]
-    monkeypatch.setattr("jaxspec.scheduler.CROWD", 3)
+    monkeypatch.setattr("jaxspec.scheduling.scheduler.CROWD", 3)
     for seed in range(6):
         world = World(seed, lag, **sizes)
         for _ in range(60):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxspec.batch import fit
-from jaxspec.pace import Pace
-from jaxspec.scheduler import Scheduler
-from jaxspec.sequence import Sequence
+from jaxspec.scheduling.prefill_budget import Pace
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.sequence import Sequence
 
 WEIGHTS, TOKEN, ROW = 4.5e-3, 21e-6, 45e-6  # seconds: to read all weights, for a prompt's token, for a request's round
 SLOTS, CHUNK, OUTPUT = 64, 2048, 48

@@ -10,8 +10,8 @@ import pytest
 
 from jaxspec import LLM, runner
 from jaxspec import ragged as sharing
-from jaxspec.adaptive import REST, rungs
 from jaxspec.round import LOGPROBS
+from jaxspec.scheduling.draft_count import REST, rungs
 
 
 class Turns:

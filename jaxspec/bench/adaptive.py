@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.adaptive import REST, Chooser
 from jaxspec.batch import fit
 from jaxspec.bench import engines, forced, plots
 from jaxspec.bench.forced import expected_length
@@ -51,6 +50,7 @@ from jaxspec.draft import Resting
 from jaxspec.drafters import load_drafter
 from jaxspec.engine import Engine
 from jaxspec.round import GREEDY
+from jaxspec.scheduling.draft_count import REST, Chooser
 from jaxspec.timing import time_rounds
 
 AUTO = "auto"

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from statistics import median
 
-from jaxspec.adaptive import REST
 from jaxspec.bench.results import Row
 from jaxspec.engine import Engine
+from jaxspec.scheduling.draft_count import REST
 
 
 class Meter:

@@ -28,10 +28,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxspec.audit import audit
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
-from jaxspec.pages import Node, PagePool, PrefixTree, Snapshots
-from jaxspec.sequence import Chunk, Plan, Sequence, State
+from jaxspec.scheduling.audit import audit
+from jaxspec.scheduling.prefix_cache import Node, PagePool, PrefixTree, Snapshots
+from jaxspec.scheduling.sequence import Chunk, Plan, Sequence, State
 
 CROWD, CROWD_SHARE = 12, 1 / 8  # requests that could come now and for whom rounds are held, and of those that run
 

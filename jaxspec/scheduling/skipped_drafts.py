@@ -1,4 +1,4 @@
-"""Requests whose rounds rested: the drafter missed some of their text, so they have no drafts (`adaptive.REST`).
+"""Requests whose rounds rested: the drafter missed some of their text, so they have no drafts (`draft_count.REST`).
 
 They have drafts again after a preemption, which computes their text anew, for the drafter too.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 
-from jaxspec.adaptive import REST, Chooser, Group
-from jaxspec.scheduler import Scheduler
-from jaxspec.sequence import Sequence
+from jaxspec.scheduling.draft_count import REST, Chooser, Group
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.sequence import Sequence
 
 EACH = 1e-3  # seconds that a preemption takes besides: the host's, and of programs that aren't full
 

@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxspec.pages import Node
+from jaxspec.scheduling.prefix_cache import Node
 
 NO_STATE = -1  # as a state slot: none
 

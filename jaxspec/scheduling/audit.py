@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxspec.scheduler import Scheduler
+    from jaxspec.scheduling.scheduler import Scheduler
 
 
 def audit(scheduler: Scheduler) -> None:
