@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config.options import ConfigError
 from jaxspec.models.description import Mixture, Mlp
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.pallas import kv_write
+from jaxspec.pallas.attention import kv_write
+from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.hopper import chosen
-from jaxspec.pallas.paged_attention import paged_attention
 
 log = logging.getLogger("jaxspec")
 

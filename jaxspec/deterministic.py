@@ -15,7 +15,8 @@ from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
 from jaxspec.models.weights import Weight
-from jaxspec.pallas import hopper, weight_stream
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.hopper import SWIZZLED as UNIT
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from jax import export
 
 from jaxspec.compiling import cores
 from jaxspec.ladder import One
-from jaxspec.pallas import hopper, once
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import export as once
 
 log = logging.getLogger("jaxspec")
 

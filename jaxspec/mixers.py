@@ -18,9 +18,10 @@ from jaxtyping import Array, Int
 from jaxspec.cache import KV, PageLayout, Rows, Scales
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.pallas import causal_conv, delta_in_order, gated_delta, hopper
-from jaxspec.pallas.causal_conv import Windows, conv_chunk, empty_windows, split_heads
-from jaxspec.pallas.gated_delta import DeltaPool
+from jaxspec.pallas import hopper
+from jaxspec.pallas.recurrence import causal_conv, gated_delta, sequential
+from jaxspec.pallas.recurrence.causal_conv import Windows, conv_chunk, empty_windows, split_heads
+from jaxspec.pallas.recurrence.gated_delta import DeltaPool
 
 NOTHING = -1  # as a state slot to start from: the state before any token; to keep a snapshot in: none is kept
 BLOCK = 32  # tokens of a whole text that linear attention takes at once
@@ -168,7 +169,7 @@ class PromptBlocks(_OverPages):
         return out, cache.replace(states=cache.states.replace(windows=windows))
 
     def recur(self, cache, layer, q, k, v, decay, beta, filled):
-        chunk = delta_in_order.chunk if self.rows.fixed and not hopper.multiprocessors() else gated_delta.chunk
+        chunk = sequential.chunk if self.rows.fixed and not hopper.multiprocessors() else gated_delta.chunk
         out, delta = chunk(
             cache.states.delta, layer, self.slots, self.source, self.keep, self.rows.count, q, k, v, decay, beta
         )
@@ -194,7 +195,7 @@ class RoundRows(_OverPages):
     def recur(self, cache, layer, q, k, v, decay, beta, filled):
         of = cache.states.delta, layer, self.slots, self.replay, q, k, v, decay, beta
         if self.rows.fixed:
-            out, delta = delta_in_order.step(*of)
+            out, delta = sequential.step(*of)
             return _filled(out, filled), cache.replace(states=cache.states.replace(delta=delta))
         out, delta = gated_delta.step(*of, filled)
         return out, cache.replace(states=cache.states.replace(delta=delta))

@@ -22,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec.collectives import summing, total
-from jaxspec.pallas import hopper, peer_sum
-from jaxspec.pallas.few_rows import Scaled
+from jaxspec.pallas import hopper
+from jaxspec.pallas.collectives import peer_sum
+from jaxspec.pallas.dense.few_rows import Scaled
 
 log = logging.getLogger("jaxspec")
 

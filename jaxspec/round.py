@@ -27,9 +27,9 @@ from jaxspec.decoder.functions import row_of
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified, proposed
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.ragged import Ragged
 from jaxspec.sharding import mine, owned, told
-from jaxspec.slices import sliced
 from jaxspec.verify import Tree
 
 # What a program does with logits, each all that those before it do: take the argmax; sample and adjust; and report

@@ -28,8 +28,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from jaxspec.decoder.matmul import gating
 from jaxspec.models.description import ClampedSwiglu
 from jaxspec.models.weights import Mxfp4, Weight
-from jaxspec.pallas import experts, gated_delta, portable, top_experts
+from jaxspec.pallas import portable
+from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.portable import attention, delta, fp8
+from jaxspec.pallas.recurrence import gated_delta
 
 DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
 
@@ -98,7 +100,7 @@ def mixes(tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8, sh
     stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
     stacks = [stack(e), stack(shared)] if shared else [stack(e)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    return experts.experts_mlp, shape((tokens, d), jnp.bfloat16), stacks, *routing
+    return experts_mlp.experts_mlp, shape((tokens, d), jnp.bfloat16), stacks, *routing
 
 
 def packed(tokens: int, width: int = 2880, e: int = 32, k: int = 4) -> tuple:
@@ -107,7 +109,7 @@ def packed(tokens: int, width: int = 2880, e: int = 32, k: int = 4) -> tuple:
 
     biases = shape((e, 2 * width), jnp.bfloat16), shape((e, width), jnp.bfloat16)
     routing = shape((tokens, k), jnp.int32), shape((tokens, k), jnp.float32)
-    run = partial(experts.experts_mlp, gating=gating(ClampedSwiglu(1.702, 7.0)))
+    run = partial(experts_mlp.experts_mlp, gating=gating(ClampedSwiglu(1.702, 7.0)))
     return run, shape((tokens, width), jnp.bfloat16), [(weight(2 * width), weight(width), *biases)], *routing
 
 

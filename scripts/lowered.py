@@ -54,7 +54,8 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.drafters import LoadedDrafter, load_drafter
 from jaxspec.ladder import ladder_of
 from jaxspec.models.weights import Weight
-from jaxspec.pallas import hopper, once
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import export
 from jaxspec.round import GREEDY, MODES
 
 TREE = dict(topk=4, num_steps=5, num_draft_tokens=8)
@@ -87,12 +88,12 @@ CASES = {
 
 
 class Kernels:
-    """In place of `once._Lowered`: a kernel is one custom call, and is lowered by itself, once, for its hash."""
+    """In place of `export._Lowered`: a kernel is one custom call, and is lowered by itself, once, for its hash."""
 
     def __init__(self, hashes: dict[str, str], alone: bool):
         self.hashes, self.alone, self.calls = hashes, alone, {}
 
-    def function(self, call: once.Call):
+    def function(self, call: export.Call):
         name = f"{call.function.__module__.removeprefix('jaxspec.pallas.')}.{call.function.__name__}"
         told = without_addresses(call.static)
         shapes, tree = call.shapes, call.tree
@@ -297,7 +298,7 @@ def run(
     mosaic.source_info_util = SimpleNamespace(**vars(mosaic.source_info_util) | {"user_frame": lambda *_: None})
     hashes: dict[str, str] = {}
     kernels = Kernels(hashes, alone)
-    once._Lowered.function = lambda self, name, call: kernels.function(call)
+    export._Lowered.function = lambda self, name, call: kernels.function(call)
     started = time.monotonic()
     for name in models:
         for program, jitted, arguments in programs(name, layers, modes, everything, only):

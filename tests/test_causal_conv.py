@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas import causal_conv as op
+from jaxspec.pallas.recurrence import causal_conv as op
 
 LAYERS, LAYER, SLOTS, C, W = 2, 1, 6, 12, 4
 step, chunk = jax.jit(op.conv_step), jax.jit(op.conv_chunk)

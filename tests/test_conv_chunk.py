@@ -11,9 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.description import DeltaRule
-from jaxspec.pallas import causal_conv, conv_chunk, hopper
-from jaxspec.pallas.conv_chunk import BLOCK, supported
+from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
+from jaxspec.pallas.recurrence import causal_conv, conv_chunk
+from jaxspec.pallas.recurrence.conv_chunk import BLOCK, supported
 from tests import drawn
 
 MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)

@@ -11,9 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.description import DeltaRule
-from jaxspec.pallas import causal_conv, hopper
-from jaxspec.pallas.conv_step import conv_step, supported
+from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
+from jaxspec.pallas.recurrence import causal_conv
+from jaxspec.pallas.recurrence.conv_step import conv_step, supported
 from tests import drawn
 from tests.sample import rare
 

@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import decode_attention as op
+from jaxspec.pallas.attention import decode_attention as op
 from tests.sample import one_in, rare
 
 LAYERS, LAYER = 2, 1

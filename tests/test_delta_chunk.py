@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import delta_chunk as op
-from jaxspec.pallas import gated_delta
+from jaxspec.pallas.recurrence import delta_chunk as op
+from jaxspec.pallas.recurrence import gated_delta
 from tests.sample import rare
 from tests.test_delta_step import near
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import delta_around, delta_plan, gated_delta
-from jaxspec.pallas import delta_step as op
-from jaxspec.pallas.delta_around import Around
+from jaxspec.pallas.recurrence import delta_plan, gated_delta, gates_and_norm
+from jaxspec.pallas.recurrence import delta_step as op
+from jaxspec.pallas.recurrence.gates_and_norm import Around
 from tests import drawn
 from tests.sample import one_in, rare
 
@@ -97,7 +97,7 @@ def check_around(case: Case, interpret=False):
     """With gates made before it, and the norm after it: as the plain step with the plain form of these."""
     pool, slots, (replay, q, k, v, *_) = case.inputs()
     around, eps, n = around_of(case), 1e-6, v.shape[2]
-    decay, beta, z = delta_around.plain(around, case.t)
+    decay, beta, z = gates_and_norm.plain(around, case.t)
     read, wanted = jax.jit(gated_delta.reference_step)(pool, LAYER, slots, replay, q, k, v, decay, beta)
     wide = np.asarray(read, np.float32)
     wide /= np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + eps)

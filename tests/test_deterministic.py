@@ -21,8 +21,8 @@ from jaxspec.deterministic import prepared
 from jaxspec.models.families import llama, qwen3
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
+from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.scheduling.sequence import State
-from jaxspec.slices import sliced
 from tests import drawn
 from tests.engines import OPTIONS, checkpoint, idle, set_overlap, tokens
 from tests.miniature import make, sequence

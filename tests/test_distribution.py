@@ -25,7 +25,7 @@ from jaxspec.drafters import NoDrafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.mixers import NOTHING
-from jaxspec.pallas.kv_write import stored
+from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.programs import Programs
 from jaxspec.ragged import most
 from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, empty_state

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import experts, few_rows
-from jaxspec.pallas.expert_add import MOST, add_scaled, supported
-from jaxspec.pallas.experts import NOBODY
+from jaxspec.pallas.dense import few_rows
+from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.experts.expert_add import MOST, add_scaled, supported
+from jaxspec.pallas.experts.experts_mlp import NOBODY
 from tests import drawn
 from tests.sample import rare
 from tests.test_weight_stream import assert_close
@@ -29,7 +30,7 @@ def operands(t: int, k: int, d: int):
 def check(t: int, k: int, d: int, **options):
     rows, place, weights, residual, scale = given = operands(t, k, d)
     got, scaled = add_scaled(*given, **options)
-    assert_close(got[:t], residual[:t] + experts.combine(rows, place, weights))
+    assert_close(got[:t], residual[:t] + experts_mlp.combine(rows, place, weights))
     np.testing.assert_array_equal(got[t:], residual[t:])
     expected = few_rows.scale_rows(got, scale)
     np.testing.assert_array_equal(scaled.rows, expected.rows)

@@ -12,11 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Weight
-from jaxspec.pallas import experts, few_rows, hopper
-from jaxspec.pallas.expert_few import mix, plan, supported
-from jaxspec.pallas.expert_few.fp8 import LOWER, pieces
-from jaxspec.pallas.expert_few.plan import COLUMNS, MOST, PARTS, ROWS, STEP, TILE, Plan, Work
-from jaxspec.pallas.experts import NOBODY
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import few_rows
+from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.experts.expert_few import mix, plan, supported
+from jaxspec.pallas.experts.expert_few.fp8 import LOWER, pieces
+from jaxspec.pallas.experts.expert_few.plan import COLUMNS, MOST, PARTS, ROWS, STEP, TILE, Plan, Work
+from jaxspec.pallas.experts.experts_mlp import NOBODY
 from jaxspec.pallas.hopper import KERNELS
 from tests import drawn
 from tests.sample import rare
@@ -175,7 +177,7 @@ def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, fp8, monkeypatch):
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
     before = KERNELS["expert_few"]
     given = shape((tokens, d), jnp.bfloat16), stacks, *routing, k + shared, shape((8, d), jnp.bfloat16)
-    run = lambda *given: experts.experts_mlp(*given[:-1], scale=given[-1])  # noqa: E731
+    run = lambda *given: experts_mlp.experts_mlp(*given[:-1], scale=given[-1])  # noqa: E731
     traced = jax.jit(run, static_argnums=4).trace(*given, shape((d,), jnp.bfloat16))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert KERNELS["expert_few"] == before + 1

@@ -12,10 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Mxfp4, Weight
-from jaxspec.pallas import expert_fp8, expert_plan, experts, hopper
-from jaxspec.pallas.expert_fp8 import MAX_ROWS, Stage, mix, supported
-from jaxspec.pallas.expert_rows import FEWEST
-from jaxspec.pallas.expert_stream import ALIGN, COUNT, SOURCE, Items
+from jaxspec.pallas import hopper
+from jaxspec.pallas.experts import expert_fp8, expert_plan, experts_mlp
+from jaxspec.pallas.experts.expert_fp8 import MAX_ROWS, Stage, mix, supported
+from jaxspec.pallas.experts.expert_rows import FEWEST
+from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
 from tests.quantised import quantised
 from tests.sample import rare
@@ -61,9 +62,9 @@ def test_a_mixture_matches_numpy(interpreted, t, e, k, more):
     """Planning and adding up around the kernels. The last of several tokens is padding."""
     case, whole = fp8_case(t, e, k, **more)
     if t > 1:
-        case, whole = ((*c[:2], c[2].at[-1].set(experts.NOBODY), c[3]) for c in (case, whole))
+        case, whole = ((*c[:2], c[2].at[-1].set(experts_mlp.NOBODY), c[3]) for c in (case, whole))
     with counting() as chosen:
-        got = jax.jit(experts.experts_mlp)(*case)
+        got = jax.jit(experts_mlp.experts_mlp)(*case)
     assert chosen == {"expert_fp8": 1}
     assert_close(got, naive(*whole))
 
@@ -71,23 +72,23 @@ def test_a_mixture_matches_numpy(interpreted, t, e, k, more):
 def test_one_token_alone_needs_no_plan(interpreted):
     """Its row comes with others that are padding, and one of its experts is nobody."""
     (x, stacks, ids, _), _ = fp8_case(1, 4, 3, d=128)
-    ids, rows = ids.at[0, 1].set(experts.NOBODY), jnp.pad(x, ((0, 7), (0, 0)), constant_values=1)
+    ids, rows = ids.at[0, 1].set(experts_mlp.NOBODY), jnp.pad(x, ((0, 7), (0, 0)), constant_values=1)
     items = Items(jnp.pad(ids, ((0, 0), (0, 5))), ALIGN, 3 * ALIGN, 3)
     got = expert_fp8.mix(rows, stacks, items)[::ALIGN]
-    planned, items, place = experts.plan(x, ids, 4, 3)
-    expected = jax.jit(experts.reference)(planned, stacks, items)[place[0]]
+    planned, items, place = experts_mlp.plan(x, ids, 4, 3)
+    expected = jax.jit(experts_mlp.reference)(planned, stacks, items)[place[0]]
     assert_close(got[jnp.array([0, 2])], expected[jnp.array([0, 2])])
 
 
 def test_items_write_their_own_rows_alone(interpreted):
     """Back to front, one by one, so that an item that writes too far spoils another's rows."""
     (x, stacks, ids, _), _ = fp8_case(50, 4, 2, skew=0.7, d=128)
-    rows, items, place = jax.jit(experts.plan, static_argnums=(2, 3, 4))(x, ids, 4, 2, MAX_ROWS)
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=(2, 3, 4))(x, ids, 4, 2, MAX_ROWS)
     blocks = np.asarray(items.table[: items.table[0, COUNT], 3])
     assert items.rows == 64 and set(blocks.tolist()) - {2, 4, 8}  # some fill no height
     items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
     got = expert_fp8.mix(rows, stacks, items)
-    assert_close(got[place], jax.jit(experts.reference)(rows, stacks, items)[place])
+    assert_close(got[place], jax.jit(experts_mlp.reference)(rows, stacks, items)[place])
 
 
 @pytest.mark.parametrize("model,tokens", [("qwen3.5-35b-a3b", 32), ("qwen3-30b-a3b", 600)])
@@ -101,7 +102,7 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
 
     stacks = [(weight(count, 2 * f, d), weight(count, d, f)) for count in (e, *[1] * (shared > 0))]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    lowered = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
+    lowered = jax.jit(experts_mlp.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
     kernels = 1 + (tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
     assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == kernels
 
@@ -132,7 +133,7 @@ def test_what_cannot_run_is_named():
     assert "widths 128 and 256" in supported(jnp.bfloat16, stacks + wider)
     odd = [tuple(weight.replace(values=weight.values[..., :64]) for weight in stacks[0])]
     assert "width 64" in supported(jnp.bfloat16, odd)
-    rows, items, _ = experts.plan(x, ids, 3)
+    rows, items, _ = experts_mlp.plan(x, ids, 3)
     with pytest.raises(ValueError, match="rows in float32"):
         mix(rows.astype(jnp.float32), stacks, items)
     with pytest.raises(ValueError, match="items of 128 rows"):

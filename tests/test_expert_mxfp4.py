@@ -15,10 +15,11 @@ from jaxspec.models import mxfp4
 from jaxspec.models.description import ClampedSwiglu
 from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Mxfp4, Weight
-from jaxspec.pallas import expert_mxfp4, expert_plan, experts, hopper
-from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, TILE, Stage, mix, supported
-from jaxspec.pallas.expert_rows import FEWEST
-from jaxspec.pallas.expert_stream import ALIGN, COUNT, SOURCE, Items
+from jaxspec.pallas import hopper
+from jaxspec.pallas.experts import expert_mxfp4, expert_plan, experts_mlp
+from jaxspec.pallas.experts.expert_mxfp4 import MAX_ROWS, TILE, Stage, mix, supported
+from jaxspec.pallas.experts.expert_rows import FEWEST
+from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
 from tests.sample import rare
 from tests.test_expert_stream import assert_close
@@ -58,7 +59,7 @@ def naive(x, ids, weights, whole, activation):
     gate_up, down, up_bias, down_bias = whole
     for t, chosen in enumerate(np.asarray(ids)):
         for j, e in enumerate(chosen):
-            if e == experts.NOBODY:
+            if e == experts_mlp.NOBODY:
                 continue
             gate, up = np.split(gate_up[e] @ x[t] + up_bias[e], 2)
             hidden = gate / (1 + np.exp(-gate)) * up
@@ -86,10 +87,10 @@ def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
     """Planning and adding up around the kernels. The last of several tokens is padding."""
     (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, **more)
     if t > 1:
-        ids = ids.at[-1].set(experts.NOBODY)
+        ids = ids.at[-1].set(experts_mlp.NOBODY)
     function = None if activation is None else gating(activation)
     with counting() as chosen:
-        got = jax.jit(partial(experts.experts_mlp, gating=function))(x, stacks, ids, weights)
+        got = jax.jit(partial(experts_mlp.experts_mlp, gating=function))(x, stacks, ids, weights)
     assert chosen == {"expert_mxfp4": 1}
     assert_close(got, naive(x, ids, weights, whole, activation))
 
@@ -100,18 +101,18 @@ def test_one_token_alone_needs_no_plan(interpreted):
     (x, stacks, ids, _), _ = mxfp4_case(1, 3, 2)
     items = Items(jnp.pad(ids, ((0, 0), (0, 6))), ALIGN, 2 * ALIGN, 2)
     got = expert_mxfp4.mix(jnp.pad(x, ((0, 7), (0, 0)), constant_values=1), stacks, items, gating(GPT_OSS))[::ALIGN]
-    planned, items, place = experts.plan(x, ids, 3, 2)
-    assert_close(got, experts.reference(planned, stacks, items, gating(GPT_OSS))[place[0]])
+    planned, items, place = experts_mlp.plan(x, ids, 3, 2)
+    assert_close(got, experts_mlp.reference(planned, stacks, items, gating(GPT_OSS))[place[0]])
 
 
 @pytest.mark.exhaustive  # as those in FP8 do (test_expert_fp8.py), of the same plan
 def test_items_write_their_own_rows_alone(interpreted):
     """Back to front, one by one, so that an item that writes too far spoils another's rows."""
     (x, stacks, ids, _), _ = mxfp4_case(30, 3, 1, skew=0.7)
-    rows, items, place = jax.jit(experts.plan, static_argnums=(2, 3, 4))(x, ids, 3, 1, MAX_ROWS)
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=(2, 3, 4))(x, ids, 3, 1, MAX_ROWS)
     items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
     got = expert_mxfp4.mix(rows, stacks, items, gating(GPT_OSS))
-    expected = experts.reference(rows, stacks, items, gating(GPT_OSS))
+    expected = experts_mlp.reference(rows, stacks, items, gating(GPT_OSS))
     assert_close(got[place], expected[place])
 
 
@@ -132,7 +133,7 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
     x, ids, weights = (
         jax.ShapeDtypeStruct((tokens, n), dtype) for n, dtype in ((d, jnp.bfloat16), (k, jnp.int32), (k, jnp.float32))
     )
-    run = jax.jit(partial(experts.experts_mlp, gating=gating(GPT_OSS)))
+    run = jax.jit(partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS)))
     lowered = run.trace(x, [shapes(e, d, f)], ids, weights).lower(lowering_platforms=("cuda",)).as_text()
     kernels = 2 + 2 * (tokens >= FEWEST)  # a plan and both products in one launch, or these in two
     assert lowered.count("custom_call @mosaic_gpu") == kernels
@@ -159,7 +160,7 @@ def test_what_cannot_run_is_named():
     assert "widths 576 and 1152" in supported(jnp.bfloat16, [*stacks, shapes(3, 576, 1152)])
     for d, f in ((2880, 1440), (128, 576)):
         assert "supported: multiples of 576" in supported(jnp.bfloat16, [shapes(3, d, f)])
-    rows, items, _ = experts.plan(x, ids, 3)
+    rows, items, _ = experts_mlp.plan(x, ids, 3)
     with pytest.raises(ValueError, match="rows in float32"):
         mix(rows.astype(jnp.float32), stacks, items)
     with pytest.raises(ValueError, match="items of 128 rows"):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import expert_plan, experts, hopper
-from jaxspec.pallas.expert_stream import COUNT
-from jaxspec.pallas.experts import NOBODY
+from jaxspec.pallas import hopper
+from jaxspec.pallas.experts import expert_plan, experts_mlp
+from jaxspec.pallas.experts.expert_stream import COUNT
+from jaxspec.pallas.experts.experts_mlp import NOBODY
 from jaxspec.pallas.hopper import KERNELS
 from tests.sample import rare
 from tests.test_expert_stream import MODELS
@@ -39,8 +40,8 @@ def check(
 ):
     """Everything that anyone reads is what the plain plan has. `wide`: columns that hold nobody."""
     x, ids, e = inputs(t, e, k, skew, shared, d, nobody)
-    each, rows = ids.shape[1], experts.rows_per_item(ids.size / e)
-    items, place = jax.jit(experts._by_expert, static_argnums=(1, 2))(ids, e, rows)
+    each, rows = ids.shape[1], experts_mlp.rows_per_item(ids.size / e)
+    items, place = jax.jit(experts_mlp._by_expert, static_argnums=(1, 2))(ids, e, rows)
     given = jnp.pad(ids, ((0, 0), (0, wide)), constant_values=NOBODY)
     sizes = {"rows": rows, "items": len(items.table), "capacity": items.capacity}
     gathered, table, places = expert_plan.plan(x, given, each=each, experts=e, **sizes, **options)
@@ -77,7 +78,7 @@ def test_the_mixture_takes_it_where_there_is_one(model, tokens, monkeypatch):
     d, _, e, k, shared = MODELS[model]
     before = KERNELS["expert_plan"]
     x, ids = jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16), jax.ShapeDtypeStruct((tokens, 128), jnp.int32)
-    run = jax.jit(lambda x, ids: experts.plan(x, ids, e + shared, k + shared))
+    run = jax.jit(lambda x, ids: experts_mlp.plan(x, ids, e + shared, k + shared))
     text = run.trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
     assert not [op for op in ("gather", "scatter", "pad", "slice", "reduce") if f"stablehlo.{op}" in text]

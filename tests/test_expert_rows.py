@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import experts, hopper
-from jaxspec.pallas.expert_rows import FEWEST, MOST, supported, take_rows, weighted_rows
+from jaxspec.pallas import hopper
+from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.experts.expert_rows import FEWEST, MOST, supported, take_rows, weighted_rows
 from jaxspec.pallas.hopper import KERNELS
 from tests import drawn
 
@@ -53,7 +54,7 @@ def test_many_tokens_take_it_where_there_is_one(monkeypatch):
     before = KERNELS["weighted_rows"]
     for tokens, kernels in ((FEWEST - 1, 0), (FEWEST, 1)):
         place, weights = shape((tokens, 9), jnp.int32), shape((tokens, 9), jnp.float32)
-        traced = jax.jit(experts.combine).trace(shape((9 * tokens, 2048), jnp.bfloat16), place, weights)
+        traced = jax.jit(experts_mlp.combine).trace(shape((9 * tokens, 2048), jnp.bfloat16), place, weights)
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == kernels
         assert KERNELS["weighted_rows"] == before + kernels
 

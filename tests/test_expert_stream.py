@@ -11,9 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.weights import Weight
-from jaxspec.pallas import expert_few, expert_plan, expert_stream, experts, hopper
-from jaxspec.pallas.expert_rows import FEWEST
-from jaxspec.pallas.expert_stream import COUNT, Tiling, stream, supported, tiling
+from jaxspec.pallas import hopper
+from jaxspec.pallas.experts import expert_few, expert_plan, expert_stream, experts_mlp
+from jaxspec.pallas.experts.expert_rows import FEWEST
+from jaxspec.pallas.experts.expert_stream import COUNT, Tiling, stream, supported, tiling
 from jaxspec.pallas.hopper import KERNELS
 from tests.sample import rare
 from tests.test_moe import arrays, naive, random_case
@@ -52,13 +53,13 @@ def assert_close(got, expected, tolerance: float = 8e-3):
 def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns):
     width = max(64, columns)
     x, stacks, ids, _ = bfloat16(random_case(t, e, k, skew, d=2 * width, f=width, seed=t))
-    rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, e)
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, e)
     sizes = Tiling(items.rows, columns, 64)
     monkeypatch.setattr(expert_stream, "BLOCKS", 1)
     # Back to front, one by one, so that an item that writes too far spoils another's rows.
     items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
     got = stream(rows, arrays(stacks), items, sizes=sizes, fused=False, interpret=plgpu.InterpretGPUParams())
-    expected = jax.jit(experts.reference)(rows, stacks, items)
+    expected = jax.jit(experts_mlp.reference)(rows, stacks, items)
     assert_close(got[place], expected[place])
 
 
@@ -70,10 +71,10 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
     monkeypatch.setattr(expert_stream, "stream", partial(stream, fused=False, interpret=interpret))
     monkeypatch.setattr(expert_plan, "plan", partial(expert_plan.plan, interpret=interpret))
     before = KERNELS["expert_stream"]
-    assert_close(jax.jit(experts.experts_mlp)(*case), naive(*case))
+    assert_close(jax.jit(experts_mlp.experts_mlp)(*case), naive(*case))
     assert KERNELS["expert_stream"] == before + 2  # interpreted, each stage is a kernel of its own
     for other in (random_case(3, 4, 2, f=64), bfloat16(random_case(3, 4, 2, f=64, shared=128))):
-        jax.eval_shape(experts.experts_mlp, *other)
+        jax.eval_shape(experts_mlp.experts_mlp, *other)
     assert KERNELS["expert_stream"] == before + 2
 
 
@@ -92,7 +93,7 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
     stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
     stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    lowered = jax.jit(experts.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
+    lowered = jax.jit(experts_mlp.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
     kernels = 1 + (expert_few.ROWS < tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
     assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == kernels
 
@@ -114,6 +115,6 @@ def test_what_cannot_run_is_named():
     assert "width 96" in supported(jnp.bfloat16, of(96)[:1])
     assert "widths 128 and 64" in supported(jnp.bfloat16, of(128))
     x, stacks, ids, _ = random_case(2, 4, 2)
-    rows, items, _ = experts.plan(x, ids, 4)
+    rows, items, _ = experts_mlp.plan(x, ids, 4)
     with pytest.raises(ValueError, match="float32, not bfloat16"):
         stream(rows, arrays(stacks), items)

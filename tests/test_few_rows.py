@@ -14,10 +14,10 @@ from jaxspec.decoder.functions import centred_rms_norm, cos_sin, rms_norm, rope
 from jaxspec.decoder.matmul import gate
 from jaxspec.models.description import Attention, Rope
 from jaxspec.models.weights import HALF
-from jaxspec.pallas import few_rows as op
-from jaxspec.pallas.few_rows import top
-from jaxspec.pallas.few_rows.share import share_out
-from jaxspec.pallas.kv_write import stored
+from jaxspec.pallas.attention.kv_write import stored
+from jaxspec.pallas.dense import few_rows as op
+from jaxspec.pallas.dense.few_rows import top
+from jaxspec.pallas.dense.few_rows.share import share_out
 from tests import drawn
 from tests.sample import one_in, rare
 from tests.test_weight_stream import assert_close

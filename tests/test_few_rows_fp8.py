@@ -13,10 +13,10 @@ from jaxspec.decoder.functions import centred_rms_norm, rms_norm, rope
 from jaxspec.decoder.matmul import gate
 from jaxspec.models import fp8
 from jaxspec.models.weights import HALF
-from jaxspec.pallas import few_rows as op
-from jaxspec.pallas.few_rows import Fp8Weight
-from jaxspec.pallas.few_rows import share as share_module
-from jaxspec.pallas.few_rows.share import share_out
+from jaxspec.pallas.dense import few_rows as op
+from jaxspec.pallas.dense.few_rows import Fp8Weight
+from jaxspec.pallas.dense.few_rows import share as share_module
+from jaxspec.pallas.dense.few_rows.share import share_out
 from tests import drawn
 from tests.sample import rare, some
 from tests.test_few_rows import EPS, INTERPRET, assert_written, rotating

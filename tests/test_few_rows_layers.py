@@ -29,8 +29,9 @@ from jaxspec.models import fp8, mxfp4
 from jaxspec.models.families import MODELS, llama
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Fp8, Mxfp4, Weight
-from jaxspec.pallas import expert_add, hopper, router
-from jaxspec.pallas import few_rows as op
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import few_rows as op
+from jaxspec.pallas.experts import expert_add, router
 from jaxspec.pallas.hopper import KERNELS
 from tests import drawn
 from tests.sample import rare

@@ -23,8 +23,8 @@ from jaxspec.models.description import Norm
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import is_param
-from jaxspec.pallas import add_norm as norm_module
-from jaxspec.pallas.add_norm import add_norm, supported
+from jaxspec.pallas.dense import add_norm as norm_module
+from jaxspec.pallas.dense.add_norm import add_norm, supported
 from tests import drawn
 from tests.tiny import tiny_config
 

@@ -15,9 +15,10 @@ from jaxspec.decoder.matmul import Quantised, gate, normed_for, product, project
 from jaxspec.models import fp8
 from jaxspec.models.description import Norm
 from jaxspec.models.weights import HALF, Fp8, Layout, Weight
-from jaxspec.pallas import fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, hopper, tile_matmul, tiles
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul, tiles
+from jaxspec.pallas.dense.tiles import Tiling
 from jaxspec.pallas.hopper import counting
-from jaxspec.pallas.tiles import Tiling
 from tests import drawn
 from tests.sample import one_in, rare
 

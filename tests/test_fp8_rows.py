@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.decoder.matmul import project, reference
 from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Layout, Weight
-from jaxspec.pallas import fp8_rows, hopper
-from jaxspec.pallas.fp8_rows import ENOUGH, MAX_ROWS, Share, product, supported
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import fp8_rows
+from jaxspec.pallas.dense.fp8_rows import ENOUGH, MAX_ROWS, Share, product, supported
 from jaxspec.pallas.hopper import counting
 from tests import drawn
 from tests.quantised import quantised

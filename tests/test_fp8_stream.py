@@ -19,11 +19,12 @@ from jaxspec.decoder.streamed import FP8_STREAM
 from jaxspec.models import fp8
 from jaxspec.models.families import MODELS
 from jaxspec.models.weights import HALF, is_param
-from jaxspec.pallas import hopper, scaled, weight_stream
-from jaxspec.pallas.weight_stream import chain, stream_fp8, stream_part_fp8
-from jaxspec.pallas.weight_stream import fp8 as fp8_module
-from jaxspec.pallas.weight_stream.chain import GROUP
-from jaxspec.pallas.weight_stream.fp8 import BLOCK, Fp8
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import scaled, weight_stream
+from jaxspec.pallas.dense.weight_stream import chain, stream_fp8, stream_part_fp8
+from jaxspec.pallas.dense.weight_stream import fp8 as fp8_module
+from jaxspec.pallas.dense.weight_stream.chain import GROUP
+from jaxspec.pallas.dense.weight_stream.fp8 import BLOCK, Fp8
 from tests.sample import one_in
 from tests.test_fp8_layers import check_layers, declared
 from tests.test_weight_stream import CUTS, EPS, assert_close, parts_of, parts_reference, reference

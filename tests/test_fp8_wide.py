@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.decoder.matmul import gate
 from jaxspec.models import fp8
 from jaxspec.models.weights import HALF
-from jaxspec.pallas import fp8_wide, tiles
-from jaxspec.pallas.tiles import Tiling
+from jaxspec.pallas.dense import fp8_wide, tiles
+from jaxspec.pallas.dense.tiles import Tiling
 from tests import drawn
 from tests.sample import one_in, rare
 from tests.test_fp8_many import operands

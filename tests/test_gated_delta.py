@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas import gated_delta as op
+from jaxspec.pallas.recurrence import gated_delta as op
 
 LAYERS, LAYER, SLOTS = 2, 1, 6
 SIZES = dict(key_heads=2, value_heads=4, key_width=16, value_width=24)

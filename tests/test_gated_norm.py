@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.functions import normed, rms_norm
 from jaxspec.models.description import Norm
-from jaxspec.pallas.add_norm import add_norm
-from jaxspec.pallas.gated_norm import ROWS, gated_norm
-from jaxspec.pallas.weight_stream import norm_fixed
+from jaxspec.pallas.dense.add_norm import add_norm
+from jaxspec.pallas.dense.weight_stream import norm_fixed
+from jaxspec.pallas.recurrence.gated_norm import ROWS, gated_norm
 from tests import drawn
 
 EPS = 1e-6

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxspec.pallas import expert_rows, hopper
+from jaxspec.pallas import hopper
+from jaxspec.pallas.experts import expert_rows
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.cache import Rows
 from jaxspec.pallas import hopper
+from jaxspec.pallas.attention.kv_write import FEWEST, kv_write, stored, supported
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.pallas.kv_write import FEWEST, kv_write, stored, supported
 from tests import drawn
 
 LAYERS = 3

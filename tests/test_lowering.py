@@ -21,7 +21,7 @@ from jaxspec.draft import Drafter
 from jaxspec.ladder import ladder_of
 from jaxspec.lowering import Given, Module, Order, Process, Processes
 from jaxspec.pallas import hopper
-from jaxspec.pallas.decode_attention import division
+from jaxspec.pallas.attention.decode_attention import division
 from jaxspec.programs import Programs
 from tests.engines import SELF, engine
 from tests.test_programs import WIDE

@@ -23,9 +23,9 @@ from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.models.declaring import mixture_tensors
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param, Weight
-from jaxspec.pallas import experts
-from jaxspec.pallas.expert_stream import COUNT
-from jaxspec.pallas.top_experts import top_experts
+from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.experts.expert_stream import COUNT
+from jaxspec.pallas.experts.top_experts import top_experts
 from jaxspec.train.objective import matmul_weights
 from tests import drawn
 from tests.sample import one_in
@@ -66,7 +66,7 @@ def naive(x, stacks, ids, weights):
     each = [tuple(np.asarray(m, np.float64) for m in pair) for pair in pairs]
     for t, chosen in enumerate(np.asarray(ids)):
         for j, e in enumerate(chosen):
-            if e == experts.NOBODY:
+            if e == experts_mlp.NOBODY:
                 continue
             gate_up, down = each[e]
             gate, up = np.split(gate_up @ x[t], 2)
@@ -138,7 +138,7 @@ def test_padding_reads_no_experts(monkeypatch):
         tokens = jnp.zeros((2, 3), jnp.int32)
         forward(model.config.decoder, model.params, tokens, rows.marked_positions(3), OnlyAttention(attend))
     (ids,) = seen
-    assert (ids == experts.NOBODY).all(axis=1).tolist() == [False, False, True, True, True, True]
+    assert (ids == experts_mlp.NOBODY).all(axis=1).tolist() == [False, False, True, True, True, True]
 
 
 def test_equal_probabilities_choose_the_first_experts():
@@ -165,10 +165,10 @@ def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
 ])  # fmt: skip
 def test_experts_match_one_pair_at_a_time(t, e, k, skew, shared):
     case = random_case(t, e, k, skew, shared=shared)
-    run = jax.jit(experts.experts_mlp)
+    run = jax.jit(experts_mlp.experts_mlp)
     np.testing.assert_allclose(run(*case), naive(*case), rtol=0, atol=2e-5)
     x, stacks, ids, weights = case
-    ids = jnp.where(jnp.arange(t)[:, None] % 3 == 1, experts.NOBODY, ids)  # padding
+    ids = jnp.where(jnp.arange(t)[:, None] % 3 == 1, experts_mlp.NOBODY, ids)  # padding
     case = x.at[1::3].set(jnp.nan), stacks, ids, weights
     np.testing.assert_allclose(run(*case), naive(*case), rtol=0, atol=2e-5)
 
@@ -185,7 +185,7 @@ def test_experts_have_the_gradients_of_all_experts_at_once(t, shared):
             out += jnp.sum(weights * (ids == e), axis=1)[:, None] * ((jax.nn.silu(gate) * up) @ down.T)
         return out
 
-    run = lambda x, stacks, weights: experts.experts_mlp(x, stacks, ids, weights)  # noqa: E731
+    run = lambda x, stacks, weights: experts_mlp.experts_mlp(x, stacks, ids, weights)  # noqa: E731
     got, expected = (
         jax.jit(jax.grad(lambda *of, f=f: jnp.sum(jnp.sin(f(*of))), argnums=(0, 1, 2)))(x, stacks, weights)
         for f in (run, dense)
@@ -200,13 +200,13 @@ def test_items_hold_each_pair_once(t, e, k, skew):
     """Whatever the routing: a pair's row of the result is its expert's work on its token, and items don't overlap."""
     ids = random_case(t, e, k, skew)[2]
     if skew == 0.3:  # padding, between what is real and at the end
-        ids = ids.at[t // 2 :: 4].set(experts.NOBODY).at[t - 1].set(experts.NOBODY)
+        ids = ids.at[t // 2 :: 4].set(experts_mlp.NOBODY).at[t - 1].set(experts_mlp.NOBODY)
     x = jnp.arange(1.0, t + 1)[:, None]
-    rows, items, place = jax.tree.map(np.asarray, jax.jit(experts.plan, static_argnums=2)(x, ids, e))
+    rows, items, place = jax.tree.map(np.asarray, jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, e))
     count, written = int(items.table[0, COUNT]), {}
     assert count <= len(items.table)
     for expert, *places, _ in items.table[:count].tolist():
-        source, target, blocks = (experts.ALIGN * place for place in places)
+        source, target, blocks = (experts_mlp.ALIGN * place for place in places)
         assert 0 <= source <= len(rows) - items.rows and 0 <= target <= items.capacity - items.rows
         assert blocks <= items.rows
         for r in range(blocks):
@@ -214,22 +214,22 @@ def test_items_hold_each_pair_once(t, e, k, skew):
             written[target + r] = expert, float(rows[source + r, 0])
     for (token, j), row in np.ndenumerate(place):
         chosen = int(ids[token, j])
-        assert row == -1 if chosen == experts.NOBODY else written[int(row)] == (chosen, token + 1)
+        assert row == -1 if chosen == experts_mlp.NOBODY else written[int(row)] == (chosen, token + 1)
     done = [expert for expert, _, _, blocks, _ in items.table[:count].tolist() if blocks]
-    assert set(done) == set(np.unique(ids).tolist()) - {experts.NOBODY}
+    assert set(done) == set(np.unique(ids).tolist()) - {experts_mlp.NOBODY}
     assert len(done) == sum(-(-int((ids == expert).sum()) // items.rows) for expert in set(done))  # nobody's read twice
 
 
 def test_many_pairs_are_ranked_chunk_by_chunk():
-    flat = np.random.default_rng(0).integers(0, 5, 4 * experts.CHUNK + 77)
-    counts, rank = jax.jit(experts._ranks, static_argnums=1)(flat, 7)
+    flat = np.random.default_rng(0).integers(0, 5, 4 * experts_mlp.CHUNK + 77)
+    counts, rank = jax.jit(experts_mlp._ranks, static_argnums=1)(flat, 7)
     assert counts.tolist() == np.bincount(flat, minlength=7).tolist()
     assert rank.tolist() == [int((flat[:i] == e).sum()) for i, e in enumerate(flat)]
 
 
 def test_item_rows_follow_the_mean():
-    assert [experts.rows_per_item(mean) for mean in (0.1, 3, 4, 12, 16, 32, 500)] == [8, 8, 16, 32, 64, 128, 128]
-    assert [experts.rows_per_item(mean, 2) for mean in (4, 5, 16, 32)] == [8, 16, 32, 64]
+    assert [experts_mlp.rows_per_item(mean) for mean in (0.1, 3, 4, 12, 16, 32, 500)] == [8, 8, 16, 32, 64, 128, 128]
+    assert [experts_mlp.rows_per_item(mean, 2) for mean in (4, 5, 16, 32)] == [8, 16, 32, 64]
 
 
 @pytest.mark.parametrize("stacked", [False, True])

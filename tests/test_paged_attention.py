@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.cache import Rows
 from jaxspec.pallas import hopper
-from jaxspec.pallas.paged_attention import paged_attention, reference, span_attention
+from jaxspec.pallas.attention.paged_attention import paged_attention, reference, span_attention
 from tests.sample import one_in, rare
 
 LAYERS, LAYER, H = 2, 1, 8

@@ -30,9 +30,12 @@ from jaxspec.decoder import layer as equations
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight, is_param
-from jaxspec.pallas import expert_add, few_rows, hopper, peer_sum, router, weight_stream
-from jaxspec.pallas.weight_stream import fp8 as fp8_chain
-from jaxspec.pallas.weight_stream import unquantised
+from jaxspec.pallas import hopper
+from jaxspec.pallas.collectives import peer_sum
+from jaxspec.pallas.dense import few_rows, weight_stream
+from jaxspec.pallas.dense.weight_stream import fp8 as fp8_chain
+from jaxspec.pallas.dense.weight_stream import unquantised
+from jaxspec.pallas.experts import expert_add, router
 from tests import drawn
 from tests import test_few_rows_layers as layers
 from tests.sample import rare

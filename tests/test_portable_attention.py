@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.hopper import counting
-from jaxspec.pallas.paged_attention import paged_attention
 from jaxspec.pallas.portable import attention as op
 from tests.portable import KINDS, lowered
 from tests.sample import one_in

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas import gated_delta, portable
+from jaxspec.pallas import portable
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import delta as op
+from jaxspec.pallas.recurrence import gated_delta
 from tests.portable import KINDS, lowered
 from tests.test_delta_step import CASES, LAYER, Case, near
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxspec.models.weights import Weight
-from jaxspec.pallas import experts, portable, top_experts
-from jaxspec.pallas.expert_stream import COUNT
+from jaxspec.pallas import portable
+from jaxspec.pallas.experts import experts_mlp, top_experts
+from jaxspec.pallas.experts.expert_stream import COUNT
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import experts as op
 from jaxspec.pallas.portable import router
@@ -40,16 +41,16 @@ def interpreted(monkeypatch):
 def test_a_mixture_is_the_sum_of_its_pairs(interpreted, t, e, k, shared, skew):
     case = bfloat16(random_case(t, e, k, skew, d=128, f=64, seed=t, shared=shared))
     with counting() as kernels:
-        got = jax.jit(experts.experts_mlp)(*case)
+        got = jax.jit(experts_mlp.experts_mlp)(*case)
     assert_close(got, naive(*case))
     assert kernels == {"portable_experts_few" if t <= op.FEW else "portable_experts": 1}
 
 
 def test_tokens_without_experts_leave_the_residual_stream_as_it_is(interpreted):
     x, stacks, ids, weights = bfloat16(random_case(3, 4, 2, d=128, f=64))
-    ids = ids.at[1].set(experts.NOBODY)
+    ids = ids.at[1].set(experts_mlp.NOBODY)
     residual = jnp.ones((8, 128), jnp.bfloat16)
-    run = jax.jit(experts.experts_mlp)
+    run = jax.jit(experts_mlp.experts_mlp)
     got = run(x, stacks, ids, weights, residual=residual)
     np.testing.assert_array_equal(got[jnp.array([1, 3, 4, 5, 6, 7])], 1)
     alone = run(x, stacks, ids, weights)
@@ -58,20 +59,20 @@ def test_tokens_without_experts_leave_the_residual_stream_as_it_is(interpreted):
 
 def test_items_beyond_the_count_write_nothing():
     x, stacks, ids, _ = bfloat16(random_case(40, 12, 2, d=64, f=64))
-    rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, 12)
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 12)
     table = items.table.at[items.table[0, COUNT] :].set(0)
     got = op.items(rows, arrays(stacks), items.replace(table=table.at[:, COUNT].set(items.table[0, COUNT])), None, True)
-    assert_close(got[place], experts.reference(rows, stacks, items)[place])
+    assert_close(got[place], experts_mlp.reference(rows, stacks, items)[place])
 
 
 @pytest.mark.parametrize("tokens", [5, 9])
 def test_another_activation(interpreted, tokens):
     gating = lambda gate, up: (up + 1) * jnp.minimum(gate, 1.0)  # noqa: E731
     case = bfloat16(random_case(tokens, 4, 2, d=64, f=64))
-    got = jax.jit(partial(experts.experts_mlp, gating=gating))(*case)
-    rows, items, place = jax.jit(experts.plan, static_argnums=2)(case[0], case[2], 4)
-    out = experts.reference(rows, case[1], items, gating)
-    assert_close(got, jax.jit(experts.combine)(out, place, case[3]))
+    got = jax.jit(partial(experts_mlp.experts_mlp, gating=gating))(*case)
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(case[0], case[2], 4)
+    out = experts_mlp.reference(rows, case[1], items, gating)
+    assert_close(got, jax.jit(experts_mlp.combine)(out, place, case[3]))
 
 
 @pytest.mark.parametrize("capability,model,tokens", one_in(
@@ -85,7 +86,7 @@ def test_lowers_for_each_generation(capability, model, tokens, monkeypatch):
     stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
     args = shape((tokens, d), jnp.bfloat16), stacks, *routing
-    text = lowered(experts.experts_mlp, *args, capability=capability)
+    text = lowered(experts_mlp.experts_mlp, *args, capability=capability)
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.decoder.matmul import gating
-from jaxspec.pallas import experts, portable
+from jaxspec.pallas import portable
+from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import mxfp4 as op
 from tests.portable import KINDS, lowered
@@ -27,10 +28,10 @@ def test_a_mixture_matches_numpy(t, e, k, more, activation, monkeypatch):
     monkeypatch.setattr(op, "items", partial(op.items, interpret=True))
     (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, **more)
     if t > 1:
-        ids = ids.at[-1].set(experts.NOBODY)
+        ids = ids.at[-1].set(experts_mlp.NOBODY)
     function = None if activation is None else gating(activation)
     with counting() as chosen:
-        got = jax.jit(partial(experts.experts_mlp, gating=function))(x, stacks, ids, weights)
+        got = jax.jit(partial(experts_mlp.experts_mlp, gating=function))(x, stacks, ids, weights)
     assert chosen == {"portable_mxfp4": 1}
     assert_close(got, naive(x, ids, weights, whole, activation))
 
@@ -41,7 +42,7 @@ def test_lowers_for_each_generation(capability, monkeypatch):
     d, f, e, k = MODELS["gpt-oss-20b"]
     shape = jax.ShapeDtypeStruct
     routing = shape((8, k), jnp.int32), shape((8, k), jnp.float32)
-    run = partial(experts.experts_mlp, gating=gating(GPT_OSS))
+    run = partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS))
     text = lowered(run, shape((8, d), jnp.bfloat16), [shapes(e, d, f)], *routing, capability=capability)
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.paged_attention import paged_attention
-from jaxspec.pallas.prompt_attention import prompt_attention, supported
+from jaxspec.pallas.attention.paged_attention import paged_attention
+from jaxspec.pallas.attention.prompt_attention import prompt_attention, supported
 
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 LAYERS, LAYER = 2, 1

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import few_rows, top_experts
-from jaxspec.pallas.router import router, supported
+from jaxspec.pallas.dense import few_rows
+from jaxspec.pallas.experts import top_experts
+from jaxspec.pallas.experts.router import router, supported
 from tests import drawn
 
 EPS = 1e-6

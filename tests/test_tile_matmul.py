@@ -12,10 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.matmul import gate, project, reference, valid_count
 from jaxspec.models.weights import HALF, Layout, Weight
-from jaxspec.pallas import hopper, tile_matmul, tiles
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import tile_matmul, tiles
+from jaxspec.pallas.dense.tile_matmul import matmul, supported, tiling_of
+from jaxspec.pallas.dense.tiles import BLOCKS, Tiling
 from jaxspec.pallas.hopper import counting
-from jaxspec.pallas.tile_matmul import matmul, supported, tiling_of
-from jaxspec.pallas.tiles import BLOCKS, Tiling
 from tests import drawn
 from tests.sample import one_in
 

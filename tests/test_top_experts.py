@@ -9,9 +9,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import hopper
-from jaxspec.pallas.experts import NOBODY
+from jaxspec.pallas.experts.experts_mlp import NOBODY
+from jaxspec.pallas.experts.top_experts import reference, select, supported, top_experts
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.pallas.top_experts import reference, select, supported, top_experts
 from tests import drawn
 from tests.sample import one_in, rare
 

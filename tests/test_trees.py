@@ -13,7 +13,7 @@ import jaxspec
 from jaxspec import SamplingParams, load_model, sampling, verify
 from jaxspec.cache import Rows
 from jaxspec.drafters import NoDrafter
-from jaxspec.pallas.paged_attention import reference
+from jaxspec.pallas.attention.paged_attention import reference
 from jaxspec.round import GREEDY, LOGPROBS
 from jaxspec.verify import Tree
 from tests.exact import adjusted, slots_for

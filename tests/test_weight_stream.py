@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.functions import rms_norm
 from jaxspec.models.weights import HALF
-from jaxspec.pallas.weight_stream import BLOCKS, chain, stream, stream_part, supported
-from jaxspec.pallas.weight_stream.unquantised import TILE
+from jaxspec.pallas.dense.weight_stream import BLOCKS, chain, stream, stream_part, supported
+from jaxspec.pallas.dense.weight_stream.unquantised import TILE
 from tests import drawn
 from tests.sample import rare
 

@@ -22,10 +22,11 @@ from jaxspec.mixers import Cache, PromptBlocks, WholeTexts
 from jaxspec.models.description import Attention, Rope
 from jaxspec.models.families import llama
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.pallas import hopper, weight_stream
-from jaxspec.pallas import write_heads as op
+from jaxspec.pallas import hopper
+from jaxspec.pallas.attention import write_heads as op
+from jaxspec.pallas.attention.kv_write import stored
+from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.hopper import KERNELS, counting
-from jaxspec.pallas.kv_write import stored
 from tests import drawn
 from tests.sample import rare
 from tests.test_few_rows_layers import with_biases

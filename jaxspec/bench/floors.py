@@ -20,7 +20,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.mixers import state_bytes
 from jaxspec.models.description import Attention
 from jaxspec.models.weights import Weight
-from jaxspec.pallas.experts import expected_experts
+from jaxspec.pallas.experts.experts_mlp import expected_experts
 
 
 @dataclass(frozen=True)

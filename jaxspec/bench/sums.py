@@ -25,7 +25,7 @@ from jaxspec import peers, sharding
 from jaxspec.bench import plots, profile
 from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, device_facts
 from jaxspec.config.flags import positive
-from jaxspec.pallas import peer_sum
+from jaxspec.pallas.collectives import peer_sum
 
 WIDTH = 4096  # columns, as many as the size has if it has fewer
 REPEATS = 64  # sums in a program

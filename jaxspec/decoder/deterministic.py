@@ -37,11 +37,13 @@ from jaxspec.decoder.padding import flat, unflat
 from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope, beyond
 from jaxspec.models.weights import HALF, Unquantised, Weight
-from jaxspec.pallas import few_rows, hopper, tile_matmul, weight_stream, write_heads
-from jaxspec.pallas.add_norm import WIDEST, add_norm
-from jaxspec.pallas.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP, MAX_ROWS
-from jaxspec.pallas.prompt_attention import UNIT as PROMPT_ROWS
-from jaxspec.slices import SLICE, sliced
+from jaxspec.pallas import hopper
+from jaxspec.pallas.attention import write_heads
+from jaxspec.pallas.attention.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP, MAX_ROWS
+from jaxspec.pallas.attention.prompt_attention import UNIT as PROMPT_ROWS
+from jaxspec.pallas.dense import few_rows, tile_matmul, weight_stream
+from jaxspec.pallas.dense.add_norm import WIDEST, add_norm
+from jaxspec.pallas.sliced_rows import SLICE, sliced
 
 NARROW_SLICE = 64  # that `few_rows` does
 

@@ -16,11 +16,13 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Weights
 from jaxspec.models.description import Attention, DeltaRule, Layer, Norm
 from jaxspec.models.weights import Weight, matmul
-from jaxspec.pallas import conv_chunk, conv_step, delta_chunk, delta_step, hopper, weight_stream
-from jaxspec.pallas.add_norm import UNIT, add_norm
-from jaxspec.pallas.delta_around import Around
-from jaxspec.pallas.gated_norm import gated_norm
-from jaxspec.slices import SLICE, sliced
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import weight_stream
+from jaxspec.pallas.dense.add_norm import UNIT, add_norm
+from jaxspec.pallas.recurrence import conv_chunk, conv_step, delta_chunk, delta_step
+from jaxspec.pallas.recurrence.gated_norm import gated_norm
+from jaxspec.pallas.recurrence.gates_and_norm import Around
+from jaxspec.pallas.sliced_rows import SLICE, sliced
 
 
 def supported(rule: DeltaRule, rows: int) -> str | None:

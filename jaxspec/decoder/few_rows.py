@@ -23,8 +23,9 @@ from jaxspec.decoder.padding import flat, padded, unflat, untimed, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.models.weights import HALF, Fp8, Mxfp4, Unquantised, Weight
-from jaxspec.pallas import few_rows, hopper
-from jaxspec.pallas.prompt_attention import UNIT
+from jaxspec.pallas import hopper
+from jaxspec.pallas.attention.prompt_attention import UNIT
+from jaxspec.pallas.dense import few_rows
 
 TIMED_WIDTH = 4096  # over several devices, of dense models in FP8 at 9 to 32 rows
 

@@ -28,7 +28,8 @@ from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.streamed import FP8_STREAM, WEIGHT_STREAM
 from jaxspec.models.description import Decoder, Norm, beyond
 from jaxspec.models.weights import Weight, matmul
-from jaxspec.pallas import few_rows, hopper, portable
+from jaxspec.pallas import hopper, portable
+from jaxspec.pallas.dense import few_rows
 from jaxspec.sharding import devices, embed
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first

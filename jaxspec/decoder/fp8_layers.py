@@ -20,9 +20,9 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.models.weights import Fp8, Unquantised, Weight
-from jaxspec.pallas import fp8_rows
-from jaxspec.pallas.add_norm import add_norm
-from jaxspec.pallas.add_norm import supported as norm_supported
+from jaxspec.pallas.dense import fp8_rows
+from jaxspec.pallas.dense.add_norm import add_norm
+from jaxspec.pallas.dense.add_norm import supported as norm_supported
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),

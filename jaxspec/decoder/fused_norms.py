@@ -27,7 +27,7 @@ from jaxspec.decoder.padding import flat, pad, padded, untimed, valid_rows
 from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
 from jaxspec.models.weights import HALF, Fp8, Unquantised, Weight
-from jaxspec.pallas import few_rows
+from jaxspec.pallas.dense import few_rows
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),

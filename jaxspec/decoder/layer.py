@@ -25,11 +25,11 @@ from jaxspec.decoder.matmul import Quantised, gate, gating, matmul, normed_for, 
 from jaxspec.decoder.mixer import LinearMixer, Mixer, NormingMixer, PagedMixer
 from jaxspec.decoder.path import Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, DeltaRule, Layer, Mixture, Mlp, Norm, Rope, beyond
-from jaxspec.pallas import write_heads
-from jaxspec.pallas.delta_around import Around
-from jaxspec.pallas.experts import NOBODY, experts_mlp
+from jaxspec.pallas.attention import write_heads
+from jaxspec.pallas.experts.experts_mlp import NOBODY, experts_mlp
+from jaxspec.pallas.experts.top_experts import top_experts
 from jaxspec.pallas.hopper import chosen
-from jaxspec.pallas.top_experts import top_experts
+from jaxspec.pallas.recurrence.gates_and_norm import Around
 from jaxspec.peers import summed
 from jaxspec.sharding import AXIS, devices, total
 

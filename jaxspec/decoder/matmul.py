@@ -17,7 +17,8 @@ from jaxspec.decoder.padding import flat, padded, unflat
 from jaxspec.models import fp8
 from jaxspec.models.description import ClampedSwiglu, Norm
 from jaxspec.models.weights import Fp8, Unquantised, Weight, matmul
-from jaxspec.pallas import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, portable, tile_matmul
+from jaxspec.pallas import portable
+from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.portable import fp8 as portable_fp8
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.description import DeltaRule
-from jaxspec.pallas.delta_around import Around
+from jaxspec.pallas.recurrence.gates_and_norm import Around
 
 
 @runtime_checkable

@@ -10,9 +10,10 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.path import Weights
 from jaxspec.models.description import Layer, Mixture
 from jaxspec.models.weights import Fp8, Unquantised, Weight
-from jaxspec.pallas import expert_few, few_rows
-from jaxspec.pallas import router as one_router
-from jaxspec.pallas.experts import scaled as experts_scaled
+from jaxspec.pallas.dense import few_rows
+from jaxspec.pallas.experts import expert_few
+from jaxspec.pallas.experts import router as one_router
+from jaxspec.pallas.experts.experts_mlp import scaled as experts_scaled
 from jaxspec.pallas.hopper import chosen
 from jaxspec.peers import summed
 from jaxspec.sharding import devices

@@ -8,7 +8,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import few_rows, hopper
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import few_rows
 
 
 def padded(b: int, t: int) -> int:

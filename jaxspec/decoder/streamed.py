@@ -24,7 +24,8 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Call, Path, Stack, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, Layer, Mlp, Norm, Rope
 from jaxspec.models.weights import HALF, Fp8, Unquantised, matmul
-from jaxspec.pallas import hopper, weight_stream
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import weight_stream
 from jaxspec.sharding import devices
 
 IMPLEMENTS = {

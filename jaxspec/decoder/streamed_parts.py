@@ -19,8 +19,8 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.path import Stack, Weights
 from jaxspec.models.description import Decoder
 from jaxspec.models.weights import Fp8
-from jaxspec.pallas import weight_stream
-from jaxspec.pallas.few_rows import GROUP
+from jaxspec.pallas.dense import weight_stream
+from jaxspec.pallas.dense.few_rows import GROUP
 from jaxspec.peers import summed
 
 

@@ -14,8 +14,8 @@ from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.draft import Drafter
 from jaxspec.models.description import DeltaRule, Mixture
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.pallas.dense.weight_stream import MAX_ROWS
 from jaxspec.pallas.hopper import kernels_here
-from jaxspec.pallas.weight_stream import MAX_ROWS
 from jaxspec.train.attention import OneText, packed_attention
 from jaxspec.train.data import TrainError
 

@@ -13,7 +13,7 @@ from jaxspec.bench import cases, kernels
 from jaxspec.bench.cases import attention, matmuls, mixtures
 from jaxspec.models.weights import HALF
 from jaxspec.pallas import hopper
-from jaxspec.pallas.weight_stream import STAGES
+from jaxspec.pallas.dense.weight_stream import STAGES
 from tests.sample import rare
 from tests.test_few_rows import INTERPRET
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.pallas import causal_conv
+from jaxspec.pallas.recurrence import causal_conv
 from tests import test_conv_chunk
 from tests.test_conv_chunk import BLOCK, MIX
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas import decode_attention as op
+from jaxspec.pallas.attention import decode_attention as op
 from tests.test_decode_attention import CASES, Case, check
 
 pytestmark = pytest.mark.gpu

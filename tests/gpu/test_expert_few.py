@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas import experts
-from jaxspec.pallas.expert_few import ROWS, mix
-from jaxspec.pallas.experts import NOBODY
+from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.experts.expert_few import ROWS, mix
+from jaxspec.pallas.experts.experts_mlp import NOBODY
 from tests import test_expert_few as cpu
 from tests.gpu import test_expert_fp8
 from tests.gpu.test_expert_stream import draw
@@ -26,8 +26,8 @@ def run(x, stacks, *rest):
 
 @jax.jit
 def expected(x, stacks, ids, weights):
-    rows, items, place = experts.plan(x, ids, sum(len(down.values) for _, down in stacks))
-    return experts.combine(experts.reference(rows, stacks, items), place, weights)
+    rows, items, place = experts_mlp.plan(x, ids, sum(len(down.values) for _, down in stacks))
+    return experts_mlp.combine(experts_mlp.reference(rows, stacks, items), place, weights)
 
 
 @pytest.mark.parametrize("tokens", range(1, ROWS + 1))

@@ -9,8 +9,8 @@ import pytest
 
 from jaxspec.models import fp8
 from jaxspec.models.weights import Fp8, Weight
-from jaxspec.pallas import expert_fp8, experts
-from jaxspec.pallas.expert_fp8 import MAX_ROWS, mix
+from jaxspec.pallas.experts import expert_fp8, experts_mlp
+from jaxspec.pallas.experts.expert_fp8 import MAX_ROWS, mix
 from jaxspec.pallas.hopper import KERNELS
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
 from tests.test_moe import random_case
@@ -46,14 +46,16 @@ def test_kernel_matches_the_reference(model, tokens):
     for seed, skew in enumerate((0.0, 0.5)):
         x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
         before = KERNELS["expert_fp8"]
-        run = jax.jit(lambda *a: experts.experts_mlp(*a))
+        run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a))
         got = run(*case)
         assert KERNELS["expert_fp8"] == before + 1
         np.testing.assert_array_equal(got, run(*case))
-        rows, items, place = jax.jit(experts.plan, static_argnums=2)(
+        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(
             x, ids, sum(len(down.values) for _, down in stacks)
         )
-        assert_close(got, experts.combine(jax.jit(experts.reference)(rows, stacks, items), place, weights), 1e-2)
+        assert_close(
+            got, experts_mlp.combine(jax.jit(experts_mlp.reference)(rows, stacks, items), place, weights), 1e-2
+        )
 
 
 @pytest.mark.parametrize("tokens", [9, 128])
@@ -62,8 +64,8 @@ def test_one_launch_makes_the_bits_of_two(tokens, monkeypatch):
     x, stacks, ids, _ = draw("qwen3-30b-a3b", tokens, 0.0, 0)
     column = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     monkeypatch.setattr(expert_fp8, "_mix", expert_fp8._mix.__wrapped__)  # it would keep its first trace
-    for ids in (jnp.where(column == 0, 5, experts.NOBODY), column):
-        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, 128)
+    for ids in (jnp.where(column == 0, 5, experts_mlp.NOBODY), column):
+        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 128)
         made = []
         for one in (True, False):
             monkeypatch.setattr(expert_fp8, "one_launch", lambda *_, one=one: one)
@@ -78,9 +80,9 @@ def test_items_of_every_height_keep_to_their_rows(highest):
     for seed in range(5):
         x, _, ids, _ = bfloat16(random_case(200, 16, 4, 0.5, d=256, f=1, seed=seed))
         stacks = [stack(16, 256, 128, seed)]
-        rows, items, place = jax.jit(experts.plan, static_argnums=(2, 3, 4))(x, ids, 16, 4, highest)
+        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=(2, 3, 4))(x, ids, 16, 4, highest)
         assert items.rows == min(highest, MAX_ROWS)
-        assert_close(jax.jit(mix)(rows, stacks, items)[place], experts.reference(rows, stacks, items)[place], 1e-2)
+        assert_close(jax.jit(mix)(rows, stacks, items)[place], experts_mlp.reference(rows, stacks, items)[place], 1e-2)
 
 
 @pytest.mark.parametrize("companies", [(1, 16, 32, 128, 500), (2, 3, 8)])
@@ -88,7 +90,7 @@ def test_a_token_gets_the_same_in_any_company(companies):
     """Bit for bit: sums run over the inputs in one order, and a token's experts are added in its own. From two to eight
     tokens rows are pairs of e4m3 rows, so these agree among themselves."""
     x, stacks, ids, weights = draw("qwen3.5-35b-a3b", 500, 0.0, 0)
-    run = jax.jit(experts.experts_mlp)
+    run = jax.jit(experts_mlp.experts_mlp)
     first, *others = [run(x[:n], stacks, ids[:n], weights[:n])[:1] for n in companies]
     for other in others:
         np.testing.assert_array_equal(other, first)

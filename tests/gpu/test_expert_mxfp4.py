@@ -15,8 +15,8 @@ from jaxspec.bench import profile
 from jaxspec.decoder.matmul import gating
 from jaxspec.models import mxfp4
 from jaxspec.models.weights import Mxfp4, Weight
-from jaxspec.pallas import expert_mxfp4, experts
-from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, mix
+from jaxspec.pallas.experts import expert_mxfp4, experts_mlp
+from jaxspec.pallas.experts.expert_mxfp4 import MAX_ROWS, mix
 from jaxspec.pallas.hopper import KERNELS
 from tests.test_expert_mxfp4 import GPT_OSS, MODELS
 from tests.test_expert_stream import assert_close, bfloat16
@@ -53,7 +53,7 @@ def test_numbers_are_exact():
     gate_up, down, *_ = stack(2, 576, 576)
     one = jnp.eye(576, dtype=jnp.bfloat16)
     ids, weights = jnp.zeros((576, 1), jnp.int32), jnp.ones((576, 1))
-    got = jax.jit(partial(experts.experts_mlp, gating=lambda gate, up: up + 0 * gate))(
+    got = jax.jit(partial(experts_mlp.experts_mlp, gating=lambda gate, up: up + 0 * gate))(
         one, [(gate_up, down)], ids, weights
     )
     hidden = gate_up.dequantised("float32")[0, 576:].T.astype(jnp.bfloat16)  # exact: two bits of mantissa
@@ -69,12 +69,12 @@ def test_kernel_matches_the_reference(model, tokens):
     for seed, skew in enumerate((0.0, 0.5)):
         x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
         before = KERNELS["expert_mxfp4"]
-        run = jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT))
+        run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a, gating=ACT))
         got = run(*case)
         assert KERNELS["expert_mxfp4"] == before + 1
         np.testing.assert_array_equal(got, run(*case))
-        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, MODELS[model][2])
-        assert_close(got, experts.combine(experts.reference(rows, stacks, items, ACT), place, weights), 1e-2)
+        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, MODELS[model][2])
+        assert_close(got, experts_mlp.combine(experts_mlp.reference(rows, stacks, items, ACT), place, weights), 1e-2)
 
 
 @pytest.mark.parametrize("tokens", [9, 128])
@@ -84,8 +84,8 @@ def test_one_launch_makes_the_bits_of_two(tokens, monkeypatch):
     column = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     monkeypatch.setattr(expert_mxfp4, "ONE_LAUNCH", len(ids) * ids.shape[1])
     monkeypatch.setattr(expert_mxfp4, "_mix", expert_mxfp4._mix.__wrapped__)  # it would keep its first trace
-    for ids in (jnp.where(column == 0, 5, experts.NOBODY), column):
-        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, 128)
+    for ids in (jnp.where(column == 0, 5, experts_mlp.NOBODY), column):
+        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 128)
         made = []
         for one in (True, False):
             monkeypatch.setattr(expert_mxfp4, "one_launch", lambda *_, one=one: one)
@@ -100,10 +100,10 @@ def test_items_of_every_height_keep_to_their_rows(highest):
     for seed in range(3):
         x, _, ids, _ = bfloat16(random_case(200, 16, 4, 0.5, d=576, f=1, seed=seed))
         stacks = [stack(16, 576, 576)]
-        rows, items, place = jax.jit(experts.plan, static_argnums=(2, 3, 4))(x, ids, 16, 4, highest)
+        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=(2, 3, 4))(x, ids, 16, 4, highest)
         assert items.rows == min(highest, MAX_ROWS)
         got = jax.jit(lambda *a: mix(*a, gating=ACT))(rows, stacks, items)
-        assert_close(got[place], experts.reference(rows, stacks, items, ACT)[place], 1e-2)
+        assert_close(got[place], experts_mlp.reference(rows, stacks, items, ACT)[place], 1e-2)
 
 
 def test_one_token_alone_needs_no_plan():
@@ -111,15 +111,15 @@ def test_one_token_alone_needs_no_plan():
     x, stacks, ids, weights = draw("gpt-oss-120b", 1, 0.0, 0)
     rows, wide_ids, wide = (jnp.pad(a, ((0, 7), (0, more))) for a, more in ((x, 0), (ids, 124), (weights, 124)))
     named = dict(each=4, residual=jnp.zeros_like(rows), scale=jnp.ones(x.shape[1], jnp.bfloat16), tokens=1)
-    got, scaled = jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT, **named))(rows, stacks, wide_ids, wide)
-    assert_close(got[:1], jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT))(x, stacks, ids, weights), 1e-2)
+    got, scaled = jax.jit(lambda *a: experts_mlp.experts_mlp(*a, gating=ACT, **named))(rows, stacks, wide_ids, wide)
+    assert_close(got[:1], jax.jit(lambda *a: experts_mlp.experts_mlp(*a, gating=ACT))(x, stacks, ids, weights), 1e-2)
     np.testing.assert_array_equal(scaled.rows, got)
 
 
 def test_a_token_gets_the_same_in_any_company():
     """Bit for bit, whether one warpgroup or two have summed up. More than 512 tokens are added up by another kernel."""
     x, stacks, ids, weights = draw("gpt-oss-20b", 500, 0.0, 0)
-    run = jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT))
+    run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a, gating=ACT))
     alone = run(x[:1], stacks, ids[:1], weights[:1])
     for tokens in (2, 8, 16, 32, 128, 500):
         np.testing.assert_array_equal(run(x[:tokens], stacks, ids[:tokens], weights[:tokens])[:1], alone)
@@ -132,7 +132,7 @@ def test_speed(model, figures):
     d, f, _, k = MODELS[model]
     for tokens in (1, 8, 32, 128, 512, 2048, 8192):
         x, stacks, ids, weights = draw(model, tokens, 0.0, tokens)
-        run = jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT))
+        run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a, gating=ACT))
         jax.block_until_ready(run(x, stacks, ids, weights))
         rows = profile.kernels(
             lambda run=run, a=(x, stacks, ids, weights): jax.block_until_ready([run(*a) for _ in range(10)]), 10

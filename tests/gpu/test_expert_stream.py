@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec.models.weights import Weight
-from jaxspec.pallas import experts
-from jaxspec.pallas.expert_stream import COLUMNS, Tiling, stream
+from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.experts.expert_stream import COLUMNS, Tiling, stream
 from jaxspec.pallas.hopper import KERNELS
 from tests.test_expert_stream import MODELS, assert_close, bfloat16
 from tests.test_moe import arrays, random_case
@@ -38,14 +38,14 @@ def test_kernel_matches_the_reference(model, tokens):
     for seed, skew in enumerate((0.0, 0.5)):
         x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
         before = KERNELS["expert_few"] + KERNELS["expert_stream"]
-        run = jax.jit(lambda *a: experts.experts_mlp(*a))
+        run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a))
         got = run(*case)
         assert KERNELS["expert_few"] + KERNELS["expert_stream"] == before + 1
         np.testing.assert_array_equal(got, run(*case))
-        rows, items, place = jax.jit(experts.plan, static_argnums=2)(
+        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(
             x, ids, sum(len(down.values) for _, down in stacks)
         )
-        assert_close(got, experts.combine(jax.jit(experts.reference)(rows, stacks, items), place, weights))
+        assert_close(got, experts_mlp.combine(jax.jit(experts_mlp.reference)(rows, stacks, items), place, weights))
 
 
 @pytest.mark.parametrize("some,more", [(1, (2, 4, 8)), (9, (16, 32, 128, 500))])
@@ -53,7 +53,7 @@ def test_a_token_gets_the_same_in_any_company(some, more):
     """Bit for bit within a kernel: sums run over the inputs in one order, and the first token's experts come first. Up
     to eight tokens have a kernel of their own, and more than 512 are added up by one."""
     x, stacks, ids, weights = draw("qwen3.5-35b-a3b", 500, 0.0, 0)
-    run = jax.jit(experts.experts_mlp)
+    run = jax.jit(experts_mlp.experts_mlp)
     alone = run(x[:some], stacks, ids[:some], weights[:some])
     for tokens in more:
         np.testing.assert_array_equal(run(x[:tokens], stacks, ids[:tokens], weights[:tokens])[:1], alone[:1])
@@ -65,7 +65,7 @@ def test_every_tiling_hands_over(tokens, columns):
     """A narrow model: blocks without work, and hand-overs right away, over and over."""
     for seed in range(5):
         x, stacks, ids, _ = bfloat16(random_case(tokens, 16, 2, d=256, f=128, seed=seed))
-        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, 16)
+        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 16)
         sizes = Tiling(items.rows, columns, 64)
         got = jax.jit(lambda *a, sizes=sizes: stream(*a, sizes=sizes))(rows, arrays(stacks), items)
-        assert_close(got[place], jax.jit(experts.reference)(rows, stacks, items)[place])
+        assert_close(got[place], jax.jit(experts_mlp.reference)(rows, stacks, items)[place])

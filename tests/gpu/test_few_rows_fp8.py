@@ -12,7 +12,8 @@ import pytest
 
 from jaxspec import cache
 from jaxspec.models import fp8
-from jaxspec.pallas import few_rows, hopper
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.hopper import KERNELS
 from tests import test_few_rows_fp8 as cpu
 from tests import test_few_rows_layers as layers

@@ -17,7 +17,7 @@ from jaxspec.decoder.plain import PLAIN
 from jaxspec.mixers import WholeTexts
 from jaxspec.models.description import Norm
 from jaxspec.pallas import hopper
-from jaxspec.pallas.add_norm import add_norm
+from jaxspec.pallas.dense.add_norm import add_norm
 from tests.test_fp8_layers import declared
 
 pytestmark = pytest.mark.gpu

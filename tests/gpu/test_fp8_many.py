@@ -14,8 +14,8 @@ from jaxspec.decoder.matmul import project
 from jaxspec.models import fp8
 from jaxspec.models.description import Norm
 from jaxspec.models.weights import HALF, Fp8, Layout, Weight
-from jaxspec.pallas import fp8_quantise, fp8_tiles
-from jaxspec.pallas.tiles import Tiling
+from jaxspec.pallas.dense import fp8_quantise, fp8_tiles
+from jaxspec.pallas.dense.tiles import Tiling
 from tests.test_fp8_many import check, check_normed, operands, run
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models import fp8
-from jaxspec.pallas.fp8_rows import product
+from jaxspec.pallas.dense.fp8_rows import product
 
 pytestmark = pytest.mark.gpu
 

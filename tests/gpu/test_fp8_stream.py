@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.decoder.streamed import FP8_STREAM
-from jaxspec.pallas.weight_stream import stream_fp8, stream_part_fp8
+from jaxspec.pallas.dense.weight_stream import stream_fp8, stream_part_fp8
 from tests.gpu.test_fp8_layers import QWEN3_8B, compare
 from tests.test_fp8_layers import declared
 from tests.test_fp8_stream import EPS, expected, expected_parts, inputs

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec.models import fp8
-from jaxspec.pallas import fp8_wide
-from jaxspec.pallas.tiles import Tiling
+from jaxspec.pallas.dense import fp8_wide
+from jaxspec.pallas.dense.tiles import Tiling
 from tests.gpu.test_fp8_many import SHAPES
 from tests.test_fp8_many import operands
 from tests.test_fp8_wide import check

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas import gated_delta
 from jaxspec.pallas.hopper import counting
+from jaxspec.pallas.recurrence import gated_delta
 from tests import test_delta_chunk, test_delta_step
 
 pytestmark = pytest.mark.gpu

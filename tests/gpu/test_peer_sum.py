@@ -14,8 +14,8 @@ import pytest
 
 from jaxspec import peers, sharding
 from jaxspec.bench import sums
-from jaxspec.pallas import peer_sum
-from jaxspec.pallas.few_rows import Scaled
+from jaxspec.pallas.collectives import peer_sum
+from jaxspec.pallas.dense.few_rows import Scaled
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxspec.decoder.matmul import gating
-from jaxspec.pallas import experts, hopper, top_experts
+from jaxspec.pallas import hopper
+from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.portable import fp8, router
 from tests.gpu.test_lossless import NEAR_TIE, logit_gap
 from tests.portable import outputs
@@ -58,7 +59,7 @@ def test_a_mixture_equals_the_plain_one(t, shared):
     outs = {}
     for kernels in ("portable", "plain"):
         with hopper.using(kernels), hopper.counting() as chosen:
-            outs[kernels] = jax.jit(experts.experts_mlp)(*case)
+            outs[kernels] = jax.jit(experts_mlp.experts_mlp)(*case)
             jax.clear_caches()
         assert bool(chosen) == (kernels == "portable")
     assert_close(outs["portable"], outs["plain"])
@@ -89,7 +90,7 @@ def test_greedy_text_is_the_same_with_drafts_and_without(family):
 def test_a_mixture_in_mxfp4_matches_numpy(t, e, k):
     (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, d=576, f=704)
     with hopper.using("portable"), hopper.counting() as chosen:
-        got = jax.jit(partial(experts.experts_mlp, gating=gating(GPT_OSS)))(x, stacks, ids, weights)
+        got = jax.jit(partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS)))(x, stacks, ids, weights)
     assert chosen["portable_mxfp4"]
     assert_close(got, naive(x, ids, weights, whole, GPT_OSS))
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.paged_attention import paged_attention
-from jaxspec.pallas.prompt_attention import prompt_attention, supported
+from jaxspec.pallas.attention.paged_attention import paged_attention
+from jaxspec.pallas.attention.prompt_attention import prompt_attention, supported
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,9 @@ from jaxspec.decoder.forward import forward
 from jaxspec.models.families import qwen3
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
+from jaxspec.pallas.dense.tile_matmul import matmul
+from jaxspec.pallas.dense.tiles import Tiling
 from jaxspec.pallas.hopper import counting
-from jaxspec.pallas.tile_matmul import matmul
-from jaxspec.pallas.tiles import Tiling
 from tests.test_tile_matmul import check, inputs
 from tests.tiny import tiny_config
 

@@ -12,8 +12,8 @@ from jaxspec.decoder.forward import forward
 from jaxspec.models.families import qwen3
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
+from jaxspec.pallas.dense.weight_stream import stream
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.pallas.weight_stream import stream
 from tests.test_weight_stream import (
     EPS,
     assert_close,

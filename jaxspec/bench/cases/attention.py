@@ -15,7 +15,7 @@ from jaxspec.cache import Rows
 from jaxspec.decoder.layer import attention
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.models.description import Attention, Layer, Mlp, Norm, Rope
-from jaxspec.pallas.paged_attention import paged_attention, reference
+from jaxspec.pallas.attention.paged_attention import paged_attention, reference
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 

@@ -13,7 +13,8 @@ from jaxspec.bench.cases.case import PAGE, Case
 from jaxspec.decoder import matmul
 from jaxspec.models import fp8
 from jaxspec.models.weights import HALF, Fp8, Layout, Weight
-from jaxspec.pallas import experts, few_rows
+from jaxspec.pallas.dense import few_rows
+from jaxspec.pallas.experts import experts_mlp as experts
 
 EPS, ROWS = 1e-6, 8
 TOKENS = 1, 8

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.bench.cases.case import BLOCK, Case
 from jaxspec.models.description import DeltaRule
-from jaxspec.pallas import causal_conv, gated_delta
+from jaxspec.pallas.recurrence import causal_conv, gated_delta
 
 
 def convolution(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:

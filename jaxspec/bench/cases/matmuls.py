@@ -14,7 +14,7 @@ from jaxspec.decoder.functions import rms_norm
 from jaxspec.decoder.mixture_rows import operand
 from jaxspec.models import fp8
 from jaxspec.models.weights import HALF, Format, Fp8, Layout, Unquantised, Weight
-from jaxspec.pallas import few_rows, weight_stream
+from jaxspec.pallas.dense import few_rows, weight_stream
 
 EPS = 1e-6
 EXACT, BLOCKS, GIVEN = Unquantised(), Fp8(fp8.BLOCK), Layout()

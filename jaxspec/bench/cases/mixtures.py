@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxspec.bench.cases.case import Case
 from jaxspec.models.weights import Weight
-from jaxspec.pallas import experts, top_experts
+from jaxspec.pallas.experts import experts_mlp as experts
+from jaxspec.pallas.experts import top_experts
 
 
 def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, layers: int, dtype: str) -> Case:

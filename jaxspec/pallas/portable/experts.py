@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.weights import Unquantised, formats
 from jaxspec.pallas import hopper, portable
-from jaxspec.pallas.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
+from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
 
 FEW = 8  # tokens
 LEAST_ROWS = 16  # of a product
@@ -28,7 +28,7 @@ Arrays = list[tuple[Array, Array]]  # of each stack: gate and up [e, 2f, d], dow
 
 
 def supported(dtype: Any, stacks: list) -> str | None:
-    """Why the kernels can't compute these `experts.Stack`s of rows of `dtype`, or None if they can."""
+    """Why the kernels can't compute these `experts_mlp.Stack`s of rows of `dtype`, or None if they can."""
     if others := [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]:
         return f"experts in {others[0]}; unquantised ones are supported"
     if any(len(stack) > 2 for stack in stacks):
@@ -63,7 +63,7 @@ def few(
     gating: Callable | None = None,
     interpret: bool = False,
 ) -> Float[Array, "t d"]:
-    """`experts.experts_mlp` without a residual, of up to `FEW` tokens."""
+    """`experts_mlp.experts_mlp` without a residual, of up to `FEW` tokens."""
     hopper.count("portable_experts_few")
     return _few(x, stacks, ids[:, :each], weights[:, :each], gating=gating, interpret=interpret)
 
@@ -142,7 +142,7 @@ def items(
     gating: Callable | None = None,
     interpret: bool = False,
 ) -> Float[Array, "c d"]:
-    """`experts.reference`. Rows that are no item's may hold anything."""
+    """`experts_mlp.reference`. Rows that are no item's may hold anything."""
     hopper.count("portable_experts")
     return _items(rows, stacks, work, gating=gating, interpret=interpret)
 

@@ -1,6 +1,6 @@
 """Experts in MXFP4 on any NVIDIA GPU, with biases and any activation; see `pallas.experts` and `jaxspec.models.mxfp4`.
 
-As `experts.items`: a program takes a tile of an item's products. A word has eight inputs, two of which are a pair that
+As `experts_mlp.items`: a program takes a tile of an item's products. A word has eight inputs, two of which are a pair that
 one shift and a mask bring out. So rows are arranged beforehand: all words' first inputs, all their second ones, and so
 on. A number becomes float16's bits, times its block's scale, which bfloat16 holds exactly.
 """
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxspec.models.mxfp4 import BLOCK, MASK
 from jaxspec.models.weights import Mxfp4
 from jaxspec.pallas import hopper, portable
-from jaxspec.pallas.expert_stream import COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
+from jaxspec.pallas.experts.expert_stream import COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
 from jaxspec.pallas.portable.experts import LEAST_ROWS, NARROW, gated, put, rows_of, tile_rows, times
 
 WORDS = 16  # of each output, that are multiplied at once
@@ -30,7 +30,7 @@ _MASK = MASK - 2**32  # as a signed number
 
 
 def supported(dtype: Any, stacks: list) -> str | None:
-    """Why the kernels can't compute these `experts.Stack`s of rows of `dtype`, or None if they can."""
+    """Why the kernels can't compute these `experts_mlp.Stack`s of rows of `dtype`, or None if they can."""
     if not all(isinstance(weight.format, Mxfp4) for stack in stacks for weight in stack[:2]):
         return "experts that aren't in MXFP4"
     if len(stacks) > 1:
@@ -49,7 +49,7 @@ def items(
     gating: Callable | None = None,
     interpret: bool = False,
 ) -> Float[Array, "c d"]:
-    """`experts.reference` of one stack. Rows that are no item's may hold anything."""
+    """`experts_mlp.reference` of one stack. Rows that are no item's may hold anything."""
     hopper.count("portable_mxfp4")
     gate_up, down, *biases = stack
     up = (*map(_words, (gate_up.values, gate_up.scales)), *biases[:1])

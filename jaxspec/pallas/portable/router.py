@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas import hopper, portable
 
 MOST = 1024  # experts
-NOBODY = 2**30  # as `experts.NOBODY`
+NOBODY = 2**30  # as `experts_mlp.NOBODY`
 LEAST = -3e38  # in place of what isn't a number, and above what has been chosen already
 
 

@@ -1,0 +1,87 @@
+"""Keys and values of a prompt's rows into their pages, on Hopper; and as what numbers pages keep them (`stored`).
+
+A Mosaic GPU kernel, in place of XLA's scatter, which reaches a tenth of the memory's speed. A warpgroup takes one row.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.hopper import THREADS
+from jaxspec.pallas.hopper.export import lower_once
+
+FEWEST = 513  # rows; fewer are written by XLA's scatter, which rotates keys in passing
+MOST_HEADS = 16  # whose keys and values a warpgroup holds in registers at once
+WIDE = 1e6  # a largest number beyond which a dtype isn't expected to overflow
+PAGES = (jnp.bfloat16, jnp.float8_e4m3fn)  # dtypes that kernels of rounds and `write_heads` write
+
+
+def stored(x: Any, dtype: Any, inverse: Any = None) -> Any:
+    """What pages of `dtype` keep of x: in float32 times the inverse of its scale, if it has one, and saturated.
+
+    An overflow would be infinite or NaN, at weight zero too, to all later owners of the page. So is a NaN, which
+    becomes zero, where numbers could overflow at all.
+    """
+    largest = min(float(jnp.finfo(each).max) for each in (dtype, x.dtype))
+    if inverse is None and largest > WIDE:
+        return x.astype(dtype)
+    x = x.astype(jnp.float32)
+    x = x if inverse is None else x * inverse
+    return jnp.clip(jnp.where(x == x, x, 0.0), -largest, largest).astype(dtype)
+
+
+def supported(rows: int, heads: int, width: int, *dtypes: Any) -> str | None:
+    """Why the kernel shouldn't write so many rows of so many heads, or None if it should. `dtypes`: all operands'."""
+    if rows < FEWEST:
+        return f"{rows} rows"
+    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
+        return f"keys, values or pages in {wrong[0]}; supported: bfloat16"
+    if heads > MOST_HEADS:
+        return f"{heads} heads, more than {MOST_HEADS}"
+    return f"heads of width {width}; supported: multiples of {THREADS}" if width % THREADS else None
+
+
+@lower_once("kv_write")
+def kv_write(
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, ""],
+    page: Int[Array, "b t"],
+    slot: Int[Array, "b t"],
+    k: Float[Array, "b t m h"],
+    v: Float[Array, "b t m h"],
+    *,
+    interpret: Any = False,
+) -> Float[Array, "l p 2 m s h"]:
+    """`kv` with row i's keys and values in `slot[i]` of `page[i]`. Of rows in one place, any may stay."""
+    heads, width = k.shape[2:]
+    ref = jax.new_ref(kv)
+    plgpu.kernel(
+        partial(_row, heads, width),
+        kernel_name="kv_write",
+        out_type=[],
+        grid=(page.size,),
+        grid_names=("row",),
+        interpret=interpret,
+    )(layer.reshape(1), page.reshape(-1), slot.reshape(-1), k.reshape(page.size, -1), v.reshape(page.size, -1), ref)
+    return jax.freeze(ref)
+
+
+def _row(heads, width, layer_g, page_g, slot_g, k_g, v_g, kv_g):
+    row, layer = lax.axis_index("row"), layer_g[0]
+    page, slot = page_g[row], slot_g[row]
+    layout = plgpu.Layout.WG_STRIDED((width,), width // THREADS)
+    new = [
+        [plgpu.load(x_g.at[row, pl.ds(head * width, width)], layout=layout, optimized=False) for head in range(heads)]
+        for x_g in (k_g, v_g)
+    ]
+    for kind, values in enumerate(new):
+        for head, value in enumerate(values):
+            kv_g[layer, page, kind, head, slot] = value

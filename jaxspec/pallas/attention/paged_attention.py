@@ -1,0 +1,208 @@
+"""Attention of new rows over a paged cache: decode, verify (chains and trees) and prompt chunks are one operation.
+
+`paged_attention` chooses: on Hopper a kernel for few rows a request or one for blocks of a prompt, on other GPUs the
+portable kernel, elsewhere the reference. The reference streams over the pages of the longest request in blocks, keeping
+a running maximum and sum (online softmax, https://arxiv.org/abs/2112.05682), so its cost follows the tokens that are
+there and not the context length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.pallas import portable
+from jaxspec.pallas.attention.decode_attention import MAX_ROWS, decode_attention
+from jaxspec.pallas.attention.decode_attention import supported as decode_attention_fits
+from jaxspec.pallas.attention.prompt_attention import prompt_attention
+from jaxspec.pallas.attention.prompt_attention import supported as prompt_attention_fits
+from jaxspec.pallas.hopper import chosen, platform, tell
+from jaxspec.pallas.portable import attention as portable_attention
+from jaxspec.pallas.sliced_rows import SLICE, sliced
+
+DECODE_ROWS = 16  # up to here, rows of one request share a tile of the decode kernel whatever the model's grouping
+BLOCK_TOKENS = 128  # cached tokens that one step of the reference reads per request
+
+
+def paged_attention(
+    q: Float[Array, "b t n h"],
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, ""],
+    table: Int[Array, "b e"],
+    start: Int[Array, " b"],
+    mask: Bool[Array, "b t w"] | None = None,
+    window: int | None = None,
+    depth: Int[Array, "b _"] | None = None,
+    sinks: Float[Array, " n"] | None = None,
+    scales: Float[Array, "l 2 m"] | None = None,
+    fixed: int = 0,
+) -> Float[Array, "b t n h"]:
+    """Causal attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
+
+    With a `mask`, row i sees all places before `start`, and `start + j` if `mask[b, i, j]`: the rows of a tree, or of a
+    block that sees ahead. With a `window`, a row sees no place before `start` that is so many positions or more before
+    its own: that is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
+    on the mask alone says what is seen. `table[b]` lists a request's pages in order; scores are scaled by h**-0.5 and
+    summed in float32. `sinks`: of each head, one more logit of its softmax, which no value belongs to.
+    `scales`: float32, by which the keys (0) and values (1) of each layer and head are multiplied. `fixed`: a row's
+    result has the same bits whatever rows and requests are beside it, as of `decode_attention`; up to `MAX_ROWS` rows
+    and more differ. There is no mask or window then.
+
+    Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
+    """
+    named = {} if window is None else {"window": window}
+    named |= {} if sinks is None else {"sinks": sinks}
+    named |= {} if scales is None else {"scales": scales}
+    if mask is not None or q.shape[1] <= (MAX_ROWS if fixed else DECODE_ROWS):
+        places = 0 if mask is None else mask.shape[2]
+        kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, places)
+        named |= {} if mask is None else {"mask": mask, "depth": depth}
+        named |= {"fixed": fixed} if fixed else {}
+    else:
+        kernel, fits = prompt_attention, prompt_attention_fits(q.shape, kv.shape, kv.dtype)
+    if q.dtype != jnp.bfloat16:
+        fits = f"queries are {q.dtype.name}, not bfloat16"
+    if fits is not None:
+        tell(kernel.__name__, fits)
+    if chosen(fits):
+        return kernel(q, kv, layer, table, start, **named)
+    if fixed:
+        return _row_by_row(fits, q, kv, layer, table, start)
+    fits = portable_attention.supported(q.shape, kv, q.dtype)
+    if fits is not None:
+        portable.tell("attention", fits)
+    run = portable_attention.attention if portable.chosen(fits) else reference
+    return run(q, kv, layer, table, start, mask, window, depth, sinks, scales)
+
+
+def _row_by_row(fits: str | None, q, kv, layer, table, start) -> Array:
+    """The reference of each row as a request of its own, a few at a time: what XLA gives may depend on shapes."""
+    if platform() != "cpu":
+        raise NotImplementedError(f"--deterministic has no kernel for attention with {fits or 'this device'}")
+    b, t, n, h = q.shape
+    place = (start[:, None] + jnp.arange(t)).reshape(-1)
+    each = jnp.repeat(table, t, axis=0)
+    one = lambda q, table, place: reference(q, kv, layer, table, place)  # noqa: E731
+    return sliced(one, SLICE, q.reshape(b * t, 1, n, h), each, place).reshape(q.shape)
+
+
+def reference(
+    q,
+    kv,
+    layer,
+    table,
+    start,
+    mask=None,
+    window=None,
+    depth=None,
+    sinks=None,
+    scales=None,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+) -> Array:
+    """`paged_attention` in plain jnp, for any shapes and dtypes.
+
+    A head's scales are the same for all its tokens, so they multiply scores and mixes, in float32.
+    """
+    place = start[:, None] + jnp.arange(q.shape[1])
+    position = place if mask is None or depth is None else start[:, None] + depth
+    first = jnp.zeros_like(place) if window is None else position - window + 1
+    if mask is not None:
+        return _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens)
+    return span_attention(q, kv, layer, table, first, place, block_tokens, sinks, scales)
+
+
+@partial(jax.jit, static_argnames="block_tokens")
+def span_attention(
+    q: Float[Array, "b t n h"],
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, ""],
+    table: Int[Array, "b e"],
+    first: Int[Array, "b t"],
+    last: Int[Array, "b t"],
+    block_tokens: int = BLOCK_TOKENS,
+    sinks: Float[Array, " n"] | None = None,
+    scales: Float[Array, "l 2 m"] | None = None,
+) -> Float[Array, "b t n h"]:
+    """Attention of rows that each see places `first` to `last`, in plain jnp; otherwise as `paged_attention`.
+
+    Rows that see no place return zeros.
+    """
+
+    def seen(place):
+        return (place >= first[..., None]) & (place <= last[..., None])
+
+    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(last), block_tokens, sinks, scales)
+
+
+@partial(jax.jit, static_argnames="block_tokens")
+def _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens):
+    """Attention of rows that see places from `first` up to `start`, and behind it those that the mask names."""
+    w = mask.shape[2]
+
+    def seen(place):
+        new = place - start[:, None]
+        listed = jnp.take_along_axis(mask, jnp.clip(new, 0, w - 1)[:, None], axis=2)
+        old = (new < 0)[:, None] & (place >= first[..., None])
+        return old | (listed & (new < w)[:, None] & (new >= 0)[:, None])
+
+    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(start) + w - 1, block_tokens, sinks, scales)
+
+
+def _stream(
+    q: Array,
+    kv: Array,
+    layer: Array,
+    table: Array,
+    seen: Callable[[Int[Array, " s"]], Bool[Array, "#b t s"]],
+    first: Int[Array, ""],
+    last: Int[Array, ""],
+    block_tokens: int,
+    sinks: Array | None,
+    scales: Array | None,
+) -> Array:
+    """Attention of rows to the places that `seen` says, of those from `first` to `last`.
+
+    A sink is where a head's running maximum and sum begin.
+    """
+    b, t, n, h = q.shape
+    m, s = kv.shape[3], kv.shape[4]
+    pages = max(1, min(block_tokens // s, table.shape[1]))
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)))
+    grouped = (q.astype(jnp.float32) * h**-0.5).astype(q.dtype).reshape(b, t, m, n // m, h)
+    key_scale, value_scale = (None, None) if scales is None else scales[layer][:, :, None, None, None]
+
+    def step(i, carry):
+        acc, top, total = carry
+        ids = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
+        k, v = jnp.moveaxis(kv[layer, ids], 2, 0)  # each [b, pages, m, s, h]
+        scores = jnp.einsum("btmgh,bpmsh->bmgtps", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
+        scores = scores if key_scale is None else scores * key_scale[..., None]
+        scores = scores.reshape(b, m, n // m, t, pages * s)
+        scores = jnp.where(seen(i * pages * s + jnp.arange(pages * s))[:, None, None], scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(-1))
+        safe = jnp.where(jnp.isneginf(new_top), 0.0, new_top)  # rows that have seen nothing yet
+        weights, shrink = jnp.exp(scores - safe[..., None]), jnp.exp(top - safe)
+        mix = jnp.einsum(
+            "bmgtps,bpmsh->bmgth",
+            weights.reshape(b, m, n // m, t, pages, s).astype(q.dtype),
+            v.astype(q.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return acc * shrink[..., None] + mix, new_top, total * shrink + weights.sum(-1)
+
+    shape = (b, m, n // m, t)
+    top, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
+    if sinks is not None:
+        top, total = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(m, n // m, 1), shape), jnp.ones(shape)
+    empty = (jnp.zeros((*shape, h)), top, total)
+    begin = jnp.maximum(first // (pages * s), 0)
+    end = jnp.clip(last // (pages * s), -1, table.shape[1] // pages - 1) + 1
+    acc, _, total = jax.lax.fori_loop(begin, end, step, empty)
+    out = acc / jnp.maximum(total, 1e-30)[..., None]
+    out = out if value_scale is None else out * value_scale
+    return jnp.moveaxis(out, 3, 1).reshape(b, t, n, h).astype(q.dtype)

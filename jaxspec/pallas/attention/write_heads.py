@@ -1,0 +1,157 @@
+"""Heads of rows on Hopper: queries and keys normed and rotated, keys and values written into their pages.
+
+A Mosaic GPU kernel in place of four of XLA's and `kv_write`. The projection's result is read once, and a round waits
+for one kernel's start. A warpgroup takes one row and loads all of it before it begins. A head lies in some lanes of one
+warp, so its length is a sum over these, and columns that rotate together lie in one thread. Heads that four warps can't
+share out evenly, such as the one or two that several devices leave each, are all in every warp, which write the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import hopper
+from jaxspec.pallas.attention.kv_write import PAGES, stored
+from jaxspec.pallas.hopper.export import lower_once
+
+WARPS, LANES = 4, 32  # of a warpgroup
+TILE = 16  # heads that a warpgroup takes at once, or the most that divide how many there are
+MOST = 16  # heads that four warps can't share out evenly, which each has all of in registers
+WIDTH = 128  # of a head
+
+_f32 = jnp.float32
+
+
+def supported(heads: int, kv_heads: int, width: int, rotated: int, pages: Any, *dtypes: Any) -> str | None:
+    """Why the kernel can't take rows of so many heads, or None if it can. `pages`, `dtypes`: theirs, all others'."""
+    if jnp.dtype(pages) not in PAGES:
+        return f"pages in {jnp.dtype(pages).name}; supported: bfloat16 and float8_e4m3fn"
+    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
+        return f"rows or norms in {wrong[0]}; supported: bfloat16"
+    if width != WIDTH:
+        return f"heads of width {width}; supported: {WIDTH}"
+    if rotated != width:
+        return f"{rotated} of {width} columns rotated"
+    most = MOST if hopper.UNTIMED else 0
+    if any(count % WARPS and count > most for count in (heads, kv_heads)):
+        others = f", or up to {most} others" if most else ""
+        return f"{heads} query and {kv_heads} KV heads; supported: multiples of {WARPS}{others}"
+    return None
+
+
+@lower_once("write_heads", "eps")
+def write_heads(
+    qkv: Float[Array, "parts r d"],
+    cos: Float[Array, "r half"],
+    sin: Float[Array, "r half"],
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, ""],
+    place: Int[Array, " r"],
+    norms: Sequence[Float[Array, " h"]] = (),
+    inverse: Float[Array, "l 2 m"] | None = None,
+    *,
+    eps: float,
+    interpret: Any = False,
+) -> tuple[Float[Array, "r n h"], Float[Array, "l p 2 m s h"]]:
+    """Rotated queries, and the pages with rotated keys and values in `layer`, rounded where plain layers round.
+
+    `qkv` is to be summed over its first axis, in float32, and rounded: what parts of a projection made. It has columns
+    of the query heads, then of as many keys and values as the pages have. `cos` and `sin` are those of each row's
+    angles, float32. `norms`: the scales of the norms that each head's queries and keys go through, if they do. Row i's
+    keys and values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative place go nowhere.
+    They are `kv_write.stored` there. `inverse`: of the scales of each layer's keys (0) and values (1) by head, float32;
+    None: they have none.
+    """
+    (parts, rows, columns), (kv_heads, _, width), ref = qkv.shape, kv.shape[3:], jax.new_ref(kv)
+    heads, scales = columns // width, [] if inverse is None else [inverse]
+    q = plgpu.kernel(
+        partial(_row, eps, bool(scales)),
+        kernel_name="write_heads",
+        out_type=jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, width), jnp.bfloat16),
+        grid=(rows,),
+        grid_names=("row",),
+        # Safe here: there is no shared memory, not even for sums, as a head lies within a warp.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(qkv.reshape(parts, rows, heads, width), cos, sin, layer.reshape(1), place, ref, *scales, *norms)
+    return q, jax.freeze(ref)
+
+
+def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
+    *norms_g, q_g = refs
+    inverse_g = norms_g.pop(0) if scaled else None
+    row, (heads, width), (kv_heads, page_size) = lax.axis_index("row"), q_g.shape[1:], kv_g.shape[3:5]
+    halves = [pl.ds(at, width // 2) for at in (0, width // 2)]
+    parts_g = [qkv_g.at[part] for part in range(qkv_g.shape[0])]
+    load = partial(plgpu.load, optimized=False)
+
+    def bring(first, count):
+        """Tiles of some of the row's heads: which of them these are, and the halves of their columns."""
+        size = math.gcd(count, TILE)
+        layout = _layout(size, width // 2)
+
+        def half_of(at, half):
+            parts = [load(part.at[row, pl.ds(first + at, size), half], layout=layout) for part in parts_g]
+            return sum(parts[1:], parts[0]).astype(q_g.dtype)
+
+        return [(pl.ds(at, size), [half_of(at, half) for half in halves]) for at in range(0, count, size)]
+
+    def turned(tiles, norm_g):
+        """The same, normed if there is a norm, and rotated."""
+        shape = tiles[0][1][0].shape
+        across = _layout(*shape).reduce(0)
+        spread = lambda ref: lax.broadcast_in_dim(load(ref, layout=across), shape, [1])  # noqa: E731
+        cos, sin = spread(cos_g.at[row]), spread(sin_g.at[row])
+        scales = [spread(ref.at[half]) for ref in norm_g for half in halves]
+        for of, pair in tiles:
+            first, second = (x.astype(_f32) for x in pair)
+            if scales:
+                factor = lax.rsqrt(jnp.sum(first * first + second * second, axis=1) / width + eps)
+                factor = lax.broadcast_in_dim(factor, shape, [0])
+                normed = [(x * factor).astype(jnp.bfloat16) for x in (first, second)]
+                first, second = ((x * scale).astype(_f32) for x, scale in zip(normed, scales, strict=True))
+            yield of, [x.astype(jnp.bfloat16) for x in (first * cos - second * sin, second * cos + first * sin)]
+
+    def put(tiles, out_g, scales_g=None):
+        for of, pair in tiles:
+            shape, scale = pair[0].shape, None
+            if scales_g is not None:
+                scale = load(scales_g.at[of], layout=_layout(*shape).reduce(1))
+                scale = lax.broadcast_in_dim(scale, shape, [0])
+            for half, x in zip(halves, pair, strict=True):
+                out_g[of, half] = stored(x, out_g.dtype, scale)
+
+    place, layer = place_g[row], layer_g[0]
+    q, k, v = bring(0, heads), bring(heads, kv_heads), bring(heads + kv_heads, kv_heads)
+    put(turned(q, norms_g[:1]), q_g.at[row])
+
+    @pl.when(place >= 0)
+    def _():
+        page, slot = lax.div(place, jnp.int32(page_size)), lax.rem(place, jnp.int32(page_size))
+        for kind, tiles in enumerate((turned(k, norms_g[1:]), v)):
+            scales_g = None if inverse_g is None else inverse_g.at[layer, kind]
+            put(tiles, kv_g.at[layer, page, kind, :, slot], scales_g)
+
+
+def _layout(heads: int, columns: int) -> Any:
+    """Of so many heads each warp has a quarter, or of a number that has none, all; a head lies in as many of its lanes
+    as there are for it."""
+    if heads % WARPS:
+        tiling, warps = plgpu.Tiling(((1, columns), (columns // LANES,))), plgpu.Replicated(WARPS)
+        return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=(-2,), vector_dim=-1)
+    vector = heads * columns // (WARPS * LANES)
+    if heads == WARPS:
+        tiling = plgpu.Tiling(((heads, columns), (vector,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    tiling = plgpu.Tiling(((heads, columns), (heads // WARPS, columns), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

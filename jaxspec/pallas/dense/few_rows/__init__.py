@@ -1,0 +1,50 @@
+"""The matmuls of a layer at few rows, each with the operations before and after it, on Hopper: see `layer`."""
+
+from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, fp8_supported
+from jaxspec.pallas.dense.few_rows.layer import (
+    Scaled,
+    add_product,
+    gated,
+    heads,
+    keys_values,
+    normed,
+    product,
+    scale_rows,
+)
+from jaxspec.pallas.dense.few_rows.share import (
+    FP8_ROWS,
+    GROUP,
+    NARROW,
+    TILE,
+    WIDE_ROWS,
+    normed_supported,
+    product_supported,
+    supported,
+    tiles_of_squares,
+    top_supported,
+)
+from jaxspec.pallas.dense.few_rows.top import top_tokens
+
+__all__ = [
+    "FP8_ROWS",
+    "GROUP",
+    "NARROW",
+    "TILE",
+    "WIDE_ROWS",
+    "Fp8Weight",
+    "Scaled",
+    "add_product",
+    "fp8_supported",
+    "gated",
+    "heads",
+    "keys_values",
+    "normed",
+    "normed_supported",
+    "product",
+    "product_supported",
+    "scale_rows",
+    "supported",
+    "tiles_of_squares",
+    "top_supported",
+    "top_tokens",
+]

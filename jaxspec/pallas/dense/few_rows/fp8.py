@@ -1,0 +1,166 @@
+"""Products of few rows with FP8 weights: what a block adds up, with its warpgroups, its ring and its scales.
+
+The warpgroups of a block take turns at its chunks. Each has slots of the ring to itself, so that none waits for another
+before the end, when the first one adds up. The numbers become bfloat16 in registers (`registers`). Each `BLOCK` of
+inputs has scales, which multiply its sums; or each output has one, for all inputs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.pallas.dense.few_rows.registers import flat_scales, products
+from jaxspec.pallas.dense.few_rows.share import TILE, Share, column_of, split_of, turn_of
+from jaxspec.pallas.dense.fp8_rows import weight_supported
+
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+class Fp8Weight(NamedTuple):
+    """The weight of a matmul in FP8, or the references to one in a kernel: see `jaxspec.models.fp8`.
+
+    Scales are for `BLOCK` inputs, or one for each output, [n, 1]; of these a kernel has references to [n].
+    """
+
+    values: Float[Array, "n k"]
+    scales: Float[Array, "a b"]
+
+
+def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
+    """Why kernels of few rows can't read such a weight, or None if they can.
+
+    `block` inputs, None being all, and `unit` outputs share a scale.
+    """
+    if block is None and unit > 1:
+        return f"scales for {unit} outputs and all inputs; supported: one for each output"
+    return weight_supported(*((block, outputs, inputs, unit) if block else (BLOCK, outputs, inputs, TILE)))
+
+
+def operands(weight: Any) -> list[Any]:
+    """The arrays that a kernel takes for a weight: itself, or an `Fp8Weight`'s bytes and scales."""
+    if not isinstance(weight, Fp8Weight):
+        return [weight]
+    by_output = len(weight.scales) == len(weight.values)
+    scales = weight.scales.reshape(-1) if by_output else weight.scales
+    return [lax.bitcast_convert_type(weight.values, jnp.int8), scales]
+
+
+def taken(share: Share, refs: list[Any]) -> Any:
+    """The references to a weight, which are the first of `refs` and are taken out."""
+    return Fp8Weight(refs.pop(0), refs.pop(0)) if share.fp8 else refs.pop(0)
+
+
+def outputs(weight: Any) -> int:
+    """Of a weight or the references to one."""
+    return weight.values.shape[0] if isinstance(weight, Fp8Weight) else weight.shape[1]
+
+
+def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=None):
+    """f32[TILE, rows] of each group, over this warpgroup's chunks. Each `BLOCK`'s products are summed by themselves,
+    then multiplied by its scale, if it has one.
+    """
+    (fetch, scales), slots, turn = begun, share.slots, turn_of(share)
+    groups, blocks, count = share.groups, share.chunk // BLOCK, share.warpgroups
+    scales.put(scales_s)
+
+    def one(j, totals):
+        i = j * count + turn
+        slot, block = lax.rem(i, _i32(slots)), i * blocks
+        by = [[scales.at(g, block + b) for b in range(blocks)] for g in range(groups)]
+        plgpu.barrier_wait(ready.at[slot])
+        staged = None if staged_s is None else staged_s.at[turn]
+        made = products(share, weight_s.at[slot], rows_s.at[i if share.normed else slot], staged)
+        for b in range(blocks):
+            more = [_by_output(each[b], by[g][b]) for g, each in enumerate(made)]
+            totals = [total + sums for total, sums in zip(totals, more, strict=True)]
+        if slots < share.chunks:
+            plgpu.commit_smem()  # all warps have read the slot
+            pl.when(i + slots < share.chunks)(partial(fetch, i + slots, slot))
+        return totals
+
+    start = plgpu.layout_cast(jnp.zeros((TILE, share.rows), _f32), plgpu.Layout.WGMMA)
+    mine = lax.div(_i32(share.chunks + count - 1) - turn, _i32(count))
+    totals = lax.fori_loop(_i32(0), mine, one, [start] * groups)
+    return [_by_output(total, scales.of_all(g)) for g, total in enumerate(totals)]
+
+
+def _by_output(sums, scale):
+    if scale is None:
+        return sums
+    return sums * (scale if scale.ndim == 0 else lax.broadcast_in_dim(scale, sums.shape, [0]))
+
+
+def scales_of(share: Share, weight: Fp8Weight, interpret: bool) -> Any:
+    """The scales of a block's outputs. They are loaded here, before the weights, so that no load waits behind all
+    weights that are on their way."""
+    return OutputScales(share, weight) if len(weight.scales.shape) == 1 else Scales(share, weight, interpret)
+
+
+def _first_group(share: Share) -> Any:
+    """The first of a block's groups of columns."""
+    return lax.div(column_of(share, share.columns, lax.axis_index("tile"), 0), _i32(TILE))
+
+
+class OutputScales:
+    """Scales of outputs for all inputs: they multiply each warpgroup's sums once, in the end."""
+
+    def __init__(self, share: Share, weight: Fp8Weight):
+        first, layout = _first_group(share), plgpu.Layout.WGMMA.reduce(1)
+        parts = [weight.scales.at[pl.ds((first + g) * TILE, TILE)] for g in range(share.groups)]
+        self._loaded = [plgpu.load(part, layout=layout, optimized=False) for part in parts]
+
+    def put(self, scales_s: Any) -> None:
+        pass
+
+    def at(self, group: int, block: Any) -> None:
+        return None
+
+    def of_all(self, group: int) -> Any:
+        return self._loaded[group]
+
+
+class Scales:
+    """Scales of blocks: of each group one number, or one for each part of it, at a block of inputs."""
+
+    def __init__(self, share: Share, weight: Fp8Weight, interpret: bool):
+        unit = weight.values.shape[0] // weight.scales.shape[0]
+        first = _first_group(share)
+        self._parts, self._blocks, self._turn = TILE // min(unit, TILE), share.part // BLOCK, turn_of(share)
+        inputs = pl.ds(split_of(share) * self._blocks, self._blocks)
+        rows = [pl.ds(lax.div((first + g) * TILE, _i32(unit)), self._parts) for g in range(share.groups)]
+        own = [weight.scales.at[outputs, inputs] for outputs in rows]
+        self._loaded = own if interpret else [flat_scales(ref, weight.scales.shape[1], share.scales) for ref in own]
+        self._interpret = interpret
+
+    def put(self, scales_s: Any) -> None:
+        """Into shared memory."""
+        self._scales_s = scales_s.at[self._turn]
+        for g, each in enumerate(self._loaded):
+            if self._interpret:
+                for part in range(self._parts):
+                    self._scales_s[g, pl.ds(part * self._blocks, self._blocks)] = each[part]
+            else:
+                self._scales_s[g] = each
+        plgpu.commit_smem()
+
+    def of_all(self, group: int) -> None:
+        return None
+
+    def at(self, group: int, block: Any) -> Any:
+        """What a group's sums at a block of inputs are multiplied by: a number, or one for each output."""
+        whole = self._scales_s[group, block]
+        if self._parts == 1:
+            return whole
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        part = lax.div(plgpu.broadcasted_iota(_i32, (TILE,), 0, layout=layout), _i32(TILE // self._parts))
+        for i in range(1, self._parts):
+            whole = jnp.where(part >= i, self._scales_s[group, i * self._blocks + block], whole)
+        return whole

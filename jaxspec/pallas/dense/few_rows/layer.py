@@ -1,0 +1,448 @@
+"""The matmuls of a layer at few rows, each with the operations before and after it, on Hopper.
+
+At few rows a layer takes little longer than reading its weights. What costs time is the number of kernels, and how long
+each waits for memory. Here a layer is four of them and attention:
+
+- `heads`: norm, q, k and v, the norms of q and k if there are any, their rotation, keys and values into their pages;
+- `add_product`: the output projection and `down`, each added to the residual stream (`product`: without);
+- `gated`: norm, gate and up, silu(gate) * up;
+- `normed`: norm and any products, such as of the router of a mixture of experts, for which it keeps the rows.
+
+Beside the layers, `keys_values` makes those of all of a drafter's layers, and `top_tokens` is norm, head and argmax.
+
+A block of one warpgroup takes some columns of a product in groups of `TILE`: those of a head, or half a group each of
+gate and up. It prefetches its weights, all at once or as many as a ring in shared memory holds. Meanwhile it makes the
+other operand: every block norms all rows for itself, since they are few. On the tensor cores the weights' columns are
+the side that is 64 wide, and rows the narrow one, so eight rows cost an eighth of 64. Inputs can be divided among the
+blocks of a cluster, which send their sums into the shared memory of the first one. In a small model memory is idle for
+most of a layer; there a waiting block prefetches later kernels' weights into the L2 cache (`ahead`). In wide layers
+that took longer than it saved.
+
+Norming wide rows takes longer than the first weights do, and takes shared memory from the weights. But a norm's factor
+is one number a row, and can as well multiply the products. So `add_product` also returns its sums times the scale of
+the norm that comes next, and their squares (`Scaled`). Such rows come in chunks with the weights, and the products are
+multiplied by the factor, in float32. Narrow rows are normed before their weights are there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.weights import HALF
+from jaxspec.pallas.attention.kv_write import stored
+from jaxspec.pallas.dense.few_rows.block import (
+    begin,
+    by_row,
+    from_rows,
+    grid_of,
+    multiply,
+    one_row,
+    out_of,
+    params,
+    prepare,
+    ranges,
+    scaled,
+    scratch_of,
+    to_rows,
+)
+from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, operands, outputs, taken
+from jaxspec.pallas.dense.few_rows.share import (
+    BLOCKS,
+    MAX_GROUPS,
+    TILE,
+    column_of,
+    first_row,
+    share_out,
+    tiles_of,
+    tiles_of_squares,
+    with_splits,
+)
+from jaxspec.pallas.hopper.export import lower_once
+
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+class Scaled(NamedTuple):
+    """Rows for a product that takes their root-mean-square norm, and what the norm's factor is made of."""
+
+    rows: Float[Array, "r d"]  # times the norm's scale, rounded to bfloat16
+    squares: Float[Array, "t r"]  # of the rows themselves, summed over `TILE` columns, in float32; after them zeros
+
+
+def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool = False) -> Scaled:
+    """What `add_product` gives with its sums, of other rows."""
+    wide, scale = x.astype(_f32), scale.astype(_f32) + centred
+    squares = jnp.sum(jnp.square(wide).reshape(len(x), -1, TILE), axis=2).T
+    more = tiles_of_squares(x.shape[1]) - len(squares)
+    return Scaled((wide * scale).astype(x.dtype), jnp.pad(squares, ((0, more), (0, 0))))
+
+
+@lower_once("few_rows_gated", "eps", "splits")
+def gated(
+    x: Float[Array, "r d"],
+    scale: Float[Array, " d"] | Float[Array, "t r"],
+    weight: Float[Array, "d n"] | Fp8Weight,
+    ahead: Sequence[Float[Array, "_ _"]] = (),
+    *,
+    eps: float,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r f"]:
+    """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
+
+    `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
+    once less. `ahead`: weights that the kernels after it will read. `splits`: among how many blocks of a cluster to
+    divide the inputs; interpret mode, which can't send anything between them, takes 1 alone.
+    """
+    rows, columns = len(x), outputs(weight)
+    share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, fp8=isinstance(weight, Fp8Weight))
+    share = with_splits(share, splits, interpret)
+    return plgpu.kernel(
+        partial(_gated_tile, share, eps, len(ahead)),
+        kernel_name="few_rows_gated",
+        out_type=jax.ShapeDtypeStruct((rows, columns // 2), x.dtype),
+        **grid_of(share),
+        scratch_types=scratch_of(share, interpret) | out_of(share),
+        compiler_params=params(),
+        interpret=interpret,
+    )(x, scale, *operands(weight), *ahead)
+
+
+def _gated_tile(share, eps, ahead, x_g, scale_g, *refs, out_s, **scratch):
+    tile, refs = lax.axis_index("tile"), list(refs)
+    weights_g, out_g = [taken(share, refs)], refs[ahead]
+    begun = begin(share, weights_g, [x_g], **scratch)
+    factor, rows = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
+
+    def finish(totals):
+        to_rows(totals, out_s)
+        for g in range(share.groups):
+            gate, up = (from_rows(out_s, g * TILE + at, HALF) for at in (0, HALF))
+            value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
+            column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
+            out_g[rows, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
+
+    multiply(share, begun, refs[:ahead], finish, factor, **scratch)
+
+
+@lower_once("few_rows_heads", "eps", "splits")
+def heads(
+    rows: Sequence[Float[Array, "r _"]],
+    scales: Sequence[Float[Array, " _"] | Float[Array, "t r"]],
+    weight: Float[Array, "k n"] | Fp8Weight,
+    cos: Float[Array, "r half"],
+    sin: Float[Array, "r half"],
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, ""],
+    place: Int[Array, " r"],
+    norms: Sequence[Float[Array, " h"]] = (),
+    ahead: Sequence[Float[Array, "_ _"]] = (),
+    bias: Float[Array, " n"] | None = None,
+    inverse: Float[Array, "l 2 m"] | None = None,
+    *,
+    eps: float,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "r q"], Float[Array, "l p 2 m s h"]]:
+    """Rotated queries of the normed rows, and the pages with their rotated keys and values in `layer`.
+
+    What several `rows` have stands side by side, each normed with its own of `scales`; or there are only `Scaled` rows,
+    and for a scale their squares. `weight` has columns of the query heads, then of as many keys and values as the pages
+    have. `norms`: the scales of the norms that each head's queries and keys go through, if they do. `cos` and `sin` are
+    those of each row's position, float32. Row i's keys and values go to slot `place[i] % s` of page `place[i] // s`;
+    those of a row at a negative place go nowhere. They are `kv_write.stored` there, with the `inverse` of their scales.
+    `bias` is added to the rounded products. `ahead` and `splits` as in `gated`.
+    """
+    queries = outputs(weight) // kv.shape[5] - 2 * kv.shape[3]
+    norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, place)
+    return _heads(queries, *of, norms, ahead, bias, inverse, eps, splits, interpret)
+
+
+@lower_once("few_rows_keys_values", "eps")
+def keys_values(
+    rows: Float[Array, "r d"],
+    scale: Float[Array, " d"],
+    weight: Float[Array, "d n"],
+    cos: Float[Array, "r half"],
+    sin: Float[Array, "r half"],
+    kv: Float[Array, "l p 2 m s h"],
+    place: Int[Array, " r"],
+    norm: Float[Array, "l h"],
+    bias: Float[Array, " n"] | None = None,
+    *,
+    eps: float,
+    interpret: Any = False,
+) -> Float[Array, "l p 2 m s h"]:
+    """The pages with keys and values of the normed rows in all layers, as `heads` puts them there.
+
+    `weight` has columns of the first layer's keys, then of its values, then of the next layer's. `norm`: the scales of
+    the norms of each layer's keys. `bias`: of the products, as in `heads`.
+    """
+    of = [rows], [scale], weight, cos, sin, kv, jnp.zeros((), jnp.int32), place
+    return _heads(0, *of, [norm], (), bias, None, eps, None, interpret)[0]
+
+
+def _heads(
+    queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, bias, inverse, eps, splits, interpret
+):
+    """The queries, if there are any, and the pages."""
+    count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
+    widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
+    fp8 = isinstance(weight, Fp8Weight)
+    share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, fp8=fp8)
+    share = with_splits(share, splits, interpret)
+    biases = [] if bias is None else [bias.reshape(-1, width)]  # a head each
+    inverse = [] if inverse is None else [inverse]
+    q = plgpu.kernel(
+        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(biases), len(inverse))),
+        kernel_name="few_rows_heads",
+        out_type=[jax.ShapeDtypeStruct((count, queries * width), rows[0].dtype)] if queries else [],
+        **grid_of(share),
+        scratch_types=scratch_of(share, interpret)
+        | out_of(share)
+        | {"head_s": plgpu.SMEM((share.finished, width), rows[0].dtype)},
+        compiler_params=params(),
+        interpret=interpret,
+    )(*operands(weight), cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *ahead)
+    return *q, jax.freeze(ref)
+
+
+def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
+    column, refs = lax.axis_index("tile"), list(refs)
+    weights_g = [taken(share, refs)]
+    cos_g, sin_g, layer_g, place_g, kv_g = (refs.pop(0) for _ in range(5))
+    rows_g, scales_g, norms_g, biases_g, inverse_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    q_g = refs.pop() if queries else None
+    kv_heads, page_size, width = kv_g.shape[3:]
+    half = width // 2
+    further, head = (f(column, _i32(queries + 2 * kv_heads)) for f in (lax.div, lax.rem))
+    turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
+    asks = (head < queries).astype(_f32)
+    begun = begin(share, weights_g, rows_g, **scratch)
+    # Asked for before anything is waited for, as each would take its time later.
+    first, rows = first_row(share), pl.ds(first_row(share), share.finished)
+    cos, sin = (plgpu.load(ref.at[rows], layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
+    cos, sin = cos * turns + (1 - turns), sin * turns
+    layer, places = layer_g[0] + further, [place_g[first + i] for i in range(share.finished)]
+    kind, kv_head = (f(jnp.maximum(head - queries, 0), _i32(kv_heads)) for f in (lax.div, lax.rem))
+    inverse = inverse_g[0][layer, kind, kv_head] if inverse_g else None
+    norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
+    biases = [[_half_row(bias_g.at[column], at, half) for at in (0, half)] for bias_g in biases_g]
+    if len(norms) == 2:
+        norms = [[q * asks + k * (1 - asks) for q, k in zip(*norms, strict=True)]]
+    factor = prepare(share, rows_g, scales_g, eps, scratch["rows_s"])
+
+    def finish(totals):
+        to_rows(totals, out_s)
+        first, second = (from_rows(out_s, at, half) for at in (0, half))
+        for each in biases:
+            first, second = (_biased(x, bias, 1) for x, bias in zip((first, second), each, strict=True))
+        for first_scale, second_scale in norms:
+            factor = lax.rsqrt((jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)) / width + eps)
+            first = scaled(first, factor, first_scale).astype(_f32) * turns + first * (1 - turns)
+            second = scaled(second, factor, second_scale).astype(_f32) * turns + second * (1 - turns)
+        first, second = first * cos - second * sin, second * cos + first * sin
+
+        if queries:
+
+            @pl.when(head < queries)
+            def _():
+                q_g[rows, pl.ds(head * width, half)] = first.astype(jnp.bfloat16)
+                q_g[rows, pl.ds(head * width + half, half)] = second.astype(jnp.bfloat16)
+
+        @pl.when(head >= queries)
+        def _():
+            head_s[:, pl.ds(0, half)] = first.astype(jnp.bfloat16)
+            head_s[:, pl.ds(half, half)] = second.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            for i, place in enumerate(places):
+
+                @pl.when(place >= 0)
+                def _(i=i, place=place):
+                    page, slot = lax.div(place, _i32(page_size)), lax.rem(place, _i32(page_size))
+                    row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
+                    kv_g[layer, page, kind, kv_head, slot] = stored(row, kv_g.dtype, inverse)
+
+    multiply(share, begun, refs, finish, factor, **scratch)
+
+
+def _half_row(row_g, at, half):
+    """Half of a head's scales, as `_from_rows` has rows."""
+    part = row_g.at[pl.ds(at, half)]
+    return plgpu.load(part, layout=by_row(half // 16).reduce(0), optimized=False).astype(_f32)
+
+
+def _biased(product, bias, axis):
+    """A rounded product with the bias of its columns, which lie along `axis`, rounded again; in float32."""
+    return (product + lax.broadcast_in_dim(bias, product.shape, [axis])).astype(jnp.bfloat16).astype(_f32)
+
+
+@lower_once("few_rows_add", "centred", "splits")
+def add_product(
+    x: Float[Array, "r d"],
+    rows: Float[Array, "r k"],
+    weight: Float[Array, "k d"] | Fp8Weight,
+    scale: Float[Array, " d"] | None = None,
+    bias: Float[Array, " d"] | None = None,
+    *,
+    centred: bool = False,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
+    """x + (rows @ weight + bias), in bfloat16, rounded where plain layers round. `splits` as in `gated`.
+
+    With the `scale` of the norm that these sums go through next they come as `Scaled` rows as well; `centred`, if that
+    is as in `decoder.functions.centred_rms_norm`.
+    """
+    scales, biases = ([] if each is None else [each] for each in (scale, bias))
+    out, *scaled = _products([x], [rows], weight, scales, splits, interpret, centred, biases)
+    return (out, Scaled(*scaled)) if scaled else out
+
+
+@lower_once("few_rows_product", "splits")
+def product(
+    rows: Sequence[Float[Array, "r _"]],
+    weight: Float[Array, "n d"] | Fp8Weight,
+    *,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r d"]:
+    """The product of several rows of the same width, side by side; otherwise as `add_product`."""
+    return _products([], rows, weight, [], splits, interpret)[0]
+
+
+def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=()):
+    """The products, or sums, and what else `Scaled` has if there is a scale."""
+    count, columns, fp8 = len(rows[0]), outputs(weight), isinstance(weight, Fp8Weight)
+    share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, fp8=fp8)
+    share = with_splits(share, splits, interpret)
+    out = jax.ShapeDtypeStruct((count, columns), rows[0].dtype)
+    squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
+    return plgpu.kernel(
+        partial(_product_tile, share, centred, (len(x), len(rows), len(scale), len(bias))),
+        kernel_name="few_rows_add" if x else "few_rows_product",
+        out_type=[out, out, squares] if scale else [out],
+        **grid_of(share),
+        scratch_types=scratch_of(share, interpret),
+        compiler_params=params(across_warps=bool(scale)),
+        interpret=interpret,
+    )(*x, *operands(weight), *rows, *scale, *bias)
+
+
+def _product_tile(share, centred, counts, *refs, **scratch):
+    (plus, *counts), refs = counts, list(refs)
+    x_g, weights_g = [refs.pop(0) for _ in range(plus)], [taken(share, refs)]
+    rows_g, scale_g, bias_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    out_g, *scaled_g = refs
+    here = pl.ds(first_row(share), share.finished), pl.ds(lax.axis_index("tile") * TILE, TILE)
+    layout = plgpu.Layout.WGMMA_TRANSPOSED
+    begun = begin(share, weights_g, rows_g, **scratch)
+    x = [plgpu.load(ref.at[here].transpose((1, 0)), layout=layout, optimized=False) for ref in x_g]
+    of_columns = partial(plgpu.load, layout=layout.reduce(1), optimized=False)
+    scale, bias = ([of_columns(ref.at[here[1]]).astype(_f32) for ref in refs] for refs in (scale_g, bias_g))
+
+    def finish(totals):
+        total = plgpu.layout_cast(totals[0], layout).astype(jnp.bfloat16)
+        for each in bias:
+            total = _biased(total.astype(_f32), each, 0).astype(jnp.bfloat16)
+        for each in x:
+            total = (each.astype(_f32) + total.astype(_f32)).astype(jnp.bfloat16)
+        out_g.at[here].transpose((1, 0))[...] = total
+        if scale:
+            _write_scaled(share, here, total.astype(_f32), 1 + scale[0] if centred else scale[0], *scaled_g)
+
+    multiply(share, begun, (), finish, **scratch)
+
+
+def _write_scaled(share, here, x, scale, rows_g, squares_g):
+    """A tile of `Scaled` rows and its sums of squares, and its share of the zeros after all tiles'."""
+    tile, rows = lax.axis_index("tile"), here[0]
+    part = rows_g.at[here].transpose((1, 0))
+    part[...] = (x * lax.broadcast_in_dim(scale, x.shape, [0])).astype(jnp.bfloat16)
+    squares_g[tile, rows] = jnp.sum(x * x, axis=0)
+    for at in range(share.tiles, squares_g.shape[0], share.tiles):
+
+        @pl.when(tile + at < squares_g.shape[0])
+        def _(at=at):
+            zeros = jnp.zeros((share.finished,), _f32)
+            squares_g[tile + at, rows] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA_TRANSPOSED.reduce(0))
+
+
+@lower_once("few_rows_normed", "eps", "dtypes", "centred", "keep", "splits")
+def normed(
+    x: Float[Array, "r d"],
+    scale: Float[Array, " d"] | Float[Array, "t r"],
+    weights: Sequence[Float[Array, "d _"] | Fp8Weight],
+    bias: Float[Array, " n"] | None = None,
+    *,
+    eps: float,
+    dtypes: tuple[str, ...],
+    centred: bool = False,
+    keep: bool = False,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> list[Float[Array, "r _"]]:
+    """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
+
+    `x`, `scale` and `splits` as in `gated`. `centred`: as in `functions.centred_rms_norm`, which `Scaled` rows are
+    already. `bias`: of the first weight's columns, in float32, if that is the dtype of its product. With `keep` the
+    normed rows come after the products. An `Fp8Weight` comes alone. Sizes: `normed_supported`.
+    """
+    biases, fp8 = [] if bias is None else [bias.astype(_f32)], isinstance(weights[0], Fp8Weight)
+    if biases and dtypes[0] != "float32":
+        raise ValueError(f"a bias and a product in {dtypes[0]}; supported: float32")
+    if fp8 and len(weights) > 1:
+        raise ValueError(f"{len(weights)} weights, of which the first is FP8; supported: one such weight")
+    if fp8:
+        groups, columns = None, outputs(weights[0])
+    else:
+        groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
+        columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
+    share = share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, fp8=fp8)
+    share = with_splits(share, splits, interpret)
+    outs = [jax.ShapeDtypeStruct((len(x), outputs(w)), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+    scratch = scratch_of(share, interpret)
+    return plgpu.kernel(
+        partial(_normed_tile, share, eps, centred, len(weights), len(biases)),
+        kernel_name="few_rows_normed",
+        out_type=outs + [jax.ShapeDtypeStruct(x.shape, x.dtype)] * keep,
+        **grid_of(share),
+        scratch_types=scratch,
+        compiler_params=params(),
+        interpret=interpret,
+    )(x, scale, *itertools.chain(*map(operands, weights)), *biases)
+
+
+def _normed_tile(share, eps, centred, weights, biases, x_g, scale_g, *refs, **scratch):
+    refs = list(refs)
+    weights_g = [taken(share, refs) for _ in range(weights)]
+    biases_g, outs_g = refs[:biases], refs[biases:]
+    tile = lax.axis_index("tile")
+    begun, rows = begin(share, weights_g, [x_g], **scratch), pl.ds(first_row(share), share.finished)
+    factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
+
+    def finish(totals):
+        for i, ((_, first, end), out_g) in enumerate(zip(ranges(share, weights_g), outs_g[:weights], strict=True)):
+
+            @pl.when((tile >= first) & (tile < end))
+            def _(i=i, first=first, out_g=out_g):
+                for g, total in enumerate(totals):
+                    if i == 0 and biases:
+                        bias = biases_g[0].at[pl.ds(column_of(share, outputs(out_g), tile, g), TILE)]
+                        bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                        total = total + lax.broadcast_in_dim(bias, total.shape, [0])
+                    total = plgpu.layout_cast(total.astype(out_g.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                    columns = pl.ds(column_of(share, outputs(out_g), tile - first, g), TILE)
+                    out_g.at[rows, columns].transpose((1, 0))[...] = total
+
+    multiply(share, begun, (), finish, factor, **scratch)

@@ -1,0 +1,208 @@
+"""Products of few rows with FP8 weights, which become bfloat16 in registers on their way to the tensor cores.
+
+The weights' outputs are the left operand of `mma`, of which a warp has 16 and a group `TILE`; rows are the narrow side.
+Both operands come from shared memory in words of 16 bytes, so a lane has 16 neighbouring inputs of an output, and the
+same ones of a row. Which of a product's inputs a register holds is free as long as both operands agree, so no lane
+needs another's words. A word of four e4m3 numbers makes two registers, as its neighbours of a row already are.
+
+In rows of 128 bytes, as `SwizzleTransform` arranges them, the four lanes of an output read the 16 bytes `PIECES` names,
+then their neighbours: so neither operand's loads share a bank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm
+
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.pallas.dense.few_rows.share import GROUP, TILE
+from jaxspec.pallas.hopper import THREADS
+
+PIECES = (0, 3, 5, 6)  # by lane: the first of two of a row's eight parts of 16 bytes; the other is its neighbour
+BIASED = 0x7B807B80  # 2^120 twice: what the exponent's other bias lacks
+BYTES, ATOM = 16, 1024  # of a load; of eight rows of 128 bytes, which are swizzled together
+# A word's four bytes as two pairs of bfloat16: each with its sign spread over the upper half of 16 bits, moved to
+# bfloat16's places and multiplied by what its bias lacks.
+CONVERT = """{
+.reg .b32 pair;
+prmt.b32 pair, $2, 0, 0x9180;
+shl.b32 pair, pair, 4;
+and.b32 pair, pair, 0x87F087F0;
+mul.bf16x2 $0, pair, $3;
+prmt.b32 pair, $2, 0, 0xB3A2;
+shl.b32 pair, pair, 4;
+and.b32 pair, pair, 0x87F087F0;
+mul.bf16x2 $1, pair, $3;
+}"""
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+CONSTRAINTS = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+def weight_transforms() -> tuple[Any, ...]:
+    return plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128)
+
+
+def rows_transforms() -> tuple[Any, ...]:
+    return plgpu.TilingTransform((8, BLOCK // 2)), plgpu.SwizzleTransform(128)
+
+
+def products(share: Any, weight_s: Any, rows_s: Any, staged_s: Any = None, apart: int = 0) -> list[list[Any]]:
+    """Of bytes [groups * TILE, chunk] and rows [n, chunk], f32[TILE, r] of each group and each `BLOCK` of the chunk.
+
+    `share`: how many `rows` are multiplied, r, and its `groups` and `chunk`. `apart`: from the first row that a warp
+    multiplies to the next warp's; then r is `GROUP`, and rows past the last stand for it. `staged_s`: interpret mode
+    takes a product's left operand from shared memory alone, and this is where it is put; with nothing `apart`.
+    """
+    groups, blocks = share.groups, share.chunk // BLOCK
+    if staged_s is not None:
+        return [[_interpreted(weight_s, rows_s, g, b, staged_s) for b in range(blocks)] for g in range(groups)]
+    one = plgpu.ShapeDtypeStruct((TILE, share.rows), _f32, layout=plgpu.Layout.WGMMA)
+    types = plgpu.RefType(weight_transforms()), plgpu.RefType(rows_transforms())
+    multiply = plgpu.inline_mgpu(arg_types=types, return_type=[one] * (groups * blocks))
+    made = multiply(partial(_products, share, apart, rows_s.shape[0] - 1))(weight_s, rows_s)
+    return [made[g * blocks : (g + 1) * blocks] for g in range(groups)]
+
+
+def flat_scales(ref: Any, stride: int, size: int) -> Any:
+    """Scales [parts, blocks] of an array with `stride` columns, as f32[size] that goes on with the last of them."""
+    layout = plgpu.Layout.WG_STRIDED((size,), 1)
+    result, shape = plgpu.ShapeDtypeStruct((size,), _f32, layout=layout), ref.shape
+    load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    return load(partial(_flat, shape, stride, size))(ref)
+
+
+def _flat(shape, stride, size, _, ref):
+    parts, blocks = shape
+    f32, base, registers = ir.F32Type.get(), mgpu.utils.memref_ptr(ref), []
+    for first in range(0, size, THREADS):
+        at = arith.minui(arith.addi(_rem(mgpu.utils.thread_idx(), THREADS), _int(first)), _int(parts * blocks - 1))
+        place = arith.addi(_mul(_div(at, blocks), 4 * stride), _mul(_rem(at, blocks), 4))
+        value = llvm.load(f32, _at(base, place), alignment=4)
+        registers.append(llvm.insertelement(llvm.mlir_undef(ir.VectorType.get((1,), f32)), value, position=_int(0)))
+    layout = mgpu.WGStridedFragLayout((size,), 1)
+    return mgpu.FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=None)
+
+
+def _interpreted(weight_s, rows_s, group, block, staged_s):
+    inputs = pl.ds(block * BLOCK, BLOCK)
+    values = lax.bitcast_convert_type(weight_s[pl.ds(group * TILE, TILE), inputs], jnp.float8_e4m3fn)
+    staged_s[...] = values.astype(_f32).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+
+    def run(total):
+        plgpu.wgmma(total, staged_s, rows_s.at[:, inputs].transpose((1, 0)))
+        return total[...]
+
+    return pl.run_scoped(run, plgpu.ACC((TILE, rows_s.shape[0]), _f32))
+
+
+def _products(share, apart, last, _, weight_s, rows_s):
+    groups, blocks, row_groups = share.groups, share.chunk // BLOCK, share.rows // 8
+    eights, halves = TILE // 8 * blocks * ATOM, 2 * blocks  # bytes of a group; atoms of eight rows
+    weight, rows = (mgpu.utils.memref_ptr(ref) for ref in (weight_s, rows_s))
+    lane = _rem(mgpu.utils.thread_idx(), 32)
+    warp, row, column = _rem(_div(mgpu.utils.thread_idx(), 32), 4), _div(lane, 4), _rem(lane, 4)
+    piece = _int(PIECES[0])
+    for i, each in enumerate(PIECES[1:], 1):
+        piece = arith.select(arith.cmpi(arith.CmpIPredicate.eq, column, _int(i)), _int(each), piece)
+    # Of the weight: an output's place among the warp's 16, of which eights are `blocks` atoms apart.
+    own = arith.addi(_mul(warp, 2 * blocks * ATOM), arith.addi(_mul(row, 128), _mul(arith.xori(piece, row), BYTES)))
+    weights = [_at(weight, arith.xori(own, _int(BYTES * i))) for i in range(2)]
+    # Of the rows: the same inputs are twice as many bytes, in one of two atoms.
+    first = _int(0)
+    if apart:
+        row = arith.minui(arith.addi(_mul(warp, apart), row), _int(last))
+        row, first = _rem(row, 8), _mul(_div(row, 8), halves * ATOM)
+    inside = arith.xori(_rem(_mul(piece, 2), 8), row)
+    own = arith.addi(_mul(_div(piece, 4), ATOM), arith.addi(_mul(row, 128), _mul(inside, BYTES)))
+    own = arith.addi(first, own)
+    inputs = [_at(rows, arith.xori(own, _int(BYTES * i))) for i in range(4)]
+
+    zero = mgpu.c(0.0, ir.F32Type.get())
+    chains = 2 if row_groups == 1 else 1  # each product waits for one before it, of the same sums
+    sums = {}
+    for block in range(blocks):
+        right = [[_load(inputs[i], (n * halves + 2 * block) * ATOM) for i in range(4)] for n in range(row_groups)]
+        for g in range(groups):
+            apart = [[[zero] * 4 for _ in range(row_groups)] for _ in range(chains)]
+            for i in range(2):
+                at, totals = g * eights + block * ATOM, apart[i % chains]
+                upper, lower = (_load(weights[i], at + half * blocks * ATOM) for half in range(2))
+                for q in range(4):
+                    (a0, a2), (a1, a3) = _converted(upper[q]), _converted(lower[q])
+                    for n in range(row_groups):
+                        words = right[n][2 * i + q // 2]
+                        totals[n] = _mma(totals[n], (a0, a1, a2, a3), words[q % 2 * 2 :][:2])
+            sums[g, block] = [_total(each) for each in zip(*apart, strict=True)]
+    return [as_sums(sums[g, block]) for g in range(groups) for block in range(blocks)]
+
+
+def _total(chains):
+    """The sums of one chain, or of two."""
+    return chains[0] if len(chains) == 1 else [arith.addf(*pair) for pair in zip(*chains, strict=True)]
+
+
+def as_sums(totals):
+    """f32[TILE, rows] of each eight rows' four sums of a thread."""
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, GROUP * len(totals))), dtype=object)
+    for n, four in enumerate(totals):
+        for half in range(2):
+            whole = llvm.mlir_undef(pair)
+            for i in range(2):
+                whole = llvm.insertelement(whole, four[2 * half + i], position=_int(i))
+            registers[0, n, 0, 0, half, 0, 0, 0, 0] = whole
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _mma(totals, left, right):
+    f32 = ir.F32Type.get()
+    struct = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
+    made = llvm.inline_asm(struct, [*left, *right, *totals], MMA, CONSTRAINTS, has_side_effects=False)
+    return [llvm.extractvalue(f32, made, [i]) for i in range(4)]
+
+
+def _converted(word):
+    """The first two of a word's four numbers, then the others, as bfloat16."""
+    return mgpu.utils.inline_ptx(CONVERT, word, mgpu.c(BIASED, _i32_type()), result_types=[_i32_type()] * 2)
+
+
+def _load(pointer, offset: int):
+    """Four words of 32 bits."""
+    whole = llvm.load(ir.VectorType.get((4,), _i32_type()), _at(pointer, offset), alignment=BYTES)
+    return [llvm.extractelement(whole, _int(i)) for i in range(4)]
+
+
+def _at(pointer, offset):
+    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
+
+
+def _i32_type():
+    return ir.IntegerType.get_signless(32)
+
+
+def _int(x: int):
+    return mgpu.c(x, _i32_type())
+
+
+def _mul(x, y: int):
+    return arith.muli(x, _int(y))
+
+
+def _div(x, y: int):
+    return arith.divui(x, _int(y))
+
+
+def _rem(x, y: int):
+    return arith.remui(x, _int(y))

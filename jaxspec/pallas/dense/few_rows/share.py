@@ -1,0 +1,321 @@
+"""How the products of few rows are divided among blocks, and which sizes fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.pallas.attention.kv_write import PAGES
+from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, THREADS, WGMMA_ROWS
+
+TILE = WGMMA_ROWS  # columns of a group
+COLUMNS = 32  # what those of a weight in `normed` are a multiple of, if rows are `Scaled`
+GROUP = 8  # rows that are normed together, and what the number of rows must be a multiple of
+SQUARES = 16  # tiles of columns, a multiple of which have sums of squares: a warp reads so many of a row at once
+MAX_ROWS = 64  # more would need another tile of rows, and registers for it
+BLOCKS = MULTIPROCESSORS  # as many as run at once
+NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
+WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
+FP8_ROWS = 32  # rows of products with FP8 weights: for more there are no registers
+WARPGROUPS = {4: 56, 3: 112}  # of a block with FP8 weights, and how many sums and inputs a thread may keep then
+RING_BYTES = 128 * 1024  # of FP8 weights on their way, with more than one warpgroup
+FP8_SLOT_BYTES = 16 * 1024  # of FP8 weights that are waited for together
+COPY_GROUPS = BULK_COPY // TILE  # of columns of an FP8 weight that one copy can bring
+MAX_CHUNK = BULK_COPY  # inputs of one copy of weights: what a bulk copy can bring
+MAX_CLUSTER = 4  # blocks that share a tile's inputs
+SPREAD = 64  # blocks in clusters of more than two: of 120 and 128 some waited until others had ended
+MAX_GROUPS = 8  # groups of columns of a block
+HEAD_STAGES = 2  # tiles of a head that a block has room for
+SLOT_BYTES = 32 * 1024  # of weights that are waited for together
+MIN_SLOTS = 3  # of a ring
+ROOM = SHARED_BYTES - 1024  # for weights, rows and sums; the rest is for barriers
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a product is shared out: `groups` groups of columns a block, inputs in `splits` parts, a part in `chunks`.
+
+    `normed`: a block makes all of its rows' inputs itself, otherwise they come in chunks as the weights do. `fp8`: the
+    weights are, with scales for `BLOCK` inputs each.
+    """
+
+    rows: int
+    widths: tuple[int, ...]  # of what stands side by side as inputs
+    columns: int
+    groups: int
+    splits: int
+    normed: bool
+    fp8: bool = False
+
+    @property
+    def item(self) -> int:
+        """Bytes of a weight's number."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def step(self) -> int:
+        """What the inputs of a chunk are a multiple of."""
+        return BLOCK if self.fp8 else TILE
+
+    @property
+    def tiles(self) -> int:
+        """Of columns; the last may have fewer (`column_of`)."""
+        return -(-self.columns // TILE // self.groups)
+
+    @property
+    def chunk(self) -> int:
+        """Inputs that come together: as many as one copy can bring and a slot hold, all chunks alike."""
+        slot = FP8_SLOT_BYTES if self.fp8 else SLOT_BYTES
+        most = min(MAX_CHUNK, max(slot // (self.item * TILE * self.groups), self.step))
+        return largest(math.gcd(self.part, *self.widths), most, self.step)
+
+    @property
+    def part(self) -> int:
+        """Inputs of one block."""
+        return sum(self.widths) // self.splits
+
+    @property
+    def chunks(self) -> int:
+        return self.part // self.chunk
+
+    @property
+    def finishers(self) -> int:
+        """Blocks of a cluster that finish products, each those of as many rows, a multiple of `GROUP`."""
+        return next(n for n in range(self.splits, 0, -1) if self.rows // GROUP % n == 0)
+
+    @property
+    def finished(self) -> int:
+        """Rows that a block finishes, if it does."""
+        return self.rows // self.finishers
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a block. With FP8 weights they take turns at the chunks, each with slots of the ring to itself.
+
+        As many as have registers enough and leave a ring of `RING_BYTES`, since its slots are a multiple of them.
+        """
+        counts = range(min(self._most_warpgroups, self.chunks) if self.fp8 else 1, 1, -1)
+        most = lambda n: min(self.chunks, self._room(n) // n * n)  # noqa: E731
+        return next((n for n in counts if most(n) * self._slot >= min(RING_BYTES, self.chunks * self._slot)), 1)
+
+    @property
+    def _most_warpgroups(self) -> int:
+        """For which there are registers: a thread keeps sums of all groups and rows, and inputs of rows."""
+        return next((n for n, most in WARPGROUPS.items() if self.rows * (self.groups + 5) // 2 <= most), 2)
+
+    @property
+    def copies(self) -> int:
+        """That bring a chunk of weights."""
+        return -(-self.groups // COPY_GROUPS) if self.fp8 else self.groups
+
+    @property
+    def slots(self) -> int:
+        """Of the ring of weights, as far as shared memory reaches."""
+        return min(self.chunks, self._room(self.warpgroups) // self.warpgroups * self.warpgroups)
+
+    @property
+    def _slot(self) -> int:
+        """Bytes of a chunk of weights, and of rows if they come with it."""
+        return self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))
+
+    def _room(self, warpgroups: int) -> int:
+        """Chunks that shared memory has room for. Warpgroups' sums take the ring's place in the end."""
+        out = 2 * self.finished * TILE * (self.groups + (min(self.groups, 2) if self.fp8 else self.groups))
+        parts = 4 * self.finished * TILE * self.groups * self.splits if self.splits > 1 else 0
+        parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
+        rows = 2 * self.rows * (self.part if self.normed else 0)
+        return (ROOM - 1024 - out - parts - rows) // self._slot
+
+    @property
+    def scales(self) -> int:
+        """Numbers that a warpgroup keeps in shared memory for each of its groups: the scales of two parts of it."""
+        return -(-2 * (self.part // BLOCK) // THREADS) * THREADS
+
+    @property
+    def fits(self) -> bool:
+        return self._room(self.warpgroups) >= min(self.chunks, MIN_SLOTS)
+
+
+def share_out(
+    rows: int,
+    widths: Sequence[int],
+    columns: int,
+    groups: int | None = None,
+    *,
+    normed: bool = True,
+    fp8: bool = False,
+) -> Share:
+    """A share for each block of what is to be done, so that all blocks run at once and most multiprocessors have one.
+
+    `groups`: of a block's columns, if it matters.
+    """
+    whole = columns // TILE
+    if groups is None:
+        # Unquantised layers whose last tile would overlap are as fast without these kernels.
+        fits = (n for n in range(1, MAX_GROUPS + 1) if -(-whole // n) <= BLOCKS and (fp8 or whole % n == 0))
+        groups = next(fits, 1)
+    tiles = -(-columns // TILE // groups)
+    most = 1 if normed and max(widths) <= NARROW else MAX_CLUSTER
+    step = BLOCK if fp8 else TILE
+    room = lambda n: tiles * n <= (BLOCKS if n == 2 else SPREAD)  # noqa: E731
+    splits = next((n for n in range(most, 1, -1) if sum(widths) // step % n == 0 and room(n)), 1)
+    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8)
+
+
+def split_of(share: Share) -> Any:
+    """Which part of a tile's inputs is this block's."""
+    return lax.axis_index("split") if share.splits > 1 else jnp.int32(0)
+
+
+def first_row(share: Share) -> Any:
+    """The first of the rows that this block finishes, if it does."""
+    if share.finishers == 1:
+        return 0
+    return lax.rem(split_of(share), jnp.int32(share.finishers)) * share.finished
+
+
+def turn_of(share: Share) -> Any:
+    """Which of a block's warpgroups this is."""
+    return lax.axis_index("warpgroup") if share.warpgroups > 1 else jnp.int32(0)
+
+
+def with_splits(share: Share, splits: int | None, interpret: Any = False) -> Share:
+    """The share with its inputs in so many parts; by default in its own, but in one if a kernel is interpreted.
+
+    **Raises:** `ValueError` for an interpreted kernel with more: jax's interpreter sends nothing from block to block.
+    """
+    if interpret and (splits or 1) > 1:
+        raise ValueError(f"splits={splits} in interpret mode, where blocks send each other nothing; supported: 1")
+    splits = 1 if interpret else splits
+    return share if splits is None else replace(share, splits=splits)
+
+
+def largest(whole: int, most: int = MAX_CHUNK, step: int = TILE) -> int:
+    """The largest multiple of `step` up to `most` that divides `whole`."""
+    return next(size for size in range(most // step * step, 0, -step) if whole % size == 0)
+
+
+def column_of(share: Share, columns: int, tile: Any, group: Any) -> Any:
+    """The first column of a group of a tile of a weight with so many columns.
+
+    A last tile that would go beyond them begins before, and makes again what others make, too.
+    """
+    first, whole = tile * (share.groups * TILE), share.groups * TILE
+    if columns % whole:
+        first = jnp.minimum(first, max(columns - whole, 0))
+    return first + group * TILE if columns >= whole else jnp.minimum(first + group * TILE, columns - TILE)
+
+
+def tiles_of(weight: Any, groups: int) -> int:
+    """How many tiles of so many groups of columns a weight has; the last may have fewer."""
+    return -(-weight.shape[1] // TILE // groups)
+
+
+def tiles_of_squares(width: int) -> int:
+    """For how many tiles of columns there are sums of squares; those past the width are zero."""
+    return -(-width // TILE // SQUARES) * SQUARES
+
+
+def supported(
+    rows: int,
+    head: int,
+    inputs: tuple[int, ...],
+    weights: Any,
+    pages: Any = jnp.bfloat16,
+    *,
+    beside: int = 0,
+    fp8: bool = False,
+) -> str | None:
+    """Why so many rows can't go through layers with heads of width `head`, or None if they can.
+
+    `inputs` are those of the layer's products: the model's width, that of all query heads, and of a dense layer the
+    MLP's; `weights` and `pages` are dtypes. `beside`: the width of what q, k and v are made of beside rows of the
+    model's width. `fp8`: the weights are, and `weights` is the dtype of what they stand for.
+    """
+    width, queries, *mlp = inputs
+    if jnp.dtype(weights) != jnp.bfloat16:
+        return f"weights in {jnp.dtype(weights).name}; supported: bfloat16"
+    if jnp.dtype(pages) not in PAGES:
+        return f"pages in {jnp.dtype(pages).name}; supported: bfloat16 and float8_e4m3fn"
+    if head not in (TILE, 2 * TILE):
+        return f"heads of width {head}; supported: {TILE} and {2 * TILE}"
+    if beside and max(width, beside) > NARROW:
+        return f"two inputs {max(width, beside)} wide; supported: up to {NARROW}"
+    most, step = MAX_ROWS if width <= NARROW else WIDE_ROWS, TILE
+    if fp8:
+        most, step = FP8_ROWS, BLOCK
+    if rows > most:
+        return f"{rows} rows of {width}; supported: up to {most}"
+    if odd := [each for each in (*inputs, beside) if each % step]:
+        return f"width {odd[0]}; supported: multiples of {step}"
+    rows, share = -(-rows // GROUP) * GROUP, partial(share_out, fp8=fp8)
+    side_by_side = [each for each in (width, beside) if each]
+    scaled = fp8 and width > NARROW and bool(mlp)  # a mixture's rows aren't
+    shares = [with_splits(share(rows, side_by_side, queries, head // TILE, normed=not scaled), 1)]
+    shares += [share(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
+    # Of unquantised weights as if rows were normed here, though `Scaled` ones need less.
+    shares += [share(rows, [width], 2 * each, normed=not scaled) for each in mlp]
+    return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
+
+
+def product_supported(
+    rows: int, widths: Sequence[int], shape: tuple[int, int], dtype: Any, fp8: bool = False
+) -> str | None:
+    """Why `product` can't serve so many rows of these widths and a weight like this, or None if it can.
+
+    `fp8`: the weight is, and `dtype` is that of what it stands for.
+    """
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"weights in {jnp.dtype(dtype).name}; supported: bfloat16"
+    most = FP8_ROWS if fp8 else MAX_ROWS if shape[1] <= NARROW else WIDE_ROWS
+    if rows > most:
+        return f"{rows} rows for {shape[1]} columns; supported: up to {most}"
+    step = BLOCK if fp8 else TILE
+    if len(set(widths)) > 1 or widths[0] % step or shape[1] % TILE:
+        return f"widths {widths} and {shape[1]}; supported: equal multiples of {step}, and one of {TILE}"
+    fits = share_out(-(-rows // GROUP) * GROUP, widths, shape[1], 1, normed=False, fp8=fp8).fits
+    return None if fits else f"{rows} rows of {widths} for shared memory"
+
+
+def normed_supported(
+    rows: int, width: int, columns: Sequence[int], *dtypes: Any, fp8: bool = False, scaled: bool = False
+) -> str | None:
+    """Why `normed` can't serve so many rows of this width and weights of so many columns, or None if it can.
+
+    `scaled`: rows come as `Scaled`. `fp8`: the weight is, and rows wider than `NARROW` come so.
+    """
+    scaled = scaled or (fp8 and width > NARROW)
+    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
+        return f"weights in {wrong[0]}; supported: bfloat16"
+    if rows % GROUP or rows > (most := FP8_ROWS if fp8 or scaled else WIDE_ROWS):
+        return f"{rows} rows; supported: multiples of {GROUP} up to {most}"
+    step = BLOCK if fp8 else TILE
+    if width % step:
+        return f"width {width}; supported: multiples of {step}"
+    unit = TILE if fp8 or not scaled else COLUMNS  # jax finds no layouts where blocks that norm rows overlap
+    if odd := [each for each in columns if each < TILE or each % unit]:
+        return f"{odd[0]} columns; supported: multiples of {unit} from {TILE} on"
+    whole = sum(-(-each // TILE) * TILE for each in columns)
+    if whole > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
+        return f"{sum(columns)} columns; supported: up to {most}"
+    fits = share_out(rows, [width], whole, normed=not scaled, fp8=fp8).fits
+    return None if fits else f"rows of {width} for shared memory"
+
+
+def top_supported(rows: int, shape: tuple[int, int], dtype: Any) -> str | None:
+    """Why `top_tokens` can't serve so many rows and a head like this, or None if it can."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"a head in {jnp.dtype(dtype).name}; supported: bfloat16"
+    if rows > MAX_ROWS:
+        return f"{rows} rows; supported: up to {MAX_ROWS}"
+    if shape[0] % TILE or shape[1] % TILE:
+        return f"a head of {shape[0]} by {shape[1]}; supported: multiples of {TILE}"
+    needed = 2 * shape[1] * (HEAD_STAGES * TILE + rows)
+    return f"{needed} bytes of shared memory; supported: up to {ROOM}" if needed > ROOM else None

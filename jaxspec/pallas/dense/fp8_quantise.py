@@ -1,0 +1,113 @@
+"""Rows as e4m3 with a scale for each 128 inputs, in one pass over memory: what `fp8_tiles` multiplies, on Hopper.
+
+Sixteen lanes of a warp have a row's 128 inputs, and so find the largest among themselves. A block takes 128 inputs of
+some rows, or, where rows are normed first, one row: 128 inputs are a row of its tile there. XLA would read the rows
+twice, once for the largest, and norm them both times.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jaxspec.models import fp8
+from jaxspec.pallas.dense.few_rows.block import GROUP, by_row, params
+from jaxspec.pallas.hopper.export import lower_once
+
+ROWS = 64  # of a block
+LANES = 16  # that have a row
+WIDEST = 8192  # inputs of a row that is normed: for more there are no registers
+_f32 = jnp.float32
+_LAYOUT = by_row(fp8.BLOCK // LANES)
+
+
+def supported(rows: int, dtype: Any, block: int | None) -> str | None:
+    """Why the kernel can't quantise so many rows of `dtype`, or None if it can."""
+    if dtype != jnp.bfloat16:
+        return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
+    if rows < ROWS:
+        return f"{rows} rows; supported: {ROWS} and more"
+    if block != fp8.BLOCK:
+        return f"scales that aren't for {fp8.BLOCK} inputs each"
+    return None
+
+
+def norm_supported(rows: int, width: int, dtype: Any, block: int | None) -> str | None:
+    """Why the kernel can't norm and quantise so many rows of `dtype`, or None if it can."""
+    if width % (GROUP * fp8.BLOCK) or width > WIDEST:
+        return f"rows of {width}; supported: multiples of {GROUP * fp8.BLOCK} up to {WIDEST}"
+    return supported(rows, dtype, block)
+
+
+@lower_once("fp8_quantise")
+def quantise_rows(x: Float[Array, "r k"], *, interpret: Any = False) -> tuple[Float[Array, "r k"], Float[Array, "r b"]]:
+    """`fp8.quantise_rows` in blocks of 128 inputs, but for the last bit of a quotient. `k` is a multiple of 128."""
+    rows, inputs = x.shape
+    groups = inputs // fp8.BLOCK
+    values, scales = plgpu.kernel(
+        _block,
+        kernel_name="fp8_quantise",
+        out_type=(jax.ShapeDtypeStruct(x.shape, fp8.E4M3), jax.ShapeDtypeStruct((groups, rows), jnp.float32)),
+        grid=(-(-rows // ROWS), groups),
+        grid_names=("rows", "group"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(x)
+    return values, scales.T
+
+
+def _block(x_g, values_g, scales_g):
+    top, group = lax.axis_index("rows") * ROWS, lax.axis_index("group")
+    rows = pl.ds(jnp.minimum(top, x_g.shape[0] - ROWS), ROWS)  # the last block may begin among the rows of another
+    here = rows, pl.ds(group * fp8.BLOCK, fp8.BLOCK)
+    x = plgpu.load(x_g.at[here], layout=_LAYOUT, optimized=False).astype(_f32)
+    values_g[here], scales_g[group, rows] = _quantised(x)
+
+
+def _quantised(x):
+    """Rows of 128 inputs as e4m3, and their scales."""
+    scale = jnp.max(jnp.abs(x), axis=1) / fp8.LARGEST
+    scale = jnp.where(scale > 0, scale, 1.0)
+    quotient = x * lax.broadcast_in_dim(1 / scale, x.shape, [0])
+    return jnp.clip(quotient, -fp8.LARGEST, fp8.LARGEST).astype(fp8.E4M3), scale
+
+
+@lower_once("fp8_norm_quantise", "eps", "centred")
+def norm_and_quantise(
+    x: Float[Array, "r k"], weight: Float[Array, " k"], *, eps: float, centred: bool = False, interpret: Any = False
+) -> tuple[Float[Array, "r k"], Float[Array, "r b"]]:
+    """`quantise_rows` of the rows' norm, rounded where plain layers round (`decoder.functions.normed`)."""
+    rows, inputs = x.shape
+    groups = inputs // fp8.BLOCK
+    values, scales = plgpu.kernel(
+        partial(_norm_row, eps, centred),
+        kernel_name="fp8_norm_quantise",
+        out_type=(
+            jax.ShapeDtypeStruct((rows, groups, fp8.BLOCK), fp8.E4M3),
+            jax.ShapeDtypeStruct((groups, rows), _f32),
+        ),
+        grid=(rows,),
+        grid_names=("row",),
+        compiler_params=params(across_warps=True),
+        interpret=interpret,
+    )(x.reshape(rows, groups, fp8.BLOCK), weight.reshape(groups, fp8.BLOCK))
+    return values.reshape(x.shape), scales.T
+
+
+def _norm_row(eps, centred, x_g, weight_g, values_g, scales_g):
+    row, (_, *shape) = lax.axis_index("row"), x_g.shape
+    load = partial(plgpu.load, layout=_LAYOUT, optimized=False)
+    x, weight = load(x_g.at[row]), load(weight_g).astype(_f32)
+    wide = x.astype(_f32)
+    squares = jnp.sum(jnp.sum(wide * wide, axis=1))
+    wide = wide * lax.rsqrt(squares / math.prod(shape) + eps)
+    wide = wide * (1 + weight) if centred else wide.astype(x.dtype).astype(_f32) * weight
+    values_g[row], scales_g[:, row] = _quantised(wide.astype(x.dtype).astype(_f32))

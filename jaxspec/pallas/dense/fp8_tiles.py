@@ -1,0 +1,219 @@
+"""A matmul of quantised rows with FP8 weights, both e4m3, on Hopper's FP8 tensor cores.
+
+`tiles` says which block makes which tile, and how results are written. A step is of 128 inputs. FP8 tensor cores keep
+some 14 bits of a sum, so a step's products are a sum of their own: it is multiplied by its scales, if they are for 128
+inputs, and added to the total in float32. Meanwhile the tensor cores have the other warpgroup's products. Scales for
+all inputs, a row's and an output's, multiply the total.
+
+A warpgroup has 64 rows of a tile: the sums of 128 need more registers than there are, and ran at two fifths of the
+speed. Tiles of 192 rows have three warpgroups.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models import fp8
+from jaxspec.models.weights import HALF
+from jaxspec.pallas.dense import tiles
+from jaxspec.pallas.dense.tiles import UNIT, Block, Hands, Results, Tile, Tiling
+from jaxspec.pallas.hopper.export import lower_once
+
+STEP = fp8.BLOCK  # inputs: 128 bytes, the widest swizzle
+MIN_UNIT = 32  # outputs that share a scale for 128 inputs
+LEAST_ROWS = 128  # of a tile: fewer rows are padded
+# Rows and columns of a tile, and its time with 4,096 inputs in us on an H200. Three warpgroups pay where gates are
+# computed: one tile's are hidden behind the others' products.
+SIZES = {(128, 192): 22.7, (128, 128): 18.0, (128, 64): 11.0}
+GATED = SIZES | {(192, 128): 20.8}
+RING_BYTES = 176 * 1024
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+def supported(dtype: Any, block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
+    """Why the kernel can't multiply rows of `dtype`, once they are quantised, by such a weight, or None if it can.
+
+    `block` inputs, None being all, and `unit` outputs share a scale.
+    """
+    if dtype != jnp.bfloat16:
+        return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
+    if block not in (None, STEP):
+        return f"scales for {block} inputs each; supported: {STEP}, and all of them"
+    if block and unit < MIN_UNIT:
+        return f"scales for {unit} outputs; supported: {MIN_UNIT} and more"
+    if inputs % STEP or outputs % UNIT:
+        return f"a weight of {inputs} x {outputs}, not a multiple of {STEP} x {UNIT}"
+    return None
+
+
+def tiling_of(rows: int, outputs: int, gated: bool = False) -> Tiling:
+    """The tiles that should take the least time."""
+    sizes = GATED if gated else SIZES
+    return Tiling.quickest(rows, outputs, {size: sizes[size] for size in sizes if size[0] <= max(rows, LEAST_ROWS)})
+
+
+@lower_once("fp8_tiles", "block", "gated", "tiling")
+def matmul(
+    x: Float[Array, "r k"],
+    x_scales: Float[Array, "r b"],
+    values: Float[Array, "n k"],
+    scales: Float[Array, "a b"],
+    valid: Int[Array, "1"],
+    residual: Float[Array, "r n"] | None = None,
+    *,
+    block: int | None,
+    gated: bool = False,
+    tiling: Tiling | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r o"]:
+    """`fp8.product` of the first `valid` rows, whose values and scales are given, as bfloat16; of others that or zeros.
+
+    `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
+    silu(gate) * up of it, half as wide, rounded once. `tiling` overrides its choice.
+    """
+    r, n = len(x), len(values)
+    tiling = tiling or tiling_of(r, n, gated)
+    padded = [tiles.padded(a, tiling.rows) for a in (x, x_scales, residual) if a is not None]
+    rows, unit = len(padded[0]), n // len(scales)
+    scale = scales if block else jnp.repeat(scales[:, 0], unit)
+    slot_bytes = STEP * (tiling.rows + tiling.columns) + 4 * tiling.rows
+    slots = RING_BYTES // slot_bytes
+    piece = math.gcd(unit, tiling.columns) if block else tiling.columns
+    out = plgpu.kernel(
+        partial(_kernel, tiling, gated, block, piece),
+        kernel_name="fp8_tiles",
+        out_type=jax.ShapeDtypeStruct((rows, n // 2 if gated else n), jnp.bfloat16),
+        grid=(tiles.BLOCKS,),
+        grid_names=("block",),
+        num_threads=tiling.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            rows_s=plgpu.SMEM((slots, tiling.rows, STEP), fp8.E4M3),
+            scales_s=plgpu.SMEM((slots, tiling.rows), _f32),
+            weight_s=plgpu.SMEM((slots, tiling.columns, STEP), fp8.E4M3),
+            out_s=tiling.results(HALF if gated else min(piece, tiles.STEP), slots * slot_bytes),
+            full=plgpu.Barrier(num_arrivals=3 if block else 2, num_barriers=slots),
+            empty=plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=slots),
+        ),
+        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(padded[0], padded[1].T, values, scale, valid, *padded[2:])
+    return out[:r]
+
+
+class _Operands(NamedTuple):
+    """What is multiplied, in memory: scales are [groups of inputs, rows], and [units, groups] or [outputs]."""
+
+    x: Any
+    x_scales: Any
+    values: Any
+    scales: Any
+
+
+class _Ring(NamedTuple):
+    """Pieces of rows, of their scales and of the weight in shared memory, and their barriers."""
+
+    rows_s: Any
+    scales_s: Any
+    weight_s: Any
+    hands: Hands
+
+
+def _kernel(
+    tiling, gated, in_blocks, piece, x, x_scales, values, scales, valid, *results,
+    rows_s, scales_s, weight_s, out_s, full, empty,
+):  # fmt: skip
+    *added, out = results
+    index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    (rows, inputs), outputs, registers = x.shape, values.shape[0], tiles.REGISTERS[tiling.warpgroups]
+    block = Block.of(tiling, rows, outputs, inputs // STEP, valid[0], index)
+    operands = _Operands(x, x_scales, values, scales)
+    ring = _Ring(rows_s, scales_s, weight_s, Hands(full, empty, len(rows_s)))
+
+    @pl.when(warpgroup == tiling.warpgroups)
+    def _():
+        plgpu.set_max_registers(registers[1], action="decrease")
+        tiles.produce(block, ring.hands, partial(_copy, block, ring, operands, in_blocks))
+
+    @pl.when(warpgroup < tiling.warpgroups)
+    def _():
+        plgpu.set_max_registers(registers[0], action="increase")
+        multiply = partial(_multiply, block, ring, operands, in_blocks, piece)
+        results = Results(gated, added, out, out_s, late=True)  # sums have the registers until then
+        tiles.consume(block, ring.hands, warpgroup, results, multiply)
+
+
+def _copy(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
+    """As `tiles.produce` calls it."""
+    full, inputs = ring.hands.full.at[slot], pl.ds(k * STEP, STEP)
+    rows, outputs = pl.ds(top, block.tiling.rows), pl.ds(c * block.tiling.columns, block.tiling.columns)
+    plgpu.copy_gmem_to_smem(operands.x.at[rows, inputs], ring.rows_s.at[slot], full)
+    plgpu.copy_gmem_to_smem(operands.values.at[outputs, inputs], ring.weight_s.at[slot], full)
+    if in_blocks:
+        plgpu.copy_gmem_to_smem(operands.x_scales.at[k, rows], ring.scales_s.at[slot], full)
+
+
+def _multiply(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, piece: int, tile: Tile, write: Any):
+    """The products of a tile's steps as they arrive. Totals are in pieces of columns that share a scale."""
+    width, hands = block.tiling.columns, ring.hands
+    firsts = range(0, width, piece)
+    load = partial(plgpu.load, optimized=False)
+
+    def scales_of(k):
+        """Each piece's scale for a step's inputs. They are read a step ahead, as reading takes about as long as one."""
+        if not in_blocks:
+            return []
+        unit = width * block.across // operands.scales.shape[0]
+        k = jnp.minimum(k, block.steps - 1)
+        return [operands.scales[lax.div(tile.c * width + first, _i32(unit)), k] for first in firsts]
+
+    def product(slot, row, total):
+        plgpu.wgmma(total, ring.rows_s.at[slot, pl.ds(row, UNIT)], ring.weight_s.at[slot].transpose((1, 0)))
+        return total[...]
+
+    def step(k, carried):
+        totals, scales = carried
+        slot, following = hands.slot(tile.step + k), scales_of(k + 1)
+        plgpu.barrier_wait(hands.full.at[slot])
+        sums = []
+        for row, total in zip(tile.units, totals, strict=True):
+            made = pl.run_scoped(partial(product, slot, row), plgpu.ACC((UNIT, width), _f32))
+            parts = [made[:, first : first + piece] for first in firsts]
+            if in_blocks:
+                by_row = load(ring.scales_s.at[slot, pl.ds(row, UNIT)], layout=plgpu.Layout.WGMMA.reduce(1))
+                parts = [part * _across(by_row * by, part) for part, by in zip(parts, scales, strict=True)]
+            sums.append([before + part for before, part in zip(total, parts, strict=True)])
+        plgpu.barrier_arrive(hands.empty.at[slot])
+        return sums, following
+
+    def columns(unit, first, count):
+        at = first % piece
+        part = totals[unit][first // piece][:, at : at + count]
+        if in_blocks:
+            return part
+        by_row = load(operands.x_scales.at[0, pl.ds(tile.top + tile.units[unit], UNIT)], layout=_layout(1))
+        by_column = load(operands.scales.at[pl.ds(tile.c * width + first, count)], layout=_layout(0))
+        return part * _across(by_row, part) * lax.broadcast_in_dim(by_column, part.shape, (1,))
+
+    zeros = plgpu.layout_cast(jnp.zeros((UNIT, piece), _f32), plgpu.Layout.WGMMA)
+    totals = [[zeros] * len(firsts)] * len(tile.units)
+    totals, _ = lax.fori_loop(_i32(0), tile.needed, step, (totals, scales_of(_i32(0))))
+    write(columns)
+
+
+def _layout(summed: int) -> Any:
+    return plgpu.Layout.WGMMA.reduce(summed)
+
+
+def _across(by_row: jax.Array, like: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(by_row, like.shape, (0,))

@@ -1,0 +1,292 @@
+"""A matmul of many bfloat16 rows with FP8 weights, which become bfloat16 in registers, on Hopper.
+
+The weight's outputs are the left operand (M), which tensor cores take from registers, 64 of them a warpgroup; the rows
+are N. So each weight is read as one byte, and converted once for a tile's rows: two are loaded in the order in which
+tensor cores take them, and a byte's bits are moved to where bfloat16 has them.
+
+A weight is multiplied by its block's scale while it is converted, and rounded to bfloat16 once, as `Weight.dequantised`
+does. For that the scale is a sum of two bfloat16 numbers. So the tensor cores accumulate from a tile's first step to
+its last without being rescaled. A step has 64 inputs. While one step is multiplied, the next one's weights are
+converted. Scales of whole outputs multiply the total.
+
+`tiles` says which block makes which tile. Here a tile's columns are the left operand, so each warpgroup has 64 of the
+columns, of all of the tile's rows.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import HALF
+from jaxspec.pallas.dense import scaled, tiles
+from jaxspec.pallas.dense.few_rows.block import by_row
+from jaxspec.pallas.dense.tiles import STEP, UNIT, Block, Hands, Tiling
+from jaxspec.pallas.dense.weight_stream import MAX_ROWS
+from jaxspec.pallas.hopper.export import lower_once
+
+# Rows and columns of a tile, and its time with 4,096 inputs in us on an H100, from layers' products. Those of 192 rows
+# and of 160 x 128 are from tiles by themselves.
+SIZES = {
+    (128, 64): 19.5, (160, 64): 22.5, (192, 64): 28.0, (256, 64): 35.5,
+    (128, 128): 31.0, (160, 128): 38.0, (192, 128): 40.0, (256, 128): 48.0,
+    (128, 192): 44.5, (160, 192): 63.0, (192, 192): 66.0,
+}  # fmt: skip
+MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of these
+RING_BYTES = tiles.ROOM - 1024  # less what results take
+MOST = 2048  # rows: with some 3,900, dequantising first takes no longer
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+def supported(rows: int, dtype: Any, block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
+    """Why the kernel can't multiply so many rows of `dtype` by such a weight, or None if it can.
+
+    `block` inputs, None being all, and `unit` outputs share a scale.
+    """
+    if dtype != jnp.bfloat16:
+        return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
+    if not MAX_ROWS < rows <= MOST:
+        return f"{rows} rows; supported: more than {MAX_ROWS}, up to {MOST}"
+    if block not in (None, BLOCK):
+        return f"scales for {block} inputs each; supported: {BLOCK}, and all of them"
+    if block and (unit < MIN_UNIT or (unit % UNIT and UNIT % unit)):
+        return f"scales for {unit} outputs; supported: {MIN_UNIT}, and multiples of {UNIT}"
+    if inputs % BLOCK or outputs % UNIT:
+        return f"a weight of {inputs} x {outputs}, not multiples of {BLOCK} and {UNIT}"
+    return None
+
+
+def tiling_of(rows: int, outputs: int) -> Tiling:
+    """The tiles that should take the least time."""
+    return Tiling.quickest(rows, outputs, {size: time for size, time in SIZES.items() if size[0] <= rows})
+
+
+@lower_once("fp8_wide", "block", "gated", "tiling")
+def matmul(
+    x: Float[Array, "r k"],
+    values: Float[Array, "n k"],
+    scales: Float[Array, "a b"],
+    valid: Int[Array, "1"],
+    residual: Float[Array, "r n"] | None = None,
+    *,
+    block: int | None,
+    gated: bool = False,
+    tiling: Tiling | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r o"]:
+    """x @ (values * scales)' of the first `valid` rows, summed in float32, as bfloat16; of others that or zeros.
+
+    The weight is rounded to bfloat16 if its scales are for blocks. `residual`, which a gated one can't have: what that
+    is added to, rounded before as the plain layers do. `gated`: silu(gate) * up of it, half as wide, rounded where the
+    plain layers do. `tiling` overrides its choice.
+    """
+    r, n = len(x), len(values)
+    tiling = tiling or tiling_of(r, n)
+    padded = [tiles.padded(a, tiling.rows) for a in (x, residual) if a is not None]
+    scale = scales if block else jnp.repeat(scales[:, 0], n // len(scales))
+    groups, part = tiling.columns // UNIT, _part(tiling)
+    results = 2 * groups * part * (UNIT + HALF * gated)
+    slots = 1 << ((RING_BYTES - results) // (STEP * (2 * tiling.rows + tiling.columns))).bit_length() - 1
+    out = plgpu.kernel(
+        partial(_kernel, tiling, gated, block),
+        kernel_name="fp8_wide",
+        out_type=jax.ShapeDtypeStruct((len(padded[0]), n // 2 if gated else n), jnp.bfloat16),
+        grid=(tiles.BLOCKS,),
+        grid_names=("block",),
+        num_threads=groups + 1,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            rows_s=plgpu.SMEM((slots, tiling.rows, STEP), jnp.bfloat16),
+            weight_s=plgpu.SMEM((slots, groups, UNIT, STEP), jnp.int8),
+            products_s=plgpu.SMEM((groups, part, UNIT), jnp.bfloat16),
+            full=plgpu.Barrier(num_arrivals=1 + groups, num_barriers=slots),
+            empty=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
+            **({"gated_s": plgpu.SMEM((groups, part, HALF), jnp.bfloat16)} if gated else {}),
+            # Interpret mode takes a matmul's left operand from shared memory alone.
+            **({"staged_s": plgpu.SMEM((groups, UNIT, STEP), jnp.bfloat16)} if interpret else {}),
+        ),
+        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(padded[0], lax.bitcast_convert_type(values, jnp.int8), scale, valid, *padded[1:])
+    return out[:r]
+
+
+def _part(tiling: Tiling) -> int:
+    """Rows that a warpgroup writes at once."""
+    return UNIT if tiling.rows % UNIT == 0 else UNIT // 2
+
+
+class _Ring(NamedTuple):
+    """Pieces of rows and of the weight in shared memory, and their barriers."""
+
+    rows_s: Any
+    weight_s: Any
+    hands: Hands
+    staged_s: Any
+
+    @property
+    def groups(self) -> int:
+        return self.weight_s.shape[1]
+
+    def slot(self, step: Any) -> Any:
+        return step & (self.hands.slots - 1)
+
+    def wait(self, step: Any) -> None:
+        plgpu.barrier_wait(self.hands.full.at[self.slot(step)])
+
+    def release(self, step: Any) -> None:
+        plgpu.barrier_arrive(self.hands.empty.at[self.slot(step)])
+
+    def rows(self, step: Any) -> Any:
+        """The right operand of a step."""
+        return self.rows_s.at[self.slot(step)].transpose((1, 0))
+
+
+def _kernel(
+    tiling, gated, in_blocks, x, values, scales, valid, *results,
+    rows_s, weight_s, products_s, full, empty, gated_s=None, staged_s=None,
+):  # fmt: skip
+    *added, out = results
+    index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    (rows, inputs), outputs, groups = x.shape, values.shape[0], tiling.columns // UNIT
+    block = Block.of(tiling, rows, outputs, inputs // STEP, valid[0], index)
+    ring = _Ring(rows_s, weight_s, Hands(full, empty, len(rows_s)), staged_s)
+
+    @pl.when(warpgroup == groups)
+    def _():
+        if groups in tiles.REGISTERS:
+            plgpu.set_max_registers(tiles.REGISTERS[groups][1], action="decrease")
+        tiles.produce(block, ring.hands, partial(_copy, block, ring, x, values), ring.slot)
+
+    @pl.when(warpgroup < groups)
+    def _():
+        if groups in tiles.REGISTERS:
+            plgpu.set_max_registers(tiles.REGISTERS[groups][0], action="increase")
+        buffers = products_s.at[warpgroup], None if gated_s is None else gated_s.at[warpgroup]
+
+        def tile(j, step):
+            top, _, c = block.place(j)
+            group = c * groups + warpgroup
+            steps = jnp.where(j < block.mine(block.tiles), _i32(block.steps), 0)
+            own = _Weight(ring, warpgroup, scaled.Scales(scales, outputs, group) if in_blocks else None)
+            total = _sums(ring, tiling.rows, own, step, steps)
+            by = _f32(scaled.LEFT)
+            if not in_blocks:
+                by *= plgpu.load(scales.at[pl.ds(group * UNIT, UNIT)], layout=scaled.by_output(), optimized=False)
+                by = lax.broadcast_in_dim(by, total.shape, [0])
+            total *= by
+            _write(total, top, group, added, out, *buffers)
+            return step + steps
+
+        lax.fori_loop(_i32(0), block.mine(_i32(block.all_high * block.across)), tile, _i32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _copy(block: Block, ring: _Ring, x: Any, values: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
+    """As `tiles.produce` calls it."""
+    full, inputs = ring.hands.full.at[slot], pl.ds(k * STEP, STEP)
+    plgpu.copy_gmem_to_smem(x.at[pl.ds(top, block.tiling.rows), inputs], ring.rows_s.at[slot], full)
+    for w in range(ring.groups):
+        outputs = pl.ds((c * ring.groups + w) * UNIT, UNIT)
+        plgpu.copy_gmem_to_smem(values.at[outputs, inputs], ring.weight_s.at[slot, w], full)
+
+
+class _Weight(NamedTuple):
+    """A warpgroup's part of the ring, as left operands."""
+
+    ring: _Ring
+    warpgroup: Any
+    scales: scaled.Scales | None
+
+    def scales_at(self, k: Any) -> list[Any]:
+        return self.scales.at(k) if self.scales else []
+
+    def at(self, step: Any, scales: list[Any]) -> Any:
+        """[UNIT, STEP] of a step times its scales over `scaled.LEFT`, in bfloat16."""
+        bytes_s, staged_s = self.ring.weight_s.at[self.ring.slot(step), self.warpgroup], self.ring.staged_s
+        return scaled.load(bytes_s, scales, None if staged_s is None else staged_s.at[self.warpgroup])
+
+
+def _sums(ring: _Ring, rows: int, weight: _Weight, step: Any, steps: Any) -> Any:
+    """f32[UNIT, rows]: a warpgroup's outputs of a tile, as its steps arrive. Zeros if there are none."""
+    shape, pairs = (UNIT, rows), lax.div(steps, _i32(BLOCK // STEP))
+
+    def staged(k, carried):
+        """For interpret mode, which can neither begin with a sum nor take a left operand from registers."""
+        total, step = carried
+
+        def products(step, acc):
+            plgpu.wgmma(acc, weight.at(step, weight.scales_at(k)), ring.rows(step))
+            return acc[...]
+
+        for at in range(BLOCK // STEP):
+            ring.wait(step + at)
+            total += pl.run_scoped(partial(products, step + at), plgpu.ACC(shape, _f32))
+            ring.release(step + at)
+        return total, step + BLOCK // STEP
+
+    def pipelined(acc):
+        def one(k, carried):
+            left, scales, step = carried
+            plgpu.wgmma(acc, left, ring.rows(step))
+            following = weight.scales_at(jnp.minimum(k + 1, pairs - 1))  # reading takes about as long as a step
+            ring.wait(step + 1)
+            plgpu.wgmma_wait(1)  # the registers of the step before are free, and so are its rows
+            pl.when(k > 0)(lambda: ring.release(step - 1))
+            plgpu.wgmma(acc, weight.at(step + 1, scales), ring.rows(step + 1))
+            more = k + 1 < pairs
+            pl.when(more)(lambda: ring.wait(step + 2))
+            plgpu.wgmma_wait(1)
+            ring.release(step)
+            left = weight.at(jnp.where(more, step + 2, step + 1), following)
+            return left, following, step + 2
+
+        ring.wait(step)
+        scales = weight.scales_at(_i32(0))
+        *_, after = lax.fori_loop(_i32(0), pairs, one, (weight.at(step, scales), scales, step))
+        total = acc[...]
+        ring.release(after - 1)
+        return total
+
+    start = plgpu.layout_cast(jnp.zeros(shape, _f32), plgpu.Layout.WGMMA)
+    if ring.staged_s is not None:
+        return lax.fori_loop(_i32(0), pairs, staged, (start, step))[0]
+    return lax.cond(pairs > 0, lambda: pl.run_scoped(pipelined, plgpu.ACC(shape, _f32)), lambda: start)
+
+
+def _write(total: Any, top: Any, group: Any, added: list[Any], out: Any, products_s: Any, gated_s: Any) -> None:
+    """Send one group of outputs, by way of shared memory, where rows and columns change places.
+
+    Gate and up of a row are in different warps, and so meet there too.
+    """
+    width, count = UNIT if gated_s is None else HALF, products_s.shape[0]
+    load = partial(plgpu.load, optimized=False)
+    for at in range(0, total.shape[1], count):
+        part = total[:, at : at + count].astype(out.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        products_s.transpose((1, 0))[...] = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        target, source_s = (pl.ds(top + at, count), pl.ds(group * width, width)), products_s
+        if gated_s is not None:
+            gate, up = (
+                load(products_s.at[:, pl.ds(first, HALF)], layout=by_row(HALF // 16)).astype(_f32)
+                for first in (0, HALF)
+            )
+            gated_s[...] = ((gate / (1 + jnp.exp(-gate))).astype(out.dtype).astype(_f32) * up).astype(out.dtype)
+            plgpu.commit_smem()
+            source_s = gated_s
+        for residual in added:
+            before = load(residual.at[target], layout=by_row(UNIT // 16)).astype(_f32)
+            value = load(products_s, layout=by_row(UNIT // 16)).astype(_f32) + before
+            products_s[...] = value.astype(out.dtype)
+            plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(source_s, out.at[target])

@@ -1,0 +1,207 @@
+"""Sizes of a launch, which of them fit, and what each block does.
+
+Every part of an expert's hidden columns is one block's, and no block has two parts more than another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.pallas.dense.few_rows import Fp8Weight
+from jaxspec.pallas.dense.weight_stream import ROOM
+from jaxspec.pallas.hopper import BULK_COPY, WGMMA_ROWS
+
+# An expert's gate and up, [e, 2f, d], gate's rows first, and down, [e, d, f]; both in bfloat16 or both in FP8.
+Stack = tuple[jax.Array, jax.Array] | tuple[Fp8Weight, Fp8Weight]
+
+ROWS = 8  # of tokens in a product, whether they are tokens or not
+MOST = 16  # experts of a token
+PAIRS = ROWS * MOST  # threads of a warpgroup: each has one where the different experts are sought
+TILE = WGMMA_ROWS  # rows of weights in a product
+HALF = TILE // 2  # of gate, then of up
+COLUMNS = 16  # outputs of a block
+TOGETHER = TILE // COLUMNS  # experts in a tile of `down`
+BLOCKS = (128,)  # a grid of which most multiprocessors have a block, all are resident, and an H200 has run it
+# Sizes as they were run on an H200. There others (STEP 128, PART 32) gave wrong results for some shapes, presumably as
+# Mosaic swizzles parts of arrays otherwise than the whole.
+STEP = BULK_COPY  # inputs that one copy brings
+PART = 16  # rows of gate, and of up, that one copy brings where a tile isn't one expert's
+PARTS = HALF // PART  # of a tile of `up`
+ARRIVALS = max(2 * PARTS, TOGETHER)  # of copies into a slot: as many as any tile has
+ALIGNED = 1024  # bytes: what each array in shared memory begins at a multiple of
+AHEAD, FP8_AHEAD = 768, 1024  # inputs of `down` whose hidden rows there is room for, at most
+HIDDEN_BYTES = 32 * 1024  # of FP8 experts' hidden rows, if those of a group of experts need no more
+FLIGHT = 64 * 1024  # bytes of weights that are under way at once
+LANES = 32  # of a warp: each has the scale of a block of inputs
+ODD = 2  # rows before the results, so that slices begin at no multiple of four: Mosaic swizzles such slices wrongly
+_i32 = jnp.int32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one launch: t tokens, model width d, k experts of width f each, and how many each stack has.
+
+    `fp8`: weights are. Two warpgroups multiply then, which take turns at steps.
+    """
+
+    t: int
+    k: int
+    d: int
+    f: int
+    stacks: tuple[int, ...]
+    fp8: bool = False
+
+    @property
+    def experts(self) -> int:
+        return sum(self.stacks)
+
+    @property
+    def groups(self) -> int:
+        """Of `TOGETHER` experts, if all that are chosen differ."""
+        return -(-self.t * self.k // TOGETHER)
+
+    @property
+    def blocks(self) -> int:
+        return self.d // COLUMNS
+
+    @property
+    def pitch(self) -> int:
+        """Rows between an expert's hidden rows and the next's: bulk copies begin at a multiple of eight."""
+        return max(2, self.t + self.t % 2)
+
+    @property
+    def beside(self) -> int:
+        """Hidden rows that are multiplied at once."""
+        return TOGETHER * self.pitch
+
+    @property
+    def parts(self) -> int:
+        """Of an expert."""
+        return self.f // PART
+
+    @property
+    def wave(self) -> int:
+        """Parts that all blocks make at once, a tile each."""
+        return self.blocks * PARTS
+
+    @property
+    def ahead(self) -> int:
+        """Waves of the first token's experts only."""
+        return self.k * self.parts // self.wave
+
+    @property
+    def hidden_slots(self) -> int:
+        return self.hidden_ahead // STEP
+
+    @property
+    def hidden_ahead(self) -> int:
+        """Inputs of `down` whose hidden rows there is room for."""
+        if not self.fp8:
+            return AHEAD
+        inputs, turns = max(HIDDEN_BYTES // (2 * self.beside), self.f), self.multipliers * STEP
+        return min(FP8_AHEAD, -(-inputs // turns) * turns)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether tokens' rows become pairs of e4m3 rows. One token's aren't worth the time that takes."""
+        return self.fp8 and self.t > 1
+
+    @property
+    def multipliers(self) -> int:
+        """Warpgroups that multiply."""
+        return 2 if self.fp8 else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that fetches, and of one that multiplies."""
+        return (72, 184) if self.fp8 else (96, 200)
+
+    @property
+    def slot_bytes(self) -> int:
+        return (1 if self.fp8 else 2) * TILE * STEP
+
+    @property
+    def flight(self) -> int:
+        """Slots of weights that are under way at once."""
+        return FLIGHT // self.slot_bytes
+
+    @property
+    def made(self) -> int:
+        """Rows of what a group of experts makes: FP8 ones multiply their own hidden rows alone."""
+        return ROWS if self.fp8 else self.beside
+
+    @property
+    def apart(self) -> int:
+        """From the rows that an expert makes to the next one's."""
+        return 0 if self.fp8 else self.pitch
+
+    @property
+    def slots(self) -> int:
+        """Of the ring. A slot, of either ring, is always the same warpgroup's: a barrier is waited for each time."""
+        rows, hidden = 2 * ROWS * self.d, 2 * self.hidden_ahead * self.beside
+        results = 4 * ROWS * TILE, 2 * ROWS * HALF, 2 * (ODD + self.made + ROWS) * TILE, 2 * ROWS * COLUMNS
+        parts = [4 * ROWS * TILE] * self.fp8 + [4 * ROWS * self.d // BLOCK] * self.pairs  # sums, and factors of rows
+        taken = sum(-(-each // ALIGNED) * ALIGNED for each in (rows, hidden, *results, *parts, *[8 * PAIRS] * 2))
+        return (ROOM - taken) // self.slot_bytes // self.multipliers * self.multipliers
+
+
+def supported(tokens: int, each: int, dtype: Any, stacks: list[Stack]) -> str | None:
+    """Why the kernel can't serve so many tokens, or rows of the residual stream, of `each` experts; None if it can."""
+    if tokens > ROWS or each > MOST:
+        return f"{tokens} tokens of {each} experts; supported: up to {ROWS} of {MOST}"
+    if dtype != jnp.bfloat16:
+        return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
+    (d, f), *others = [values_of(down).shape[1:] for _, down in stacks]
+    if others and others != [(d, f)] * len(others):
+        return f"experts of widths {f} and {others[0][1]} in one mixture"
+    if d % 256 or d // COLUMNS not in BLOCKS:
+        return f"a model {d} wide, which makes {d // COLUMNS} blocks"
+    if f % 256:
+        return f"experts {f} wide, not a multiple of 256"
+    if is_fp8(stacks) and d % (2 * STEP):
+        return f"a model {d} wide, not a multiple of {2 * STEP}"
+    if is_fp8(stacks) and max(d, f) > LANES * BLOCK:
+        return f"FP8 experts of {max(d, f)} inputs; supported: up to {LANES * BLOCK}"
+    for weight in (weight for stack in stacks for weight in stack if is_fp8(stacks)):
+        (_, outputs, inputs), (_, units, blocks) = weight.values.shape, weight.scales.shape
+        if outputs // units % COLUMNS or inputs // blocks != BLOCK:
+            return f"scales for {outputs // units} outputs and {inputs // blocks} inputs"
+    return None
+
+
+def is_fp8(stacks: list[Stack]) -> bool:
+    return isinstance(stacks[0][0], Fp8Weight)
+
+
+def values_of(weight: jax.Array | Fp8Weight) -> jax.Array:
+    return weight.values if isinstance(weight, Fp8Weight) else weight
+
+
+class Work:
+    """What a block does: `waves` that are whole, then the parts from `low` to `high` if there are any, and all groups
+    of experts."""
+
+    def __init__(self, plan: Plan, block, count):
+        self.plan, self.block, self.count = plan, block, count
+        self.groups = lax.div(count + (TOGETHER - 1), _i32(TOGETHER))
+        self.waves = lax.div(count * plan.parts, _i32(plan.wave))
+        before = self.waves * plan.wave
+        left = count * plan.parts - before
+        self.low, self.high = (before + lax.div((block + end) * left, _i32(plan.blocks)) for end in (0, 1))
+        self.tiles = self.waves + (self.low < self.high).astype(_i32)
+
+    def parts(self, tile):
+        """The first of a tile, and the one behind its last."""
+        first, whole = tile * self.plan.wave + self.block * PARTS, tile < self.waves
+        return jnp.where(whole, first, self.low), jnp.where(whole, first + PARTS, self.high)
+
+
+def expert_of(part, high, parts):
+    """Which of the chosen experts has a part, of so many that each has; of those behind the last, the last's."""
+    return lax.div(jnp.minimum(part, high - 1), _i32(parts))

@@ -1,0 +1,259 @@
+"""A mixture's FP8 experts on Hopper, from one token to a prompt: e4m3 weights, bfloat16 rows, float32 sums.
+
+Two stages, `up` (gate and up, and silu(gate) * up of them) and `down`, each over work items (`Items`, made by
+`pallas.experts`). They are one launch, in which blocks of `down` come behind those of `up` and await their item's
+hidden rows, or two for prompts. A thread block takes 128 rows of an expert's weights, in two groups of 64, and all rows
+of an item. An expert's weights are read once for each of its items, and blocks that no item needs end at once.
+
+The loop is that of `fp8_rows`. A ring holds pieces of the weights, 128 inputs each, and the rows' inputs that belong to
+them. A piece becomes bfloat16 on its way to the tensor cores (`upcast`), and its products are summed by themselves
+before they are multiplied by its scale. Two or three blocks share a multiprocessor, so that one converts while others
+wait. At few rows there may be fewer blocks than multiprocessors, so two warpgroups of a block take turns at its pieces.
+Rows are the narrow side of the products. A block multiplies as many of them as the next power of two, and stores the
+item's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import Fp8, Weight
+from jaxspec.pallas.dense import upcast
+from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
+from jaxspec.pallas.experts.expert_tile import TILE, Tile, each_stage, one_launch
+from jaxspec.pallas.hopper.export import lower_once
+
+GROUPS = 2  # of a block: gate's and up's, or neighbours of `down`
+MAX_ROWS = 64  # of an item: with more, sums of both groups lack registers
+HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
+TURNS_ROWS = 8  # of items whose blocks have two warpgroups
+FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
+SHARED_BYTES = 228 * 1024  # of a multiprocessor
+RESERVED = 2 * 1024  # of a block, for its barriers and what the driver takes
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+def supported(dtype: Any, stacks: list[tuple[Weight, ...]]) -> str | None:
+    """Why these experts, (gate_up, down) each, can't be served to rows of `dtype`; None if they can."""
+    weights = [weight for stack in stacks for weight in stack[:2]]
+    for weight in weights:
+        if not isinstance(weight.format, Fp8):
+            return f"weights in {weight.format}"
+        if weight.format.activations:
+            return "FP8 weights whose activations are quantised, too"
+        if weight.format.block != BLOCK:
+            return f"FP8 weights whose scales aren't for {BLOCK} inputs each"
+        if weight.outputs // weight.scales.shape[1] % TILE:
+            return f"scales for {weight.outputs // weight.scales.shape[1]} outputs; supported: multiples of {TILE}"
+    if dtype != jnp.bfloat16:
+        return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
+    (d, f), *others = [stack[1].values.shape[1:] for stack in stacks]
+    if others and others != [(d, f)] * len(others):
+        return f"experts of widths {f} and {others[0][1]} in one mixture"
+    if bad := [width for width in (d, f) if width % BLOCK]:
+        return f"width {bad[0]} is not a multiple of {BLOCK}"
+    return None
+
+
+def mix(
+    rows: Float[Array, "r d"], stacks: list[tuple[Weight, Weight]], items: Items, *, interpret: Any = False
+) -> Float[Array, "c d"]:
+    """Each item's rows through its expert, `down @ (silu(gate) * up)`: hidden rows and results are rounded to bfloat16,
+    dequantised weights are not.
+
+    Items have up to `MAX_ROWS` rows. Rows that are no item's are arbitrary, NaN included.
+
+    **Raises:** `ValueError` if `supported` has a reason against it, or items have too many rows.
+    """
+    if reason := supported(rows.dtype, stacks):
+        raise ValueError(f"the FP8 experts' kernel can't run: {reason}")
+    if items.rows > MAX_ROWS:
+        raise ValueError(f"the FP8 experts' kernel can't run: items of {items.rows} rows; supported: up to {MAX_ROWS}")
+    parts = [[(weight.values, weight.scales) for weight in part] for part in zip(*stacks, strict=True)]
+    return _mix(rows, parts, items, interpret=interpret)
+
+
+@lower_once("expert_fp8")
+def _mix(rows, parts, items, *, interpret):
+    stages = []
+    for name, source, weights in zip(("up", "down"), (SOURCE, TARGET), parts, strict=True):
+        shapes = [values.shape for values, _ in weights]
+        stages.append(Stage.of(name, source, shapes, weights[0][1].shape, items.rows, items.alone))
+    if one_launch(stages, items, interpret):
+        return _launch(stages, rows, parts, items, interpret)[-1]
+    for stage, weights in zip(stages, parts, strict=True):
+        (rows,) = _launch([stage], rows, [weights], items, interpret)
+    return rows
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the two. Column `source` of the items says where their rows are.
+
+    `width`: of its result. `unit`: outputs that share a scale. `stacks`: how many experts each has. `rows`: of an item
+    at most. `alone`: as of `Items`.
+    """
+
+    name: str
+    source: int
+    inputs: int
+    width: int
+    unit: int
+    stacks: tuple[int, ...]
+    rows: int
+    alone: int = 0
+    piece = BLOCK
+    groups = GROUPS
+
+    @classmethod
+    def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int, alone: int = 0) -> Stage:
+        _, outputs, inputs = shapes[0]
+        width = outputs // GROUPS if name == "up" else outputs
+        unit, stacks = outputs // scales[1], tuple(shape[0] for shape in shapes)
+        return cls(name, source, inputs, width, unit, stacks, rows, alone)
+
+    @property
+    def parts(self) -> int:
+        """Groups of `TILE` columns of the result that a block makes."""
+        return 1 if self.name == "up" else GROUPS
+
+    @property
+    def tiles(self) -> int:
+        return self.width // (self.parts * TILE)
+
+    @property
+    def steps(self) -> int:
+        return self.inputs // BLOCK
+
+    @property
+    def warpgroups(self) -> int:
+        return 2 if self.rows <= TURNS_ROWS else 1
+
+    @property
+    def blocks(self) -> int:
+        """That share a multiprocessor."""
+        return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
+
+    @property
+    def slots(self) -> int:
+        """Of the ring, as many for each warpgroup."""
+        results = 2 * GROUPS * self.rows * TILE + (self.warpgroups - 1) * 4 * GROUPS * TILE * self.rows
+        room = SHARED_BYTES // self.blocks - RESERVED - results
+        each = room // (BLOCK * (GROUPS * TILE + 2 * self.rows)) // self.warpgroups
+        return self.warpgroups * min(-(-self.steps // self.warpgroups), max(2, each))
+
+    @property
+    def heights(self) -> list[int]:
+        """Of the rows that are multiplied. Each is a loop of its own, and few items have less than a fourth of most."""
+        return [height for height in HEIGHTS if self.rows // 4 <= height <= self.rows]
+
+    def group(self, tile: Array, group: int) -> Array:
+        """Which group of the expert's weight rows is a block's first or second."""
+        return tile + group * (self.width // TILE) if self.name == "up" else tile * GROUPS + group
+
+
+def _launch(stages, rows, weights, items, interpret):
+    """What each of the stages makes: one of them, or `up` and then `down`, whose blocks take what `up`'s make."""
+    most = max(stages, key=lambda stage: stage.slots)
+    slots, height, parts = most.slots, most.rows, max(stage.parts for stage in stages)
+    arrays = [(lax.bitcast_convert_type(values, jnp.int8), scales) for part in weights for values, scales in part]
+    sums = {"sums_s": plgpu.SMEM((GROUPS, TILE, height), _f32), "summed": plgpu.Barrier()}
+    return plgpu.kernel(
+        partial(_block, stages),
+        kernel_name="_".join(["expert_fp8", *[stage.name for stage in stages]]),
+        out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
+        grid=(items.most * sum(stage.tiles for stage in stages),),
+        grid_names=("unit",),
+        num_threads=most.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            weight_s=plgpu.SMEM((slots, GROUPS, TILE, BLOCK), jnp.int8),
+            rows_s=plgpu.SMEM((slots, height, BLOCK), rows.dtype),
+            out_s=plgpu.SMEM((parts, height, TILE), rows.dtype),
+            ready=plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=slots),
+            **(sums if most.warpgroups > 1 else {}),
+            # Interpret mode takes a matmul's left operand from shared memory alone.
+            **({"staged_s": plgpu.SMEM((most.warpgroups, TILE, BLOCK), rows.dtype)} if interpret else {}),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(rows, items.table, *[array for pair in arrays for array in pair])
+
+
+def _block(stages, rows_g, items_g, *refs, **scratch):
+    arrays, outs = refs[: -len(stages)], refs[-len(stages) :]
+    weights, count = list(zip(arrays[::2], arrays[1::2], strict=True)), len(stages[0].stacks)
+
+    def run(n, unit, done):
+        mine = weights[n * count : (n + 1) * count]
+        tile = _Tile(stages[n], unit, outs[n - 1] if n else rows_g, items_g, mine, outs[n], scratch)
+        tile.done, tile.awaited = done, stages[0].tiles if n else 0
+        tile.run()
+
+    each_stage(stages, items_g, run)
+
+
+class _Tile(Tile):
+    """Weights are (values, scales). A piece's products are summed by themselves, then multiplied by its scale."""
+
+    def sums(self, height):
+        stage, scratch, turn, apart = self.stage, self.scratch, self.turn, self.stage.warpgroups
+        expert = self.expert
+        staged_s = scratch["staged_s"].at[turn] if "staged_s" in scratch else None
+
+        def multiply(slot, *sums):
+            rows = scratch["rows_s"].at[slot, pl.ds(0, height)].transpose((1, 0))
+            for g, sum_of in enumerate(sums):
+                plgpu.wgmma(sum_of, upcast.load(scratch["weight_s"].at[slot, g], staged_s), rows)
+            return [sum_of[...] for sum_of in sums]
+
+        def step(i, carried):
+            i = i * apart + turn
+            totals, scales = carried
+            slot, following = lax.rem(i, _i32(stage.slots)), self.scales_of(expert, i + apart)
+            plgpu.barrier_wait(scratch["ready"].at[slot])
+            products = pl.run_scoped(partial(multiply, slot), *[plgpu.ACC((TILE, height), _f32)] * GROUPS)
+            more = [product * scale for product, scale in zip(products, scales, strict=True)]
+            pl.when(i + stage.slots < stage.steps)(lambda: self.fetch(height, expert, i + stage.slots, slot))
+            return [total + each for total, each in zip(totals, more, strict=True)], following
+
+        self.fetch_first(height, expert)
+        start = plgpu.layout_cast(jnp.zeros((TILE, height), _f32), plgpu.Layout.WGMMA)
+        carried = [start] * GROUPS, self.scales_of(expert, turn)
+        return lax.fori_loop(_i32(0), self.turns, step, carried)[0]
+
+    def finished(self, totals):
+        if self.stage.name == "down":
+            return totals
+        gate, up = totals
+        return [gate / (1 + jnp.exp(-gate)) * up]
+
+    def fetch_weights(self, i, slot, full, stack, expert):
+        for g, group in enumerate(self.groups):
+            piece = stack[0].at[expert, pl.ds(group * TILE, TILE), pl.ds(i * BLOCK, BLOCK)]
+            plgpu.copy_gmem_to_smem(piece, self.scratch["weight_s"].at[slot, g], full)
+
+    def scales_of(self, expert, i):
+        """The i-th piece's scale of each group; behind the last piece, the last's."""
+        i = jnp.minimum(i, self.stage.steps - 1)
+
+        def scale(group):
+            unit = lax.div(group * TILE, _i32(self.stage.unit))
+            found, first = None, 0
+            for (_, scales), size in zip(self.weights, self.stage.stacks, strict=True):
+                own = scales[jnp.clip(expert - first, 0, size - 1), unit, i]
+                found = own if found is None else jnp.where(expert >= first, own, found)
+                first += size
+            return found
+
+        return [scale(group) for group in self.groups]

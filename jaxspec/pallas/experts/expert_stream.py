@@ -1,0 +1,386 @@
+"""Both matmuls of many experts' MLPs as one persistent kernel, on Hopper, that reads the chosen experts' weights once.
+
+Work items (`Items`, made by `pallas.experts`) say which rows go through which expert. Each item's matmul is cut into
+units of a few output columns, and thread blocks, one per multiprocessor, take units in turn: first all of `up` (gate
+and up, and silu(gate) * up of them), then all of `down`. At a few tokens this is bound by reading weights, so reading
+must not pause. A weight producer runs ahead through units, and from up's into down's, as far as its ring of tiles has
+room. Another producer loads rows and waits, item by item, until all columns of an item's hidden rows are there. The
+consumers multiply. Valid rows needn't fill the M of a matmul: the other rows of a tile, whatever they hold, make only
+rows that aren't stored.
+
+A unit has two tiles of weights side by side, so that the rings' slots are alike: gate's and up's columns of `up`, two
+groups of columns of `down`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, WGMMA_ROWS
+from jaxspec.pallas.hopper.export import lower_once
+
+Stack = tuple[jax.Array, jax.Array]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
+ALIGN = 8  # rows: what bulk copies begin at a multiple of
+TILE_ROWS = WGMMA_ROWS
+BLOCKS = MULTIPROCESSORS  # all must be resident, since they wait for one another
+ROOM = SHARED_BYTES - 3 * 1024  # for tiles; the rest is for barriers
+MOST_BARRIERS = 32  # that Mosaic puts into one group
+COLUMNS = (128, 64, 32, 16)  # of a tile, so of half a unit
+EXPERT, SOURCE, TARGET, ROW_BLOCKS, COUNT = range(5)  # columns of the items' table
+_i32 = jnp.int32
+
+
+@flax.struct.dataclass
+class Items:
+    """Work items. As row i of the table has it, item i multiplies rows `ALIGN * SOURCE` and on, `ALIGN * ROW_BLOCKS` of
+    them, by expert `EXPERT`.
+
+    Results go to rows `ALIGN * TARGET` and on of `capacity` rows. The first `COUNT` items, as the first row has it, are
+    real, and of those some may have no blocks, so nothing to do; other rows of the table may hold anything. From an
+    item's first row on, there are `rows` rows to read.
+
+    `alone`: there is one token, and in place of a table the numbers of its experts, so many, which need no plan. All
+    items multiply the first `ALIGN` rows, and item i's results go to rows `ALIGN * i` and on.
+    """
+
+    table: Int[Array, "i 5"] | Int[Array, "1 w"]
+    rows: int = flax.struct.field(pytree_node=False)
+    capacity: int = flax.struct.field(pytree_node=False)
+    alone: int = flax.struct.field(pytree_node=False, default=0)
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return self.alone or len(self.table)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Static sizes: `rows` of an item at most, `columns` of a tile, inputs of a `step`."""
+
+    rows: int
+    columns: int
+    step: int
+
+    @property
+    def warpgroups(self) -> int:
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def row_slots(self) -> int:
+        return 4 if self.rows > 32 else 6
+
+    @property
+    def row_space(self) -> int:
+        """Rows of the rows' ring. Slots lie `rows` apart, so a tile's missing rows are the next slots' rows."""
+        return (self.row_slots - 1) * self.rows + TILE_ROWS * self.warpgroups
+
+    @property
+    def weight_slots(self) -> int:
+        taken = 2 * (self.row_space * self.step + TILE_ROWS * self.warpgroups * self.columns)
+        return min((ROOM - taken) // (4 * self.columns * self.step), MOST_BARRIERS)
+
+
+def tiling(rows: int, d: int, f: int) -> Tiling:
+    """For items of up to `rows` rows. Wide tiles: fewer steps for the bytes, though some blocks may have no work."""
+    widest = COLUMNS[0] if rows >= 32 else COLUMNS[1]
+    columns = max(c for c in COLUMNS if c <= widest and f % c == 0 and d % (2 * c) == 0)
+    step = max(64, 4096 // columns)
+    while d % step or f % step:
+        step //= 2
+    return Tiling(rows, columns, step)
+
+
+def supported(dtype: Any, stacks: list[Stack]) -> str | None:
+    """Why these experts can't be served, or None if they can."""
+    if dtype != jnp.bfloat16:
+        return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
+    (d, f), *others = [down.shape[1:] for _, down in stacks]
+    if others and others != [(d, f)] * len(others):
+        return f"experts of widths {f} and {others[0][1]} in one mixture"
+    if bad := [width for width in (d, f) if width % 64]:
+        return f"width {bad[0]} is not a multiple of 64"
+    return None
+
+
+def stream(
+    rows: Float[Array, "r d"],
+    stacks: list[Stack],
+    items: Items,
+    *,
+    sizes: Tiling | None = None,
+    fused: bool = True,
+    interpret: Any = False,
+) -> Float[Array, "c d"]:
+    """Each item's rows through its expert, `down @ (silu(gate) * up)`, as `experts_mlp.reference`; all in bfloat16.
+
+    Rows that are no item's are arbitrary, NaN included. `sizes` overrides `tiling`. `fused=False` makes each of the two
+    matmuls a kernel of its own: what interpret mode, which has no counters between blocks, can run.
+
+    **Raises:** `ValueError` if `supported` has a reason against it.
+    """
+    if reason := supported(rows.dtype, stacks):
+        raise ValueError(f"the expert kernel can't run: {reason}")
+    sizes = sizes or tiling(items.rows, *stacks[0][1].shape[1:])
+    gate_ups, downs = zip(*stacks, strict=True)
+    launch = partial(_launch, sizes=sizes, interpret=interpret)
+    if fused:
+        return launch(rows, [gate_ups, downs], items, names=("up", "down"))[1]
+    (hidden,) = launch(rows, [gate_ups], items, names=("up",))
+    return launch(hidden, [downs], items, names=("down",))[0]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the two matmuls: its name, its input width, and how many units an item has."""
+
+    name: str
+    inputs: int
+    units: int
+    half: int  # rows of the expert's weights between the two tiles of a unit
+    width: int  # of its result
+
+    @classmethod
+    def of(cls, name: str, weights: jax.Array, columns: int) -> Stage:
+        _, outputs, inputs = weights.shape
+        units = outputs // (2 * columns)
+        return cls(name, inputs, units, *((outputs // 2,) * 2 if name == "up" else (columns, outputs)))
+
+    def tile(self, unit: Array, half: int, columns: int) -> Array:
+        """The first of the expert's weight rows, each an output, that make a unit's first or second tile."""
+        return (unit if self.name == "up" else unit * 2) * columns + half * self.half
+
+
+@lower_once("expert_stream", "names", "sizes")
+def _launch(rows, weights, items, *, names, sizes, interpret):
+    stages = [Stage.of(name, stack[0], sizes.columns) for name, stack in zip(names, weights, strict=True)]
+    tall = TILE_ROWS * sizes.warpgroups
+    return plgpu.kernel(
+        partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]]),
+        kernel_name="expert_stream",
+        out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
+        grid=(BLOCKS,),
+        grid_names=("block",),
+        num_threads=sizes.warpgroups + 2,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            weight_s=plgpu.SMEM((sizes.weight_slots, 2, sizes.columns, sizes.step), rows.dtype),
+            rows_s=plgpu.SMEM((sizes.row_space, sizes.step), rows.dtype),
+            out_s=plgpu.SMEM((tall, sizes.columns), rows.dtype),
+            weight_full=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.weight_slots),
+            weight_empty=plgpu.Barrier(num_arrivals=sizes.warpgroups, num_barriers=sizes.weight_slots),
+            rows_full=plgpu.Barrier(num_barriers=sizes.row_slots),
+            rows_empty=plgpu.Barrier(num_arrivals=sizes.warpgroups, num_barriers=sizes.row_slots),
+        ),
+        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(rows, *jax.tree.leaves(weights), items.table)
+
+
+def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):
+    block = _Block(stages, sizes, stacks, rows_g, list(refs), scratch)
+    warpgroup, warpgroups = block.warpgroup, sizes.warpgroups
+    pl.when(warpgroup == warpgroups)(lambda: _produce_weights(block))
+    pl.when(warpgroup == warpgroups + 1)(lambda: _produce_rows(block))
+    pl.when(warpgroup < warpgroups)(lambda: _consume(block))
+
+
+class _Block:
+    """What the warpgroups of a block share."""
+
+    def __init__(self, stages, sizes, stacks, rows_g, refs, scratch):
+        self.stages, self.sizes, self.stacks, self.rows_g, self.scratch = stages, sizes, stacks, rows_g, scratch
+        self.weights = [[refs.pop(0) for _ in stacks] for _ in stages]
+        self.items_g, *self.outs = refs
+        self.count = self.items_g[0, COUNT]
+        self.number, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        # by item, how many of its units of `up` are done, counted by each consumer
+        items = self.items_g.shape[0]
+        self.done = pl.get_global(plgpu.SemaphoreType.REGULAR((items,))) if len(stages) > 1 else None
+
+    def each_unit(self, body, carry):
+        """`body(stage index, item, unit, steps, carry)` over this block's units, none of whose steps may be needed."""
+        first = self.number
+        for i, stage in enumerate(self.stages):
+            total = self.count * stage.units
+            mine = jnp.maximum(lax.div(total - first + (BLOCKS - 1), _i32(BLOCKS)), 0)
+
+            def one(j, carry, i=i, stage=stage, first=first):
+                u = first + j * BLOCKS
+                item = lax.div(u, _i32(stage.units))
+                steps = jnp.where(self.items_g[item, ROW_BLOCKS] > 0, stage.inputs // self.sizes.step, 0)
+                return body(i, item, u - item * stage.units, steps, carry)
+
+            carry = lax.fori_loop(_i32(0), mine, one, carry)
+            first = first + mine * BLOCKS - total  # the next stage's units come behind this one's
+        return carry
+
+    def produce(self, begin, empty, slots):
+        """Fetch the tiles of each unit's steps as slots come free; `begin(...)` gives what fetches a step of one."""
+
+        def unit(i, item, unit, steps, step):
+            fetch = begin(i, item, unit, steps)
+
+            def one(k, step):
+                slot = lax.rem(step, _i32(slots))
+                pl.when(step >= slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                fetch(pl.ds(k * self.sizes.step, self.sizes.step), slot)
+                return step + 1
+
+            return lax.fori_loop(_i32(0), steps, one, step)
+
+        step = self.each_unit(unit, _i32(0))
+
+        def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
+            plgpu.barrier_wait(empty.at[lax.rem(step, _i32(slots))])
+            return _
+
+        lax.fori_loop(jnp.maximum(step - slots, 0), step, observe, _i32(0))
+
+
+def _produce_weights(block: _Block):
+    plgpu.set_max_registers(40, action="decrease")
+    sizes, scratch = block.sizes, block.scratch
+
+    def begin(i, item, unit, steps):
+        ring, full, expert = scratch["weight_s"], scratch["weight_full"], block.items_g[item, EXPERT]
+
+        def fetch_from(stack, expert, inputs, slot):
+            for half in range(2):
+                tile = pl.ds(block.stages[i].tile(unit, half, sizes.columns), sizes.columns)
+                plgpu.copy_gmem_to_smem(stack.at[expert, tile, inputs], ring.at[slot, half], full.at[slot])
+
+        def fetch(inputs, slot):
+            if len(block.stacks) == 1:
+                return fetch_from(block.weights[i][0], expert, inputs, slot)
+            first = 0
+            for stack, size in zip(block.weights[i], block.stacks, strict=True):
+                mine = (expert >= first) & (expert < first + size)
+                pl.when(mine)(partial(fetch_from, stack, expert - first, inputs, slot))
+                first += size
+
+        return fetch
+
+    block.produce(begin, scratch["weight_empty"], sizes.weight_slots)
+
+
+def _produce_rows(block: _Block):
+    """Fetch rows; of `down`, the hidden rows of an item when all consumers have told that they are in memory."""
+    plgpu.set_max_registers(40, action="decrease")
+    stages, sizes, scratch = block.stages, block.sizes, block.scratch
+
+    def begin(i, item, unit, steps):
+        source = block.outs[0] if i > 0 else block.rows_g  # what `down` reads is what `up` wrote, where it wrote it
+        place = block.items_g[item, SOURCE if stages[i].name == "up" else TARGET]
+        if i > 0:
+
+            @pl.when(steps > 0)
+            def _():
+                signals = stages[0].units * sizes.warpgroups
+                plgpu.semaphore_wait(block.done.at[item], signals, decrement=False, memory_scope="gpu")
+
+        def fetch(inputs, slot):
+            tile = scratch["rows_s"].at[pl.ds(slot * sizes.rows, sizes.rows)]
+            rows = source.at[pl.ds(place * ALIGN, sizes.rows), inputs]
+            plgpu.copy_gmem_to_smem(rows, tile, scratch["rows_full"].at[slot])
+
+        return fetch
+
+    block.produce(begin, scratch["rows_empty"], sizes.row_slots)
+
+
+def _consume(block: _Block):
+    """Multiply and store each unit, and tell when `up`'s are in memory."""
+    sizes, done, columns = block.sizes, block.done, block.sizes.columns
+    plgpu.set_max_registers(200 if sizes.warpgroups == 1 else 208, action="increase")
+
+    def tell(item):
+        """That all of this warpgroup's part in a unit of the item is in memory; -1: of none."""
+
+        @pl.when(item >= 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.semaphore_signal(done.at[item], memory_scope="gpu")
+
+    def unit(i, item, unit, steps, carry):
+        step, untold = carry
+        is_up = block.stages[i].name == "up"
+        if i > 0:  # before waiting for what others tell, since they may be waiting for this
+            tell(untold)
+            untold = _i32(-1)
+        tiles, step = _multiply(sizes, block.scratch, block.warpgroup, steps, step)
+
+        @pl.when(steps > 0)
+        def _():
+            parts = tiles
+            if is_up:
+                parts = [tiles[0] / (1 + jnp.exp(-tiles[0])) * tiles[1]]
+                if done is not None:
+                    tell(untold)  # now that its copies have long been made
+            place = block.items_g[item, TARGET], block.items_g[item, ROW_BLOCKS]
+            store = partial(_store, sizes, block.warpgroup, block.scratch["out_s"], *place)
+            for half, part in enumerate(parts):
+                store(part, block.outs[i].at[:, pl.ds((unit * len(parts) + half) * columns, columns)])
+
+        return step, jnp.where(steps > 0, item, untold) if is_up else untold
+
+    _, untold = block.each_unit(unit, (_i32(0), _i32(-1)))
+    if done is not None:
+        tell(untold)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _multiply(sizes, scratch, warpgroup, steps, step):
+    """Both tiles of a unit, f32[64, columns] each, as its `steps` arrive; `step` is how many this block has used."""
+
+    def release(step):
+        plgpu.barrier_arrive(scratch["weight_empty"].at[lax.rem(step, _i32(sizes.weight_slots))])
+        plgpu.barrier_arrive(scratch["rows_empty"].at[lax.rem(step, _i32(sizes.row_slots))])
+
+    def accumulate(*tiles):
+        def one(k, step):
+            slot, row_slot = lax.rem(step, _i32(sizes.weight_slots)), lax.rem(step, _i32(sizes.row_slots))
+            plgpu.barrier_wait(scratch["weight_full"].at[slot])
+            plgpu.barrier_wait(scratch["rows_full"].at[row_slot])
+            rows = scratch["rows_s"].at[pl.ds(row_slot * sizes.rows + warpgroup * TILE_ROWS, TILE_ROWS)]
+            for half, tile in enumerate(tiles):
+                plgpu.wgmma(tile, rows, scratch["weight_s"].at[slot, half].transpose((1, 0)))
+            plgpu.wgmma_wait(2)  # this step's two may go on: those of the step before are done
+            pl.when(k > 0)(lambda: release(step - 1))
+            return step + 1
+
+        last = lax.fori_loop(_i32(0), steps, one, step)
+        results = tuple(tile[...] for tile in tiles)
+        pl.when(steps > 0)(lambda: release(last - 1))
+        return results
+
+    tile = plgpu.ACC((TILE_ROWS, sizes.columns), jnp.float32)
+    return pl.run_scoped(accumulate, tile, tile), step + steps
+
+
+def _store(sizes, warpgroup, out_s, target, blocks, tile, out):
+    """Send a tile's real rows to memory: all at once, or `ALIGN` at a time where the item ends within the tile."""
+    rows, first = min(sizes.rows, TILE_ROWS), warpgroup * TILE_ROWS
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    out_s[pl.ds(first, TILE_ROWS)] = tile.astype(out.dtype)
+    plgpu.commit_smem()
+
+    def copy(block, count):
+        place = pl.ds(target * ALIGN + first + block * ALIGN, count)
+        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(first + block * ALIGN, count)], out.at[place])
+
+    left, whole = blocks - warpgroup * (TILE_ROWS // ALIGN), rows // ALIGN
+    pl.when(left >= whole)(lambda: copy(0, rows))
+    for block in range(whole - 1):
+        pl.when((left < whole) & (block < left))(partial(copy, block, ALIGN))

@@ -1,0 +1,340 @@
+"""Gated MLPs of many experts, each over its own tokens: the division of work, in plain jnp or by the kernel.
+
+A (token, expert) pair is a row of work. Rows of one expert stand together, from a multiple of `ALIGN` rows on (where a
+bulk copy can start), and are cut into items of at most n rows, which go through that expert's weights. The work is
+proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
+
+Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`); few tokens' sums are added up for the
+norm after them (`expert_add`), and one token alone needs no plan there. Up to eight tokens, unquantised and FP8 weights
+are multiplied by `expert_few`, which needs no items. Otherwise `expert_stream` multiplies unquantised weights,
+`expert_fp8` FP8 ones, and `expert_mxfp4` MXFP4 ones, and XLA all others, item by item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.weights import Mxfp4, Unquantised, Weight, expert_matmul, formats
+from jaxspec.pallas import portable
+from jaxspec.pallas.dense.few_rows import Fp8Weight, Scaled
+from jaxspec.pallas.experts import (
+    expert_add,
+    expert_few,
+    expert_fp8,
+    expert_mxfp4,
+    expert_plan,
+    expert_rows,
+    expert_stream,
+)
+from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, Items
+from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.portable import experts as portable_experts
+from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
+
+# Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
+Stack = tuple[Weight, Weight] | tuple[Weight, Weight, Float[Array, "e n"], Float[Array, "e d"]]
+Gating = Callable[[Array, Array], Array]  # of gate and up
+
+ITEM_ROWS = (8, 16, 32, 64, 128)
+SPARE = 2.5  # rows of an item, of the mean of an expert's
+QUANTISED_SPARE = 2  # weights are converted for each item, so its rows shall be few, even if more experts need two
+NOBODY = 2**30  # the id of an expert that doesn't exist
+CHUNK = 256  # pairs that are ranked against one another at once
+
+
+def experts_mlp(
+    x: Float[Array, "t d"],
+    stacks: list[Stack],
+    ids: Int[Array, "t w"],
+    weights: Float[Array, "t w"],
+    each: int | None = None,
+    residual: Float[Array, "n d"] | None = None,
+    gating: Gating | None = None,
+    scale: Float[Array, " d"] | None = None,
+    centred: bool = False,
+    tokens: int | None = None,
+) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled]:
+    """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype,
+    added to `residual`, whose rows from t on stay as they are. `gating`: another function of gate and up.
+
+    Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each, or with their biases [e, 2f]
+    and [e, d] after them, which are added to the products. A token's must be distinct, or `NOBODY`. Each expert's
+    result is rounded to x's dtype before it is weighted, and the sum, in float32, at last. Columns from `each` on, if
+    it is given, hold nobody.
+
+    With the `scale` of the norm after it the sums come as `Scaled` rows, too (`centred`: as in `few_rows.add_product`).
+    That is for rows where `scaled` is true. `tokens`: how many rows of `x`, `ids` and `weights` are tokens, if not all.
+    """
+    each, whole = each or ids.shape[1], x
+    x, ids, weights = (array[:tokens] for array in (x, ids, weights))
+    few = _few_refused(len(x if residual is None else residual), each, x.dtype, stacks, gating)
+    if chosen(few, x.shape[1] // expert_few.COLUMNS):
+        return expert_few.mix(x, _few_stacks(stacks), ids, weights, residual, scale, each=each, centred=centred)
+    if len(x) <= portable_experts.FEW and portable.chosen(portable_experts.supported(x.dtype, stacks)):
+        return _added(residual, portable_experts.few(x, _unquantised(stacks), ids, weights, each, gating))
+    way, experts = _way(x.dtype, stacks, gating), sum(len(stack[1].values) for stack in stacks)
+    alone = way.unplanned and len(x) == 1 and len(whole) >= ALIGN and scale is not None
+    if alone:
+        rows, items, place = whole, Items(ids, ALIGN, each * ALIGN, each), ids
+    else:
+        rows, items, place = plan(x, ids, experts, each, way.highest, way.spare)
+    out = way.run(rows, items)
+    if scale is None:
+        return _added(residual, combine(out, place, weights[:, :each]))
+    named = {"each": each, "centred": centred, "alone": experts if alone else 0}
+    return expert_add.add_scaled(out, place, weights, residual, scale, **named)
+
+
+class _Way(NamedTuple):
+    """How items are multiplied: `run(rows, items)` as `reference`, of items as `plan` has them with these sizes."""
+
+    run: Callable[[Array, Items], Array]
+    highest: int = ITEM_ROWS[-1]
+    spare: float = SPARE
+    unplanned: bool = False  # one token's experts can be items without a plan
+
+
+def _way(dtype: Any, stacks: list[Stack], gating: Gating | None) -> _Way:
+    """The first that takes such experts: kernels of quantised weights, of others, portable ones, plain jnp."""
+    packed = Mxfp4() in formats(stacks)
+    if packed:
+        quantised = expert_mxfp4.supported(dtype, stacks)
+        mix, highest = partial(expert_mxfp4.mix, gating=gating), expert_mxfp4.MAX_ROWS
+    else:
+        quantised = _beyond_kernels(stacks, gating) or expert_fp8.supported(dtype, stacks)
+        mix, highest = expert_fp8.mix, expert_fp8.MAX_ROWS
+    if chosen(quantised):
+        return _Way(lambda rows, items: mix(rows, stacks, items), highest, QUANTISED_SPARE, unplanned=True)
+    unread = _unread(stacks, gating)
+    fits = unread or expert_stream.supported(dtype, _unquantised(stacks))
+    if chosen(fits, expert_stream.BLOCKS):
+        return _Way(lambda rows, items: expert_stream.stream(rows, _unquantised(stacks), items))
+    if fits is not None and quantised is not None:
+        tell("a mixture of experts", fits if unread is None else quantised)
+    ported = (portable_mxfp4 if packed else portable_experts).supported(dtype, stacks)
+    if ported is not None:
+        portable.tell("a mixture of experts", ported)
+    if portable.chosen(ported):
+        if packed:
+            run = lambda rows, items: portable_mxfp4.items(rows, stacks[0], items, gating)  # noqa: E731
+            return _Way(run, portable_mxfp4.MAX_ROWS, QUANTISED_SPARE)
+        return _Way(lambda rows, items: portable_experts.items(rows, _unquantised(stacks), items, gating))
+    return _Way(lambda rows, items: reference(rows, stacks, items, gating))
+
+
+def _unquantised(stacks: list[Stack]) -> list[tuple[Array, Array]]:
+    """Gate and up, and down, of each stack as arrays. **Raises:** as `Weight.unquantised`."""
+    return [(stack[0].unquantised, stack[1].unquantised) for stack in stacks]
+
+
+def _added(residual: Float[Array, "n d"] | None, mixed: Float[Array, "t d"]) -> Float[Array, "n d"]:
+    return mixed if residual is None else residual + jnp.pad(mixed, ((0, len(residual) - len(mixed)), (0, 0)))
+
+
+def scaled(residual: Float[Array, "n d"], each: int) -> bool:
+    """Whether `experts_mlp` can give sums of rows like these, of so many experts each, as `Scaled` rows as well."""
+    return chosen(expert_add.supported(len(residual), each, residual.shape[1], residual.dtype))
+
+
+def _few_refused(rows: int, each: int, dtype: Any, stacks: list[Stack], gating: Gating | None) -> str | None:
+    """Why `expert_few` can't serve so many rows of `each` of these experts, or None if it can."""
+    if reason := _unread(stacks, gating):
+        reason = _beyond_kernels(stacks, gating) or expert_fp8.supported(dtype, stacks)
+    return reason or expert_few.supported(rows, each, dtype, _few_stacks(stacks))
+
+
+def _few_stacks(stacks: list[Stack]) -> list[expert_few.Stack]:
+    """As that kernel takes them."""
+    if isinstance(stacks[0][0].format, Unquantised):
+        return _unquantised(stacks)
+    return [tuple(Fp8Weight(weight.values, weight.scales) for weight in stack) for stack in stacks]
+
+
+def _unread(stacks: list[Stack], gating: Gating | None) -> str | None:
+    """What of these experts the kernels of unquantised weights can't compute, or None if they can all of it."""
+    if others := [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]:
+        return f"weights in {others[0]}"
+    return _beyond_kernels(stacks, gating)
+
+
+def _beyond_kernels(stacks: list[Stack], gating: Gating | None) -> str | None:
+    """What of these experts the kernels of FP8 and of unquantised weights can't compute."""
+    if any(len(stack) > 2 for stack in stacks):
+        return "experts with biases"
+    return "an activation that isn't SiLU" if gating else None
+
+
+def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
+    """Each token's weighted sum of the rows that hold its experts' results; row -1 is no expert's."""
+    if chosen(expert_rows.supported(*place.shape, out.shape[1], out.dtype)):
+        return expert_rows.weighted_rows(out, place, weights)
+    rows = jnp.where(place[..., None] >= 0, out[jnp.maximum(place, 0)], 0)  # what nobody wrote may be NaN
+    return jnp.sum(rows.astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)
+
+
+def expected_experts(tokens: float, each: int, num_experts: int) -> float:
+    """How many different experts `tokens` tokens choose, if all are equally likely."""
+    return num_experts * (1 - (1 - each / num_experts) ** tokens)
+
+
+def plan(
+    x: Float[Array, "t d"],
+    ids: Int[Array, "t w"],
+    num_experts: int,
+    each: int | None = None,
+    highest: int = ITEM_ROWS[-1],
+    spare: float = SPARE,
+) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
+    """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert.
+
+    A token has k = `each` pairs, by default as many as `ids` has columns; further columns hold nobody. Items have up to
+    `highest` rows, and no more than `spare` times an expert's mean ask for.
+    """
+    t, k = len(x), each or ids.shape[1]
+    rows = min(rows_per_item(t * k / num_experts, spare), highest)
+    if chosen(expert_plan.supported(t, k, num_experts, x.shape[1], x.dtype)):
+        most, capacity = _most(t * k, num_experts, rows)
+        sizes = {"each": k, "experts": num_experts, "rows": rows, "items": most, "capacity": capacity}
+        gathered, table, place = expert_plan.plan(x, ids, **sizes)
+        return gathered, Items(table, rows, capacity), place
+    items, place = _by_expert(ids[:, :k], num_experts, rows)
+    flat, pair = place.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
+    token = jnp.zeros(items.capacity, jnp.int32)
+    into = jnp.where(flat < 0, items.capacity + pair, flat)
+    token = token.at[into].set(lax.div(pair, jnp.int32(k)), unique_indices=True, mode="drop")
+    if chosen(expert_rows.supported(t, k, x.shape[1], x.dtype)):
+        return expert_rows.take_rows(x, token), items, place
+    return x[token], items, place
+
+
+def rows_per_item(mean: float, spare: float = SPARE) -> int:
+    """Rows of an item where experts have `mean` rows: few experts need two items, and most fill theirs by half."""
+    return next((rows for rows in ITEM_ROWS if rows >= spare * mean), ITEM_ROWS[-1])
+
+
+def _most(pairs: int, num_experts: int, rows: int) -> tuple[int, int]:
+    """Items of up to `rows` rows that so many pairs may need, and their rows, with those that the last one may read."""
+    most = min(num_experts, pairs)
+    return (pairs + most * (rows - 1)) // rows, -(-(pairs + most * (ALIGN - 1)) // ALIGN) * ALIGN + rows - ALIGN
+
+
+def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Items, Int[Array, "t k"]]:
+    """Items, the pairs of each expert, `rows` at a time, and each pair's place."""
+    flat = ids.reshape(-1)
+    per_item = rows // ALIGN
+    most, capacity = _most(flat.size, num_experts, rows)
+    counts, rank = _ranks(flat, num_experts)
+    blocks, tiles = _covering(counts, ALIGN), _covering(counts, rows)
+    first_block, first_item = _before(blocks), _before(tiles)
+    item = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.sum(item[:, None] >= (first_item + tiles)[None], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, num_experts - 1)
+    done = (item - _of(first_item, expert)) * per_item
+    start = jnp.minimum(_of(first_block, expert) + done, (capacity - rows) // ALIGN)
+    count = jnp.broadcast_to(tiles.sum(), most)
+    columns = expert, start, start, jnp.clip(_of(blocks, expert) - done, 0, per_item), count
+    items = Items(jnp.stack(columns, axis=1), rows, capacity)  # made by one kernel
+    place = _of(first_block, jnp.minimum(flat, num_experts - 1)) * ALIGN + rank
+    return items, jnp.where(ids < num_experts, place.reshape(ids.shape), -1)
+
+
+def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], Int[Array, " p"]]:
+    """How many pairs each expert has, and how many of its expert's come before a pair, if it has one.
+
+    A counting sort by comparing: on a GPU, a few small fused kernels, where sorting would be many.
+    """
+    pairs = len(flat)
+    chunk = pairs if pairs <= 4 * CHUNK else CHUNK
+    chunks = jnp.pad(flat, (0, -pairs % chunk), constant_values=num_experts).reshape(-1, chunk)
+    earlier = jnp.tri(chunk, k=-1, dtype=bool)
+    within = jnp.sum((chunks[:, :, None] == chunks[:, None]) & earlier, axis=2, dtype=jnp.int32)
+    counts = jnp.sum(chunks[:, :, None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
+    in_bounds = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+    rank = within + jnp.take_along_axis(_before(counts), jnp.minimum(chunks, num_experts - 1), axis=1, **in_bounds)
+    return counts.sum(0), rank.reshape(-1)[:pairs]
+
+
+def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
+    """Sums of all earlier counts, along the first axis. n^2 additions that fuse, where a scan takes several kernels."""
+    earlier = jnp.tri(len(counts), k=-1, dtype=bool)
+    earlier = earlier.reshape(*earlier.shape, *[1] * (counts.ndim - 1))
+    return jnp.sum(jnp.where(earlier, counts[None], 0), axis=1, dtype=jnp.int32)
+
+
+def _covering(counts: Int[Array, " n"], size: int) -> Int[Array, " n"]:
+    """How many of `size` hold so many. `//` would take care of signs, in seven operations of each layer."""
+    return lax.div(counts + (size - 1), jnp.int32(size))
+
+
+def _of(values: Int[Array, " n"], which: Int[Array, " m"]) -> Int[Array, " m"]:
+    """`values[which]` of places that there are. Plain indexing would allow for negative ones, in three operations."""
+    return values.at[which].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+@partial(jax.jit, static_argnames="gating", inline=True)
+def reference(
+    rows: Float[Array, "r d"], stacks: list[Stack], items: Items, gating: Gating | None = None
+) -> Float[Array, "c d"]:
+    """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero.
+
+    It has gradients, for rows and weights. They take a loop over all items that there could be.
+    """
+    return _reference(gating, rows, stacks, items)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _reference(gating: Gating | None, rows: Array, stacks: list[Stack], items: Items) -> Array:
+    return _each_item(gating, rows, stacks, items, items.table[0, COUNT])
+
+
+def _reference_forward(gating, rows, stacks, items):
+    return _reference(gating, rows, stacks, items), (rows, stacks, items)
+
+
+def _reference_backward(gating, kept, cotangent):
+    rows, stacks, items = kept
+    whole = lambda rows, stacks: _each_item(gating, rows, stacks, items, len(items.table))  # noqa: E731
+    return *jax.vjp(whole, rows, stacks)[1](cotangent), jax.tree.map(
+        lambda x: np.zeros(x.shape, jax.dtypes.float0), items
+    )
+
+
+_reference.defvjp(_reference_forward, _reference_backward)
+
+
+def _each_item(gating: Gating | None, rows: Array, stacks: list[Stack], items: Items, count: Array | int) -> Array:
+    """As `reference`, of the first `count` items; those that aren't there change nothing."""
+
+    def mlp(stack, part, expert):
+        gate_up, down, *biases = stack
+        more = [bias[expert] for bias in biases] or [0, 0]
+        gate, up = jnp.split(expert_matmul(part, gate_up, expert) + more[0], 2, axis=1)
+        hidden = gating(gate, up) if gating else jax.nn.silu(gate) * up
+        return (expert_matmul(hidden.astype(rows.dtype), down, expert) + more[1]).astype(rows.dtype)
+
+    first = np.cumsum([0, *(len(stack[1].values) for stack in stacks)])
+    branches = [
+        lambda part, expert, stack=stack, begin=begin: mlp(stack, part, expert - begin)
+        for stack, begin in zip(stacks, first[:-1], strict=True)
+    ]
+
+    def one(i, out):
+        expert, source, target, blocks, _ = items.table[i]
+        part = jax.lax.dynamic_slice_in_dim(rows, ALIGN * source, items.rows)
+        new = jax.lax.switch(jnp.sum(expert >= first[1:-1]), branches, part, expert)
+        start = ALIGN * target
+        there = i < items.table[0, COUNT]
+        mine = there & (jnp.arange(items.rows)[:, None] < ALIGN * blocks)
+        new = jnp.where(mine, new, jax.lax.dynamic_slice_in_dim(out, start, items.rows))
+        return jax.lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
+
+    out = jnp.zeros((items.capacity, rows.shape[1]), rows.dtype)
+    return jax.lax.fori_loop(0, count, one, out)

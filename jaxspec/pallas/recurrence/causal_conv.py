@@ -1,0 +1,226 @@
+"""The short causal convolution in front of gated delta-rule attention, whose latest inputs are kept by slot.
+
+Each channel by itself: out_t = silu(sum_j weight[j] x_(t - w + 1 + j)), as `conv1d` of Qwen3-Next and Qwen3.5, with no
+bias and w = 4.
+
+Invariant, the same as for the attention's state (`pallas.gated_delta`): a slot's window holds the last w - 1 committed
+inputs from before its last round, and behind them that round's inputs. The next round is told how many of those were
+accepted. Nothing is undone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.recurrence import conv_chunk as chunk_kernel
+from jaxspec.pallas.recurrence import conv_step as step_kernel
+from jaxspec.pallas.sliced_rows import SLICE, sliced
+
+if TYPE_CHECKING:
+    from jaxspec.models.description import DeltaRule
+
+L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
+
+Windows = Float[Array, "l r s c"]  # s = w - 1 + q: what came before the last round, then its q rows
+
+
+def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, width: int, dtype) -> Windows:
+    """Windows of zeros, for rounds of at most `rows` rows before a convolution of this `width`."""
+    return jnp.zeros((num_layers, num_slots, width - 1 + rows, channels), dtype)
+
+
+def split_heads(x: Float[Array, "b t c"], mix: DeltaRule) -> tuple[Array, Array, Array]:
+    """Queries and keys [b, t, m, k], of length one and queries scaled by k**-0.5, and values [b, t, n, v]."""
+
+    def unit(part: Array) -> Array:
+        part = part.reshape(*part.shape[:-1], mix.key_heads, mix.key_dim).astype(jnp.float32)
+        return part * jax.lax.rsqrt((part * part).sum(-1, keepdims=True) + L2_EPS)
+
+    keys = mix.key_heads * mix.key_dim
+    q, k, v = jnp.split(x, [keys, 2 * keys], axis=-1)
+    v = v.reshape(*v.shape[:-1], mix.value_heads, mix.value_dim)
+    return (unit(q) * mix.key_dim**-0.5).astype(v.dtype), unit(k).astype(v.dtype), v
+
+
+def step(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    x: Float[Array, "b t d"],
+    weight: Float[Array, "w c"],
+    mix: DeltaRule,
+    fixed: bool = False,
+) -> tuple[tuple[Array, Array, Array], Windows]:
+    """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that.
+
+    `fixed`: a row's bits don't depend on how many rows there are.
+    """
+    t, (taps, channels) = x.shape[1], weight.shape
+    _check_room(windows, t, taps - 1)
+    fits = step_kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
+    if fits is not None:
+        tell("conv_step", fits)
+    if chosen(fits):
+        return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
+    out, windows = conv_step(windows, layer, slots, replay, x[..., :channels], weight.T, fixed)
+    return (_split_in_slices if fixed else split_heads)(out, mix), windows
+
+
+def conv_step(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    x: Float[Array, "b t c"],
+    weight: Float[Array, "c w"],
+    fixed: bool = False,
+) -> tuple[Float[Array, "b t c"], Windows]:
+    """Convolve t new rows of each slot, of whose last round the first `replay[r]` rows were accepted.
+
+    Returns the rows in x's dtype. **Raises:** `ValueError` for more rows than a window has room for.
+    """
+    t, back = x.shape[1], weight.shape[1] - 1
+    _check_room(windows, t, back)
+    at = replay[:, None] + jnp.arange(back)
+    before = windows[layer, slots[:, None], at]
+    x = x.astype(windows.dtype)
+    inputs = jnp.concatenate([before, x], axis=1)
+    out = (_convolve_in_slices if fixed else _convolve)(before, x, weight)
+    return out.astype(x.dtype), windows.at[layer, slots, : back + t].set(inputs)
+
+
+def _check_room(windows: Windows, rows: int, back: int) -> None:
+    room = windows.shape[2] - back
+    if rows > room:
+        raise ValueError(f"a step of {rows} rows with windows for rounds of {room}; make them for {rows} or more")
+
+
+def chunk(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    count: Int[Array, " b"],
+    x: Float[Array, "b t d"],
+    weight: Float[Array, "w c"],
+    mix: DeltaRule,
+    fixed: bool = False,
+) -> tuple[tuple[Array, Array, Array], Windows]:
+    """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it. `fixed`: as in `step`."""
+    (b, t, _), (taps, channels) = x.shape, weight.shape
+    counted = max(b, chunk_kernel.FEWEST) if fixed else b  # then few rows go the way of many
+    fits = chunk_kernel.supported(counted, t, taps, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
+    inputs = x[..., :channels]
+    if chosen(fits):
+        blocks = slots, source, keep
+        before = _before(windows, layer, *blocks, count, inputs, taps - 1)
+        targets = _targets(slots, keep, windows.shape[1]).reshape(2, b).T
+        return chunk_kernel.conv_chunk(
+            windows, layer, targets, count, before, x, weight, key_heads=mix.key_heads, eps=L2_EPS
+        )
+    out, windows = conv_chunk(windows, layer, slots, source, keep, count, inputs, weight.T, fixed)
+    return (_split_in_slices if fixed else split_heads)(out, mix), windows
+
+
+def conv_chunk(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    count: Int[Array, " b"],
+    x: Float[Array, "b t c"],
+    weight: Float[Array, "c w"],
+    fixed: bool = False,
+) -> tuple[Float[Array, "b t c"], Windows]:
+    """Convolve blocks of t prompt tokens, in order; which slots they read and write is as in `gated_delta.chunk`.
+
+    A block that another of this call starts from must have a real token. Nothing is left to replay.
+    """
+    back = weight.shape[1] - 1
+    x = x.astype(windows.dtype)
+    before = _before(windows, layer, slots, source, keep, count, x, back)
+    tail, targets = _tail(before, x, count), _targets(slots, keep, windows.shape[1])
+    targets = jnp.where(targets < 0, windows.shape[1], targets)
+    windows = windows.at[layer, targets, :back].set(jnp.concatenate([tail, tail]), mode="drop")
+    return (_convolve_in_slices if fixed else _convolve)(before, x, weight).astype(x.dtype), windows
+
+
+def _before(windows, layer, slots, source, keep, count, x, back: int) -> Float[Array, "b k c"]:
+    """The `back` inputs before each block's first row: its source's, as earlier blocks of this call leave them."""
+    blocks = jnp.arange(len(slots))
+    wrote = (slots == source[:, None]) | ((keep == source[:, None]) & (keep >= 0))
+    wrote &= (blocks < blocks[:, None]) & (source >= 0)[:, None]
+    earlier = jnp.where(wrote, blocks, -1).max(axis=1)  # the block of this call that each one starts from, or -1
+    stored = jnp.where((source < 0)[:, None, None], 0, windows[layer, jnp.maximum(source, 0), :back])
+    before = stored
+    # Each turn looks one block further back, which reaches another token at least.
+    for _ in range(min(back, len(slots))):
+        before = jnp.where((earlier < 0)[:, None, None], stored, _tail(before, x, count)[earlier])
+    return before
+
+
+def _targets(slots: Int[Array, " b"], keep: Int[Array, " b"], num_slots: int) -> Int[Array, " 2*b"]:
+    """The slot that each block's last inputs go to, then the slot for a copy of them: -1 if there is none, or if a
+    later block of this call writes it."""
+    targets, order = jnp.concatenate([slots, keep]), jnp.tile(jnp.arange(len(slots)), 2)
+    stays = _last_to_write(targets, order) & (targets < num_slots)
+    return jnp.where(stays, targets, -1).astype(jnp.int32)
+
+
+def _tail(before: Float[Array, "b k c"], x: Float[Array, "b t c"], count: Int[Array, " b"]) -> Float[Array, "b k c"]:
+    """The last inputs after each block's real rows."""
+    back = before.shape[1]
+    at = count[:, None] + jnp.arange(back)
+
+    def of(inputs, at):
+        there = jnp.clip(at, 0, inputs.shape[1] - 1)[..., None]
+        return jnp.take_along_axis(inputs, there, axis=1, mode="promise_in_bounds", wrap_negative_indices=False)
+
+    return jnp.where((at < back)[..., None], of(before, at), of(x, at - back))
+
+
+def _last_to_write(targets: Int[Array, " b"], order: Int[Array, " b"]) -> Bool[Array, " b"]:
+    """Which of several writes stay: those whose target no write of a later order has, and that have one at all."""
+    over = (targets == targets[:, None]) & (order > order[:, None])
+    return ~over.any(axis=1) & (targets >= 0)
+
+
+def _convolve(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: Float[Array, "c w"]) -> Array:
+    """The convolution of x's rows, which follow k = w - 1 others, in float32.
+
+    What a tap looks at is added up from padded arrays, of which one is zero: all of it fuses into whoever wants the
+    result, where rows put together first would be written out.
+    """
+    (back, t), weight = (before.shape[1], x.shape[1]), weight.astype(jnp.float32)
+
+    def tap(j):
+        late = min(back - j, t)  # rows for which this tap looks at what was before
+        earlier = jnp.pad(before[:, j : j + late], ((0, 0), (0, t - late), (0, 0)))
+        return (earlier + jnp.pad(x[:, : t - late], ((0, 0), (late, 0), (0, 0)))).astype(jnp.float32)
+
+    return jax.nn.silu(sum(tap(j) * weight[:, j] for j in range(weight.shape[1])))
+
+
+def _convolve_in_slices(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: Float[Array, "c w"]) -> Array:
+    """The same of so many rows at a time, with the inputs that each one's taps look at beside one another."""
+    t, taps = x.shape[1], weight.shape[1]
+    inputs, weight = jnp.concatenate([before, x], axis=1), weight.astype(jnp.float32)
+    seen = jnp.stack([inputs[:, j : j + t] for j in range(taps)], axis=2)
+
+    def convolve(seen):
+        return jax.nn.silu(sum(seen[:, j].astype(jnp.float32) * weight[:, j] for j in range(taps)))
+
+    return sliced(convolve, SLICE, seen.reshape(-1, taps, x.shape[2])).reshape(x.shape)
+
+
+def _split_in_slices(x: Float[Array, "b t c"], mix: DeltaRule) -> tuple[Array, Array, Array]:
+    parts = sliced(lambda rows: split_heads(rows, mix), SLICE, x.reshape(-1, x.shape[2]))
+    return jax.tree.map(lambda part: part.reshape(*x.shape[:2], *part.shape[1:]), parts)

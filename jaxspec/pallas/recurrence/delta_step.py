@@ -1,0 +1,387 @@
+"""A round of gated delta-rule attention on Hopper: replay the accepted rows, then run the new ones.
+
+A Mosaic GPU kernel, bound by reading and writing the states. A warpgroup takes 64 rows of a head's state through
+registers, some of the columns at a time. The new rows' u and o depend on the state before them only through its
+products with their keys and queries,
+
+    u_t = beta_t (v_t - G_t S k_t - sum_(i<t) G_t/G_i (k_i k_t) u_i)
+    o_t = G_t S q_t + sum_(i<=t) G_t/G_i (k_i q_t) u_i
+
+with G the running product of the decays. Those products run on the tensor cores, which take bfloat16, so a state enters
+as a sum of `PIECES` of them.
+
+A block has the value rows of one request and key head. With few requests it has a part of them, and the blocks of a
+cluster share them. Parts of the state go through a ring: a part is loaded, changed in place and written back. While its
+write drains, the next one is computed; only then is its slot filled again.
+
+With `fixed`, a row's results don't depend on how many rows a round has: see `delta_fixed`, which then does both halves.
+
+Invariant: records are overwritten after every block that reads them has read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.hopper.export import lower_once
+from jaxspec.pallas.recurrence import fixed_order, gates_and_norm
+from jaxspec.pallas.recurrence.delta_plan import (
+    HALVES,
+    MAX_GROUP,
+    MAX_ROWS,
+    PIECES,
+    TILE,
+    WIDTH,
+    Division,
+    Plan,
+    division_of,
+    scratch_of,
+)
+from jaxspec.pallas.recurrence.float32_products import product
+from jaxspec.pallas.recurrence.gates_and_norm import Around
+
+_i32 = jnp.int32
+
+
+def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, state_dtype, *dtypes) -> str | None:
+    """Why the kernel can't serve queries [b, t, m, k] and values [b, t, n, v] over states of `state_dtype` with records
+    of `rows` rows; None if it can. `dtypes` are those of queries, keys and values."""
+    _, t, m, k = q_shape
+    n, v = v_shape[2:]
+    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
+        return f"queries, keys or values in {wrong[0]}; supported: bfloat16"
+    if jnp.dtype(state_dtype) not in (jnp.float32, jnp.bfloat16):
+        return f"states in {jnp.dtype(state_dtype).name}; supported: float32 and bfloat16"
+    if (k, v) != (WIDTH, WIDTH):
+        return f"keys of width {k} and values of width {v}; supported: {WIDTH} and {WIDTH}"
+    if n % m or n // m > MAX_GROUP:
+        return f"{n} value heads over {m} key heads; supported: whole groups of up to {MAX_GROUP}"
+    if max(t, rows) > MAX_ROWS:
+        return f"{max(t, rows)} rows a request; supported: up to {MAX_ROWS}"
+    return None
+
+
+def delta_step(
+    state: Float[Array, "l r n v k"],
+    keys: Float[Array, "l r s m k"],
+    updates: Float[Array, "l r s n v"],
+    decays: Float[Array, "l r n w"],
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    *gates: Float[Array, "b t n"],
+    around: Around | None = None,
+    eps: float = 0.0,
+    interpret: Any = False,
+    division: Division | None = None,
+    pieces: int = PIECES,
+    filled: int | None = None,
+    fixed: bool = False,
+) -> tuple[Float[Array, "b r n v"], tuple[Array, Array, Array, Array]]:
+    """`gated_delta.step` on the arrays of a pool; returns what the rows read, in bfloat16, and those arrays anew.
+
+    `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
+    `plgpu.kernel`. `division`: by default, what keeps all multiprocessors busy. `filled`: as in `gated_delta.step`;
+    nothing is written to the rows from t on. `gates` are decay and beta; or none, if there is `around`, with the `eps`
+    of its norm: then the results are normed and gated (`delta_around`). `fixed`: the bits of a row's results, and of
+    its update of the state, depend on the rows before it alone, not on what round they were of. A state in bfloat16 is
+    then rounded after each of them.
+
+    **Raises:** `ValueError` if `supported` has a reason against it.
+    """
+    if reason := supported(q.shape, v.shape, keys.shape[2], state.dtype, q.dtype, k.dtype, keys.dtype, v.dtype):
+        raise ValueError(f"delta_step doesn't support {reason}")
+    pool = state, keys, updates, decays
+    return _step(
+        pool,
+        layer,
+        slots,
+        replay,
+        q,
+        k,
+        v,
+        gates if around is None else around,
+        eps=eps,
+        interpret=interpret,
+        division=division,
+        pieces=pieces,
+        filled=filled or v.shape[1],
+        fixed=fixed,
+    )
+
+
+@lower_once("delta_step", "division", "pieces", "filled", "eps", "fixed")
+def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, pieces, filled, fixed):
+    b, t, n, _ = v.shape
+    m = q.shape[2]
+    rows, dtype = pool[1].shape[2], pool[0].dtype
+    around = isinstance(gates, Around)
+    division = division or division_of(b * m, n // m, t, rows, dtype, around)
+    if fixed:  # a row's sums are over all columns
+        division = replace(division, stages=max(1, division.stages // 2), columns=WIDTH)
+    plan = Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret), eps if around else None, fixed)
+    refs = [jax.new_ref(x) for x in pool]
+    out = plgpu.kernel(
+        partial(_block, plan),
+        kernel_name="delta_step",
+        out_type=jax.ShapeDtypeStruct((b, filled, *v.shape[2:]), v.dtype),
+        grid=(b, m),
+        grid_names=("b", "m"),
+        cluster=(division.splits,),
+        cluster_names=("split",),
+        scratch_types=scratch_of(plan),
+        # Safe here: what one thread writes and another reads is committed in between, written out below.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+    )(layer.reshape(1), slots, replay, q, k, v, *gates, *refs)
+    return out, tuple(jax.freeze(ref) for ref in refs)
+
+
+class _Shared(NamedTuple):
+    """A block's arrays in shared memory (`delta_plan`)."""
+
+    rows_s: Any
+    kq_s: Any
+    keys_s: Any
+    among_s: Any
+    updates_s: Any
+    decays_s: Any
+    gates_s: Any
+    values_s: Any
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The parts of a block's state, which come, are changed in place and go back through the stages of `state_s`."""
+
+    plan: Plan
+    place: Callable  # of a part, in the pool
+    state_s: Any
+    ready: Any
+
+    @property
+    def stages(self) -> int:
+        return self.plan.division.stages
+
+    def stage(self, part: Any) -> Any:
+        return lax.rem(part, _i32(self.stages))
+
+    def fetch(self, part: Any) -> None:
+        """Begin to copy a part of the state into its stage."""
+        stage = self.stage(part)
+        plgpu.copy_gmem_to_smem(self.place(part), self.state_s.at[stage], self.ready.at[stage])
+
+    def write(self, part: Any) -> None:
+        """Begin to write a part back, and to fetch one into a stage whose write is over."""
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.state_s.at[self.stage(part)], self.place(part))
+        parts = self.plan.share * self.plan.parts
+        if self.stages < parts:
+            behind = min(1, self.stages - 1)  # parts whose write may still be under way when a place is filled anew
+            plgpu.wait_smem_to_gmem(behind, wait_read_only=True)
+            coming = part + self.stages - behind
+            pl.when((part >= behind) & (coming < parts))(partial(self.fetch, coming))
+
+
+def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s, brought, shared, ready, read=None,
+           **arrays):  # fmt: skip
+    """What one block, of one warpgroup, does."""
+    *gates_g, state_g, keys_g, updates_g, decays_g, out_g = refs
+    b, m, split = (lax.axis_index(name) for name in ("b", "m", "split"))
+    layer, slot, replay, own = layer_g[0], slots_g[b], replay_g[b], _Shared(**arrays)
+    t = plan.t
+    first = split * plan.share  # of the key head's tiles
+    head = m * plan.group + lax.div(first, _i32(HALVES))
+    # The value heads that the block has something of, and which of their rows.
+    heads, width = pl.ds(head, plan.heads), decays_g.shape[3]
+    rows = pl.ds(lax.rem(first, _i32(HALVES)) * TILE if plan.share == 1 else 0, plan.width)
+    ring = _Ring(plan, partial(_part_of, plan, state_g, layer, slot, m, first), state_s, ready)
+
+    # Keys and queries first: they needn't wait for the slot.
+    plgpu.copy_gmem_to_smem(k_g.at[b, :, m], own.rows_s.at[pl.ds(0, t)], brought)
+    plgpu.copy_gmem_to_smem(q_g.at[b, :, m], own.rows_s.at[pl.ds(t, t)], brought)
+    bring = partial(plgpu.copy_gmem_to_smem, barrier=shared)
+    gates = _load_gates(plan, gates_g, b, head)
+    z = None if plan.eps is None else gates_and_norm.load_z(gates_g, b, t, plan.heads, head, plan.m * plan.group)
+    bring(v_g.at[b, :, heads, rows], own.values_s)
+    bring(keys_g.at[layer, slot, :, m], own.keys_s)
+    bring(updates_g.at[layer, slot, :, heads, rows], own.updates_s)
+    for h in range(plan.heads):
+        bring(decays_g.at[layer, slot, head + h], own.decays_s.at[h, pl.ds(0, width)])
+    for part in range(ring.stages):
+        ring.fetch(_i32(part))
+    _write_gates(plan, gates, own.gates_s, width)
+    plgpu.barrier_wait(brought)
+    if plan.fixed:
+        plgpu.commit_smem()  # the gates
+    else:
+        _write_products(plan, own.rows_s, own.kq_s, own.among_s)
+    plgpu.barrier_wait(shared)
+    if plan.division.splits > 1:
+        plgpu.barrier_arrive(read)
+    lax.fori_loop(_i32(0), _i32(plan.share), partial(_tile, plan, ring, replay, own), None)
+    plgpu.commit_smem()
+    if plan.division.splits > 1:
+        plgpu.barrier_wait(read)
+    new = pl.ds(0, t)
+    decays_g = [decays_g.at[layer, slot, head + h] for h in range(plan.heads)]
+    records = keys_g.at[layer, slot, new, m], updates_g.at[layer, slot, new, heads, rows], decays_g
+    _write_records(plan, split, first, (own.rows_s.at[new], own.updates_s.at[new], own.gates_s), records)
+    if plan.eps is None:
+        plgpu.copy_smem_to_gmem(own.values_s, out_g.at[b, new, heads, rows])
+    else:
+        gates_and_norm.write_normed(own.values_s, out_g.at[b], *z, head, plan.eps)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _tile(plan: Plan, ring: _Ring, replay: Any, own: _Shared, i: Any, carry: None) -> None:
+    """One tile of the block's state: replay its records, run the new rows, and leave their updates and results."""
+    h = lax.div(i, _i32(HALVES)) if plan.share > 1 else 0
+    cut = pl.ds(lax.rem(i, _i32(HALVES)) * TILE if plan.share > 1 else 0, TILE)
+    columns, products = plan.division.columns, []
+    for p in range(plan.parts):
+        part, across = i * plan.parts + p, pl.ds(p * columns, columns)
+        stage = ring.stage(part)
+        plgpu.barrier_wait(ring.ready.at[stage])
+        records = own.keys_s.at[:, across], own.updates_s.at[:, h, cut], own.decays_s.at[h]
+        replayed = fixed_order.replayed if plan.fixed else _replayed
+        state = replayed(columns, replay, ring.state_s.at[stage], *records)
+        ring.state_s[stage] = state.astype(plan.dtype)
+        if p == plan.parts - 1:
+            values = _values(plan, own.values_s.at[:, h, cut])
+        ring.write(part)
+        if not plan.fixed:
+            operand = own.kq_s.at[:, across].transpose((1, 0))
+            products.append(product(state, [operand], pieces=plan.pieces, interpreted=plan.interpreted))
+    if plan.fixed:
+        gates = [(own.gates_s[h, j], own.gates_s[h, MAX_ROWS + j]) for j in range(plan.t)]
+        updates, outs = fixed_order.run_rows(state, values, own.rows_s, gates, plan.dtype)
+    else:
+        updates, outs = _run_rows(plan, sum(products), values, own.among_s, own.gates_s.at[h])
+    for j in range(plan.t):
+        own.updates_s[j, h, cut] = updates[j]
+        own.values_s[j, h, cut] = outs[j].astype(jnp.bfloat16)
+
+
+def _write_records(plan: Plan, split, first, made, records):
+    """The new rows' keys, updates and decays, which no other block of the cluster reads any more, into the records."""
+    (keys_s, updates_s, gates_s), (keys_g, updates_g, decays_g) = made, records
+    plgpu.copy_smem_to_gmem(updates_s, updates_g)
+    # Of two blocks with half a head, one.
+    pl.when(lax.rem(first, _i32(HALVES)) == 0)(lambda: _write_decays(plan, gates_s, decays_g))
+    pl.when(split == 0)(lambda: plgpu.copy_smem_to_gmem(keys_s, keys_g))
+
+
+def _write_decays(plan: Plan, gates_s, decays_g):
+    """The decays of each head of the block into its records."""
+    for h in range(plan.heads):
+        plgpu.copy_smem_to_gmem(gates_s.at[h, pl.ds(0, decays_g[h].shape[0])], decays_g[h])
+
+
+def _part_of(plan: Plan, state_g, layer, slot, m, first, part):
+    """Where a part of the state is, of the block whose tiles of the key head begin at `first`."""
+    tile, across = first + lax.div(part, _i32(plan.parts)), lax.rem(part, _i32(plan.parts))
+    head, half = m * plan.group + lax.div(tile, _i32(HALVES)), lax.rem(tile, _i32(HALVES))
+    columns = plan.division.columns
+    return state_g.at[layer, slot, head, pl.ds(half * TILE, TILE), pl.ds(across * columns, columns)]
+
+
+def _lanes():
+    """A layout of keys and queries in which 16 lanes have a row, 4 columns in a run: few shuffles for a row's sum."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    )
+
+
+def _load_gates(plan: Plan, gates_g, b, head):
+    """The decay and the beta of each row of each of the block's value heads, by head and row.
+
+    All are asked for before the first is needed. No copy could bring them: a head's are apart by a row of heads.
+    """
+    each = [(h, t) for h in range(plan.heads) for t in range(plan.t)]
+    if plan.eps is not None:
+        ba_g, log_g, bias_g, *_ = gates_g
+        return {(h, t): gates_and_norm.gates(ba_g.at[b], log_g, bias_g, t, head + h) for h, t in each}
+    decay_g, beta_g = (gate_g.at[b] for gate_g in gates_g)
+    return {(h, t): (decay_g[t, head + h], beta_g[t, head + h]) for h, t in each}
+
+
+def _write_gates(plan: Plan, gates, gates_s, width):
+    """Put the decays of each head, and the betas behind them, into a row of `gates_s`. All threads write the same."""
+    for (h, t), (decay, beta) in gates.items():
+        gates_s[h, t] = decay
+        gates_s[h, MAX_ROWS + t] = beta
+    for h in range(plan.heads):
+        for t in range(plan.t, width):  # what the pool keeps beside them
+            gates_s[h, t] = jnp.float32(1)
+
+
+def _write_products(plan: Plan, rows_s, kq_s, among_s):
+    """Put each new key's products with all new keys and queries into a row of `among_s`, and all of these into `kq_s`.
+
+    Their rows make up eights with some that nobody has written; what comes of those isn't looked at.
+    """
+    layout, shape = _lanes(), (plan.both, WIDTH)
+    rows = plgpu.load(rows_s, layout=layout, optimized=False)
+    kq_s[...] = rows
+    kq = rows.astype(jnp.float32)
+    for i in range(plan.t):
+        key = plgpu.load(rows_s.at[i], layout=layout.reduce(0), optimized=False).astype(jnp.float32)
+        products = (kq * lax.broadcast_in_dim(key, shape, [1])).sum(axis=1)
+        among_s[i] = plgpu.layout_cast(products, layout.reduce(1))
+    plgpu.commit_smem()
+
+
+def _replayed(columns: int, replay, state_s, keys_s, updates_s, decays_s):
+    """A part of the state with the accepted records in it, float32, in registers."""
+    layout, shape = plgpu.Layout.WGMMA, (TILE, columns)
+    total = lax.fori_loop(_i32(0), replay, lambda i, total: total * decays_s[i], jnp.float32(1))
+
+    def record(behind, carry):
+        state, later = carry
+        i = replay - 1 - behind
+        update = plgpu.load(updates_s.at[i], layout=layout.reduce(1), optimized=False) * later
+        key = plgpu.load(keys_s.at[i], layout=layout.reduce(0), optimized=False).astype(jnp.float32)
+        state = state + lax.broadcast_in_dim(update, shape, [0]) * lax.broadcast_in_dim(key, shape, [1])
+        return state, later * decays_s[i]
+
+    state = plgpu.load(state_s, layout=layout).astype(jnp.float32) * total
+    return lax.fori_loop(_i32(0), replay, record, (state, jnp.float32(1)))[0]
+
+
+def _values(plan: Plan, values_s):
+    """Each row's values of a tile's rows, in registers before what the rows read takes their place."""
+    rows_only = plgpu.Layout.WGMMA.reduce(1)
+    return [plgpu.load(values_s.at[t], layout=rows_only, optimized=False).astype(jnp.float32) for t in range(plan.t)]
+
+
+def _run_rows(plan: Plan, products, values, among_s, gates_s):
+    """From the products of the state before the rows to the rows' updates and what they read."""
+    column = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
+    take = lambda j: jnp.where(column == j, products, 0.0).sum(axis=1)  # noqa: E731
+    decay = [gates_s[t] for t in range(plan.t)]
+    updates, outs, total = [], [], jnp.float32(1)
+    for t in range(plan.t):
+        total = total * decay[t]
+        update, out = values[t] - take(t) * total, take(plan.t + t) * total
+        since = jnp.float32(1)
+        for i in reversed(range(t)):
+            since = since * decay[i + 1]
+            update = update - updates[i] * (since * among_s[i, t])
+            out = out + updates[i] * (since * among_s[i, plan.t + t])
+        updates.append(update * gates_s[MAX_ROWS + t])
+        outs.append(out + updates[t] * among_s[t, plan.t + t])
+    return updates, outs

@@ -1,0 +1,320 @@
+"""Gated delta-rule attention (linear attention): one state a slot and layer, verified by replay.
+
+A head's state S [v, k] maps keys to values. A token decays it, corrects what its key yields, and reads it:
+
+    S <- alpha S;  u = beta (v - S k);  S <- S + u k^T;  out = S q
+
+(Gated DeltaNet, https://arxiv.org/abs/2412.06464, eq. 10; Qwen3-Next and Qwen3.5 have it in three of four layers).
+
+Invariant: a slot's state has seen every committed token but those of its last round. It keeps *records* of these (k, u,
+alpha), and the next round replays as many as were accepted. So a round reads each state once and writes it once,
+however many rows it verifies, and a rejected draft leaves nothing to undo. Slots of requests and of snapshots are the
+same.
+
+Decays below 1e-37 count as 1e-37. Arithmetic is float32. A state in bfloat16 is rounded whenever it is written, once a
+round or a block of a prompt, so the division of a prompt into programs doesn't show.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import portable
+from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.portable import delta as portable_delta
+from jaxspec.pallas.recurrence.delta_chunk import delta_chunk
+from jaxspec.pallas.recurrence.delta_chunk import supported as delta_chunk_fits
+from jaxspec.pallas.recurrence.delta_step import delta_step
+from jaxspec.pallas.recurrence.delta_step import supported as delta_step_fits
+from jaxspec.pallas.recurrence.gates_and_norm import Around
+
+NORMED_REQUESTS = 8  # whose gates and norm are part of the kernel
+
+_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+@flax.struct.dataclass
+class DeltaPool:
+    """The states of all layers and slots, and each slot's records of its last round.
+
+    Axes: l layers, r slots, q rows that a round verifies at most, m key heads, n value heads, k and v their widths; key
+    head i serves the value heads i n/m to (i + 1) n/m - 1. w is q, rounded up to what a bulk copy can take.
+    """
+
+    state: Float[Array, "l r n v k"]
+    keys: Float[Array, "l r q m k"]
+    updates: Float[Array, "l r q n v"]
+    decay: Float[Array, "l r n w"]
+
+    def recorded(
+        self,
+        layer: Int[Array, ""],
+        slots: Int[Array, " b"],
+        state: Float[Array, "b n v k"],
+        k: Float[Array, "b t m k"],
+        updates: Float[Array, "b t n v"],
+        decay: Float[Array, "b t n"],
+    ) -> DeltaPool:
+        """The pool after a round of t rows: these states before them, and their records."""
+        t = k.shape[1]
+        return self.replace(
+            state=self.state.at[layer, slots].set(state.astype(self.state.dtype)),
+            keys=self.keys.at[layer, slots, :t].set(k),
+            updates=self.updates.at[layer, slots, :t].set(updates),
+            decay=self.decay.at[layer, slots, :, :t].set(decay.swapaxes(1, 2)),
+        )
+
+
+def empty(
+    num_layers: int,
+    num_slots: int,
+    rows: int,
+    *,
+    key_heads: int,
+    value_heads: int,
+    key_width: int,
+    value_width: int,
+    dtype,
+    key_dtype,
+) -> DeltaPool:
+    """A pool of zero states in `dtype` (float32 or bfloat16), with records of `rows` rows and keys in `key_dtype`."""
+    slots = (num_layers, num_slots)
+    return DeltaPool(
+        state=jnp.zeros((*slots, value_heads, value_width, key_width), dtype),
+        keys=jnp.zeros((*slots, rows, key_heads, key_width), key_dtype),
+        updates=jnp.zeros((*slots, rows, value_heads, value_width), jnp.float32),
+        decay=jnp.ones((*slots, value_heads, -(-rows // 4) * 4), jnp.float32),
+    )
+
+
+def step(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    decay: Float[Array, "b t n"],
+    beta: Float[Array, "b t n"],
+    filled: int | None = None,
+) -> tuple[Float[Array, "b r n v"], DeltaPool]:
+    """Run t new rows of each slot: those of a round, of which some will be accepted.
+
+    The first `replay[r]` records of slot `slots[r]` enter its state, which is written; the new rows go on from there,
+    and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the
+    dtype of the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nobody reads it.
+
+    Returns what the rows read, in v's dtype, r = `filled` rows a request if that is given: those from t on hold
+    anything. **Raises:** `ValueError` for more rows than there are records.
+    """
+    t, rows = q.shape[1], pool.keys.shape[2]
+    if t > rows:
+        raise ValueError(f"a step of {t} rows in a pool with records of {rows}; make the pool with rows={t} or more")
+    q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
+    fits = delta_step_fits(q.shape, v.shape, rows, pool.state.dtype, q.dtype, v.dtype)
+    if fits is not None:
+        tell("delta_step", fits)
+    arrays = pool.state, pool.keys, pool.updates, pool.decay
+    if not chosen(fits):
+        fits = portable_delta.supported(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
+        if fits is not None:
+            portable.tell("delta_step", fits)
+        if portable.chosen(fits):
+            out, arrays = portable_delta.step(*arrays, layer, slots, replay, q, k, v, decay, beta)
+            pool = DeltaPool(*arrays)
+        else:
+            out, pool = reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
+        return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0))), pool
+    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta, filled=filled)
+    return out, DeltaPool(*arrays)
+
+
+def normed_step(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    around: Around,
+    eps: float,
+    fixed: bool = False,
+) -> tuple[Float[Array, "b r n v"], DeltaPool]:
+    """`step` by the kernel, with what a layer does around it (`delta_around`): gates before, and a norm of this `eps`
+    after it. The result has as many rows a request as `around` has. `fixed`: as in `delta_step`, for any number of
+    requests.
+
+    **Raises:** `ValueError` if `unnormed` has a reason.
+    """
+    if reason := unnormed(pool, (1, *q.shape[1:]) if fixed else q.shape, v.shape, q.dtype, v.dtype):
+        raise ValueError(f"delta_step doesn't support {reason}")
+    arrays, filled = (pool.state, pool.keys, pool.updates, pool.decay), around.rows.shape[1]
+    named = dict(around=around, eps=eps, filled=filled, fixed=fixed)
+    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, **named)
+    return out, DeltaPool(*arrays)
+
+
+def unnormed(pool: DeltaPool, q_shape: tuple[int, ...], v_shape: tuple[int, ...], *dtypes: Any) -> str | None:
+    """Why `normed_step` can't serve such queries and values, or None if it can."""
+    rows = pool.keys.shape[2]
+    if q_shape[0] > NORMED_REQUESTS:
+        return f"{q_shape[0]} requests; supported: up to {NORMED_REQUESTS}"  # with more it wasn't measured
+    if q_shape[1] > rows:
+        return f"{q_shape[1]} rows over records of {rows}"
+    return delta_step_fits(q_shape, v_shape, rows, pool.state.dtype, pool.keys.dtype, *dtypes)
+
+
+def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Array, DeltaPool]:
+    """`step` in plain jnp, for any shapes and dtypes."""
+    group = pool.state.shape[2] // q.shape[2]
+    state = _replayed(pool, layer, slots, replay)
+    logs, beta = jnp.cumsum(_logs(decay), axis=1).swapaxes(1, 2), beta.astype(jnp.float32).swapaxes(1, 2)
+    corrected, mixed, total, _ = _within(q, k, logs, beta)
+    rows = jnp.repeat(jnp.stack([k, q]).astype(jnp.float32), group, axis=3)
+    read = _einsum("bnvk,sbtnk->sbntv", state, rows) * total[..., None]
+    updates = _einsum("bnti,bniv->bntv", corrected, v.astype(jnp.float32).swapaxes(1, 2) - read[0])
+    out = read[1] + _einsum("bnti,bniv->bntv", mixed, updates)
+    pool = pool.recorded(layer, slots, state, k, updates.swapaxes(1, 2), decay.astype(jnp.float32))
+    return out.swapaxes(1, 2).astype(v.dtype), pool
+
+
+def chunk(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    count: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    decay: Float[Array, "b t n"],
+    beta: Float[Array, "b t n"],
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    """Run blocks of t prompt tokens, one after the other, of which the first `count[r]` of block r are valid.
+
+    Block r starts from the state of slot `source[r]`, or from zero if that is negative, as earlier blocks left it; a
+    later block of the same request names its own slot. It writes slot `slots[r]`, and slot `keep[r]` the same, unless
+    that is out of range. Sources must have no records to replay, and no slot has any afterwards: the next `step` of
+    what was written must be called with `replay` 0. Operands and result are as in `step`, though what rows that aren't
+    valid read has no meaning.
+    """
+    q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
+    valid = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
+    logs, beta = jnp.where(valid, _logs(decay), 0), jnp.where(valid, beta, 0).astype(jnp.float32)
+    operands = q, k, v, jnp.cumsum(logs, axis=1).swapaxes(1, 2), beta.swapaxes(1, 2)
+    fits = delta_chunk_fits(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
+    if fits is not None:
+        tell("delta_chunk", fits)
+    run = delta_chunk if chosen(fits) else reference_chunk
+    out, state = run(pool.state, layer, slots, source, keep, *operands)
+    return out.astype(v.dtype), pool.replace(state=state)
+
+
+def reference_chunk(
+    states: Float[Array, "l r n v k"],
+    layer: Array,
+    slots: Array,
+    source: Array,
+    keep: Array,
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    v: Float[Array, "b t n v"],
+    logs: Float[Array, "b n t"],
+    beta: Float[Array, "b n t"],
+) -> tuple[Float[Array, "b t n v"], Float[Array, "l r n v k"]]:
+    """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms."""
+    # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
+    # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3).
+    corrected, mixed, total, left = _within(q, k, logs, beta)
+    dtype, group = q.dtype, states.shape[2] // q.shape[2]
+    q, k = (jnp.repeat(jnp.moveaxis(x.astype(jnp.float32), 1, 2), group, axis=1) for x in (q, k))
+    taken = _einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
+    written = _einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
+    # Of what is left to do in order, S <- S carry + write, only one product a head and block depends on S.
+    kept = left[..., None] * k
+    carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - _einsum("bntj,bntk->bnjk", taken, kept)
+    write = _einsum("bntv,bntk->bnvk", written, kept)
+
+    fits = portable_delta.scan_supported(states, dtype)
+    run = portable_delta.scan if portable.chosen(fits) else reference_scan
+    states, before = run(states, layer, slots, source, keep, carry, write)
+    updates = written - _einsum("bnvk,bntk->bntv", before, taken)
+    out = _einsum("bnvk,bntk->bntv", before, q) * total[..., None] + _einsum("bnti,bniv->bntv", mixed, updates)
+    return out.swapaxes(1, 2), states
+
+
+def reference_scan(states, layer, slots, source, keep, carry, write) -> tuple[Array, Array]:
+    """States after blocks that follow one another, S <- S carry + write, and the state before each."""
+
+    def block(states, one):
+        slot, source, keep, carry, write = one
+        before = jnp.where(source < 0, 0, states[layer, jnp.maximum(source, 0)].astype(jnp.float32))
+        after = (_einsum("nvj,njk->nvk", before, carry) + write).astype(states.dtype)
+        states = states.at[layer, slot].set(after)
+        return states.at[layer, jnp.where(keep < 0, states.shape[1], keep)].set(after, mode="drop"), before
+
+    return jax.lax.scan(block, states, (slots, source, keep, carry, write))
+
+
+def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:
+    """The states of `slots` with the accepted records in them."""
+    state, keys = pool.state[layer, slots].astype(jnp.float32), pool.keys[layer, slots].astype(jnp.float32)
+    rows, group = keys.shape[1], state.shape[1] // keys.shape[2]
+    accepted = jnp.arange(rows) < replay[:, None]
+    logs = jnp.where(accepted[:, None], _logs(pool.decay[layer, slots, :, :rows]), 0)
+    later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
+    updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0) * later.swapaxes(1, 2)[..., None]
+    keys = jnp.where(accepted[..., None, None], keys, 0)  # in float16, another's may have overflowed, and be NaN
+    added = _einsum("btnv,btnk->bnvk", updates, jnp.repeat(keys, group, axis=2))
+    return state * jnp.exp(logs.sum(-1))[..., None, None] + added
+
+
+def _within(
+    q: Float[Array, "b t m k"], k: Float[Array, "b t m k"], logs: Float[Array, "b n t"], beta: Float[Array, "b n t"]
+) -> tuple[Array, Array, Array, Array]:
+    """How t rows that follow one another act on one another, whatever the state before them.
+
+    With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and what they read
+    is total S q + mixed U. `total[t]` is what is left at row t of the state before, `left[i]` at the end of row i's
+    update. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t]. `logs` are running sums of the
+    decays' logarithms.
+    """
+    t, group = logs.shape[-1], logs.shape[1] // k.shape[2]
+    past = jnp.tril(jnp.ones((t, t), bool))
+    spans = jnp.exp(jnp.where(past, logs[..., :, None] - logs[..., None, :], -jnp.inf))
+    rows = jnp.stack([k, q]).astype(jnp.float32)
+    products = jnp.repeat(_einsum("sbtmk,bimk->sbmti", rows, rows[0]), group, axis=2) * spans
+    corrected = _unit_lower_inverse(jnp.tril(beta[..., None] * products[0], -1)) * beta[..., None, :]
+    return corrected, products[1], jnp.exp(logs), spans[..., -1, :]
+
+
+def _unit_lower_inverse(lower: Float[Array, "b *n t t"]) -> Float[Array, "b *n t t"]:
+    """The inverse of I + `lower`, which is strictly lower triangular, by halves.
+
+    Each level is two products over all its blocks, which are side by side in the first axis. (The product of
+    I + (-lower)^(2^i) would be as short, but its terms grow like binomials where keys repeat, and float32 has no room
+    for them.)
+    """
+    t = lower.shape[-1]
+    if t == 1:
+        return jnp.ones_like(lower)
+    half = -(-t // 2)
+    lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, 2 * half - t)] * 2)
+    # Not stacked in an axis of their own: XLA's CPU compiler aborts on products of eight axes or more.
+    blocks = jnp.concatenate([lower[..., :half, :half], lower[..., half:, half:]])
+    first, second = jnp.split(_unit_lower_inverse(blocks), 2)
+    corner = -_einsum("...ij,...jk,...kl->...il", second, lower[..., half:, :half], first)
+    return jnp.block([[first, jnp.zeros_like(first)], [corner, second]])[..., :t, :t]
+
+
+def _logs(decay: Array) -> Array:
+    return jnp.log(jnp.maximum(decay, 1e-37))
