@@ -24,8 +24,8 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError, SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.hosts import Leader
 from jaxspec.intake import Request
+from jaxspec.parallel.hosts import Leader
 from jaxspec.streams import Stream, wake
 
 log = logging.getLogger("jaxspec")
@@ -67,7 +67,7 @@ class AsyncLLM:
     - `staged_start`: be ready once the programs that serve most requests are compiled, one size of each, and compile
       the others meanwhile. Until they are there rounds are slower, and have `num_draft_tokens` drafts whatever the
       load; a request with a grammar or `prompt_logprobs` waits until its own are.
-    - `hosts`: the other nodes that run the model, `jaxspec.hosts.join`'s. Once one is lost, so is the engine.
+    - `hosts`: the other nodes that run the model, `jaxspec.parallel.hosts.join`'s. Once one is lost, so is the engine.
     - `watchdog_timeout`: seconds after which a step counts as stuck, compiling excluded: see `stuck`.
 
     A step that fails ends its own requests and no others: the engine drops them, makes its state anew and continues. It

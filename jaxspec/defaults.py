@@ -6,13 +6,14 @@ import dataclasses
 
 import jax
 
-from jaxspec import ragged, sharding
+from jaxspec import ragged
 from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model, check_context
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.parallel import sharding
 from jaxspec.scheduling.draft_count import REST, rungs
 
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jaxspec import peers
 from jaxspec.draft import Proposal
-from jaxspec.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
+from jaxspec.parallel import peers
+from jaxspec.parallel.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
 from jaxspec.structured import programs as structured
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from jaxspec.affinity import Prefixes
 from jaxspec.async_llm import EngineDead
-from jaxspec.channel import Channel
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
+from jaxspec.parallel.channel import Channel
 
 log = logging.getLogger("jaxspec")
 

@@ -28,11 +28,11 @@ from tqdm import tqdm
 
 from jaxspec.async_llm import AsyncLLM, EngineDead, RequestFailed, described_devices
 from jaxspec.cache import claim_device
-from jaxspec.channel import Channel
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError
+from jaxspec.parallel.channel import Channel
 from jaxspec.text.tokenizer import TokenizerError
 
 log = logging.getLogger("jaxspec")

@@ -7,7 +7,7 @@ import logging
 import jax
 
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.hosts import Follower
+from jaxspec.parallel.hosts import Follower
 from jaxspec.runner import Runner
 
 log = logging.getLogger("jaxspec")

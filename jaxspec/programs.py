@@ -34,10 +34,10 @@ from jaxspec.lowering import Module, Processes, shape_of
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
+from jaxspec.parallel.sharding import EVERYWHERE, Division, spread
 from jaxspec.ragged import Ragged, sharing
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
 from jaxspec.scheduling.draft_count import REST
-from jaxspec.sharding import EVERYWHERE, Division, spread
 from jaxspec.structured import programs as structured
 
 log = logging.getLogger("jaxspec")

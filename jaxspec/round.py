@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import batch as packing
-from jaxspec import ragged, sampling, sharding, verify
+from jaxspec import ragged, sampling, verify
 from jaxspec.batch import Slots
 from jaxspec.cache import PageLayout, Rows, Scales
 from jaxspec.config.options import ConfigError
@@ -28,8 +28,9 @@ from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, 
 from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.sliced_rows import sliced
+from jaxspec.parallel import sharding
+from jaxspec.parallel.sharding import mine, owned, told
 from jaxspec.ragged import Ragged
-from jaxspec.sharding import mine, owned, told
 from jaxspec.verify import Tree
 
 # What a program does with logits, each all that those before it do: take the argmax; sample and adjust; and report

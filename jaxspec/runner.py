@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec import compiling, peers, sharding, stats
+from jaxspec import compiling, stats
 from jaxspec.batch import fit, pack_admission, pack_blocks
 from jaxspec.cache import (
     MemoryPlan,
@@ -42,18 +42,19 @@ from jaxspec.deterministic import prepared
 from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables, enable_compilation_cache
-from jaxspec.hosts import Follower, Leader, same_plan, shapes_of_all
 from jaxspec.ladder import of_rounds, sizes_of
 from jaxspec.mixers import state_bytes
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
+from jaxspec.parallel import peers, sharding
+from jaxspec.parallel.hosts import Follower, Leader, same_plan, shapes_of_all
+from jaxspec.parallel.sharding import Division
 from jaxspec.programs import Programs
 from jaxspec.room import check_room, told_if_full
 from jaxspec.round import MODES, State, empty_state
 from jaxspec.scheduling.draft_count import REST, Group
 from jaxspec.scheduling.sequence import NO_STATE, Chunk, Sequence
-from jaxspec.sharding import Division
 from jaxspec.structured.grammar import grammars_of
 from jaxspec.structured.masks import ALL
 from jaxspec.structured.programs import OpenRound, columns, put_forced

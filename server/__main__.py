@@ -33,7 +33,7 @@ from jaxspec.config.flags import engine_options
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.follower import follow
-from jaxspec.hosts import join
+from jaxspec.parallel.hosts import join
 from jaxspec.text.tokenizer import Tokenizer, TokenizerError
 from server import logs
 from server.app import create_app

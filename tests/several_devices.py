@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxspec
-from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput, collectives, sharding
+from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import host
 from jaxspec.cache import MemoryPlan
@@ -29,6 +29,7 @@ from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
 from jaxspec.models.description import DeltaRule
 from jaxspec.models.families import MODELS
+from jaxspec.parallel import collectives, sharding
 from jaxspec.runner import Runner
 from tests import heads, hybrids, widths
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint

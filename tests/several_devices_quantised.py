@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxspec
-from jaxspec import sharding
 from jaxspec.drafters import own_weights
+from jaxspec.parallel import sharding
 from tests import hybrids, quantised
 from tests.several_devices import BATCHES, EIGHT, HYBRID, PROMPTS, VOCAB, check, engine
 from tests.tiny import tiny_checkpoint

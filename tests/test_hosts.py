@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, StructuredOutput
-from jaxspec import hosts as module
-from jaxspec.channel import Channel
 from jaxspec.engine import Engine
 from jaxspec.follower import replay
-from jaxspec.hosts import Follower, HostLost, Leader, decode, encode, facts
+from jaxspec.parallel import hosts as module
+from jaxspec.parallel.channel import Channel
+from jaxspec.parallel.hosts import Follower, HostLost, Leader, decode, encode, facts
 from jaxspec.programs import Programs
 from jaxspec.runner import Runner
 from server.cli.options import UsageError, parse

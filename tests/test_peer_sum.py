@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec import peers, sharding
 from jaxspec.cache import PageLayout, Rows
 from jaxspec.checkpoint import params as loading
 from jaxspec.checkpoint.quantization import quantised_on_load
@@ -36,6 +35,7 @@ from jaxspec.pallas.dense import few_rows, weight_stream
 from jaxspec.pallas.dense.weight_stream import fp8 as fp8_chain
 from jaxspec.pallas.dense.weight_stream import unquantised
 from jaxspec.pallas.experts import expert_add, router
+from jaxspec.parallel import peers, sharding
 from tests import drawn
 from tests import test_few_rows_layers as layers
 from tests.sample import rare

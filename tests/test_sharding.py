@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from openai import APIConnectionError, OpenAI
 
-from jaxspec import sharding
 from jaxspec.checkpoint import params as loading
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters import dflash_checkpoint, mtp
@@ -25,6 +24,7 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.local import local
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param, by_inputs, by_outputs, is_param, linear
+from jaxspec.parallel import sharding
 from tests.server.live import wait_for
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 

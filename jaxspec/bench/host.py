@@ -29,7 +29,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from tqdm import tqdm
 
-from jaxspec import batch, sharding
+from jaxspec import batch
 from jaxspec.bench import plots
 from jaxspec.bench.results import Column, Document, Result, Table, counts, device_facts
 from jaxspec.checkpoint import Model, load_model
@@ -41,9 +41,10 @@ from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.parallel import sharding
+from jaxspec.parallel.sharding import EVERYWHERE, specs_of, spread
 from jaxspec.programs import Programs
 from jaxspec.round import MODES, State
-from jaxspec.sharding import EVERYWHERE, specs_of, spread
 from jaxspec.text.tokenizer import Tokenizer, byte_alphabet
 
 PHASES = ("intake", "plan", "dispatch", "read")

@@ -21,11 +21,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxspec import peers, sharding
 from jaxspec.bench import plots, profile
 from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, device_facts
 from jaxspec.config.flags import positive
 from jaxspec.pallas.collectives import peer_sum
+from jaxspec.parallel import peers, sharding
 
 WIDTH = 4096  # columns, as many as the size has if it has fewer
 REPEATS = 64  # sums in a program

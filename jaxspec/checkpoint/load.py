@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec import sharding
 from jaxspec.checkpoint import kv_scales, packed
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import Source, resolve
@@ -32,6 +31,7 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.local import in_groups, local
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Fp8, Mxfp4, Unquantised
+from jaxspec.parallel import sharding
 from jaxspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger("jaxspec")

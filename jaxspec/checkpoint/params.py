@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec import sharding
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.reserve import Reserved, reserved
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Fp8, Layout, Mxfp4, Param
+from jaxspec.parallel import sharding
 
 _EMBEDDING_STD = 0.02
 

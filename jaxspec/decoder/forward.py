@@ -30,7 +30,7 @@ from jaxspec.models.description import Decoder, Norm, beyond
 from jaxspec.models.weights import Weight, matmul
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.dense import few_rows
-from jaxspec.sharding import devices, embed
+from jaxspec.parallel.sharding import devices, embed
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first
 

@@ -30,8 +30,8 @@ from jaxspec.pallas.experts.experts_mlp import NOBODY, experts_mlp
 from jaxspec.pallas.experts.top_experts import top_experts
 from jaxspec.pallas.hopper import chosen
 from jaxspec.pallas.recurrence.gates_and_norm import Around
-from jaxspec.peers import summed
-from jaxspec.sharding import AXIS, devices, total
+from jaxspec.parallel.peers import summed
+from jaxspec.parallel.sharding import AXIS, devices, total
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {

@@ -15,8 +15,8 @@ from jaxspec.pallas.experts import expert_few
 from jaxspec.pallas.experts import router as one_router
 from jaxspec.pallas.experts.experts_mlp import scaled as experts_scaled
 from jaxspec.pallas.hopper import chosen
-from jaxspec.peers import summed
-from jaxspec.sharding import devices
+from jaxspec.parallel.peers import summed
+from jaxspec.parallel.sharding import devices
 
 Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled  # rows and their norm's scale
 

@@ -15,7 +15,7 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.models.description import Decoder, Layer, Table, beyond
 from jaxspec.models.weights import Weight, formats
 from jaxspec.pallas import hopper
-from jaxspec.sharding import devices
+from jaxspec.parallel.sharding import devices
 
 Weights = dict[str, Array | jax.ShapeDtypeStruct | Weight]  # of a layer, or their shapes
 NO_HOPPER = "Hopper's kernels don't serve here"  # the log's line about kernels says why

@@ -26,7 +26,7 @@ from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, Layer,
 from jaxspec.models.weights import HALF, Fp8, Unquantised, matmul
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import weight_stream
-from jaxspec.sharding import devices
+from jaxspec.parallel.sharding import devices
 
 IMPLEMENTS = {
     Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),

@@ -21,7 +21,7 @@ from jaxspec.models.description import Decoder
 from jaxspec.models.weights import Fp8
 from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.dense.few_rows import GROUP
-from jaxspec.peers import summed
+from jaxspec.parallel.peers import summed
 
 
 def run(

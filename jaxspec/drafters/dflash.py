@@ -22,7 +22,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec import sharding
 from jaxspec.cache import KV, Rows, kv_bytes_per_token
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
@@ -35,7 +34,8 @@ from jaxspec.drafters.own_weights import borrowed, load_weights, own_dtype
 from jaxspec.drafters.vocabulary import as_targets, id_maps, known_tokens, maps_of, rows_of
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Layout, Weight
-from jaxspec.sharding import AXIS, EVERYWHERE
+from jaxspec.parallel import sharding
+from jaxspec.parallel.sharding import AXIS, EVERYWHERE
 
 
 @dataclass(frozen=True)

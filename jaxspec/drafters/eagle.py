@@ -32,7 +32,7 @@ from jaxspec.drafters.own_weights import borrowed, own_dtype
 from jaxspec.drafters.vocabulary import as_targets, known_tokens, maps_of, rows_of
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import matmul
-from jaxspec.sharding import embed
+from jaxspec.parallel.sharding import embed
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jaxspec.models.declaring import layer_tensors
 from jaxspec.models.description import Attention, Mixture
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import WHOLE, linear, norm_scale
-from jaxspec.sharding import embed
+from jaxspec.parallel.sharding import embed
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Source

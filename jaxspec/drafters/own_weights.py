@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxspec import sharding
 from jaxspec.checkpoint import ModelFolder, dummy, in_format, read_params
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.models import fp8
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Fp8, Layout, Unquantised, Weight
+from jaxspec.parallel import sharding
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model

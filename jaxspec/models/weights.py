@@ -168,7 +168,7 @@ Parts = tuple[tuple[int, int], ...]  # (how many units, how wide each is), one a
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter is divided among devices; `jaxspec.sharding` does it.
+    """How a parameter is divided among devices; `jaxspec.parallel.sharding` does it.
 
     `along`: its "outputs", or its "inputs", of which an embedding has a token each. "whole": each device has all of it.
     "once": it is added to a sum over the devices, so the first has it and the others have zeros.

@@ -21,9 +21,9 @@ from jaxspec import sampling
 from jaxspec.decoder.forward import unembed
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.parallel.sharding import mine, owned, told
 from jaxspec.round import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
 from jaxspec.round import conclude as end
-from jaxspec.sharding import mine, owned, told
 
 ON_DEVICE = -1  # as a number of forced drafts: what the request's last round left there counts
 

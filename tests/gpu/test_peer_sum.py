@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import peers, sharding
 from jaxspec.bench import sums
 from jaxspec.pallas.collectives import peer_sum
 from jaxspec.pallas.dense.few_rows import Scaled
+from jaxspec.parallel import peers, sharding
 
 pytestmark = pytest.mark.gpu
 

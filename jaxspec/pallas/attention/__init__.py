@@ -1,0 +1,1 @@
+"""Attend over pages, for rounds and for prompts, and write keys and values there."""

@@ -1,0 +1,1 @@
+"""Sum over devices through peers' memory."""

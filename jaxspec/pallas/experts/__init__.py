@@ -1,0 +1,1 @@
+"""Route tokens to experts, and multiply them by theirs."""

@@ -1,0 +1,1 @@
+"""Carry states of linear attention: convolutions, the gated delta rule, and its replay."""

@@ -21,10 +21,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxspec.collectives import summing, total
 from jaxspec.pallas import hopper
 from jaxspec.pallas.collectives import peer_sum
 from jaxspec.pallas.dense.few_rows import Scaled
+from jaxspec.parallel.collectives import summing, total
 
 log = logging.getLogger("jaxspec")
 

@@ -23,10 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxspec.collectives import AXIS, devices, gathered, total
 from jaxspec.config.options import ConfigError
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
+from jaxspec.parallel.collectives import AXIS, devices, gathered, total
 
 # How arguments and results of programs are divided: the same on all devices; requests by who decides for them;
 # logits [b, q, v] by parts of the vocabulary.

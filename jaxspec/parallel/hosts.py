@@ -30,9 +30,9 @@ import jaxlib
 import numpy as np
 
 from jaxspec.cache import MemoryPlan
-from jaxspec.channel import Channel
 from jaxspec.config.options import ConfigError, flag
 from jaxspec.executables import source_digest
+from jaxspec.parallel.channel import Channel
 
 log = logging.getLogger("jaxspec")
 

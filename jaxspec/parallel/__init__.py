@@ -1,0 +1,1 @@
+"""Run one program over several devices and hosts."""
