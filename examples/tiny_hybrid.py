@@ -33,12 +33,12 @@ import optax
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxspec import LLM, SamplingParams, load_model
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.drafters.mtp import parameters as mtp_parameters
 from jaxspec.drafters.mtp_modules import MtpModules
-from jaxspec.mixers import WholeTexts
 from jaxspec.train import loop
 from jaxspec.train.data import Text
 from jaxspec.train.export import Fresh

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 
-from jaxspec.cache import claim_device
+from jaxspec.cache.paged import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.config.engine_config import EngineConfig

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import sampling
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.config.options import ConfigError
 from jaxspec.parallel import sharding
 

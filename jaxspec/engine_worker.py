@@ -27,7 +27,7 @@ import jax
 from tqdm import tqdm
 
 from jaxspec.async_llm import AsyncLLM, EngineDead, RequestFailed, described_devices
-from jaxspec.cache import claim_device
+from jaxspec.cache.paged import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec import round as rounds
 from jaxspec.batch import empty_slots, pack_blocks
-from jaxspec.cache import PageLayout
+from jaxspec.cache.mixers import NOTHING, WholeTexts
+from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import Model
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
@@ -23,7 +24,6 @@ from jaxspec.config.request import RequestError
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.draft import DraftBatch, proposed
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.mixers import NOTHING, WholeTexts
 
 PAGE = 16
 SHORTEST = 32  # tokens that `propose` pads a prompt to, at least: to a power of two, so that few programs are compiled

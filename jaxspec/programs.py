@@ -23,7 +23,7 @@ from jaxtyping import Array
 from jaxspec import batch as packing
 from jaxspec import compiling, ladder
 from jaxspec.batch import Shapes, fit
-from jaxspec.cache import gib, resident_memory
+from jaxspec.cache.paged import gib, resident_memory
 from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
 from jaxspec.config.progress import progress_bar, took
 from jaxspec.divided import divided

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.batch import Slots
-from jaxspec.cache import Rows
+from jaxspec.cache.mixers import Cache, RoundRows
+from jaxspec.cache.paged import Rows
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.draft import DraftBatch, Drafter, Proposal
-from jaxspec.mixers import Cache, RoundRows
 from jaxspec.models.model_config import ModelConfig
 
 DECAY = 0.97  # of what a request's drafts came to, with each further round

@@ -19,13 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec import batch as packing
 from jaxspec import ragged, sampling, verify
 from jaxspec.batch import Slots
-from jaxspec.cache import PageLayout, Rows, Scales
+from jaxspec.cache.mixers import Cache, PromptBlocks, RoundRows, empty_cache
+from jaxspec.cache.paged import PageLayout, Rows, Scales
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import MAX_LOGPROBS
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
 from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified, proposed
-from jaxspec.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.parallel import sharding

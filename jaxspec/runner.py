@@ -21,7 +21,9 @@ from jaxtyping import Array
 
 from jaxspec import compiling, stats
 from jaxspec.batch import fit, pack_admission, pack_blocks
-from jaxspec.cache import (
+from jaxspec.cache.memory_check import check_room, told_if_full
+from jaxspec.cache.mixers import state_bytes
+from jaxspec.cache.paged import (
     MemoryPlan,
     PageLayout,
     StateSlots,
@@ -43,7 +45,6 @@ from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.executables import Executables, enable_compilation_cache
 from jaxspec.ladder import of_rounds, sizes_of
-from jaxspec.mixers import state_bytes
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
@@ -51,7 +52,6 @@ from jaxspec.parallel import peers, sharding
 from jaxspec.parallel.hosts import Follower, Leader, same_plan, shapes_of_all
 from jaxspec.parallel.sharding import Division
 from jaxspec.programs import Programs
-from jaxspec.room import check_room, told_if_full
 from jaxspec.round import MODES, State, empty_state
 from jaxspec.scheduling.draft_count import REST, Group
 from jaxspec.scheduling.sequence import NO_STATE, Chunk, Sequence

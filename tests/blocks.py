@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import functional, load_drafter, load_model
 from jaxspec.batch import empty_slots
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.draft import DraftBatch, PrefillBatch
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.deterministic import widened
-from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight

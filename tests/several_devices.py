@@ -24,7 +24,7 @@ import jaxspec
 from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import host
-from jaxspec.cache import MemoryPlan
+from jaxspec.cache.paged import MemoryPlan
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
 from jaxspec.models.description import DeltaRule

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import cache
-from jaxspec.cache import POOL_SHARE, POOL_SHARES, PageLayout, Rows, kv_bytes_per_token, plan_memory
+from jaxspec.cache import paged as cache
+from jaxspec.cache.paged import POOL_SHARE, POOL_SHARES, PageLayout, Rows, kv_bytes_per_token, plan_memory
 from jaxspec.config.options import ConfigError
 from jaxspec.models.model_config import ModelConfig
 from tests.tiny import tiny_config

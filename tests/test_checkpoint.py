@@ -19,12 +19,12 @@ import pytest
 from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import CheckpointError, load_model, resolve
 from jaxspec.checkpoint.params import assemble
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.mixers import WholeTexts
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from tests.tiny import BYTE_VOCAB, random_tensors, tiny_checkpoint, tiny_config

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import CheckpointError, demo
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.mixers import WholeTexts
 from tests.test_checkpoint import load
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError

@@ -20,7 +20,7 @@ import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec import round as rounds
 from jaxspec.batch import Shapes, empty_slots, pack_blocks
-from jaxspec.cache import PageLayout
+from jaxspec.cache.paged import PageLayout
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import rms_norm, rope
 from jaxspec.decoder.mixer import OnlyAttention

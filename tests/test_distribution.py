@@ -16,7 +16,8 @@ import pytest
 import jaxspec
 from jaxspec import SamplingParams, compiling, load_model
 from jaxspec.batch import Shapes, pack_blocks
-from jaxspec.cache import PageLayout
+from jaxspec.cache.mixers import NOTHING
+from jaxspec.cache.paged import PageLayout
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.decoder.mixer import OnlyAttention
@@ -24,7 +25,6 @@ from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import NoDrafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
-from jaxspec.mixers import NOTHING
 from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.programs import Programs
 from jaxspec.ragged import most

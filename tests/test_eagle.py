@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.draft import PrefillBatch
 from jaxspec.drafters import KNOWN, Known

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from examples.markov import Markov
 from jaxspec import LLM, SamplingParams, load_model
-from jaxspec.cache import Rows
+from jaxspec.cache.paged import Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import flag
 from jaxspec.draft import DraftBatch, PrefillBatch, Verified

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jaxspec.batch import empty_slots
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.mixers import Cache, RoundRows, empty_cache
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import layer as equations
@@ -24,7 +25,6 @@ from jaxspec.decoder.padding import untimed
 from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters import dflash, eagle, mtp
-from jaxspec.mixers import Cache, RoundRows, empty_cache
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.families import MODELS, llama
 from jaxspec.models.model_config import ModelConfig

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import dummy, in_format
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import fp8_layers
 from jaxspec.decoder.fp8_layers import FP8_ROWS
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.path import Call, Path
-from jaxspec.mixers import WholeTexts
 from jaxspec.models.description import Norm
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams, load_drafter
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.mixers import WholeTexts
 from tests.tiny import tiny_config
 
 GOLDEN = Path(__file__).parent / "golden" / "hybrid"

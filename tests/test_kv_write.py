@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.cache import Rows
+from jaxspec.cache.paged import Rows
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention.kv_write import FEWEST, kv_write, stored, supported
 from jaxspec.pallas.hopper import KERNELS

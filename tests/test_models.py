@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.decoder.forward import forward as decoder_forward
 from jaxspec.decoder.forward import unembed
 from jaxspec.decoder.functions import cos_sin, rope_frequencies
-from jaxspec.mixers import WholeTexts
 from jaxspec.models.description import LinearScaling, Yarn
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxspec
-from jaxspec.cache import Rows
+from jaxspec.cache.paged import Rows
 from jaxspec.checkpoint import params
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.checkpoint.load import read_params

@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import LLM, SamplingParams, load_drafter
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.mixers import WholeTexts
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.decoder.forward import forward
 from jaxspec.draft import PrefillBatch
-from jaxspec.mixers import WholeTexts
 from jaxspec.train.eagle3 import Step
 from jaxspec.train.modules import MtpObjective
 from jaxspec.train.objective import Batch

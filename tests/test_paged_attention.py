@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxspec.cache import Rows
+from jaxspec.cache.paged import Rows
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention.paged_attention import paged_attention, reference, span_attention
 from tests.sample import one_in, rare

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint import params as loading
 from jaxspec.checkpoint.quantization import quantised_on_load
 from jaxspec.decoder import few_rows as few_rows_path

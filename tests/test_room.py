@@ -3,8 +3,9 @@
 import jax
 import pytest
 
-from jaxspec import LLM, ConfigError, room
-from jaxspec.cache import MemoryPlan
+from jaxspec import LLM, ConfigError
+from jaxspec.cache import memory_check
+from jaxspec.cache.paged import MemoryPlan
 from jaxspec.config.engine_config import EngineConfig
 from tests.engines import OPTIONS, checkpoint
 
@@ -20,17 +21,17 @@ def plan(**changes):
 
 
 def refusal(config, made, memory, monkeypatch):
-    monkeypatch.setattr(room, "host_memory", lambda: int(memory))
+    monkeypatch.setattr(memory_check, "host_memory", lambda: int(memory))
     with pytest.raises(ConfigError) as error:
-        room.check_room(made, config)
+        memory_check.check_room(made, config)
     message = str(error.value)
     assert "\n" not in message
     return message
 
 
 def test_what_just_fits_is_taken(monkeypatch):
-    monkeypatch.setattr(room, "host_memory", lambda: 8 * GIB)
-    room.check_room(plan(), EngineConfig())
+    monkeypatch.setattr(memory_check, "host_memory", lambda: 8 * GIB)
+    memory_check.check_room(plan(), EngineConfig())
     assert "has 8.00 GiB" in refusal(EngineConfig(), plan(workspace_bytes=GIB + 1), 8 * GIB, monkeypatch)
 
 
@@ -40,7 +41,7 @@ def test_too_many_tokens_are_refused_with_those_that_fit(monkeypatch):
     most = 2**15 - 16  # the half of the pool, less the dummy page
     assert message.startswith("--max-total-tokens 65536 does not fit: it makes 8.00 GiB in all, weights 2.00 GiB, KV")
     assert message.endswith(f"and this machine has 6.00 GiB. Set --max-total-tokens to {most} or less")
-    room.check_room(plan(kv_bytes=2 * GIB, tokens=most), given)
+    memory_check.check_room(plan(kv_bytes=2 * GIB, tokens=most), given)
 
 
 def test_too_many_requests_are_refused(monkeypatch):
@@ -55,18 +56,18 @@ def test_several_devices_of_one_host_share_its_memory(monkeypatch):
 
 
 def test_a_devices_own_memory_counts_where_it_tells(monkeypatch):
-    monkeypatch.setattr(room, "device_memory", lambda devices: (10 * GIB, 7 * GIB))
+    monkeypatch.setattr(memory_check, "device_memory", lambda devices: (10 * GIB, 7 * GIB))
     assert "and the device has 7.00 GiB" in refusal(EngineConfig(), plan(device_bytes=10 * GIB), GIB, monkeypatch)
 
 
 def test_a_container_has_its_limit(monkeypatch, tmp_path):
-    monkeypatch.setattr(room, "LIMITS", (tmp_path / "none",))
-    whole = room.host_memory()
+    monkeypatch.setattr(memory_check, "LIMITS", (tmp_path / "none",))
+    whole = memory_check.host_memory()
     assert whole > 2**28
     for text, has in ((f"{2**27}\n", 2**27), ("max\n", whole), (str(2**63 - 1), whole)):
         (tmp_path / "limit").write_text(text)
-        monkeypatch.setattr(room, "LIMITS", (tmp_path / "none", tmp_path / "limit"))
-        assert room.host_memory() == has
+        monkeypatch.setattr(memory_check, "LIMITS", (tmp_path / "none", tmp_path / "limit"))
+        assert memory_check.host_memory() == has
 
 
 @pytest.mark.parametrize(
@@ -79,18 +80,24 @@ def test_an_engine_that_cannot_fit_does_not_start(option, value):
 
 def test_memory_that_runs_out_at_start_is_told(monkeypatch):
     """The device's, that of a plan that seemed to fit."""
-    monkeypatch.setattr(room, "host_memory", lambda: 2**80)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: 2**80)
     with pytest.raises(ConfigError, match=r"memory ran out while the engine.*--max-total-tokens \(now 20000000"):
         LLM(checkpoint(), "ngram", **OPTIONS | {"max_total_tokens": 20_000_000_000})
 
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError(FULL), MemoryError("Unable to allocate 149. GiB")])
 def test_only_a_lack_of_memory_is_told_as_one(error):
-    with pytest.raises(ConfigError, match=r"needs 8\.00 GiB") as told, room.told_if_full(plan(), EngineConfig()):
+    with (
+        pytest.raises(ConfigError, match=r"needs 8\.00 GiB") as told,
+        memory_check.told_if_full(plan(), EngineConfig()),
+    ):
         raise error
     assert told.value.__cause__ is error
     other = jax.errors.JaxRuntimeError("INTERNAL: something else")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"), room.told_if_full(plan(), EngineConfig()):
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="something else"),
+        memory_check.told_if_full(plan(), EngineConfig()),
+    ):
         raise other
 
 

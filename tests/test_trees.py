@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jaxspec
 from jaxspec import SamplingParams, load_model, sampling, verify
-from jaxspec.cache import Rows
+from jaxspec.cache.paged import Rows
 from jaxspec.drafters import NoDrafter
 from jaxspec.pallas.attention.paged_attention import reference
 from jaxspec.round import GREEDY, LOGPROBS

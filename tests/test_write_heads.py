@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.mixers import Cache, PromptBlocks, WholeTexts
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder import forward as paths
 from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import cos_sin, rms_norm, rope
 from jaxspec.decoder.layer import attention
 from jaxspec.decoder.streamed import WEIGHT_STREAM
-from jaxspec.mixers import Cache, PromptBlocks, WholeTexts
 from jaxspec.models.description import Attention, Rope
 from jaxspec.models.families import llama
 from jaxspec.models.model_config import ModelConfig

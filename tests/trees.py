@@ -17,7 +17,7 @@ import numpy as np
 from jaxspec import SamplingParams
 from jaxspec import round as rounds
 from jaxspec.batch import Shapes, pack_blocks
-from jaxspec.cache import PageLayout
+from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import Model
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.programs import Programs

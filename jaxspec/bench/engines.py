@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts, numbers
-from jaxspec.cache import page_dtype
+from jaxspec.cache.paged import page_dtype
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, engine_options

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import kv_bytes_per_token
+from jaxspec.cache.mixers import state_bytes
+from jaxspec.cache.paged import kv_bytes_per_token
 from jaxspec.checkpoint import Model
-from jaxspec.mixers import state_bytes
 from jaxspec.models.description import Attention
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts.experts_mlp import expected_experts

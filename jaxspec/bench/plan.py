@@ -27,7 +27,7 @@ from jaxspec import drafters
 from jaxspec.bench import engines, plots
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
-from jaxspec.cache import MemoryPlan
+from jaxspec.cache.paged import MemoryPlan
 from jaxspec.checkpoint import Model, ModelFolder, locate, outlined
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.config.engine_config import EngineConfig

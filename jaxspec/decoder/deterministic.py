@@ -4,7 +4,7 @@ A sum in floating point depends on its order. Here every sum has one order, for 
 
 - Up to 128 rows of a round go through `weight_stream` with fixed shares; more through `tile_matmul`, which sums the
   same parts of the inputs. In a narrow model they go through `few_rows`, up to 64 at a time. Their attention has fixed
-  parts (`cache.Rows.fixed`).
+  parts (`paged.Rows.fixed`).
 - Rows of prompts go through `tile_matmul`, which adds up one step of inputs after the other in tiles of any shape, and
   a kernel for their norms.
 - On a CPU all rows go through XLA's products in slices of `SLICE`, so that there is one shape.

@@ -167,7 +167,7 @@ def write_keys_values(
     """The cache after keys and values that all layers make of the same rows, normed by `hidden_norm`, are written.
 
     `params["context"]` has the columns of the first layer's keys, then of its values, then of the next layer's;
-    `context_norm` [l, h] the scales of their norms. `rows`: where they stand, as `cache.Rows`.
+    `context_norm` [l, h] the scales of their norms. `rows`: where they stand, as `paged.Rows`.
     """
     (b, t, _), a, norm = context.shape, decoder.attention, decoder.layers[0].norm
     call = Call(b, t, _dtype(rows.pages(cache)), hopper.multiprocessors())

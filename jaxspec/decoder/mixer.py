@@ -41,7 +41,7 @@ class Mixer(Protocol):
         ...
 
     def pages(self, cache: Any) -> Float[Array, "l p 2 m s h"] | None:
-        """The pages of all layers, as `cache.KV`, if a kernel may write keys and values there: see `PagedMixer`."""
+        """The pages of all layers, as `paged.KV`, if a kernel may write keys and values there: see `PagedMixer`."""
         ...
 
 

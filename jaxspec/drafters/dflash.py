@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.cache import KV, Rows, kv_bytes_per_token
+from jaxspec.cache.paged import KV, Rows, kv_bytes_per_token
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed, write_keys_values

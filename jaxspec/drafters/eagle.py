@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache import KV, Rows, kv_bytes_per_token
+from jaxspec.cache.paged import KV, Rows, kv_bytes_per_token
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import run_layer, top_tokens, unembed
 from jaxspec.decoder.functions import normed, row_of

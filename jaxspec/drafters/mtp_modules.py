@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache import Rows
+from jaxspec.cache.paged import Rows
 from jaxspec.decoder.functions import row_of
 from jaxspec.draft import Proposal
 from jaxspec.drafters.mtp import Mtp

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from jaxspec.cache import Rows, kv_bytes_per_token
+from jaxspec.cache.paged import Rows, kv_bytes_per_token
 from jaxspec.checkpoint import Model, Source, load_model, resolve
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import forward, unembed

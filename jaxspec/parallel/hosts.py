@@ -29,7 +29,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from jaxspec.cache import MemoryPlan
+from jaxspec.cache.paged import MemoryPlan
 from jaxspec.config.options import ConfigError, flag
 from jaxspec.executables import source_digest
 from jaxspec.parallel.channel import Channel

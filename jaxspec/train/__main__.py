@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxspec.cache import claim_device
+from jaxspec.cache.paged import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
 from jaxspec.config.flags import engine_options
 from jaxspec.config.options import ConfigError

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.decoder.mixer import OnlyAttention
-from jaxspec.mixers import WholeTexts
 
 BLOCK = 256  # query rows whose scores exist at once
 _UNSEEN = -1e30  # finite, so that no gradient is the difference of infinities

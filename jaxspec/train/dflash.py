@@ -26,7 +26,7 @@ from jaxspec.train.objective import Batch, Objective, check_rows, matmul_weights
 
 @dataclass(frozen=True)
 class _Context:
-    """Stands where the drafter expects `cache.Rows`: the "cache" is just the keys and values written."""
+    """Stands where the drafter expects `paged.Rows`: the "cache" is just the keys and values written."""
 
     batch: Batch
 

@@ -26,7 +26,7 @@ HEAD = ("norm", "head")  # params that turn the layer's output into logits
 
 @dataclass(frozen=True)
 class Step:
-    """Stands where the drafter expects `cache.Rows`. Its cache is a list of (keys, values), one of each step."""
+    """Stands where the drafter expects `paged.Rows`. Its cache is a list of (keys, values), one of each step."""
 
     batch: Batch
     step: int

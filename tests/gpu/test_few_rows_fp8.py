@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import cache
+from jaxspec.cache import paged
 from jaxspec.models import fp8
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows
@@ -76,7 +76,7 @@ def test_rows_that_blocks_norm(kernel, by_output):
 def test_layers_are_those_of_the_model(monkeypatch, by_output):
     config, params = layers.small_model("qwen3", hidden_size=1408, intermediate_size=512, num_hidden_layers=3)
     params["layers"] = layers.in_fp8(params["layers"], by_output)
-    rows = cache.Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
+    rows = paged.Rows(jnp.array([0, 15]), jnp.array([4, 3]), jnp.array([[1, 2], [3, 4]]))
     before = KERNELS["few_rows_heads"]
     got = layers.forward(config, params, rows)
     assert KERNELS["few_rows_heads"] == before + 1

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import dummy
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder.fp8_layers import FP8_ROWS
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.plain import PLAIN
-from jaxspec.mixers import WholeTexts
 from jaxspec.models.description import Norm
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.add_norm import add_norm

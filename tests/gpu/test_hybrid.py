@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward
-from jaxspec.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper

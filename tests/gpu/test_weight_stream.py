@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.cache import PageLayout, Rows
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward
 from jaxspec.models.families import qwen3

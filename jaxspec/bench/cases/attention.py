@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.cases.case import BLOCK, PAGE, Case
-from jaxspec.cache import Rows
+from jaxspec.cache.paged import Rows
 from jaxspec.decoder.layer import attention
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.models.description import Attention, Layer, Mlp, Norm, Rope

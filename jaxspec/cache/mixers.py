@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.cache import KV, PageLayout, Rows, Scales
+from jaxspec.cache.paged import KV, PageLayout, Rows, Scales
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
