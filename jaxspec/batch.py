@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams, TokenLogprobs
-from jaxspec.sampling import Sampling
+from jaxspec.sampling.sampling import Sampling
 
 
 @flax.struct.dataclass

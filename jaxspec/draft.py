@@ -14,10 +14,10 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec import sampling
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.config.options import ConfigError
 from jaxspec.parallel import sharding
+from jaxspec.sampling import sampling
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import batch as packing
-from jaxspec import ragged, sampling, verify
+from jaxspec import ragged
 from jaxspec.batch import Slots
 from jaxspec.cache.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows, Scales
@@ -31,7 +31,8 @@ from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import mine, owned, told
 from jaxspec.ragged import Ragged
-from jaxspec.verify import Tree
+from jaxspec.sampling import acceptance, sampling
+from jaxspec.sampling.acceptance import Tree
 
 # What a program does with logits, each all that those before it do: take the argmax; sample and adjust; and report
 # log-probabilities. A batch runs in the first that serves all its requests.
@@ -338,11 +339,11 @@ def _accept(
     settings, count = slots.sampling, proposal.count
     if mode != GREEDY and proposal.probs is not None:
         p = _probabilities(scores, slots, proposal, None, masks)
-        outputs, accepted = verify.block(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
+        outputs, accepted = acceptance.block(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
     else:
         chosen = _drawn(scores, slots, proposal) if fixed and mode != GREEDY else None
         chosen = _choose(scores, slots, proposal, None, mode, masks) if chosen is None else chosen
-        outputs, accepted = verify.match(chosen, proposal.tokens, count)
+        outputs, accepted = acceptance.match(chosen, proposal.tokens, count)
     if proposal.forced is not None:
         accepted = jnp.minimum(proposal.forced, count) + 1
     return outputs, accepted
@@ -354,7 +355,7 @@ def _accept_path(
     """For a tree: the outputs along the accepted path, its rows, and how many of them count."""
     chosen = _choose(scores, slots, proposal, tree, mode, masks)
     if proposal.forced is None:
-        path, accepted = verify.walk(chosen, proposal.tokens, proposal.count, tree)
+        path, accepted = acceptance.walk(chosen, proposal.tokens, proposal.count, tree)
     else:
         within = jnp.arange(tree.parents.shape[1]) < proposal.count[:, None]
         stand = tree.first_children() & (tree.depth[:, 1:] <= proposal.forced[:, None]) & within

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import sampling, verify
+from jaxspec.sampling import acceptance, sampling
 from tests.exact import ALPHA, fit_p_value
 
 V, D = 3, 3
@@ -71,7 +71,7 @@ def token_by_token(p, draft_p, drafts, count):
 
 
 def device(p, draft_p, drafts, count):
-    """The same of `verify.block`, from the rates that it draws its coins against."""
+    """The same of `acceptance.block`, from the rates that it draws its coins against."""
     as32 = [jnp.asarray(x, jnp.float32)[None] for x in (p, draft_p)]
     weight, rate = _rates(as32[0], jnp.array([drafts]), jnp.array([count]), as32[1])
     weight, rate = np.float64(weight[0]), np.append(1.0, np.float64(rate[0]))
@@ -84,8 +84,8 @@ def device(p, draft_p, drafts, count):
     return ends[: count + 1], bonus
 
 
-_rates = jax.jit(verify.pass_rates)
-_block = jax.jit(verify.block)
+_rates = jax.jit(acceptance.pass_rates)
+_block = jax.jit(acceptance.block)
 
 
 def summed(how, seed, count_of):
@@ -150,7 +150,7 @@ def test_more_is_accepted_than_token_by_token():
 
 
 def test_point_masses_gain_nothing():
-    """Why drafts without probabilities keep `verify.match`: block verification accepts exactly as many of them."""
+    """Why drafts without probabilities keep `acceptance.match`: block verification accepts exactly as many of them."""
     target, _ = tables(0, sharpness=2.0)
     for drafts in itertools.product(range(V), repeat=D):
         p = rounds_of(target, target, [drafts])[0][0]

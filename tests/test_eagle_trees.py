@@ -11,7 +11,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.drafters import NoDrafter
-from jaxspec.verify import Tree
+from jaxspec.sampling.acceptance import Tree
 from tests import heads
 from tests import test_distribution as distribution
 from tests import test_eagle as eagle

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec import sampling
 from jaxspec.config.request import SamplingParams
+from jaxspec.sampling import sampling
 from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 
 B, Q, CAPACITY = 4, 3, 24

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxspec
-from jaxspec import SamplingParams, load_model, sampling, verify
+from jaxspec import SamplingParams, load_model
 from jaxspec.cache.paged import Rows
 from jaxspec.drafters import NoDrafter
 from jaxspec.pallas.attention.paged_attention import reference
 from jaxspec.round import GREEDY, LOGPROBS
-from jaxspec.verify import Tree
+from jaxspec.sampling import acceptance, sampling
+from jaxspec.sampling.acceptance import Tree
 from tests.exact import adjusted, slots_for
 from tests.sample import rare
 from tests.test_distribution import SETTINGS
@@ -40,7 +41,7 @@ def trees(draw, drafts=8):
 
 
 grow = jax.jit(Tree.of, static_argnums=1)
-walk = jax.jit(verify.walk)
+walk = jax.jit(acceptance.walk)
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -59,7 +60,7 @@ def test_depths_and_ancestors(parents, height):
 def test_a_circle_is_as_good_as_no_draft():
     """Whatever a drafter says its parents are: nobody gets to what doesn't hang from the root."""
     tree = Tree.of(jnp.array([[2, 1, 0]]), 3)
-    path, n = verify.walk(jnp.array([[5, 5, 5, 5]]), jnp.array([[5, 5, 5]]), jnp.array([3]), tree)
+    path, n = acceptance.walk(jnp.array([[5, 5, 5, 5]]), jnp.array([[5, 5, 5]]), jnp.array([3]), tree)
     assert n.tolist() == [2] and path[0, :2].tolist() == [0, 3]
 
 
@@ -90,7 +91,7 @@ def test_a_chain_is_a_tree_too():
     count = rng.integers(0, 5, 64)
     tree = Tree.of(jnp.broadcast_to(jnp.arange(4), (64, 4)), 4)
     path, n = walk(*map(jnp.asarray, (chosen, drafts, count)), tree)
-    _, expected = verify.match(*map(jnp.asarray, (chosen, drafts, count)))
+    _, expected = acceptance.match(*map(jnp.asarray, (chosen, drafts, count)))
     np.testing.assert_array_equal(n, expected)
     for row, k in zip(path, n, strict=True):
         assert row[:k].tolist() == list(range(k))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import sampling, verify
+from jaxspec.sampling import acceptance, sampling
 from tests.exact import ALPHA, fit_p_value
 
 # Of so many samples, running takes longer than compiling, which is what other tests save (conftest.py).
@@ -58,7 +58,7 @@ def block_round(target, draft, last, count, seed, position):
     target, draft = jnp.asarray(target, jnp.float32), jnp.asarray(draft, jnp.float32)
     drafts, draft_p = draft_chain(draft, last, seed, position)
     p = target[jnp.concatenate([last[:, None], drafts], axis=1)]
-    return verify.block(p, drafts, count, draft_p, seed, position)
+    return acceptance.block(p, drafts, count, draft_p, seed, position)
 
 
 @optimised
@@ -67,7 +67,7 @@ def matching_round(target, drafts, last, count, seed, position):
     target = jnp.asarray(target, jnp.float32)
     p = target[jnp.concatenate([last[:, None], drafts], axis=1)]
     at = position[:, None] + jnp.arange(p.shape[1])
-    return verify.match(sampling.draw(p, sampling.keys(seed, at, sampling.SAMPLE)), drafts, count)
+    return acceptance.match(sampling.draw(p, sampling.keys(seed, at, sampling.SAMPLE)), drafts, count)
 
 
 def two_tokens(step, high):
@@ -152,11 +152,11 @@ def test_matching_gives_the_tokens_of_plain_decoding():
 )
 def test_greedy_verification(drafts, count, yields):
     chosen = jnp.array([[5, 6, 7, 8]])
-    tokens, n = verify.match(chosen, jnp.array([drafts]), jnp.array([count]))
+    tokens, n = acceptance.match(chosen, jnp.array([drafts]), jnp.array([count]))
     assert n.tolist() == [yields]
     assert tokens[0, :yields].tolist() == [5, 6, 7, 8][:yields]
     # Block verification between point masses, as for a greedy request in a batch of others, does the same.
     mass = jax.nn.one_hot(chosen, 9), jax.nn.one_hot(jnp.array([drafts]), 9)
-    tokens, n = verify.block(mass[0], jnp.array([drafts]), jnp.array([count]), mass[1], seeds(1), jnp.array([3]))
+    tokens, n = acceptance.block(mass[0], jnp.array([drafts]), jnp.array([count]), mass[1], seeds(1), jnp.array([3]))
     assert n.tolist() == [yields]
     assert tokens[0, :yields].tolist() == [5, 6, 7, 8][:yields]

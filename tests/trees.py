@@ -22,7 +22,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.programs import Programs
 from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, LOGPROB_WIDTH, LOGPROBS, TOKENS
-from jaxspec.verify import Tree
+from jaxspec.sampling.acceptance import Tree
 from tests.exact import slots_for
 
 PAGE, BLOCK, SPARE = 16, 32, 64

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxspec import sampling
 from jaxspec.bench.results import BenchError
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.engine import Engine
+from jaxspec.sampling import sampling
 
 RATES = "accept_rates"  # of the drafter's params, f32[lists, drafts]
 

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxspec import sampling
 from jaxspec.decoder.forward import unembed
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel.sharding import mine, owned, told
 from jaxspec.round import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
 from jaxspec.round import conclude as end
+from jaxspec.sampling import sampling
 
 ON_DEVICE = -1  # as a number of forced drafts: what the request's last round left there counts
 

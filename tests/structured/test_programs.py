@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import sampling
 from jaxspec.draft import Proposal
+from jaxspec.sampling import sampling
 from jaxspec.structured.programs import force, unpack
 
 

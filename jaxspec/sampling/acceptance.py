@@ -11,7 +11,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxspec import sampling
+from jaxspec.sampling import sampling
 
 
 def match(

@@ -1,0 +1,1 @@
+"""Turn logits into tokens, and accept drafts."""
