@@ -11,8 +11,8 @@ from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model, check_context
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.drafters.base import Drafter
 from jaxspec.parallel import sharding
 from jaxspec.scheduling.draft_count import REST, rungs
 

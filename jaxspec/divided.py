@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jaxspec.draft import Proposal
+from jaxspec.drafters.base import Proposal
 from jaxspec.parallel import peers
 from jaxspec.parallel.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
 from jaxspec.structured import programs as structured

@@ -22,8 +22,8 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.draft import DraftBatch, proposed
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.drafters.base import DraftBatch, proposed
 
 PAGE = 16
 SHORTEST = 32  # tokens that `propose` pads a prompt to, at least: to a power of two, so that few programs are compiled

@@ -27,7 +27,7 @@ from jaxspec.cache.paged import gib, resident_memory
 from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
 from jaxspec.config.progress import progress_bar, took
 from jaxspec.divided import divided
-from jaxspec.draft import Drafter, Proposal, Resting
+from jaxspec.drafters.base import Drafter, Proposal, Resting
 from jaxspec.executables import Executables
 from jaxspec.ladder import One, drafting, kind_of
 from jaxspec.lowering import Module, Processes, shape_of

@@ -27,7 +27,7 @@ from jaxspec.batch import Slots
 from jaxspec.cache.mixers import Cache, RoundRows
 from jaxspec.cache.paged import Rows
 from jaxspec.decoder.forward import Hidden, forward
-from jaxspec.draft import DraftBatch, Drafter, Proposal
+from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
 
 DECAY = 0.97  # of what a request's drafts came to, with each further round

@@ -25,7 +25,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import MAX_LOGPROBS
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
-from jaxspec.draft import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified, proposed
+from jaxspec.drafters.base import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified, proposed
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.parallel import sharding

@@ -41,8 +41,8 @@ from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.deterministic import prepared
-from jaxspec.draft import Drafter
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
+from jaxspec.drafters.base import Drafter
 from jaxspec.executables import Executables, enable_compilation_cache
 from jaxspec.ladder import of_rounds, sizes_of
 from jaxspec.models.model_config import ModelConfig

@@ -15,7 +15,7 @@ import jaxspec
 from jaxspec import functional, load_drafter, load_model
 from jaxspec.batch import empty_slots
 from jaxspec.cache.paged import PageLayout, Rows
-from jaxspec.draft import DraftBatch, PrefillBatch
+from jaxspec.drafters.base import DraftBatch, PrefillBatch
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param
 from tests.tiny import tiny_config

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from tests.tiny import tiny_checkpoint
 
 VOCAB, PAGE, CONTEXT = 272, 8, 192

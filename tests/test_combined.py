@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter
-from jaxspec.draft import DraftBatch, Proposal
 from jaxspec.drafters import check_drafter, combined
+from jaxspec.drafters.base import DraftBatch, Proposal
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.suffix import Suffix

@@ -24,7 +24,7 @@ from jaxspec.cache.paged import PageLayout
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import rms_norm, rope
 from jaxspec.decoder.mixer import OnlyAttention
-from jaxspec.draft import DraftBatch
+from jaxspec.drafters.base import DraftBatch
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param

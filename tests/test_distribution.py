@@ -21,8 +21,8 @@ from jaxspec.cache.paged import PageLayout
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.decoder.mixer import OnlyAttention
-from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import NoDrafter
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.pallas.attention.kv_write import stored

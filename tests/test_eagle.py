@@ -16,8 +16,8 @@ import jaxspec
 from jaxspec import ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.draft import PrefillBatch
 from jaxspec.drafters import KNOWN, Known
+from jaxspec.drafters.base import PrefillBatch
 from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.scheduling.prefix_cache import PagePool, PrefixTree
 from tests import heads, widths

@@ -23,8 +23,8 @@ from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.padding import untimed
 from jaxspec.decoder.path import NO_HOPPER, Call
-from jaxspec.draft import DraftBatch, Verified
 from jaxspec.drafters import dflash, eagle, mtp
+from jaxspec.drafters.base import DraftBatch, Verified
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.families import MODELS, llama
 from jaxspec.models.model_config import ModelConfig

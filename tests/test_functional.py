@@ -12,7 +12,7 @@ import jaxspec
 from jaxspec import ConfigError, RequestError, load_drafter, load_model
 from jaxspec.decoder.forward import unembed
 from jaxspec.decoder.functions import rms_norm
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 

@@ -18,7 +18,7 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.scheduling.sequence import Chunk
 from tests import hybrids, widths
 from tests import test_distribution as distribution

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from tests import widths
 from tests.sample import rare
 from tests.tiny import tiny_checkpoint

@@ -17,7 +17,7 @@ import pytest
 
 from jaxspec import defaults, ladder, runner
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.draft import Drafter
+from jaxspec.drafters.base import Drafter
 from jaxspec.ladder import ladder_of
 from jaxspec.lowering import Given, Module, Order, Process, Processes
 from jaxspec.pallas import hopper

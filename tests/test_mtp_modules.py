@@ -16,7 +16,7 @@ from jaxspec.cache.mixers import WholeTexts
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.decoder.forward import forward
-from jaxspec.draft import PrefillBatch
+from jaxspec.drafters.base import PrefillBatch
 from jaxspec.train.eagle3 import Step
 from jaxspec.train.modules import MtpObjective
 from jaxspec.train.objective import Batch

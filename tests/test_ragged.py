@@ -14,7 +14,7 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.batch import empty_slots
 from jaxspec.config.options import ConfigError
-from jaxspec.draft import Proposal
+from jaxspec.drafters.base import Proposal
 from jaxspec.ragged import FIRST, Packed, Ragged, observe, share, standing
 from jaxspec.round import DRAFTED, GREEDY, SAMPLED, decode_round
 from jaxspec.scheduling.draft_count import PRIOR, Chooser

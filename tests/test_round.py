@@ -8,7 +8,7 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.batch import empty_slots
-from jaxspec.draft import DraftBatch, Verified
+from jaxspec.drafters.base import DraftBatch, Verified
 from jaxspec.drafters.suffix import Reference, Suffix
 
 GOLDEN = Path(__file__).parent / "golden" / "suffix.json"

@@ -19,7 +19,7 @@ from jaxspec import round as rounds
 from jaxspec.batch import Shapes, pack_blocks
 from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import Model
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.programs import Programs
 from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, LOGPROB_WIDTH, LOGPROBS, TOKENS
 from jaxspec.sampling.acceptance import Tree

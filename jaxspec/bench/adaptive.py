@@ -46,8 +46,8 @@ from jaxspec.checkpoint import load_target
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
 from jaxspec.config.request import SamplingParams
-from jaxspec.draft import Resting
 from jaxspec.drafters import load_drafter
+from jaxspec.drafters.base import Resting
 from jaxspec.engine import Engine
 from jaxspec.round import GREEDY
 from jaxspec.scheduling.draft_count import REST, Chooser

@@ -13,8 +13,8 @@ from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate, may_
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError, check, flag, from_query
-from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import combined, dflash_checkpoint, eagle_checkpoint, mtp, standalone
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dflash2 import DFlash2

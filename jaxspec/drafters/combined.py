@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 
 LOOKUPS = ("ngram", "suffix")
 MEMORY = 0.75  # of an average, that stays when a round is added

@@ -27,9 +27,9 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed, write_keys_values
 from jaxspec.decoder.matmul import product
-from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters import eagle_tree
+from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.drafters.own_weights import borrowed, load_weights, own_dtype
 from jaxspec.drafters.vocabulary import as_targets, id_maps, known_tokens, maps_of, rows_of
 from jaxspec.models.model_config import ModelConfig

@@ -26,8 +26,8 @@ from jaxspec.decoder.forward import Hidden
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.layer import add_product, mix, mlp, products
 from jaxspec.decoder.matmul import valid_count
-from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.vocabulary import as_targets
 from jaxspec.models.weights import Layout, Param, linear, matmul

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError, option
-from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import dflash_checkpoint as checkpoint
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.vocabulary import as_targets, columns_of
 from jaxspec.models.weights import Layout, Param, bias, linear, matmul

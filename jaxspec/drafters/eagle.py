@@ -26,8 +26,8 @@ from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import run_layer, top_tokens, unembed
 from jaxspec.decoder.functions import normed, row_of
 from jaxspec.decoder.matmul import product
-from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.own_weights import borrowed, own_dtype
 from jaxspec.drafters.vocabulary import as_targets, known_tokens, maps_of, rows_of
 from jaxspec.models.model_config import ModelConfig

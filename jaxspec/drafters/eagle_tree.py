@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.cache.paged import KV, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.draft import DraftBatch, Proposal
+from jaxspec.drafters.base import DraftBatch, Proposal
 from jaxspec.drafters.vocabulary import as_targets
 
 if TYPE_CHECKING:

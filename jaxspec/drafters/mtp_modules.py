@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.paged import Rows
 from jaxspec.decoder.functions import row_of
-from jaxspec.draft import Proposal
+from jaxspec.drafters.base import Proposal
 from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.vocabulary import as_targets, known_tokens
 

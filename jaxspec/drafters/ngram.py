@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from jaxspec.config.options import ConfigError, option
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 
 
 @dataclass(frozen=True)

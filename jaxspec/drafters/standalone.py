@@ -16,7 +16,7 @@ from jaxspec.cache.paged import Rows, kv_bytes_per_token
 from jaxspec.checkpoint import Model, Source, load_model, resolve
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
 
 

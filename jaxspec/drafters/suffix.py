@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config.options import option
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.suffix_reference import Reference as Reference
 
 TIES = 6

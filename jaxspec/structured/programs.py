@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.decoder.forward import unembed
-from jaxspec.draft import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel.sharding import mine, owned, told
 from jaxspec.round import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows

@@ -21,8 +21,8 @@ from safetensors.numpy import save
 
 from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.draft import Drafter
 from jaxspec.drafters import DRAFTERS
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.dflash_checkpoint import feature_layers
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
 from jaxspec.drafters.vocabulary import id_maps

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.decoder.forward import Hidden, forward
-from jaxspec.draft import Drafter
+from jaxspec.drafters.base import Drafter
 from jaxspec.models.description import DeltaRule, Mixture
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.dense.weight_stream import MAX_ROWS

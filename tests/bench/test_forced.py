@@ -11,8 +11,8 @@ from jaxspec import load_model
 from jaxspec.batch import empty_slots
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError
-from jaxspec.draft import DraftBatch, Drafter, Proposal
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.drafters.ngram import Ngram
 from tests.sample import rare
 from tests.tiny import tiny_checkpoint

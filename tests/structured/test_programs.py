@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.draft import Proposal
+from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import sampling
 from jaxspec.structured.programs import force, unpack
 
