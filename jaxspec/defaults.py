@@ -6,14 +6,14 @@ import dataclasses
 
 import jax
 
-from jaxspec import ragged
-from jaxspec.batch import Shapes, ladder
 from jaxspec.checkpoint import Model, check_context
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.base import Drafter
 from jaxspec.parallel import sharding
+from jaxspec.rounds import ragged_verification
+from jaxspec.rounds.packing import Shapes, ladder
 from jaxspec.scheduling.draft_count import REST, rungs
 
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
@@ -196,7 +196,7 @@ def shapes_of(
         rounds_for=rounds_for,
         structured=not config.disable_structured_output,
         narrower=tuple((drafts, batches(max(drafts, 0))) for drafts in narrower),
-        ragged=tuple((each, ragged.most(drafter, each)) for each in shared),
+        ragged=tuple((each, ragged_verification.most(drafter, each)) for each in shared),
     )
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.batch import fit, unpack_logprobs
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import Delta, RequestError, RequestMetrics, sources_of
 from jaxspec.defaults import here
@@ -25,7 +24,8 @@ from jaxspec.drafters.watch import Watch
 from jaxspec.flight import Flight
 from jaxspec.intake import Choice, Intake, Request
 from jaxspec.ladder import of_rounds, sizes_of
-from jaxspec.round import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
+from jaxspec.rounds.packing import fit, unpack_logprobs
+from jaxspec.rounds.programs import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.runner import Runner
 from jaxspec.scheduling import skipped_drafts
 from jaxspec.scheduling.draft_count import REST, Chooser, Group

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxspec.config.request import Delta
-from jaxspec.round import GREEDY
+from jaxspec.rounds.programs import GREEDY
 from jaxspec.scheduling.draft_count import Group
 from jaxspec.scheduling.prefill_budget import Behind
 from jaxspec.scheduling.sequence import Chunk, Sequence

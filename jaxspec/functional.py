@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec import round as rounds
-from jaxspec.batch import empty_slots, pack_blocks
 from jaxspec.cache.mixers import NOTHING, WholeTexts
 from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import Model
@@ -24,6 +22,8 @@ from jaxspec.config.request import RequestError
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.base import DraftBatch, proposed
+from jaxspec.rounds import programs as rounds
+from jaxspec.rounds.packing import empty_slots, pack_blocks
 
 PAGE = 16
 SHORTEST = 32  # tokens that `propose` pads a prompt to, at least: to a power of two, so that few programs are compiled

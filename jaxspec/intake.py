@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import MAX_STOP_IDS, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
-from jaxspec.round import GREEDY, LOGPROBS, SAMPLED
+from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.runner import Runner
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Sequence
@@ -45,7 +45,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     limit: int
-    mode: str  # the first of `round.MODES` that serves it
+    mode: str  # the first of `programs.MODES` that serves it
     seeded: bool  # it samples under a seed that was given, so its text must not depend on other requests
     added: float
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them

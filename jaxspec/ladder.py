@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from jaxspec.batch import Shapes, admission_size, fit
-from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED
+from jaxspec.rounds.packing import Shapes, admission_size, fit
+from jaxspec.rounds.programs import GREEDY, LOGPROBS, MODES, SAMPLED
 
 One = tuple[str, int]  # a program
 

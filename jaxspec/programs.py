@@ -20,9 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec import batch as packing
 from jaxspec import compiling, ladder
-from jaxspec.batch import Shapes, fit
 from jaxspec.cache.paged import gib, resident_memory
 from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
 from jaxspec.config.progress import progress_bar, took
@@ -35,8 +33,21 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.parallel.sharding import EVERYWHERE, Division, spread
-from jaxspec.ragged import Ragged, sharing
-from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED, State, admit, decode_round, decode_rounds, first, prefill
+from jaxspec.rounds import packing
+from jaxspec.rounds.packing import Shapes, fit
+from jaxspec.rounds.programs import (
+    GREEDY,
+    LOGPROBS,
+    MODES,
+    SAMPLED,
+    State,
+    admit,
+    decode_round,
+    decode_rounds,
+    first,
+    prefill,
+)
+from jaxspec.rounds.ragged_verification import Ragged, sharing
 from jaxspec.scheduling.draft_count import REST
 from jaxspec.structured import programs as structured
 

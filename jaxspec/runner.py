@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec import compiling, stats
-from jaxspec.batch import fit, pack_admission, pack_blocks
 from jaxspec.cache.memory_check import check_room, told_if_full
 from jaxspec.cache.mixers import state_bytes
 from jaxspec.cache.paged import (
@@ -52,7 +51,8 @@ from jaxspec.parallel import peers, sharding
 from jaxspec.parallel.hosts import Follower, Leader, same_plan, shapes_of_all
 from jaxspec.parallel.sharding import Division
 from jaxspec.programs import Programs
-from jaxspec.round import MODES, State, empty_state
+from jaxspec.rounds.packing import fit, pack_admission, pack_blocks
+from jaxspec.rounds.programs import MODES, State, empty_state
 from jaxspec.scheduling.draft_count import REST, Group
 from jaxspec.scheduling.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.structured.grammar import grammars_of
@@ -386,7 +386,7 @@ class Runner:
     def round(
         self, slots: list[int], table: np.ndarray, mode: str, rounds: int = 1, drafts: int | None = None
     ) -> jax.Array:
-        """Dispatch a round for these slots, or `Shapes.rounds` of them; packed output (see `round.decode_round`).
+        """Dispatch a round for these slots, or `Shapes.rounds` of them; packed output (see `programs.decode_round`).
 
         `drafts`: one of `Runner.drafts`, or `REST`; None: the drafter's own number.
         """

@@ -15,11 +15,11 @@ from statistics import median
 import jax
 import numpy as np
 
-from jaxspec.batch import fit, pack_admission
 from jaxspec.config.request import SamplingParams
 from jaxspec.ladder import narrower
 from jaxspec.programs import Programs
-from jaxspec.round import GREEDY, LOGPROBS, SAMPLED, State
+from jaxspec.rounds.packing import fit, pack_admission
+from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED, State
 from jaxspec.scheduling.draft_count import Group
 
 CONTEXT = 256  # known tokens of each request, or half of what a slot can hold
@@ -33,7 +33,7 @@ NEAR = 1.05  # times the best: another burst as fast as that is asked for
 
 
 def group(kind: str, mode: str, size: int) -> Group:
-    """The group of a batch's programs: "round" or "rounds", one of `round.MODES`, one of their sizes (`sizes_of`)."""
+    """The group of a batch's programs: "round" or "rounds", one of `programs.MODES`, one of their sizes (`sizes_of`)."""
     return f"{kind}_{mode}", size
 
 

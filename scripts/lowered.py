@@ -56,7 +56,7 @@ from jaxspec.ladder import ladder_of
 from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import export
-from jaxspec.round import GREEDY, MODES
+from jaxspec.rounds.programs import GREEDY, MODES
 
 TREE = dict(topk=4, num_steps=5, num_draft_tokens=8)
 # Of each model: its config, and of each draft its config (None: it has none), and options.

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import functional, load_drafter, load_model
-from jaxspec.batch import empty_slots
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.drafters.base import DraftBatch, PrefillBatch
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param
+from jaxspec.rounds.packing import empty_slots
 from tests.tiny import tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from scipy import special
 
-from jaxspec.batch import Slots, admit, empty_slots, pack_admission
 from jaxspec.config.request import SamplingParams
+from jaxspec.rounds.packing import Slots, admit, empty_slots, pack_admission
 
 ALPHA = 1e-4  # a test that judges fifty samples fails by chance once in two hundred choices of its (fixed) seeds
 

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.batch import admission_size, admit, empty_slots, fit, ladder, pack_admission, pack_blocks, unpack_blocks
 from jaxspec.config.request import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from jaxspec.rounds.packing import (
+    admission_size,
+    admit,
+    empty_slots,
+    fit,
+    ladder,
+    pack_admission,
+    pack_blocks,
+    unpack_blocks,
+)
 
 SLOTS, CAPACITY = 3, 20
 TOKEN = st.integers(0, 2**31 - 1)

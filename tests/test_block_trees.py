@@ -10,9 +10,9 @@ import pytest
 
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
-from jaxspec.batch import empty_slots
 from jaxspec.drafters import NoDrafter, eagle_tree
 from jaxspec.drafters.base import DraftBatch
+from jaxspec.rounds.packing import empty_slots
 from jaxspec.sampling.acceptance import Tree
 from tests import drawn
 from tests.test_dflash import GOLDEN

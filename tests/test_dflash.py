@@ -18,8 +18,6 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
-from jaxspec import round as rounds
-from jaxspec.batch import Shapes, empty_slots, pack_blocks
 from jaxspec.cache.paged import PageLayout
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import rms_norm, rope
@@ -30,6 +28,8 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param
 from jaxspec.pallas import hopper
 from jaxspec.programs import Programs
+from jaxspec.rounds import programs as rounds
+from jaxspec.rounds.packing import Shapes, empty_slots, pack_blocks
 from tests import test_distribution as sampled
 from tests import test_lossless as lossless
 from tests import widths

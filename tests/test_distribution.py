@@ -15,7 +15,6 @@ import pytest
 
 import jaxspec
 from jaxspec import SamplingParams, compiling, load_model
-from jaxspec.batch import Shapes, pack_blocks
 from jaxspec.cache.mixers import NOTHING
 from jaxspec.cache.paged import PageLayout
 from jaxspec.decoder.forward import forward, unembed
@@ -27,8 +26,9 @@ from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.programs import Programs
-from jaxspec.ragged import most
-from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, empty_state
+from jaxspec.rounds.packing import Shapes, pack_blocks
+from jaxspec.rounds.programs import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, empty_state
+from jaxspec.rounds.ragged_verification import most
 from tests.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.tiny import tiny_checkpoint
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
-from jaxspec.batch import empty_slots
 from jaxspec.checkpoint import ModelFolder
 from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.llm import LLM
+from jaxspec.rounds.packing import empty_slots
 from tests.tiny import tiny_checkpoint
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.batch import empty_slots
 from jaxspec.cache.mixers import Cache, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
@@ -33,6 +32,7 @@ from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows as op
 from jaxspec.pallas.experts import expert_add, router
 from jaxspec.pallas.hopper import KERNELS
+from jaxspec.rounds.packing import empty_slots
 from tests import drawn
 from tests.sample import rare
 from tests.test_few_rows import INTERPRET, PAGE, normal

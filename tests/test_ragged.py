@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.batch import empty_slots
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters.base import Proposal
-from jaxspec.ragged import FIRST, Packed, Ragged, observe, share, standing
-from jaxspec.round import DRAFTED, GREEDY, SAMPLED, decode_round
+from jaxspec.rounds.packing import empty_slots
+from jaxspec.rounds.programs import DRAFTED, GREEDY, SAMPLED, decode_round
+from jaxspec.rounds.ragged_verification import FIRST, Packed, Ragged, observe, share, standing
 from jaxspec.scheduling.draft_count import PRIOR, Chooser
 from tests import test_distribution, test_lossless, widths
 from tests.sample import one_in, rare

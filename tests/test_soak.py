@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
-from jaxspec.round import MODES
+from jaxspec.rounds.programs import MODES
 from server.app import create_app
 from tests.server.live import serving, wait_for
 from tests.test_lossless import checkpoint, draft_folder

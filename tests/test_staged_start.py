@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import AsyncLLM, EngineConfig, StructuredOutput
-from jaxspec.batch import Shapes, admission_size
 from jaxspec.engine import Engine
 from jaxspec.ladder import essential, ladder_of, sizes_of, special, stand_in, use
 from jaxspec.programs import Programs
-from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED
+from jaxspec.rounds.packing import Shapes, admission_size
+from jaxspec.rounds.programs import GREEDY, LOGPROBS, MODES, SAMPLED
 from jaxspec.stats import programs_there
 from tests.engines import OPTIONS, checkpoint, engine, mixed_load, params
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.batch import empty_slots
 from jaxspec.drafters.base import DraftBatch, Verified
 from jaxspec.drafters.suffix import Reference, Suffix
+from jaxspec.rounds.packing import empty_slots
 
 GOLDEN = Path(__file__).parent / "golden" / "suffix.json"
 CAPACITY, SLOTS, WIDTH = 96, 3, 4

@@ -14,7 +14,7 @@ from jaxspec import SamplingParams, load_model
 from jaxspec.cache.paged import Rows
 from jaxspec.drafters import NoDrafter
 from jaxspec.pallas.attention.paged_attention import reference
-from jaxspec.round import GREEDY, LOGPROBS
+from jaxspec.rounds.programs import GREEDY, LOGPROBS
 from jaxspec.sampling import acceptance, sampling
 from jaxspec.sampling.acceptance import Tree
 from tests.exact import adjusted, slots_for

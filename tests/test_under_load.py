@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from jaxspec.batch import fit
+from jaxspec.rounds.packing import fit
 from jaxspec.scheduling.prefill_budget import Pace
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Sequence

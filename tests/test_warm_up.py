@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, compiling, defaults, pallas
-from jaxspec.batch import fit
 from jaxspec.ladder import sizes_of
 from jaxspec.programs import Programs
-from jaxspec.round import LOGPROBS, MODES
+from jaxspec.rounds.packing import fit
+from jaxspec.rounds.programs import LOGPROBS, MODES
 from jaxspec.timing import group
 from tests.engines import OPTIONS, checkpoint
 

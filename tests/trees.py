@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import SamplingParams
-from jaxspec import round as rounds
-from jaxspec.batch import Shapes, pack_blocks
 from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import Model
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.programs import Programs
-from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, LOGPROB_WIDTH, LOGPROBS, TOKENS
+from jaxspec.rounds import programs as rounds
+from jaxspec.rounds.packing import Shapes, pack_blocks
+from jaxspec.rounds.programs import ACCEPTED, DRAFTED, EMITTED, LOGPROB_WIDTH, LOGPROBS, TOKENS
 from jaxspec.sampling.acceptance import Tree
 from tests.exact import slots_for
 

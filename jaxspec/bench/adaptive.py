@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.batch import fit
 from jaxspec.bench import engines, forced, plots
 from jaxspec.bench.forced import expected_length
 from jaxspec.bench.meter import Meter
@@ -49,7 +48,8 @@ from jaxspec.config.request import SamplingParams
 from jaxspec.drafters import load_drafter
 from jaxspec.drafters.base import Resting
 from jaxspec.engine import Engine
-from jaxspec.round import GREEDY
+from jaxspec.rounds.packing import fit
+from jaxspec.rounds.programs import GREEDY
 from jaxspec.scheduling.draft_count import REST, Chooser
 from jaxspec.timing import time_rounds
 

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.batch import fit
 from jaxspec.bench import engines, floors, plots, profile
 from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
@@ -33,7 +32,8 @@ from jaxspec.config.flags import positive
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.ladder import One
-from jaxspec.round import GREEDY, SAMPLED
+from jaxspec.rounds.packing import fit
+from jaxspec.rounds.programs import GREEDY, SAMPLED
 
 COLUMNS = (
     Column("concurrency", "requests"),

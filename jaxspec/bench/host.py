@@ -29,7 +29,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from tqdm import tqdm
 
-from jaxspec import batch
 from jaxspec.bench import plots
 from jaxspec.bench.results import Column, Document, Result, Table, counts, device_facts
 from jaxspec.checkpoint import Model, load_model
@@ -44,7 +43,8 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import EVERYWHERE, specs_of, spread
 from jaxspec.programs import Programs
-from jaxspec.round import MODES, State
+from jaxspec.rounds import packing
+from jaxspec.rounds.programs import MODES, State
 from jaxspec.text.tokenizer import Tokenizer, byte_alphabet
 
 PHASES = ("intake", "plan", "dispatch", "read")
@@ -202,14 +202,14 @@ class EmptyPrograms(Programs):
 
 
 def _empty_admit(state: State, packed: jax.Array) -> State:
-    admitted = batch.admit(state.slots, packed)
+    admitted = packing.admit(state.slots, packed)
     return state.replace(slots=state.slots.replace(length=admitted.length, limit=admitted.limit, done=admitted.done))
 
 
 def _empty_round(
     width: int, params: Any, draft_params: Any, state: State, packed: jax.Array
 ) -> tuple[State, jax.Array]:
-    """`round.decode_round` with made-up tokens: 1 to `width` of them, by slot and position, up to the limit."""
+    """`programs.decode_round` with made-up tokens: 1 to `width` of them, by slot and position, up to the limit."""
     slots, ids = state.slots, packed[:, 0]
     length, limit = slots.length[ids], slots.limit[ids]
     noise = (ids * 40503 + length * 30011) >> 4
@@ -226,7 +226,7 @@ def _empty_round(
 def _empty_rounds(
     width: int, rounds: int, params: Any, draft_params: Any, state: State, packed: jax.Array
 ) -> tuple[State, jax.Array]:
-    """`round.decode_rounds` with made-up tokens."""
+    """`programs.decode_rounds` with made-up tokens."""
     return jax.lax.scan(lambda state, _: _empty_round(width, None, None, state, packed), state, length=rounds)
 
 

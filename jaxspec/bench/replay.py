@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.batch import Slots
 from jaxspec.bench import profile
 from jaxspec.bench.results import Row
-from jaxspec.round import State
+from jaxspec.rounds.packing import Slots
+from jaxspec.rounds.programs import State
 from jaxspec.runner import Runner
 
 NAMES = "round", "rounds"  # methods of `Programs`

@@ -5,7 +5,7 @@ a state of fixed size for each state slot: 0 to n - 1 are those of the n request
 n + 1 on hold snapshots, states behind prefixes in the prefix tree.
 
 Invariant: of a running request with N known tokens, pages hold positions 0 .. N-2. So does its state, once
-`round.State.replay` rows of its last round are replayed into it (see `pallas.gated_delta`).
+`programs.State.replay` rows of its last round are replayed into it (see `pallas.gated_delta`).
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from jaxspec.decoder.forward import unembed
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel.sharding import mine, owned, told
-from jaxspec.round import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
-from jaxspec.round import conclude as end
+from jaxspec.rounds.programs import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
+from jaxspec.rounds.programs import conclude as end
 from jaxspec.sampling import sampling
 
 ON_DEVICE = -1  # as a number of forced drafts: what the request's last round left there counts
@@ -129,7 +129,7 @@ def conclude(
     bits: UInt32[Array, "b q w"],
     forced: Int[Array, "b q k"],
 ) -> tuple[State, Int[Array, "b w"]]:
-    """Accept, commit and advance, among the tokens that `bits` allow. Packed as by `round.decode_round`."""
+    """Accept, commit and advance, among the tokens that `bits` allow. Packed as by `programs.decode_round`."""
     slots, batch = _requests(drafter, state, packed, mode)
     scores, masks = _score(logits, bits, forced, mode, config.vocab_size)
     state, out = end(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, masks)
@@ -139,7 +139,7 @@ def conclude(
 def first(
     config: ModelConfig, drafter: Drafter, mode: str, params: Any, draft_params: Any, state: State, packed, bits, forced
 ) -> tuple[State, Int[Array, "b w"]]:
-    """`round.first` among the tokens that `bits` u32[b, 1, w] allow; `forced` is i32[b, 1, k]."""
+    """`programs.first` among the tokens that `bits` u32[b, 1, w] allow; `forced` is i32[b, 1, k]."""
     slots, batch = _requests(drafter, state, packed, mode)
     nothing, hidden = of_prompts(state, batch)
     scores, masks = _score(unembed(params, hidden.last), bits, forced, mode, config.vocab_size)

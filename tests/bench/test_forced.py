@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxspec import load_model
-from jaxspec.batch import empty_slots
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.drafters.ngram import Ngram
+from jaxspec.rounds.packing import empty_slots
 from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 from tests.trees import Session

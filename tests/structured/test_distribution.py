@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.round import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS
+from jaxspec.rounds.programs import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS
 from tests import test_distribution as plain
 from tests.exact import ALPHA, adjusted, distribution
 from tests.test_distribution import LANES, OUTPUT, PROMPT, SETTINGS, VOCAB, Lanes, model, often, p_values

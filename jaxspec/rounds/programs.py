@@ -16,9 +16,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec import batch as packing
-from jaxspec import ragged
-from jaxspec.batch import Slots
 from jaxspec.cache.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows, Scales
 from jaxspec.config.options import ConfigError
@@ -30,7 +27,9 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import mine, owned, told
-from jaxspec.ragged import Ragged
+from jaxspec.rounds import packing, ragged_verification
+from jaxspec.rounds.packing import Slots
+from jaxspec.rounds.ragged_verification import Ragged
 from jaxspec.sampling import acceptance, sampling
 from jaxspec.sampling.acceptance import Tree
 
@@ -97,7 +96,7 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 def prefill(
     config: ModelConfig, drafter: Drafter, block: int, score: bool, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, ""] | Int[Array, "b t w"]]:
-    """Compute keys, values and states of blocks of known tokens, packed as by `batch.pack_blocks`. State slots to start
+    """Compute keys, values and states of blocks of known tokens, packed as by `packing.pack_blocks`. State slots to start
     from and to keep snapshots in are as in `mixers.PromptBlocks`. Request slots themselves aren't read.
 
     A block that ends with the newest known token leaves that row for `first`. The drafter doesn't see the row: the
@@ -167,7 +166,9 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
     packed = None
     if isinstance(drafter, Ragged) and drafter.packs:
         proposal = drafter.shared(proposal, slots, batch)
-        hidden, packed = ragged.run(config, drafter, params, state.cache, state.replay[ids], batch, proposal)
+        hidden, packed = ragged_verification.run(
+            config, drafter, params, state.cache, state.replay[ids], batch, proposal
+        )
         state = state.replace(cache=hidden.cache)
     else:
         hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
@@ -176,7 +177,7 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
         scores, features = jax.tree.map(partial(packed.spread, q=proposal.tokens.shape[1] + 1), (scores, features))
     state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, fixed=fixed)
     if isinstance(drafter, Ragged):
-        state = state.replace(slots=ragged.observe(state.slots, ids, out[:, DRAFTED], out[:, ACCEPTED]))
+        state = state.replace(slots=ragged_verification.observe(state.slots, ids, out[:, DRAFTED], out[:, ACCEPTED]))
     if isinstance(drafter, Resting):  # from here on the drafter's state is too old for these requests
         state = state.replace(slots=state.slots.replace(drafts=state.slots.drafts.at[ids].set(0)))
     return keep_replay(config, state, ids, out), out

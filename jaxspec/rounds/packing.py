@@ -187,7 +187,7 @@ def unpack_blocks(
 
 
 def unpack_logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:
-    """Unpack `round._pack_logprobs`: one row of int32 bits per token. `wanted`: how many of the top entries to
+    """Unpack `programs._pack_logprobs`: one row of int32 bits per token. `wanted`: how many of the top entries to
     return."""
     values = rows.view(np.float32)
     entries = []

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.batch import Slots
 from jaxspec.cache.mixers import Cache, RoundRows
 from jaxspec.cache.paged import Rows
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.rounds.packing import Slots
 
 DECAY = 0.97  # of what a request's drafts came to, with each further round
 AHEAD = 2  # times the average: the most drafts of one request, where each takes the drafter a step

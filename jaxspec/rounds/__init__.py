@@ -1,0 +1,1 @@
+"""Compute one round, as a pure function of the state."""
