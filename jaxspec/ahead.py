@@ -23,11 +23,11 @@ import jax
 from jaxspec.cache.paged import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.demo import cache_folder
+from jaxspec.compiling.ladder import ladder_of
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, engine_options
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
-from jaxspec.ladder import ladder_of
 from jaxspec.runner import Runner
 from jaxspec.text.tokenizer import TokenizerError
 

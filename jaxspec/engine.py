@@ -17,13 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.compiling.ladder import of_rounds, sizes_of
+from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import Delta, RequestError, RequestMetrics, sources_of
 from jaxspec.defaults import here
 from jaxspec.drafters.watch import Watch
 from jaxspec.flight import Flight
 from jaxspec.intake import Choice, Intake, Request
-from jaxspec.ladder import of_rounds, sizes_of
 from jaxspec.rounds.packing import fit, unpack_logprobs
 from jaxspec.rounds.programs import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.runner import Runner
@@ -36,7 +37,6 @@ from jaxspec.scheduling.sequence import State as SequenceState
 from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally, figures
 from jaxspec.structured.matcher import first_masks, round_masks
 from jaxspec.text.tokenizer import Detokenizer
-from jaxspec.timing import group
 
 log = logging.getLogger("jaxspec")
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec import compiling, stats
+from jaxspec import stats
 from jaxspec.cache.memory_check import check_room, told_if_full
 from jaxspec.cache.mixers import state_bytes
 from jaxspec.cache.paged import (
@@ -35,6 +35,12 @@ from jaxspec.cache.paged import (
 )
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
+from jaxspec.compiling import xla_options
+from jaxspec.compiling.abstract_model import Loading, alike
+from jaxspec.compiling.executable_store import Executables, enable_compilation_cache
+from jaxspec.compiling.ladder import of_rounds, sizes_of
+from jaxspec.compiling.programs import Programs
+from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
@@ -42,15 +48,11 @@ from jaxspec.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.deterministic import prepared
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.drafters.base import Drafter
-from jaxspec.executables import Executables, enable_compilation_cache
-from jaxspec.ladder import of_rounds, sizes_of
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.outline import Loading, alike
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding
 from jaxspec.parallel.hosts import Follower, Leader, same_plan, shapes_of_all
 from jaxspec.parallel.sharding import Division
-from jaxspec.programs import Programs
 from jaxspec.rounds.packing import fit, pack_admission, pack_blocks
 from jaxspec.rounds.programs import MODES, State, empty_state
 from jaxspec.scheduling.draft_count import REST, Group
@@ -58,7 +60,6 @@ from jaxspec.scheduling.sequence import NO_STATE, Chunk, Sequence
 from jaxspec.structured.grammar import grammars_of
 from jaxspec.structured.masks import ALL
 from jaxspec.structured.programs import OpenRound, columns, put_forced
-from jaxspec.timing import time_rounds
 
 log = logging.getLogger("jaxspec")
 
@@ -95,7 +96,7 @@ class Runner:
         claim_device()
         enable_compilation_cache()
         log.info("kernels: %s", portable.told())
-        self.compiles = compiling.compile_counter()
+        self.compiles = xla_options.compile_counter()
         started = time.monotonic()
         loading = None if model or draft or hosts else Loading.of(options)
         self._load(options, *((model, draft) if loading is None else (loading.model, loading.draft)))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.pallas.hopper import KERNELS
 
 if TYPE_CHECKING:
+    from jaxspec.compiling.programs import Programs
     from jaxspec.engine import Engine
-    from jaxspec.programs import Programs
     from jaxspec.runner import Runner
 
 log = logging.getLogger("jaxspec")

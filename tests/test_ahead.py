@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec import ahead
-from jaxspec.ladder import ladder_of
+from jaxspec.compiling.ladder import ladder_of
 from jaxspec.rounds.packing import Shapes
 
 SHAPES = Shapes(4, 64, 4, 16, (1, 2), 1, (1,), (4,), (4,))

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.cache.paged import PageLayout
+from jaxspec.compiling.programs import Programs
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import rms_norm, rope
 from jaxspec.decoder.mixer import OnlyAttention
@@ -27,7 +28,6 @@ from jaxspec.drafters.dflash import DFlash
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param
 from jaxspec.pallas import hopper
-from jaxspec.programs import Programs
 from jaxspec.rounds import programs as rounds
 from jaxspec.rounds.packing import Shapes, empty_slots, pack_blocks
 from tests import test_distribution as sampled

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import SamplingParams, compiling, load_model
+from jaxspec import SamplingParams, load_model
 from jaxspec.cache.mixers import NOTHING
 from jaxspec.cache.paged import PageLayout
+from jaxspec.compiling import xla_options
+from jaxspec.compiling.programs import Programs
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.decoder.mixer import OnlyAttention
@@ -25,7 +27,6 @@ from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.pallas.attention.kv_write import stored
-from jaxspec.programs import Programs
 from jaxspec.rounds.packing import Shapes, pack_blocks
 from jaxspec.rounds.programs import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, empty_state
 from jaxspec.rounds.ragged_verification import most
@@ -171,7 +172,7 @@ class Lanes:
             """Of so many samples, running takes longer than compiling, which is what other tests save (conftest.py)."""
             with pytest.MonkeyPatch.context() as patch:
                 if kind != "prefill":  # which runs once
-                    patch.setattr(compiling, "OPTIONS", {"xla_backend_optimization_level": 1})
+                    patch.setattr(xla_options, "OPTIONS", {"xla_backend_optimization_level": 1})
                 return compile_one(kind, *program)
 
         self.programs._compile = optimised

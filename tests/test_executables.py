@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import executables
-from jaxspec.executables import Executables
+from jaxspec.compiling import executable_store
+from jaxspec.compiling.executable_store import Executables
 
 ARGUMENTS = {"a": jnp.zeros((2, 3)), "b": jnp.zeros((4,), jnp.int32)}
 
@@ -22,9 +22,9 @@ ARGUMENTS = {"a": jnp.zeros((2, 3)), "b": jnp.zeros((4,), jnp.int32)}
 @pytest.fixture(autouse=True)
 def plain_serialisation(monkeypatch):
     """A "program" is any object that pickles; loading gives it back in a list."""
-    monkeypatch.setattr(executables.serialize_executable, "serialize", lambda program: (program, "in", "out"))
+    monkeypatch.setattr(executable_store.serialize_executable, "serialize", lambda program: (program, "in", "out"))
     load = lambda *program, execution_devices: list(program)  # noqa: E731
-    monkeypatch.setattr(executables.serialize_executable, "deserialize_and_load", load)
+    monkeypatch.setattr(executable_store.serialize_executable, "deserialize_and_load", load)
 
 
 def test_a_program_is_found_again_with_its_notes(tmp_path):
@@ -52,7 +52,7 @@ def test_it_is_found_for_nothing_else(tmp_path, made_by, key, arguments):
 def test_another_source_or_flag_makes_another_program(tmp_path, monkeypatch, changed):
     Executables(tmp_path, "model").save("round", ARGUMENTS, "program", {})
     if changed == "source":
-        monkeypatch.setattr(executables, "source_digest", lambda: "edited")
+        monkeypatch.setattr(executable_store, "source_digest", lambda: "edited")
     else:
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     assert Executables(tmp_path, "model").load("round", ARGUMENTS) is None
@@ -63,7 +63,7 @@ def test_the_source_is_every_file_below(tmp_path):
     digests = set()
     for name, text in (("a.py", ""), ("a.py", "x"), ("models/b.py", ""), ("models/b.py", "x"), ("models/c.py", "x")):
         (tmp_path / name).write_text(text)
-        digests.add(executables.source_digest.__wrapped__(tmp_path))
+        digests.add(executable_store.source_digest.__wrapped__(tmp_path))
     assert len(digests) == 5
 
 
@@ -132,7 +132,7 @@ def test_a_cache_folder_that_cant_be_written_to_costs_a_warning(tmp_path, monkey
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path if usable else tmp_path / "file"))
     set_to = {}
     config = SimpleNamespace(jax_compilation_cache_dir=None, update=set_to.__setitem__)
-    monkeypatch.setattr(executables, "jax", SimpleNamespace(config=config))
-    executables.enable_compilation_cache()
+    monkeypatch.setattr(executable_store, "jax", SimpleNamespace(config=config))
+    executable_store.enable_compilation_cache()
     assert ("jax_compilation_cache_dir" in set_to) == usable
     assert ("can't be kept" in caplog.text) != usable

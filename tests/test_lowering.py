@@ -15,14 +15,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import defaults, ladder, runner
+from jaxspec import defaults, runner
+from jaxspec.compiling import ladder
+from jaxspec.compiling.ladder import ladder_of
+from jaxspec.compiling.lowering import Given, Module, Order, Process, Processes
+from jaxspec.compiling.programs import Programs
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.drafters.base import Drafter
-from jaxspec.ladder import ladder_of
-from jaxspec.lowering import Given, Module, Order, Process, Processes
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention.decode_attention import division
-from jaxspec.programs import Programs
 from tests.engines import SELF, engine
 from tests.test_programs import WIDE
 from tests.tiny import tiny_config
@@ -115,7 +116,7 @@ def helped(here, monkeypatch, processes: Processes) -> tuple[Programs, list]:
     """Programs that these lower, and those that are compiled."""
     programs, compiled = Programs(*here.programs._made_of, *here.programs._params), []
     monkeypatch.setattr(Processes, "begin", lambda *_: processes)
-    monkeypatch.setattr("jaxspec.programs.FEW", 0)
+    monkeypatch.setattr("jaxspec.compiling.programs.FEW", 0)
     monkeypatch.setattr(Programs, "_compile", lambda self, kind, size, _: compiled.append((kind, size)))
     return programs, compiled
 
@@ -219,7 +220,7 @@ def test_a_drafter_that_another_process_lacks_is_lowered_here(here, monkeypatch,
     config, _, shapes = here.programs._made_of
     programs = Programs(config, Local(), shapes, *here.programs._params)
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    monkeypatch.setattr("jaxspec.lowering.cores", lambda: 16)
+    monkeypatch.setattr("jaxspec.compiling.lowering.cores", lambda: 16)
     with caplog.at_level("DEBUG"):
         programs._begin_lowering(ladder_of(shapes), here.state)
     assert programs._others is None

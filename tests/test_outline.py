@@ -8,13 +8,14 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import EngineConfig, outline
+from jaxspec import EngineConfig
 from jaxspec.checkpoint import CheckpointError, load_target, outlined
+from jaxspec.compiling import abstract_model
+from jaxspec.compiling.abstract_model import Loading, alike, drafter_of
+from jaxspec.compiling.ladder import ladder_of
+from jaxspec.compiling.programs import Programs
 from jaxspec.drafters import load_drafter
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.ladder import ladder_of
-from jaxspec.outline import Loading, alike, drafter_of
-from jaxspec.programs import Programs
 from jaxspec.runner import Runner
 from tests import hybrids
 from tests.blocks import write_drafter
@@ -91,14 +92,14 @@ def test_a_drafters_shapes_are_those_of_its_weights(draft, tmp_path):
 
 
 def test_programs_compile_while_weights_load(uncompiled, monkeypatch):
-    compiled, load = threading.Event(), outline.load_target
+    compiled, load = threading.Event(), abstract_model.load_target
 
     def wait(options):
         assert compiled.wait(30), "nothing was compiled before weights were there"
         return load(options)
 
     monkeypatch.setattr(Programs, "_compile_later", lambda *_: None)
-    monkeypatch.setattr(outline, "load_target", wait)
+    monkeypatch.setattr(abstract_model, "load_target", wait)
     warm_up = Programs.warm_up_in_stages
     monkeypatch.setattr(Programs, "warm_up_in_stages", lambda *given: (warm_up(*given), compiled.set()))
     runner = Runner(EngineConfig(model=checkpoint(), draft="ngram", **WARM), staged_start=True)
@@ -109,7 +110,7 @@ def test_programs_compile_while_weights_load(uncompiled, monkeypatch):
 def test_a_start_whose_weights_differ_compiles_again(uncompiled, monkeypatch, caplog):
     """As of a checkpoint that is quantised in another way than its config says."""
     other = lambda options: outlined(dataclasses.replace(options, dtype="bfloat16"))  # noqa: E731
-    monkeypatch.setattr(outline, "outlined", other)
+    monkeypatch.setattr(abstract_model, "outlined", other)
     runner = Runner(EngineConfig(model=checkpoint(), draft="ngram", **WARM))
     ladder = ladder_of(runner.shapes)
     assert sorted(uncompiled) == sorted(2 * ladder) and "compiled again" in caplog.text
@@ -122,7 +123,7 @@ def test_weights_that_do_not_load_end_the_start_at_once(uncompiled, monkeypatch)
         raise CheckpointError("model.safetensors is cut off")
 
     lowered, failed = [], threading.Event()
-    monkeypatch.setattr(outline, "load_target", fail)
+    monkeypatch.setattr(abstract_model, "load_target", fail)
     told = Loading.when_failed
     monkeypatch.setattr(Loading, "when_failed", lambda *given: (told(*given), failed.set()))
     monkeypatch.setattr(Programs, "_lower", lambda *one: (failed.wait(30) and lowered.append(one)) or (None, None))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec import EngineConfig, SamplingParams, defaults, load_drafter, load_model
-from jaxspec.ladder import ladder_of
+from jaxspec.compiling.ladder import ladder_of
 from jaxspec.scheduling.draft_count import KEEPING, REST, SETTLED, Chooser
 from tests import heads, test_dflash, test_eagle, test_hybrid
 from tests import test_adaptive as loads

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import AsyncLLM, EngineConfig, StructuredOutput
+from jaxspec.compiling.ladder import essential, ladder_of, sizes_of, special, stand_in, use
+from jaxspec.compiling.programs import Programs
 from jaxspec.engine import Engine
-from jaxspec.ladder import essential, ladder_of, sizes_of, special, stand_in, use
-from jaxspec.programs import Programs
 from jaxspec.rounds.packing import Shapes, admission_size
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, MODES, SAMPLED
 from jaxspec.stats import programs_there

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from jaxspec import timing
+from jaxspec.compiling import round_timing
 
 
 @pytest.mark.parametrize(
@@ -32,22 +32,22 @@ def test_the_least_counts_once_a_second_burst_comes_near_it(monkeypatch, most, b
         made.append(state)
         return state, Out()
 
-    assert timing._time(run, {}, most, burst)[0] == pytest.approx(least * burst)
+    assert round_timing._time(run, {}, most, burst)[0] == pytest.approx(least * burst)
     assert waited[1:] == [burst * (i + 1) for i in range(len(seconds))]
 
 
 HOST, ROUNDS = 0.002, {-1: 0.0052, 0: 0.0054, 1: 0.0062, 3: 0.009}
 ALONE = {drafts: HOST + took for drafts, took in ROUNDS.items()}
-BURSTS = {drafts: HOST + timing.BURST * took for drafts, took in ROUNDS.items()}
+BURSTS = {drafts: HOST + round_timing.BURST * took for drafts, took in ROUNDS.items()}
 
 
 def test_what_the_host_takes_around_a_burst_is_no_part_of_a_round():
-    assert timing._when_serving(ALONE, BURSTS) == pytest.approx(ROUNDS)
-    assert timing._when_serving(ALONE, {}) == ALONE
+    assert round_timing._when_serving(ALONE, BURSTS) == pytest.approx(ROUNDS)
+    assert round_timing._when_serving(ALONE, {}) == ALONE
     # Long ones have no burst, but the host all the same.
-    assert timing._when_serving(ALONE | {7: 0.05}, BURSTS) == pytest.approx(ROUNDS | {7: 0.05 - HOST})
+    assert round_timing._when_serving(ALONE | {7: 0.05}, BURSTS) == pytest.approx(ROUNDS | {7: 0.05 - HOST})
 
 
 def test_a_single_run_that_was_held_up_makes_no_round_fast():
-    assert timing._when_serving(ALONE | {3: 0.02}, BURSTS)[3] > 0.99 * ROUNDS[3]
-    assert timing._when_serving({0: 0.02, 1: 0.02}, {0: 0.004, 1: 0.03})[0] == 0.004 / 16
+    assert round_timing._when_serving(ALONE | {3: 0.02}, BURSTS)[3] > 0.99 * ROUNDS[3]
+    assert round_timing._when_serving({0: 0.02, 1: 0.02}, {0: 0.004, 1: 0.03})[0] == 0.004 / 16

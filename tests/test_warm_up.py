@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM, compiling, defaults, pallas
-from jaxspec.ladder import sizes_of
-from jaxspec.programs import Programs
+from jaxspec import LLM, defaults, pallas
+from jaxspec.compiling import xla_options
+from jaxspec.compiling.ladder import sizes_of
+from jaxspec.compiling.programs import Programs
+from jaxspec.compiling.round_timing import group
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import LOGPROBS, MODES
-from jaxspec.timing import group
 from tests.engines import OPTIONS, checkpoint
 
 
@@ -74,7 +75,7 @@ def test_xla_tries_fewer_candidates_beside_hoppers_kernels(monkeypatch, hopper, 
 
 def test_xla_flags_count_for_more_than_fewer_candidates(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4 --xla_gpu_enable_triton_gemm=true")
-    assert list(compiling.autotuning(jnp.zeros(2), 8)) == ["xla_gpu_experimental_enable_fusion_autotuner"]
+    assert list(xla_options.autotuning(jnp.zeros(2), 8)) == ["xla_gpu_experimental_enable_fusion_autotuner"]
 
 
 def test_warm_up_keeps_programs_once_all_are_lowered(monkeypatch):

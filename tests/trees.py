@@ -17,8 +17,8 @@ import numpy as np
 from jaxspec import SamplingParams
 from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import Model
+from jaxspec.compiling.programs import Programs
 from jaxspec.drafters.base import Drafter, Proposal
-from jaxspec.programs import Programs
 from jaxspec.rounds import programs as rounds
 from jaxspec.rounds.packing import Shapes, pack_blocks
 from jaxspec.rounds.programs import ACCEPTED, DRAFTED, EMITTED, LOGPROB_WIDTH, LOGPROBS, TOKENS

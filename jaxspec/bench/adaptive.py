@@ -42,6 +42,7 @@ from jaxspec.bench.forced import expected_length
 from jaxspec.bench.meter import Meter
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, device_facts, memory_facts
 from jaxspec.checkpoint import load_target
+from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
 from jaxspec.config.request import SamplingParams
@@ -51,7 +52,6 @@ from jaxspec.engine import Engine
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import GREEDY
 from jaxspec.scheduling.draft_count import REST, Chooser
-from jaxspec.timing import time_rounds
 
 AUTO = "auto"
 AGAIN = "plain again"

@@ -28,10 +28,10 @@ from jaxspec.bench import engines, floors, plots, profile
 from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.steady import Load
+from jaxspec.compiling.ladder import One
 from jaxspec.config.flags import positive
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.ladder import One
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import GREEDY, SAMPLED
 

@@ -33,6 +33,7 @@ from jaxspec.bench import plots
 from jaxspec.bench.results import Column, Document, Result, Table, counts, device_facts
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.params import dummy
+from jaxspec.compiling.programs import Programs
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import positive
 from jaxspec.config.options import ConfigError
@@ -42,7 +43,6 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import EVERYWHERE, specs_of, spread
-from jaxspec.programs import Programs
 from jaxspec.rounds import packing
 from jaxspec.rounds.programs import MODES, State
 from jaxspec.text.tokenizer import Tokenizer, byte_alphabet

@@ -30,6 +30,7 @@ from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Tab
 from jaxspec.cache.paged import MemoryPlan
 from jaxspec.checkpoint import Model, ModelFolder, locate, outlined
 from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.compiling.abstract_model import drafter_of
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
 from jaxspec.config.options import ConfigError
@@ -39,7 +40,6 @@ from jaxspec.models.description import DeltaRule, Mixture
 from jaxspec.models.families import MODELS
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.mxfp4 import BLOCK as MXFP4_BLOCK
-from jaxspec.outline import drafter_of
 from jaxspec.runner import Runner
 
 MIB = 2**20

@@ -30,8 +30,8 @@ import jaxlib
 import numpy as np
 
 from jaxspec.cache.paged import MemoryPlan
+from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.options import ConfigError, flag
-from jaxspec.executables import source_digest
 from jaxspec.parallel.channel import Channel
 
 log = logging.getLogger("jaxspec")

@@ -22,10 +22,10 @@ from jaxtyping import Int
 
 from jaxspec.cache.paged import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
+from jaxspec.compiling.executable_store import enable_compilation_cache
 from jaxspec.config.flags import engine_options
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
-from jaxspec.executables import enable_compilation_cache
 from jaxspec.llm import LLM
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.text.tokenizer import TokenizerError

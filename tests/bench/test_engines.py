@@ -10,7 +10,7 @@ import pytest
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import decode, engines, prefill, results
 from jaxspec.checkpoint import load_model
-from jaxspec.ladder import ladder_of
+from jaxspec.compiling.ladder import ladder_of
 from jaxspec.models.description import DeltaRule
 from tests.bench.fake_engine import Clock, FakeEngine
 from tests.tiny import tiny_checkpoint

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import export
 
-from jaxspec.compiling import cores, not_in_jax_cache
+from jaxspec.compiling.xla_options import cores, not_in_jax_cache
 from jaxspec.config.progress import took
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import jax_patches, modules

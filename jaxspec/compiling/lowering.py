@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import export
 
-from jaxspec.compiling import cores
-from jaxspec.ladder import One
+from jaxspec.compiling.ladder import One
+from jaxspec.compiling.xla_options import cores
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import export as once
 
@@ -274,7 +274,11 @@ class Process:
         self._given = given
         self._pipe, theirs = Pipe()
         told = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-c", f"from jaxspec.lowering_process import answer; answer({theirs.fileno()})"]
+        command = [
+            sys.executable,
+            "-c",
+            f"from jaxspec.compiling.lowering_process import answer; answer({theirs.fileno()})",
+        ]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | told)
         theirs.close()
         self.alive, self.up, self._stopped = True, False, False

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 
 import jax
 
-from jaxspec.ladder import One
-from jaxspec.lowering import ASKS, UP, Given, Module
+from jaxspec.compiling.ladder import One
+from jaxspec.compiling.lowering import ASKS, UP, Given, Module
+from jaxspec.compiling.programs import Programs
 from jaxspec.pallas import hopper
-from jaxspec.programs import Programs
 
 
 def answer(descriptor: int) -> None:

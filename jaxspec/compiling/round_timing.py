@@ -15,9 +15,9 @@ from statistics import median
 import jax
 import numpy as np
 
+from jaxspec.compiling.ladder import narrower
+from jaxspec.compiling.programs import Programs
 from jaxspec.config.request import SamplingParams
-from jaxspec.ladder import narrower
-from jaxspec.programs import Programs
 from jaxspec.rounds.packing import fit, pack_admission
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED, State
 from jaxspec.scheduling.draft_count import Group

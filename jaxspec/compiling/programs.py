@@ -20,15 +20,15 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec import compiling, ladder
 from jaxspec.cache.paged import gib, resident_memory
-from jaxspec.compiling import cores, no_garbage_collection, not_in_jax_cache
+from jaxspec.compiling import ladder, xla_options
+from jaxspec.compiling.divided import divided
+from jaxspec.compiling.executable_store import Executables
+from jaxspec.compiling.ladder import One, drafting, kind_of
+from jaxspec.compiling.lowering import Module, Processes, shape_of
+from jaxspec.compiling.xla_options import cores, no_garbage_collection, not_in_jax_cache
 from jaxspec.config.progress import progress_bar, took
-from jaxspec.divided import divided
 from jaxspec.drafters.base import Drafter, Proposal, Resting
-from jaxspec.executables import Executables
-from jaxspec.ladder import One, drafting, kind_of
-from jaxspec.lowering import Module, Processes, shape_of
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
@@ -445,12 +445,12 @@ class Programs:
             return self._jits[kind].lower(*arguments), kernels
 
     def _compile(self, kind: str, size: int, lowered: jax.stages.Lowered) -> Any:
-        options = dict(compiling.OPTIONS)
+        options = dict(xla_options.OPTIONS)
         if self.division and self.division.peers:
-            options |= compiling.IN_A_ROW
+            options |= xla_options.IN_A_ROW
         if self.division is None and hopper.runs(self._kernels):
             rows = size * (self.shapes.block if kind in ("prefill", "score") else 1)
-            options |= compiling.autotuning(self._params, rows)
+            options |= xla_options.autotuning(self._params, rows)
         with took(f"compiled {kind} {size}"), contextlib.nullcontext() if self._store is None else not_in_jax_cache():
             program = self._compiled[kind, size] = lowered.compile(options)
         return program
