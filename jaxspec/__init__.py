@@ -1,6 +1,5 @@
 """jaxspec: speculative decoding for large language models on NVIDIA GPUs, in JAX and Pallas."""
 
-from jaxspec.async_llm import AsyncLLM, EngineDead
 from jaxspec.checkpoint import CheckpointError, Model, load_model
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
@@ -15,8 +14,9 @@ from jaxspec.config.request import (
     TokenLogprobs,
 )
 from jaxspec.drafters import load_drafter
-from jaxspec.functional import hidden_states, logits, propose
-from jaxspec.llm import LLM
+from jaxspec.engine.async_llm import AsyncLLM, EngineDead
+from jaxspec.engine.functional import hidden_states, logits, propose
+from jaxspec.engine.llm import LLM
 from jaxspec.models.model_config import ModelConfig
 
 __version__ = "0.1.0"

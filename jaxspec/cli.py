@@ -15,7 +15,7 @@ COMMANDS = {
     "serve": ("server.__main__", "run", "serve a model: jaxspec serve MODEL --draft D"),
     "bench": ("jaxspec.bench.__main__", "main", "measure decoding, prefill, serving, kernels"),
     "train": ("jaxspec.train.__main__", "main", "train a drafter"),
-    "compile": ("jaxspec.ahead", "main", "make a server's programs ahead of time"),
+    "compile": ("jaxspec.engine.precompile", "main", "make a server's programs ahead of time"),
 }
 OTHERS = ("vllm", "sglang")  # whose command lines `serve` answers with their translation
 

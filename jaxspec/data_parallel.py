@@ -22,7 +22,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jaxspec.affinity import Prefixes, pages
-from jaxspec.async_llm import (
+from jaxspec.checkpoint.find import resolve
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
+from jaxspec.config.request import Delta, RequestError, SamplingParams
+from jaxspec.engine.async_llm import (
     CLOSE_SECONDS,
     EXIT_SECONDS,
     LONG_PROMPT,
@@ -33,13 +37,9 @@ from jaxspec.async_llm import (
     RequestTimeout,
     check_params,
 )
-from jaxspec.checkpoint.find import resolve
-from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.options import ConfigError
-from jaxspec.config.request import Delta, RequestError, SamplingParams
+from jaxspec.engine.stats import together
+from jaxspec.engine.streams import Stream, wake
 from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
-from jaxspec.stats import together
-from jaxspec.streams import Stream, wake
 from jaxspec.text.tokenizer import TokenizerError
 
 log = logging.getLogger("jaxspec")

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.affinity import Prefixes
-from jaxspec.async_llm import EngineDead
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
+from jaxspec.engine.async_llm import EngineDead
 from jaxspec.parallel.channel import Channel
 
 log = logging.getLogger("jaxspec")

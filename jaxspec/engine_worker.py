@@ -26,12 +26,12 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxspec.async_llm import AsyncLLM, EngineDead, RequestFailed, described_devices
 from jaxspec.cache.paged import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError
+from jaxspec.engine.async_llm import AsyncLLM, EngineDead, RequestFailed, described_devices
 from jaxspec.parallel.channel import Channel
 from jaxspec.text.tokenizer import TokenizerError
 

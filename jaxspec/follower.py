@@ -7,8 +7,8 @@ import logging
 import jax
 
 from jaxspec.config.engine_config import EngineConfig
+from jaxspec.engine.runner import Runner
 from jaxspec.parallel.hosts import Follower
-from jaxspec.runner import Runner
 
 log = logging.getLogger("jaxspec")
 

@@ -27,11 +27,11 @@ import jax
 import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
-from jaxspec.async_llm import EngineDead
 from jaxspec.cli import called
 from jaxspec.config.flags import engine_options
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.data_parallel import DataParallelLLM
+from jaxspec.engine.async_llm import EngineDead
 from jaxspec.follower import follow
 from jaxspec.parallel.hosts import join
 from jaxspec.text.tokenizer import Tokenizer, TokenizerError

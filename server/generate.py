@@ -16,8 +16,8 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxspec import AsyncLLM
-from jaxspec.async_llm import LONG_PROMPT
 from jaxspec.config.request import CONTEXT_EXCEEDED, Delta, RequestError
+from jaxspec.engine.async_llm import LONG_PROMPT
 from jaxspec.text.tokenizer import Tokenizer, TokenizerError, TooLong
 from server.chat.speech import Formats
 from server.http.errors import describe

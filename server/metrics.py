@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import Delta, RequestMetrics, SamplingParams
-from jaxspec.stats import Tally
+from jaxspec.engine.stats import Tally
 
 Stats = dict[str, Any]
 

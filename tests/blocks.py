@@ -12,9 +12,10 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec import functional, load_drafter, load_model
+from jaxspec import load_drafter, load_model
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.drafters.base import DraftBatch, PrefillBatch
+from jaxspec.engine import functional
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param
 from jaxspec.rounds.packing import empty_slots

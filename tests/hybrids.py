@@ -18,7 +18,7 @@ from jaxspec.cache.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.deterministic import widened
+from jaxspec.engine.deterministic import widened
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight

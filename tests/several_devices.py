@@ -27,10 +27,10 @@ from jaxspec.bench import host
 from jaxspec.cache.paged import MemoryPlan
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
+from jaxspec.engine.runner import Runner
 from jaxspec.models.description import DeltaRule
 from jaxspec.models.families import MODELS
 from jaxspec.parallel import collectives, sharding
-from jaxspec.runner import Runner
 from tests import heads, hybrids, widths
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxspec import ahead
 from jaxspec.compiling.ladder import ladder_of
+from jaxspec.engine import precompile
 from jaxspec.rounds.packing import Shapes
 
 SHAPES = Shapes(4, 64, 4, 16, (1, 2), 1, (1,), (4,), (4,))
@@ -25,16 +25,16 @@ def gpu(monkeypatch, tmp_path):
             shapes=SHAPES, programs=programs, keeps_programs=told.keeps, draft=SimpleNamespace(name="mine")
         )
 
-    monkeypatch.setattr(ahead, "Runner", runner)
-    monkeypatch.setattr(ahead, "claim_device", lambda: None)
-    monkeypatch.setattr(ahead.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(precompile, "Runner", runner)
+    monkeypatch.setattr(precompile, "claim_device", lambda: None)
+    monkeypatch.setattr(precompile.jax, "default_backend", lambda: "gpu")
     monkeypatch.delenv("JAXSPEC_CACHE", raising=False)
     monkeypatch.setenv("JAXSPEC_CACHE", "elsewhere")  # so that it is put back
     return told
 
 
 def test_it_fills_the_folder_with_the_servers_programs(gpu, tmp_path, capsys):
-    assert ahead.main(["--model", "m", "--max-running-requests", "4", "--output", str(tmp_path / "out")]) == 0
+    assert precompile.main(["--model", "m", "--max-running-requests", "4", "--output", str(tmp_path / "out")]) == 0
     (config,) = gpu.configs
     assert (config.model, config.draft, config.max_running_requests) == ("m", "auto", 4)
     said = capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_it_fills_the_folder_with_the_servers_programs(gpu, tmp_path, capsys):
 @pytest.mark.parametrize(("missing", "status"), [(0, 0), (1, 1)])
 def test_check_fails_if_something_was_missing(gpu, tmp_path, missing, status):
     gpu.found = len(ladder_of(SHAPES)) - missing
-    assert ahead.main(["--check", "--output", str(tmp_path / "out")]) == status
+    assert precompile.main(["--check", "--output", str(tmp_path / "out")]) == status
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,16 @@ def test_check_fails_if_something_was_missing(gpu, tmp_path, missing, status):
 )
 def test_options_that_make_no_sense_are_refused(gpu, capsys, argv, said):
     with pytest.raises(SystemExit) as stop:
-        ahead.main(argv)
+        precompile.main(argv)
     assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_what_cannot_be_kept_is_refused(gpu, tmp_path, capsys, monkeypatch):
     gpu.keeps = False
     with pytest.raises(SystemExit):
-        ahead.main(["--output", str(tmp_path / "out")])
+        precompile.main(["--output", str(tmp_path / "out")])
     assert "a drafter of your own" in capsys.readouterr().err
-    monkeypatch.setattr(ahead.jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(precompile.jax, "default_backend", lambda: "cpu")
     with pytest.raises(SystemExit):
-        ahead.main([])
+        precompile.main([])
     assert "programs are kept for GPUs alone, and this is a cpu" in capsys.readouterr().err

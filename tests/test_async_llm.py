@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxspec import AsyncLLM, EngineDead, RequestError
-from jaxspec.async_llm import Overloaded, RequestFailed, RequestTimeout
+from jaxspec.engine.async_llm import Overloaded, RequestFailed, RequestTimeout
 from tests.engines import VOCAB, engine, idle, mixed_load, params, said, tokens
 from tests.faults import out_of_memory
 
@@ -17,7 +17,7 @@ from tests.faults import out_of_memory
 def serve(monkeypatch):
     """Run a coroutine function on an `AsyncLLM` over the shared engine, and leave that idle whatever happened."""
     core = engine("ngram").engine
-    monkeypatch.setattr("jaxspec.async_llm.Engine", lambda options, **_: core)
+    monkeypatch.setattr("jaxspec.engine.async_llm.Engine", lambda options, **_: core)
 
     def run(scenario, **options):
         llm = AsyncLLM(**options)
@@ -334,7 +334,7 @@ def test_a_request_that_takes_too_long_ends(serve, monkeypatch):
 
 
 def test_a_caller_that_never_reads_is_given_up(serve, monkeypatch):
-    monkeypatch.setattr("jaxspec.async_llm.MAX_UNREAD", 5)
+    monkeypatch.setattr("jaxspec.engine.async_llm.MAX_UNREAD", 5)
 
     async def scenario(llm):
         stream = llm.generate(tokens(20), params(max_tokens=150))

@@ -15,7 +15,7 @@ from jaxspec import cli
         (["serve", "a/b", "--port", "1"], "server.__main__", ["a/b", "--port", "1"]),
         (["bench", "decode"], "jaxspec.bench.__main__", ["decode"]),
         (["train"], "jaxspec.train.__main__", []),
-        (["compile", "--model", "m"], "jaxspec.ahead", ["--model", "m"]),
+        (["compile", "--model", "m"], "jaxspec.engine.precompile", ["--model", "m"]),
         (["vllm", "serve", "a/b"], "server.__main__", ["vllm", "serve", "a/b"]),
     ],
 )

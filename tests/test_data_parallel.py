@@ -19,12 +19,12 @@ import pytest
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, RequestError, SamplingParams
 from jaxspec.affinity import Prefixes, pages
-from jaxspec.async_llm import EngineDead
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.data_parallel import DataParallelLLM
+from jaxspec.engine.async_llm import EngineDead
+from jaxspec.engine.stats import together
 from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.parallel.channel import Channel, ChannelError
-from jaxspec.stats import together
 from server.app import create_app
 from tests.server.fake import FakeLLM
 from tests.server.live import as_here, serving, wait_for

@@ -17,7 +17,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError, StructuredOutput
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.deterministic import prepared
+from jaxspec.engine.deterministic import prepared
 from jaxspec.models.families import llama, qwen3
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight

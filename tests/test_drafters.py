@@ -16,7 +16,7 @@ from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
-from jaxspec.llm import LLM
+from jaxspec.engine.llm import LLM
 from jaxspec.rounds.packing import empty_slots
 from tests.tiny import tiny_checkpoint
 

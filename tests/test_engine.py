@@ -14,7 +14,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, StructuredOutput
 from jaxspec.config.request import Delta
-from jaxspec.flight import Flight
+from jaxspec.engine.flight import Flight
 from tests.engines import (
     COUNT_UP,
     DRAFTERS,

@@ -20,12 +20,12 @@ import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, StructuredOutput
 from jaxspec.compiling.programs import Programs
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.runner import Runner
 from jaxspec.follower import replay
 from jaxspec.parallel import hosts as module
 from jaxspec.parallel.channel import Channel
 from jaxspec.parallel.hosts import Follower, HostLost, Leader, decode, encode, facts
-from jaxspec.runner import Runner
 from server.cli.options import UsageError, parse
 from tests import heads
 from tests.server.live import wait_for

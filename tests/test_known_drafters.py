@@ -11,7 +11,7 @@ from jaxspec import SamplingParams
 from jaxspec.drafters import DRAFTERS, KNOWN, Known
 from jaxspec.drafters.known import MODULES, OTHERS, card, entries, find, table
 from jaxspec.drafters.watch import FAR, ROUNDS, Watch, constant_rate
-from jaxspec.llm import LLM
+from jaxspec.engine.llm import LLM
 from tests.sample import rare
 from tests.tiny import tiny_checkpoint
 

@@ -6,10 +6,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams, StructuredOutput, defaults, runner
+from jaxspec import LLM, SamplingParams, StructuredOutput
 from jaxspec.compiling.ladder import ladder_of, sizes_of
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.defaults import CPU, GPU, seldom_sizes, shapes_of
+from jaxspec.engine import defaults, runner
+from jaxspec.engine.defaults import CPU, GPU, seldom_sizes, shapes_of
 from jaxspec.rounds.packing import ladder
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from tests.engines import COUNT_UP, OPTIONS, CountUp, checkpoint, params, set_rounds, tokens

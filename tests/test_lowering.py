@@ -15,13 +15,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import defaults, runner
 from jaxspec.compiling import ladder
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.compiling.lowering import Given, Module, Order, Process, Processes
 from jaxspec.compiling.programs import Programs
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.drafters.base import Drafter
+from jaxspec.engine import defaults, runner
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention.decode_attention import division
 from tests.engines import SELF, engine

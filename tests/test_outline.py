@@ -16,7 +16,7 @@ from jaxspec.compiling.ladder import ladder_of
 from jaxspec.compiling.programs import Programs
 from jaxspec.drafters import load_drafter
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.runner import Runner
+from jaxspec.engine.runner import Runner
 from tests import hybrids
 from tests.blocks import write_drafter
 from tests.engines import OPTIONS, checkpoint

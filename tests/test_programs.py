@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from jaxspec import defaults, runner
 from jaxspec.config.engine_config import EngineConfig
+from jaxspec.engine import defaults, runner
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import counting
 from tests.tiny import tiny_config

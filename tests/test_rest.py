@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import EngineConfig, SamplingParams, defaults, load_drafter, load_model
+from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.compiling.ladder import ladder_of
+from jaxspec.engine import defaults
 from jaxspec.scheduling.draft_count import KEEPING, REST, SETTLED, Chooser
 from tests import heads, test_dflash, test_eagle, test_hybrid
 from tests import test_adaptive as loads

@@ -3,10 +3,11 @@
 import jax
 import pytest
 
-from jaxspec import defaults, load_drafter, load_model, runner
+from jaxspec import load_drafter, load_model
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
+from jaxspec.engine import defaults, runner
 from tests.tiny import tiny_checkpoint
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from jaxspec import SamplingParams
-from jaxspec.timeline import FIRST, PROMPTS, ROUNDS, Timeline
+from jaxspec.engine.timeline import FIRST, PROMPTS, ROUNDS, Timeline
 from tests.engines import engine, idle
 
 
@@ -76,7 +76,7 @@ def test_a_trace_has_a_track_for_each_request(recorded):
 
 
 def test_a_full_recording_ends_itself(monkeypatch):
-    monkeypatch.setattr("jaxspec.timeline.MOST", 3)
+    monkeypatch.setattr("jaxspec.engine.timeline.MOST", 3)
     core = engine("ngram").engine
     timeline = Timeline(core)
     timeline.start()

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM, defaults, pallas
+from jaxspec import LLM, pallas
 from jaxspec.compiling import xla_options
 from jaxspec.compiling.ladder import sizes_of
 from jaxspec.compiling.programs import Programs
 from jaxspec.compiling.round_timing import group
+from jaxspec.engine import defaults
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import LOGPROBS, MODES
 from tests.engines import OPTIONS, checkpoint

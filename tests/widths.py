@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxspec import LLM, runner
+from jaxspec import LLM
+from jaxspec.engine import runner
 from jaxspec.rounds import ragged_verification as sharing
 from jaxspec.rounds.programs import LOGPROBS
 from jaxspec.scheduling.draft_count import REST, rungs

@@ -32,7 +32,7 @@ from jaxspec.bench.questions import Question
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
 from jaxspec.config.flags import positive
 from jaxspec.config.request import SamplingParams
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 
 PLAIN = "none"
 

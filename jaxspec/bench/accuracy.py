@@ -29,7 +29,7 @@ from jaxspec.bench.acceptance import Counts
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.config.flags import positive
 from jaxspec.config.request import RequestMetrics, SamplingParams, TokenLogprobs
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 
 UNQUANTISED = "unquantised"
 FORMATS: dict[str, dict[str, str]] = {

@@ -48,7 +48,7 @@ from jaxspec.config.flags import engine_options, positive
 from jaxspec.config.request import SamplingParams
 from jaxspec.drafters import load_drafter
 from jaxspec.drafters.base import Resting
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import GREEDY
 from jaxspec.scheduling.draft_count import REST, Chooser

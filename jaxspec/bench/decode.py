@@ -31,7 +31,7 @@ from jaxspec.bench.steady import Load
 from jaxspec.compiling.ladder import One
 from jaxspec.config.flags import positive
 from jaxspec.config.request import SamplingParams
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import GREEDY, SAMPLED
 

@@ -15,7 +15,7 @@ from jaxspec.checkpoint import Model, load_target
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, engine_options
 from jaxspec.drafters import check_drafter, load_drafter
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.models.description import Attention
 
 # Speed doesn't depend on what the weights are; and a round that is measured has as many drafts as it was given

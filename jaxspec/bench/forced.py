@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxspec.bench.results import BenchError
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.sampling import sampling
 
 RATES = "accept_rates"  # of the drafter's params, f32[lists, drafts]

@@ -38,7 +38,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import positive
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import SamplingParams
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel import sharding

@@ -30,8 +30,8 @@ from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.traffic import Load
 from jaxspec.config.request import SamplingParams
-from jaxspec.engine import Engine
-from jaxspec.timeline import Recording, Timeline
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.timeline import Recording, Timeline
 
 COLUMNS = (
     Column("load", "load", "<26", 26),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from statistics import median
 
 from jaxspec.bench.results import Row
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.scheduling.draft_count import REST
 
 

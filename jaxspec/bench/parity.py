@@ -23,8 +23,8 @@ from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Tab
 from jaxspec.checkpoint import Model
 from jaxspec.config.flags import positive
 from jaxspec.config.request import SamplingParams
-from jaxspec.engine import Engine
-from jaxspec.functional import logits
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.functional import logits
 
 COLUMNS = (
     Column("run", "run", width=24),

@@ -34,13 +34,13 @@ from jaxspec.compiling.abstract_model import drafter_of
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
 from jaxspec.config.options import ConfigError
-from jaxspec.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.drafters import LoadedDrafter, combined
+from jaxspec.engine.defaults import GPU, Defaults, resolve, shapes_of, small_model
+from jaxspec.engine.runner import Runner
 from jaxspec.models.description import DeltaRule, Mixture
 from jaxspec.models.families import MODELS
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.mxfp4 import BLOCK as MXFP4_BLOCK
-from jaxspec.runner import Runner
 
 MIB = 2**20
 POOL = 0.95  # XLA's share of a GPU's memory, as `claim_device` sets it

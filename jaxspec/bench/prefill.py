@@ -40,7 +40,7 @@ from jaxspec.bench.results import (
 )
 from jaxspec.config.flags import natural, positive
 from jaxspec.config.request import SamplingParams
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 
 COLUMNS = (
     Column("length", "prompt"),

@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxspec.bench import profile
 from jaxspec.bench.results import Row
+from jaxspec.engine.runner import Runner
 from jaxspec.rounds.packing import Slots
 from jaxspec.rounds.programs import State
-from jaxspec.runner import Runner
 
 NAMES = "round", "rounds"  # methods of `Programs`
 MOST = 50  # dispatches timed

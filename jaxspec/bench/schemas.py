@@ -23,7 +23,7 @@ from tqdm import tqdm
 from jaxspec.bench.results import BenchError, Column, Document, Result, Table, numbers
 from jaxspec.config.flags import positive
 from jaxspec.config.request import RequestError, RequestOutput, SamplingParams, StructuredOutput
-from jaxspec.llm import LLM
+from jaxspec.engine.llm import LLM
 
 COLUMNS = (
     Column("draft", "draft", "<24", 24),

@@ -30,7 +30,7 @@ from jaxspec.bench.traffic import Load
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, engine_options
 from jaxspec.config.request import SamplingParams
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 
 COLUMNS = (
     Column("load", "load", "<26", 26),

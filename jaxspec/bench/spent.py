@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.bench.results import Row
-from jaxspec.timeline import FIRST, PROMPTS, ROUNDS, Program, Recording
+from jaxspec.engine.timeline import FIRST, PROMPTS, ROUNDS, Program, Recording
 
 FULL = 0.97  # share of the most requests in a round from which on it counts as full
 BINS = 240  # of the chart

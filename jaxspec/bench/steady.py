@@ -15,7 +15,7 @@ import numpy as np
 from jaxspec.bench.replay import Replay
 from jaxspec.bench.results import Row
 from jaxspec.config.request import SamplingParams
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 
 SETTLING_STEPS = 2  # after the last first token: the program in flight then may still be a prefill's neighbour
 LEAST_ROUNDS = 4  # fewer say nothing

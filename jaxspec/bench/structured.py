@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec import engine as engines_module
 from jaxspec.bench import engines, plots
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
 from jaxspec.bench.steady import Load
 from jaxspec.checkpoint import Model
 from jaxspec.config.flags import positive
 from jaxspec.config.request import SamplingParams, StructuredOutput
-from jaxspec.engine import Engine
+from jaxspec.engine import engine as engines_module
+from jaxspec.engine.engine import Engine
 from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.matcher import round_masks
 from jaxspec.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from jaxspec.bench.client import Client, Reply
 from jaxspec.bench.datasets import Prompt
 from jaxspec.config.request import SamplingParams
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jaxspec.compiling.executable_store import enable_compilation_cache
 from jaxspec.config.flags import engine_options
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
-from jaxspec.llm import LLM
+from jaxspec.engine.llm import LLM
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.text.tokenizer import TokenizerError
 from jaxspec.train import evaluate, export, flags, loop, plots, synthesise

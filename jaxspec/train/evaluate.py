@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxspec.config.request import SamplingParams
-from jaxspec.llm import LLM
+from jaxspec.engine.llm import LLM
 from jaxspec.train.data import Prompt, Text, TrainError
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.config.request import SamplingParams
-from jaxspec.llm import LLM
+from jaxspec.engine.llm import LLM
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.data import Prompt, Text, TrainError, read_prompts
 from jaxspec.train.interrupted import Interrupted

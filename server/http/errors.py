@@ -18,8 +18,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from jaxspec.async_llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
 from jaxspec.config.request import RequestError
+from jaxspec.engine.async_llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
 from server.protocol.base import shown
 
 log = logging.getLogger("jaxspec.server")

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from jaxspec import AsyncLLM
-from jaxspec.timeline import Timeline
+from jaxspec.engine.timeline import Timeline
 from server.http.errors import ApiError
 from server.protocol.response_models import Started
 

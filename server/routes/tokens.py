@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from jaxspec import RequestError
-from jaxspec.async_llm import LONG_PROMPT
+from jaxspec.engine.async_llm import LONG_PROMPT
 from jaxspec.text.tokenizer import Tokenizer
 from server.http.errors import ApiError
 from server.protocol import CompletionRequest

@@ -8,10 +8,10 @@ from statistics import median
 
 import pytest
 
-from jaxspec import defaults
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import adaptive
 from jaxspec.bench.meter import Meter
+from jaxspec.engine import defaults
 
 
 def test_a_run_compares_every_setting_and_compiles_nothing_later(tiny, tmp_path, capsys):

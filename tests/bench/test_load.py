@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import load, spent
-from jaxspec.timeline import Program, Recording, Step
+from jaxspec.engine.timeline import Program, Recording, Step
 
 
 def program(kind, size, rows, began, ended, tokens=0, called=None):

@@ -10,8 +10,8 @@ from jaxspec.bench import plan
 from jaxspec.bench.__main__ import main
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.defaults import CPU, GPU
-from jaxspec.runner import Runner
+from jaxspec.engine.defaults import CPU, GPU
+from jaxspec.engine.runner import Runner
 from tests.tiny import tiny_checkpoint, tiny_config
 
 H200 = plan.GPUS["h200"].memory, int(plan.POOL * plan.GPUS["h200"].memory)

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import cache
 
-from jaxspec.async_llm import EngineDead
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import (
     CONTEXT_EXCEEDED,
@@ -23,6 +22,7 @@ from jaxspec.config.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from jaxspec.engine.async_llm import EngineDead
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.text.tokenizer import Tokenizer
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config

@@ -226,7 +226,7 @@ def test_many_connections_at_once():
 
 FAULTY = """
 import sys, time
-from jaxspec.runner import Runner
+from jaxspec.engine.runner import Runner
 from server import __main__ as command
 
 fault, *argv = sys.argv[1:]

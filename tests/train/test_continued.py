@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.checkpoint import ModelFolder, load_model
 from jaxspec.drafters import load_drafter
-from jaxspec.functional import propose
+from jaxspec.engine.functional import propose
 from jaxspec.train.__main__ import main
 from jaxspec.train.continued import continued
 from jaxspec.train.data import Text, TrainError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.llm import LLM
+from jaxspec.engine.llm import LLM
 from jaxspec.train import synthesise
 from jaxspec.train.data import Prompt, TrainError, read_texts
 from jaxspec.train.evaluate import chat_prompts, evaluate, held_out_prompts, table

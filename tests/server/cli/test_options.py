@@ -10,10 +10,10 @@ import threading
 import httpx
 import pytest
 
-from jaxspec.async_llm import EngineDead
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options
 from jaxspec.config.options import ConfigError, flag, options_of
+from jaxspec.engine.async_llm import EngineDead
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.text.tokenizer import Tokenizer
 from server import __main__ as command

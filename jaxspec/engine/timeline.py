@@ -23,7 +23,7 @@ import numpy as np
 from jaxspec.config.request import Delta
 
 if TYPE_CHECKING:
-    from jaxspec.engine import Engine
+    from jaxspec.engine.engine import Engine
 
 PROMPTS, FIRST, ROUNDS = "prompts", "first tokens", "rounds"  # what a program does
 MOST = 1_000_000  # programs and gains of requests kept; recording ends there

@@ -1,6 +1,6 @@
 """The loop: admit requests, plan, dispatch, and read the results of all but the rounds just dispatched.
 
-`Engine` is single-threaded and owns scheduler and runner; `jaxspec.llm` and `jaxspec.async_llm` drive it. Overlap is
+`Engine` is single-threaded and owns scheduler and runner; `jaxspec.engine.llm` and `jaxspec.engine.async_llm` drive it. Overlap is
 nothing but dispatching round n+1 before reading round n. With `disable_overlap` each round is read as
 soon as it is dispatched.
 """
@@ -21,20 +21,20 @@ from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import Delta, RequestError, RequestMetrics, sources_of
-from jaxspec.defaults import here
 from jaxspec.drafters.watch import Watch
-from jaxspec.flight import Flight
-from jaxspec.intake import Choice, Intake, Request
+from jaxspec.engine.admission import Choice, Intake, Request
+from jaxspec.engine.defaults import here
+from jaxspec.engine.flight import Flight
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.stats import STEP_TOKENS, DecodeLog, Tally, figures
 from jaxspec.rounds.packing import fit, unpack_logprobs
 from jaxspec.rounds.programs import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
-from jaxspec.runner import Runner
 from jaxspec.scheduling import skipped_drafts
 from jaxspec.scheduling.draft_count import REST, Chooser, Group
 from jaxspec.scheduling.prefill_budget import Pace
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Sequence
 from jaxspec.scheduling.sequence import State as SequenceState
-from jaxspec.stats import STEP_TOKENS, DecodeLog, Tally, figures
 from jaxspec.structured.matcher import first_masks, round_masks
 from jaxspec.text.tokenizer import Detokenizer
 

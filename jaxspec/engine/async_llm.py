@@ -1,4 +1,4 @@
-"""The engine for many callers: `AsyncLLM` streams to each (`jaxspec.llm` has the one that takes a list of prompts).
+"""The engine for many callers: `AsyncLLM` streams to each (`jaxspec.engine.llm` has the one that takes a list of prompts).
 
 Invariant: every caller that waits for the engine hears from it. A request ends with its last delta or with one of the
 errors below, also when its step fails, takes too long, or never returns.
@@ -23,10 +23,10 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError, SamplingParams
-from jaxspec.engine import Engine
-from jaxspec.intake import Request
+from jaxspec.engine.admission import Request
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.streams import Stream, wake
 from jaxspec.parallel.hosts import Leader
-from jaxspec.streams import Stream, wake
 
 log = logging.getLogger("jaxspec")
 

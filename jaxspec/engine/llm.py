@@ -1,4 +1,4 @@
-"""The engine for one caller: `LLM` generates for a list of prompts (`jaxspec.async_llm` streams to many callers)."""
+"""The engine for one caller: `LLM` generates for a list of prompts (`jaxspec.engine.async_llm` streams to many callers)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import Delta, RequestError, RequestOutput, SamplingParams
-from jaxspec.engine import Engine
-from jaxspec.gathered import Gathered, output
-from jaxspec.interrupts import Interrupts
+from jaxspec.engine.completion_builder import Gathered, output
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.interrupts import Interrupts
 from jaxspec.text.tokenizer import TokenizerError
 
 

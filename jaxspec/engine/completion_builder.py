@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxspec.config.request import Completion, Delta, RequestMetrics, RequestOutput
-from jaxspec.intake import Request
+from jaxspec.engine.admission import Request
 
 
 class Gathered:

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import MAX_STOP_IDS, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
+from jaxspec.engine.runner import Runner
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
-from jaxspec.runner import Runner
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Sequence
 from jaxspec.structured.matcher import Matcher

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec import stats
 from jaxspec.cache.memory_check import check_room, told_if_full
 from jaxspec.cache.mixers import state_bytes
 from jaxspec.cache.paged import (
@@ -44,10 +43,11 @@ from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
-from jaxspec.defaults import resolve, rounds_for, shapes_of, small_model
-from jaxspec.deterministic import prepared
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.drafters.base import Drafter
+from jaxspec.engine import stats
+from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
+from jaxspec.engine.deterministic import prepared
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding

@@ -14,8 +14,8 @@ from jaxspec.pallas.hopper import KERNELS
 
 if TYPE_CHECKING:
     from jaxspec.compiling.programs import Programs
-    from jaxspec.engine import Engine
-    from jaxspec.runner import Runner
+    from jaxspec.engine.engine import Engine
+    from jaxspec.engine.runner import Runner
 
 log = logging.getLogger("jaxspec")
 

@@ -1,0 +1,1 @@
+"""Loop between host and device, and what a caller of Python uses."""
