@@ -30,10 +30,10 @@ from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
 from jaxspec.cli import called
 from jaxspec.config.flags import engine_options
 from jaxspec.config.lazy_transformers import spare_torch
-from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.engine.async_llm import EngineDead
-from jaxspec.follower import follow
 from jaxspec.parallel.hosts import join
+from jaxspec.replicas.data_parallel import DataParallelLLM
+from jaxspec.replicas.follower import follow
 from jaxspec.text.tokenizer import Tokenizer, TokenizerError
 from server import logs
 from server.app import create_app

@@ -18,13 +18,13 @@ import httpx
 import pytest
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, RequestError, SamplingParams
-from jaxspec.affinity import Prefixes, pages
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.data_parallel import DataParallelLLM
 from jaxspec.engine.async_llm import EngineDead
 from jaxspec.engine.stats import together
-from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.parallel.channel import Channel, ChannelError
+from jaxspec.replicas.data_parallel import DataParallelLLM
+from jaxspec.replicas.engine_process import EngineProcess, check_devices, devices_of_each
+from jaxspec.replicas.prefix_affinity import Prefixes, pages
 from server.app import create_app
 from tests.server.fake import FakeLLM
 from tests.server.live import as_here, serving, wait_for

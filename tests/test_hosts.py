@@ -22,10 +22,10 @@ from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, StructuredOu
 from jaxspec.compiling.programs import Programs
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.runner import Runner
-from jaxspec.follower import replay
 from jaxspec.parallel import hosts as module
 from jaxspec.parallel.channel import Channel
 from jaxspec.parallel.hosts import Follower, HostLost, Leader, decode, encode, facts
+from jaxspec.replicas.follower import replay
 from server.cli.options import UsageError, parse
 from tests import heads
 from tests.server.live import wait_for

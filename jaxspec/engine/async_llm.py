@@ -77,7 +77,7 @@ class AsyncLLM:
     None; `sampling`, the checkpoint's own settings; `devices`, in words; `error`, what the engine loop ended with, or
     None.
 
-    `jaxspec.data_parallel.DataParallelLLM` has the same methods and runs several engines.
+    `jaxspec.replicas.data_parallel.DataParallelLLM` has the same methods and runs several engines.
     """
 
     def __init__(

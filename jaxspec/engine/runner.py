@@ -90,7 +90,7 @@ class Runner:
         if options.dp_size != 1:
             raise ConfigError(
                 f"--dp-size {options.dp_size}: this is one engine. python -m server runs several, and in Python "
-                "jaxspec.data_parallel.DataParallelLLM, which has AsyncLLM's methods"
+                "jaxspec.replicas.data_parallel.DataParallelLLM, which has AsyncLLM's methods"
             )
         self.hosts = hosts
         claim_device()

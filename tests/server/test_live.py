@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from jaxspec import AsyncLLM
-from jaxspec.data_parallel import DataParallelLLM
+from jaxspec.replicas.data_parallel import DataParallelLLM
 from server.app import create_app
 from tests.server.live import serving, wait_for
 from tests.tiny import BYTE_VOCAB, tiny_checkpoint

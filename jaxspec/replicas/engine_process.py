@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxspec.affinity import Prefixes
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.async_llm import EngineDead
 from jaxspec.parallel.channel import Channel
+from jaxspec.replicas.prefix_affinity import Prefixes
 
 log = logging.getLogger("jaxspec")
 
@@ -27,7 +27,7 @@ QUIET_SECONDS = 5.0  # without a word from an engine, which reports four times a
 
 
 class EngineProcess:
-    """One engine (`jaxspec.engine_worker`) and the channel to it.
+    """One engine (`jaxspec.replicas.engine_worker`) and the channel to it.
 
     A thread reads what it sends: `deliver` is called with its deltas, and `lost` once it is gone.
 
@@ -41,7 +41,7 @@ class EngineProcess:
         level = logging.getLogger("jaxspec").getEffectiveLevel()
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # a drafter's module is found there too
         bars = "0" if index else "1"  # one engine's are enough
-        command = [sys.executable, "-m", "jaxspec.engine_worker", str(theirs.fileno()), str(level), bars]
+        command = [sys.executable, "-m", "jaxspec.replicas.engine_worker", str(theirs.fileno()), str(level), bars]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | env | path)
         theirs.close()
         self.index, self.channel = index, Channel(ours)

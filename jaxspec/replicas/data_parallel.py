@@ -1,6 +1,6 @@
 """Several engines behind one object: `DataParallelLLM` has `AsyncLLM`'s methods and gives each request to one engine.
 
-Each engine is a process of its own with its own devices (`jaxspec.engine_worker`). A step of an engine holds Python's
+Each engine is a process of its own with its own devices (`jaxspec.replicas.engine_worker`). A step of an engine holds Python's
 lock for most of its host time, so engines of one process would wait for one another; and a device's failure, or an
 abort of XLA, ends the process that it happens in. Here it ends one engine's requests, and the others serve on.
 
@@ -21,7 +21,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from jaxspec.affinity import Prefixes, pages
 from jaxspec.checkpoint.find import resolve
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
@@ -39,7 +38,8 @@ from jaxspec.engine.async_llm import (
 )
 from jaxspec.engine.stats import together
 from jaxspec.engine.streams import Stream, wake
-from jaxspec.engine_process import EngineProcess, check_devices, devices_of_each
+from jaxspec.replicas.engine_process import EngineProcess, check_devices, devices_of_each
+from jaxspec.replicas.prefix_affinity import Prefixes, pages
 from jaxspec.text.tokenizer import TokenizerError
 
 log = logging.getLogger("jaxspec")

@@ -1,0 +1,1 @@
+"""Serve several engines behind one port."""
