@@ -40,8 +40,9 @@ from tests import checked, eager, interpreting
 
 # What signatures say of shapes and dtypes is checked whenever these are called, or traced: where arrays are computed.
 # Elsewhere tests give what isn't allowed on purpose, to see the errors.
-KERNELS = ("expert_plan", "few_rows", "paged_attention", "prompt_attention", "weight_stream", "write_heads")
-CHECKED = ("decoder", "mixers", "models", *(f"pallas.{name}" for name in KERNELS), "sampling", "verify")
+ATTENTION = ("paged_attention", "prompt_attention", "write_heads")
+KERNELS = ("dense.few_rows", "dense.weight_stream", "experts.expert_plan", *(f"attention.{name}" for name in ATTENTION))
+CHECKED = ("decoder", "cache.mixers", "models", *(f"pallas.{name}" for name in KERNELS), "sampling")
 checked.install([f"jaxspec.{name}" for name in CHECKED])
 
 if os.environ["JAX_PLATFORMS"] == "cpu":

@@ -107,7 +107,7 @@ def load_model(
     - `quantization`: `fp8` quantises weights of matmuls one by one as they are read; head, router and embedding stay in
       `dtype`. A checkpoint that is quantised already stays as it is.
     - `fp8_activations`: quantise the activations of FP8 weights, too, instead of leaving them in `dtype`.
-    - `tp_size`: shard the params over so many devices. The engine runs such a model, `jaxspec.engine.functional` doesn't.
+    - `tp_size`: shard the params over so many devices. The engine runs such a model, `functional` doesn't.
     - `ep_size`: divide experts among so many groups of these devices.
     - `context_length`: refuse a model of fewer positions, before it is read.
 

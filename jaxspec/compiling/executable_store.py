@@ -112,7 +112,7 @@ class Executables:
 
 
 @functools.cache
-def source_digest(root: Path = Path(__file__).parent) -> str:
+def source_digest(root: Path = Path(__file__).parent.parent) -> str:
     """A digest of every Python file below a folder, this package's by default."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

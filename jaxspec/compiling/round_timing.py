@@ -33,7 +33,7 @@ NEAR = 1.05  # times the best: another burst as fast as that is asked for
 
 
 def group(kind: str, mode: str, size: int) -> Group:
-    """The group of a batch's programs: "round" or "rounds", one of `programs.MODES`, one of their sizes (`sizes_of`)."""
+    """The group of a batch's programs: "round" or "rounds", one of `MODES`, one of their sizes (`sizes_of`)."""
     return f"{kind}_{mode}", size
 
 

@@ -1,4 +1,4 @@
-"""The engine for many callers: `AsyncLLM` streams to each (`jaxspec.engine.llm` has the one that takes a list of prompts).
+"""The engine for many callers: `AsyncLLM` streams to each (`engine.llm` has the one that takes a list of prompts).
 
 Invariant: every caller that waits for the engine hears from it. A request ends with its last delta or with one of the
 errors below, also when its step fails, takes too long, or never returns.

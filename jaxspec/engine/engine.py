@@ -1,6 +1,6 @@
 """The loop: admit requests, plan, dispatch, and read the results of all but the rounds just dispatched.
 
-`Engine` is single-threaded and owns scheduler and runner; `jaxspec.engine.llm` and `jaxspec.engine.async_llm` drive it. Overlap is
+`Engine` is single-threaded and owns scheduler and runner; `llm` and `async_llm` drive it. Overlap is
 nothing but dispatching round n+1 before reading round n. With `disable_overlap` each round is read as
 soon as it is dispatched.
 """

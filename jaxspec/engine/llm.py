@@ -1,4 +1,4 @@
-"""The engine for one caller: `LLM` generates for a list of prompts (`jaxspec.engine.async_llm` streams to many callers)."""
+"""The engine for one caller: `LLM` generates for a list of prompts (`async_llm` streams to many callers)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Several hosts that run one model together: node 0 decides, and tells the others each program before it runs it.
 
 Every node has the same mesh over all hosts' devices, the same programs, and its own devices' part of weights and
-state. Node 0 alone has requests, scheduler and engine. The other nodes repeat what it dispatches (`jaxspec.replicas.follower`),
+state. Node 0 alone has requests, scheduler and engine. The other nodes repeat what it dispatches (`replicas.follower`),
 in order: the program's name and its arrays from the host, a few kilobytes. So no node waits for a device to learn what
 comes next.
 

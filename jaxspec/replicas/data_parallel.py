@@ -1,6 +1,6 @@
 """Several engines behind one object: `DataParallelLLM` has `AsyncLLM`'s methods and gives each request to one engine.
 
-Each engine is a process of its own with its own devices (`jaxspec.replicas.engine_worker`). A step of an engine holds Python's
+Each engine is a process of its own with its own devices (`engine_worker`). A step of an engine holds Python's
 lock for most of its host time, so engines of one process would wait for one another; and a device's failure, or an
 abort of XLA, ends the process that it happens in. Here it ends one engine's requests, and the others serve on.
 

@@ -1,6 +1,6 @@
 """One engine of several, in a process of its own: `python -m jaxspec.replicas.engine_worker FD LOG_LEVEL BARS`.
 
-`jaxspec.replicas.engine_process` starts it, with the socket FD; BARS 0 shows no progress bars. It ends when told to, when its
+`engine_process` starts it, with the socket FD; BARS 0 shows no progress bars. It ends when told to, when its
 engine has failed for good, and as soon as the process that started it is gone. Signals of the terminal are that
 process's business.
 

@@ -96,8 +96,8 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 def prefill(
     config: ModelConfig, drafter: Drafter, block: int, score: bool, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, ""] | Int[Array, "b t w"]]:
-    """Compute keys, values and states of blocks of known tokens, packed as by `packing.pack_blocks`. State slots to start
-    from and to keep snapshots in are as in `mixers.PromptBlocks`. Request slots themselves aren't read.
+    """Compute keys, values and states of blocks of known tokens, packed by `packing.pack_blocks`. State slots to start
+    from and to keep snapshots in are those of `mixers.PromptBlocks`. Request slots themselves aren't read.
 
     A block that ends with the newest known token leaves that row for `first`. The drafter doesn't see the row: the
     token after it isn't known yet. Returned are how many tokens there were, which shows when they are done; with

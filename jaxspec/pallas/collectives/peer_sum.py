@@ -4,7 +4,7 @@ A layer whose weights are divided ends in it twice. XLA's `psum` is a kernel of 
 in, and the residual sum and the next norm's scale are kernels of their own. Here they are one, and a device waits once,
 for the time that a store needs to reach a peer.
 
-Peers' memory is addressed by pointers that are data: an operand int32[n, 2], gathered once (`jaxspec.parallel.peers`). jax's own
+Peers' memory is addressed by pointers that are data: operand int32[n, 2], gathered once (`parallel.peers`). jax's own
 `remote_ref` would have each call meet all other devices' on the host.
 
 Each thread has eight columns of a row. It stores its device's part into the workspace of every peer, in packets of 16

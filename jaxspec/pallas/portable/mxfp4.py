@@ -1,8 +1,8 @@
-"""Experts in MXFP4 on any NVIDIA GPU, with biases and any activation; see `pallas.experts` and `jaxspec.models.mxfp4`.
+"""Experts in MXFP4 on any NVIDIA GPU, with biases and any activation; see `experts_mlp` and `models.mxfp4`.
 
-As `experts_mlp.items`: a program takes a tile of an item's products. A word has eight inputs, two of which are a pair that
-one shift and a mask bring out. So rows are arranged beforehand: all words' first inputs, all their second ones, and so
-on. A number becomes float16's bits, times its block's scale, which bfloat16 holds exactly.
+A program takes a tile of an item's products (`experts_mlp.items`). A word has eight inputs, two of which are a pair
+that one shift and a mask bring out. So rows are arranged beforehand: all words' first inputs, all their second ones,
+and so on. A number becomes float16's bits, times its block's scale, which bfloat16 holds exactly.
 """
 
 from __future__ import annotations
