@@ -28,7 +28,7 @@ serve: $(READY)  ## serve a model on an OpenAI-compatible API; flags: make serve
 # Three workers: tests wait for processes and sockets, too. On two cores that takes a fifth less time than two do.
 # Without a limit on restarts, xdist waits for ever for a worker that crashed. It would start with the files of most
 # tests, which aren't those that take longest (tests/conftest.py).
-test: $(READY)  ## run the tests on the CPU; one file: make test ARGS=tests/test_models.py
+test: $(READY)  ## run the tests on the CPU; one file: make test ARGS=tests/models/test_models.py
 	@$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 test-gpu: $(READY)  ## run the tests that need an NVIDIA GPU

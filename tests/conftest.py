@@ -36,7 +36,7 @@ import jax
 import pytest
 from jax._src.lru_cache import LRUCache
 
-from tests import checked, eager, interpreting
+from tests.support import checked, eager, interpreting
 
 # What signatures say of shapes and dtypes is checked whenever these are called, or traced: where arrays are computed.
 # Elsewhere tests give what isn't allowed on purpose, to see the errors.
@@ -71,21 +71,21 @@ LONGEST = (
     "delta_step",
     "programs",
     "objectives",
-    "ragged",
+    "ragged_verification",
     "lossless",
     "loop",
     "soak",
     "dflash",
     "drills",
     "prompt_attention",
-    "adaptive",
+    "draft_count",
     "distribution",
     "drafter_weights",
     "sharding",
     "write_heads",
     "peer_sum",
     "hybrid",
-    "fp8_many",
+    "fp8_tiles",
     "block_drafters",
     "deterministic",
     "expert_fp8",
@@ -93,9 +93,9 @@ LONGEST = (
     "trees",
     "kernels",
     "portable_experts",
-    "verify",
+    "acceptance",
     "engines",
-    "rest",
+    "skipped_drafts",
     "tile_matmul",
     "expert_stream",
     "staged_start",
@@ -189,6 +189,6 @@ def _forget_programs(request):
     gc.freeze()
     yield
     for value in vars(request.module).values():
-        if hasattr(value, "cache_clear") and value.__module__ in (request.module.__name__, "tests.engines"):
+        if hasattr(value, "cache_clear") and value.__module__ in (request.module.__name__, "tests.support.engines"):
             value.cache_clear()
     jax.clear_caches()

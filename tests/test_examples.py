@@ -24,7 +24,7 @@ from jaxspec.drafters import DRAFTERS
 from jaxspec.drafters.base import DraftBatch, PrefillBatch, Verified
 from jaxspec.train import loop
 from server.cli.options import SERVER_DEFAULTS, make_parser
-from tests.tiny import tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

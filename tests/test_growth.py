@@ -5,8 +5,8 @@ from collections import deque
 import pytest
 
 from jaxspec.scheduling.sequence import Plan, State
-from tests.miniature import make, sequence
-from tests.test_scheduler import read
+from tests.scheduling.test_scheduler import read
+from tests.support.miniature import make, sequence
 
 
 def test_admission_leaves_a_page_for_each_that_runs():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import jaxspec
 from jaxspec.bench import accuracy
 from jaxspec.bench.__main__ import main
-from tests.sample import rare
+from tests.support.sample import rare
 
 SIZES = ["--dataset", "random", "--prompt-len", "24", "--output-len", "12", "--num-prompts", "5", "--concurrency", "4"]
 

@@ -13,7 +13,7 @@ from jaxspec.checkpoint import load_model
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.models.description import DeltaRule
 from tests.bench.fake_engine import Clock, FakeEngine
-from tests.tiny import tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 
 PLANNED = ("weight_bytes", "draft_weight_bytes", "kv_bytes", "slot_bytes", "workspace_bytes")
 

@@ -9,7 +9,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import is_param
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 H200 = Ceilings(4.3e12, 780e12)
 QWEN3_8B = {

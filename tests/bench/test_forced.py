@@ -14,9 +14,9 @@ from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.rounds.packing import empty_slots
-from tests.sample import rare
-from tests.tiny import tiny_checkpoint
-from tests.trees import Session
+from tests.support.sample import rare
+from tests.support.tiny import tiny_checkpoint
+from tests.support.trees import Session
 
 ROWS = 4000
 NGRAM = LoadedDrafter("ngram", Ngram(num_draft_tokens=3), {})

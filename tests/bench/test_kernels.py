@@ -14,8 +14,8 @@ from jaxspec.bench.cases import attention, matmuls, mixtures
 from jaxspec.models.weights import HALF
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.weight_stream import STAGES
-from tests.sample import rare
-from tests.test_few_rows import INTERPRET
+from tests.pallas.dense.test_few_rows import INTERPRET
+from tests.support.sample import rare
 
 LIMITS = kernels.floors.Ceilings(1e12, 1e12)
 

@@ -10,8 +10,8 @@ from jaxspec.bench import __main__ as bench
 from jaxspec.bench import serve
 from jaxspec.bench.client import Client
 from server.app import create_app
-from tests.sample import rare
 from tests.server.live import as_here, serving
+from tests.support.sample import rare
 
 LOAD = ["--prompt-len", "20", "--output-len", "12", "--num-prompts", "6"]
 

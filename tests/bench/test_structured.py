@@ -6,8 +6,8 @@ import pytest
 
 from jaxspec.bench import schemas
 from jaxspec.bench.__main__ import main
-from tests.sample import rare
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support.sample import rare
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 WHOLE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TESTS = [{"data": {"a": 1}, "valid": True}, {"data": {"a": "x"}, "valid": False}, {"data": {"a": 1}, "valid": False}]

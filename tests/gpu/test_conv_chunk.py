@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.pallas.recurrence import causal_conv
-from tests import test_conv_chunk
-from tests.test_conv_chunk import BLOCK, MIX
+from tests.pallas.recurrence import test_conv_chunk
+from tests.pallas.recurrence.test_conv_chunk import BLOCK, MIX
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests import test_conv_step
+from tests.pallas.recurrence import test_conv_step
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.pallas.attention import decode_attention as op
-from tests.test_decode_attention import CASES, Case, check
+from tests.pallas.attention.test_decode_attention import CASES, Case, check
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.hopper import KERNELS
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec.pallas.hopper import KERNELS
-from tests import hybrids
-from tests.tiny import tiny_config
+from tests.support import hybrids
+from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
 

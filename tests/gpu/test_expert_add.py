@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_expert_add import check, check_alone
+from tests.pallas.experts.test_expert_add import check, check_alone
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ import pytest
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.experts.expert_few import ROWS, mix
 from jaxspec.pallas.experts.experts_mlp import NOBODY
-from tests import test_expert_few as cpu
+from tests.decoder.test_moe import arrays, random_case
 from tests.gpu import test_expert_fp8
 from tests.gpu.test_expert_stream import draw
-from tests.test_expert_stream import MODELS, assert_close, bfloat16
-from tests.test_moe import arrays, random_case
+from tests.pallas.experts import test_expert_few as cpu
+from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
 
 pytestmark = pytest.mark.gpu
 

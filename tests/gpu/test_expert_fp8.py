@@ -12,8 +12,8 @@ from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas.experts import expert_fp8, experts_mlp
 from jaxspec.pallas.experts.expert_fp8 import MAX_ROWS, mix
 from jaxspec.pallas.hopper import KERNELS
-from tests.test_expert_stream import MODELS, assert_close, bfloat16
-from tests.test_moe import random_case
+from tests.decoder.test_moe import random_case
+from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
 
 pytestmark = pytest.mark.gpu
 

@@ -18,9 +18,9 @@ from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas.experts import expert_mxfp4, experts_mlp
 from jaxspec.pallas.experts.expert_mxfp4 import MAX_ROWS, mix
 from jaxspec.pallas.hopper import KERNELS
-from tests.test_expert_mxfp4 import GPT_OSS, MODELS
-from tests.test_expert_stream import assert_close, bfloat16
-from tests.test_moe import random_case
+from tests.decoder.test_moe import random_case
+from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, MODELS
+from tests.pallas.experts.test_expert_stream import assert_close, bfloat16
 
 pytestmark = pytest.mark.gpu
 ACT = gating(GPT_OSS)

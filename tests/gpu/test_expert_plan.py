@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_expert_plan import CASES, check
+from tests.pallas.experts.test_expert_plan import CASES, check
 
 pytestmark = pytest.mark.gpu
 

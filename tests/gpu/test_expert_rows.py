@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_expert_rows import check, check_taking
+from tests.pallas.experts.test_expert_rows import check, check_taking
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.experts.expert_stream import COLUMNS, Tiling, stream
 from jaxspec.pallas.hopper import KERNELS
-from tests.test_expert_stream import MODELS, assert_close, bfloat16
-from tests.test_moe import arrays, random_case
+from tests.decoder.test_moe import arrays, random_case
+from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,9 @@ from jaxspec.models.families import llama
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
-from tests import test_few_rows as cpu
-from tests import test_few_rows_layers as layers
-from tests.tiny import tiny_config
+from tests.decoder import test_few_rows_layers as layers
+from tests.pallas.dense import test_few_rows as cpu
+from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
 

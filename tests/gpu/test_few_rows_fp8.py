@@ -15,8 +15,8 @@ from jaxspec.models import fp8
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.hopper import KERNELS
-from tests import test_few_rows_fp8 as cpu
-from tests import test_few_rows_layers as layers
+from tests.decoder import test_few_rows_layers as layers
+from tests.pallas.dense import test_few_rows_fp8 as cpu
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from jaxspec.decoder.plain import PLAIN
 from jaxspec.models.description import Norm
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.add_norm import add_norm
-from tests.test_fp8_layers import declared
+from tests.decoder.test_fp8_layers import declared
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ import pytest
 
 from jaxspec.decoder.streamed import FP8_STREAM
 from jaxspec.pallas.dense.weight_stream import stream_fp8, stream_part_fp8
+from tests.decoder.test_fp8_layers import declared
+from tests.decoder.test_fp8_stream import EPS, expected, expected_parts, inputs
 from tests.gpu.test_fp8_layers import QWEN3_8B, compare
-from tests.test_fp8_layers import declared
-from tests.test_fp8_stream import EPS, expected, expected_parts, inputs
-from tests.test_weight_stream import assert_close, parts_of
+from tests.pallas.dense.test_weight_stream import assert_close, parts_of
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import pytest
 from jaxspec.models import fp8
 from jaxspec.pallas.dense import fp8_wide
 from jaxspec.pallas.dense.tiles import Tiling
-from tests.gpu.test_fp8_many import SHAPES
-from tests.test_fp8_many import operands
-from tests.test_fp8_wide import check
+from tests.gpu.test_fp8_tiles import SHAPES
+from tests.pallas.dense.test_fp8_tiles import operands
+from tests.pallas.dense.test_fp8_wide import check
 
 pytestmark = pytest.mark.gpu
 

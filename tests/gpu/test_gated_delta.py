@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.recurrence import gated_delta
-from tests import test_delta_chunk, test_delta_step
+from tests.pallas.recurrence import test_delta_chunk, test_delta_step
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import counting
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
 

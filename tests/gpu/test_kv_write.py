@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_kv_write import check
+from tests.pallas.attention.test_kv_write import check
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import pytest
 
 import jaxspec
 from jaxspec import SamplingParams
-from tests.test_lossless import OPTIONS, SCENARIOS, engine, plain, run, scenarios
+from tests.engine.test_lossless import OPTIONS, SCENARIOS, engine, plain, run, scenarios
 
 pytestmark = pytest.mark.gpu
 

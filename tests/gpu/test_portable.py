@@ -12,18 +12,18 @@ from jaxspec.decoder.matmul import gating
 from jaxspec.pallas import hopper
 from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.portable import fp8, router
+from tests.decoder.test_moe import random_case
 from tests.gpu.test_lossless import NEAR_TIE, logit_gap
-from tests.portable import outputs
-from tests.test_decode_attention import CASES, Case
-from tests.test_delta_step import CASES as DELTA
-from tests.test_expert_mxfp4 import GPT_OSS, mxfp4_case, naive
-from tests.test_expert_stream import assert_close, bfloat16
-from tests.test_fp8_rows import operands
-from tests.test_moe import random_case
-from tests.test_portable_attention import PROMPTS, check
-from tests.test_portable_delta import check as delta_check
-from tests.test_portable_delta import check_scan
-from tests.test_top_experts import inputs
+from tests.pallas.attention.test_decode_attention import CASES, Case
+from tests.pallas.dense.test_fp8_rows import operands
+from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, mxfp4_case, naive
+from tests.pallas.experts.test_expert_stream import assert_close, bfloat16
+from tests.pallas.experts.test_top_experts import inputs
+from tests.pallas.portable.test_portable_attention import PROMPTS, check
+from tests.pallas.portable.test_portable_delta import check as delta_check
+from tests.pallas.portable.test_portable_delta import check_scan
+from tests.pallas.recurrence.test_delta_step import CASES as DELTA
+from tests.support.portable import outputs
 
 pytestmark = pytest.mark.gpu
 

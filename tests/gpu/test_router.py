@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import test_router
+from tests.pallas.experts import test_router
 
 pytestmark = pytest.mark.gpu
 

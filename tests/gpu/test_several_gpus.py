@@ -15,9 +15,9 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, kernels_here
-from tests import hybrids, several_devices
-from tests.several_devices import BATCHES, HYBRID, PROMPTS, SAMPLE, VOCAB
-from tests.tiny import tiny_config
+from tests.support import hybrids, several_devices
+from tests.support.several_devices import BATCHES, HYBRID, PROMPTS, SAMPLE, VOCAB
+from tests.support.tiny import tiny_config
 
 GPUS = jax.local_device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="one GPU")]

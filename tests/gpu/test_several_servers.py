@@ -19,8 +19,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests import heads
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support import heads
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.local_device_count() < 2, reason="one GPU")]
 

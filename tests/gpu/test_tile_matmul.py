@@ -18,8 +18,8 @@ from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.tile_matmul import matmul
 from jaxspec.pallas.dense.tiles import Tiling
 from jaxspec.pallas.hopper import counting
-from tests.test_tile_matmul import check, inputs
-from tests.tiny import tiny_config
+from tests.pallas.dense.test_tile_matmul import check, inputs
+from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import test_top_experts
+from tests.pallas.experts import test_top_experts
 
 pytestmark = pytest.mark.gpu
 

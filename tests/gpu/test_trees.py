@@ -10,9 +10,9 @@ import pytest
 from jaxspec import load_model
 from jaxspec.drafters import NoDrafter
 from jaxspec.pallas.hopper import KERNELS
-from tests.test_trees import NEW, PROMPTS
-from tests.tiny import tiny_checkpoint
-from tests.trees import Session, Wild, padded
+from tests.rounds.test_trees import NEW, PROMPTS
+from tests.support.tiny import tiny_checkpoint
+from tests.support.trees import Session, Wild, padded
 
 pytestmark = pytest.mark.gpu
 

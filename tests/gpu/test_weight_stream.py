@@ -14,15 +14,8 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.weight_stream import stream
 from jaxspec.pallas.hopper import KERNELS
-from tests.test_weight_stream import (
-    EPS,
-    assert_close,
-    inputs,
-    parts_of,
-    parts_reference,
-    reference,
-)
-from tests.tiny import tiny_config
+from tests.pallas.dense.test_weight_stream import EPS, assert_close, inputs, parts_of, parts_reference, reference
+from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
 

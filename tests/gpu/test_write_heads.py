@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import test_write_heads as cpu
+from tests.pallas.attention import test_write_heads as cpu
 
 pytestmark = pytest.mark.gpu
 

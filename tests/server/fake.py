@@ -25,7 +25,7 @@ from jaxspec.config.request import (
 from jaxspec.engine.async_llm import EngineDead
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.text.tokenizer import Tokenizer
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
 TEXT = "héllo, wörld ☃!"
 CONTEXT = 256

@@ -24,7 +24,7 @@ from server.app import create_app
 from server.http.connections import Connection, allow_open_files
 from tests.server.fake import FakeLLM
 from tests.server.live import as_here, serving, wait_for
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 OPTIONS = dict(
     context_length=4096,

@@ -14,7 +14,7 @@ from jaxspec import AsyncLLM
 from jaxspec.replicas.data_parallel import DataParallelLLM
 from server.app import create_app
 from tests.server.live import serving, wait_for
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 CHAT = [{"role": "user", "content": "say something"}]
 LONG = {"prompt": "abcabcabcabc", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}

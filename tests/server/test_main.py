@@ -13,7 +13,7 @@ from server import __main__ as main
 from server.cli.options import parse
 from tests.server.fake import FakeLLM
 from tests.server.live import as_here
-from tests.tiny import tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 
 
 @pytest.fixture

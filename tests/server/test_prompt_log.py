@@ -13,7 +13,7 @@ from server.cli.options import UsageError, parse
 from server.prompt_log import PromptLog
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
-from tests.tiny import BYTE_VOCAB
+from tests.support.tiny import BYTE_VOCAB
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 

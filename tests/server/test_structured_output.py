@@ -14,7 +14,7 @@ from server.app import create_app
 from server.chat.speech import Speech
 from tests.server.fake import byte_tokenizer
 from tests.server.live import serving
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 SMALL = {"type": "integer", "minimum": 0, "maximum": 9}

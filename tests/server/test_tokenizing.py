@@ -11,7 +11,7 @@ import pytest
 from jaxspec.text.tokenizer import Tokenizer, TokenizerError
 from tests.server.fake import byte_tokenizer
 from tests.server.live import wait_for
-from tests.tiny import CHAT_TEMPLATE
+from tests.support.tiny import CHAT_TEMPLATE
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = "long text " * 2050

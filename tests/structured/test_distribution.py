@@ -1,4 +1,4 @@
-"""Constrained text has the constrained distribution, whatever drafts it: by chi-square, as tests/test_distribution.py.
+"""Constrained text has the constrained distribution, whatever drafts it: by chi-square, as rounds/test_distribution.py.
 
 The grammar is a table: which tokens may come first, and after each token, which may come next. Some leave one choice.
 """
@@ -9,9 +9,9 @@ import pytest
 
 import jaxspec
 from jaxspec.rounds.programs import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS
-from tests import test_distribution as plain
-from tests.exact import ALPHA, adjusted, distribution
-from tests.test_distribution import LANES, OUTPUT, PROMPT, SETTINGS, VOCAB, Lanes, model, often, p_values
+from tests.rounds import test_distribution as plain
+from tests.rounds.test_distribution import LANES, OUTPUT, PROMPT, SETTINGS, VOCAB, Lanes, model, often, p_values
+from tests.support.exact import ALPHA, adjusted, distribution
 
 SAMPLES = 3_000
 _rng = np.random.default_rng(4)

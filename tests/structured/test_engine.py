@@ -19,10 +19,10 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 import jaxspec
 from jaxspec import LLM, SamplingParams, StructuredOutput
-from tests import heads, hybrids
-from tests import test_lossless as lossless
-from tests.faults import out_of_memory
-from tests.tiny import write_byte_tokenizer
+from tests.engine import test_lossless as lossless
+from tests.support import heads, hybrids
+from tests.support.faults import out_of_memory
+from tests.support.tiny import write_byte_tokenizer
 
 END = 258  # <|im_end|> of the byte tokenizer
 SCHEMA = {
@@ -109,7 +109,7 @@ def engine(draft):
     if draft in ("eagle", "eagle3"):
         draft = f"{heads.folder_for(draft)}"
     if draft == "dflash":
-        from tests.test_dflash import drafter_folder
+        from tests.drafters.test_dflash import drafter_folder
 
         draft = drafter_folder(lossless.checkpoint("qwen3"), 11)
         return LLM(str(lossless.checkpoint("qwen3")), draft, **lossless.OPTIONS)

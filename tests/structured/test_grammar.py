@@ -11,7 +11,7 @@ from jaxspec.config.request import MAX_GRAMMAR
 from jaxspec.structured import grammar, limits
 from jaxspec.structured.grammar import Grammars
 from tests.server.fake import byte_tokenizer
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.masks import allows
 from jaxspec.structured.matcher import GrammarFailed, round_masks
 from tests.server.fake import byte_tokenizer
-from tests.tiny import BYTE_VOCAB
+from tests.support.tiny import BYTE_VOCAB
 
 END = 258
 CHAIN = [0, 1, 2, 3, 4]

@@ -7,7 +7,7 @@ from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.regex import with_classes
 from tests.server.fake import byte_tokenizer
 from tests.structured.test_grammar import accepts
-from tests.tiny import BYTE_VOCAB
+from tests.support.tiny import BYTE_VOCAB
 
 CHARACTERS = "3az_-.d^][ \xa0é٣\u3000ſ"
 

@@ -8,7 +8,7 @@ from jaxspec.checkpoint.params import assemble, dummy
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.train.export import checkpoint_tensors
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))

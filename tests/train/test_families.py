@@ -9,7 +9,7 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.train.__main__ import main
 from jaxspec.train.data import Text
-from tests.tiny import tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 from tests.train.test_loop import arguments
 
 PROMPTS = [[i, i + 1, i + 2] for i in range(1, 10)]

@@ -28,7 +28,7 @@ from jaxspec.train.data import Text, TrainError
 from jaxspec.train.folder import held
 from jaxspec.train.interrupted import Stop
 from jaxspec.train.loop import Settings, learning_rate
-from tests.tiny import tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = {"mlp_size": "16", "num_heads": "2", "num_kv_heads": "1"}

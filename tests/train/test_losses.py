@@ -8,7 +8,7 @@ import pytest
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.train import losses
 from jaxspec.train.losses import Rows, Scorer
-from tests.tiny import tiny_config
+from tests.support.tiny import tiny_config
 
 V, D, S, B, R = 40, 8, 2, 2, 7
 CONFIG = ModelConfig.from_hf(tiny_config("llama", vocab=V, hidden_size=D, tie_word_embeddings=True))

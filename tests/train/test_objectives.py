@@ -20,9 +20,9 @@ from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Batch, Objective
 from jaxspec.train.packing import pack
-from tests.blocks import write_drafter
-from tests.sample import rare
-from tests.tiny import tiny_checkpoint
+from tests.support.blocks import write_drafter
+from tests.support.sample import rare
+from tests.support.tiny import tiny_checkpoint
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 BEFORE, PROMPT = 9, 12  # tokens of another text in the row, and of the prompt

@@ -15,7 +15,7 @@ from jaxspec.checkpoint import load_model
 from jaxspec.drafters import load_drafter
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Batch
-from tests.sample import rare
+from tests.support.sample import rare
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

@@ -14,7 +14,7 @@ from jaxspec.train.data import Prompt, TrainError, read_texts
 from jaxspec.train.evaluate import chat_prompts, evaluate, held_out_prompts, table
 from jaxspec.train.interrupted import Interrupted
 from jaxspec.train.synthesise import Recipe
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 END = 258  # <|im_end|>
 GREEDY = Recipe((0.0,), max_answer=6, max_prompt=8, longest=96)

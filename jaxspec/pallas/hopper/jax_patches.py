@@ -2,8 +2,8 @@
 
 jax goes through all constraints of a kernel again whenever one array's layout becomes known, and rebuilds each. Here a
 constraint is left alone until one of the arrays that it is about has a layout, and what is asked of a tiling is
-computed once. The result is the same: the kernel's text is equal to the byte (tests/test_once.py). The functions
-replaced are private ones of the jax that the lock names; another version keeps its own.
+computed once. The result is the same: the kernel's text is equal to the byte (tests/pallas/hopper/test_export.py). The
+functions replaced are private ones of the jax that the lock names; another version keeps its own.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from tokenizers import AddedToken, Tokenizer
 from jaxspec.checkpoint import load_model
 from jaxspec.text import tokenizer as ours
 from server.chat.speech import Formats
+from tests.checkpoint.test_checkpoint import edit_json
 from tests.server.fake import byte_tokenizer
 from tests.server.parsers.cases import AREA, WEATHER
 from tests.server.test_tools import said, speaking
-from tests.test_checkpoint import edit_json
-from tests.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 TEMPLATE = """
 {%- macro tool_list(tools) -%}

@@ -21,7 +21,7 @@ from server.app import create_app
 from server.cli.options import UsageError, make_parser, parse
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
-from tests.tiny import BYTE_VOCAB, CHAT_TEMPLATE, tiny_checkpoint, tiny_config
+from tests.support.tiny import BYTE_VOCAB, CHAT_TEMPLATE, tiny_checkpoint, tiny_config
 
 
 def test_every_engine_option_has_a_flag_and_a_help_text():

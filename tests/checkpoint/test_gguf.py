@@ -1,0 +1,260 @@
+"""Models in a single GGUF file: they equal the safetensors that they were made from, or an error says what differs."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec.checkpoint import CheckpointError, resolve
+from jaxspec.config.options import ConfigError
+from jaxspec.decoder.functions import rope_frequencies
+from jaxspec.models.description import LinearScaling, Rope
+from jaxspec.models.model_config import ModelConfig
+from tests.checkpoint.test_checkpoint import assert_same, load
+from tests.support.tiny import random_tensors, tiny_checkpoint, tiny_config
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+# What a Gemma 3 in GGUF has, whether its metadata says so or not.
+GEMMA3 = {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "rope_local_base_freq": 1e4}
+
+
+def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None, rope_freqs=None, **metadata) -> None:
+    """As llama.cpp's converter does: names by the gguf package's table; for Llama and Mistral, which it calls "llama",
+    the rows of q and k interleaved; 1 added to Gemma's norms."""
+    family = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
+    heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    names = gguf.get_tensor_name_map(arch, hf["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_vocab_size(hf["vocab_size"])
+    writer.add_block_count(hf["num_hidden_layers"])
+    writer.add_context_length(hf["max_position_embeddings"])
+    writer.add_embedding_length(hf["hidden_size"])
+    writer.add_feed_forward_length(hf["intermediate_size"])
+    writer.add_head_count(hf["num_attention_heads"])
+    writer.add_head_count_kv(hf["num_key_value_heads"])
+    writer.add_key_length(hf["head_dim"])
+    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    writer.add_rope_freq_base(hf["rope_theta"])
+    if family == "gemma3" and "sliding_window" in hf:
+        writer.add_sliding_window(hf["sliding_window"])
+    if family == "glm4":
+        writer.add_rope_dimension_count(hf["head_dim"] // 2)
+    if scaling := hf.get("rope_scaling"):
+        if scaling["rope_type"] != "llama3":
+            writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
+            writer.add_rope_scaling_factor(scaling["factor"])
+        if scaling["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        adds = {
+            "attention_factor": writer.add_rope_scaling_yarn_attn_factor,
+            "beta_fast": writer.add_rope_scaling_yarn_beta_fast,
+            "beta_slow": writer.add_rope_scaling_yarn_beta_slow,
+        }
+        for key in adds.keys() & scaling.keys():
+            adds[key](scaling[key])
+    writer.add_eos_token_id(5)
+    writer.add_uint32("tokenizer.ggml.eot_token_id", 6)
+    for key, value in metadata.items():
+        adds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
+        adds[type(value)](key.replace("__", ".").replace("ARCH", family), value)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs)
+    for name, tensor in tensors.items():
+        if family == "llama" and (match := re.search(r"self_attn\.([qk])_proj", name)):
+            tensor = tensor.reshape(heads[match[1]], 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        if family == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        raw = quant if quant is not None and tensor.ndim > 1 else None
+        data = tensor if raw is None else gguf.quantize(tensor, raw)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), np.ascontiguousarray(data), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("llama", {"rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 24.0, "beta_slow": 2.0}}),
+        ("mistral", {"rope_scaling": LINEAR, "sliding_window": None}),
+        ("mistral", {"tie_word_embeddings": True, "sliding_window": None}),
+        ("qwen2", {"rope_scaling": YARN}),
+        ("qwen2", {"tie_word_embeddings": True, "rope_scaling": LINEAR}),
+        ("qwen3", {}),
+        ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "rope_scaling": LINEAR}),
+        ("qwen3", {"rope_scaling": YARN | {"beta_fast": 24.0}}),
+        ("gemma3", {"tie_word_embeddings": True, "num_hidden_layers": 7}),
+        ("gemma3", {"tie_word_embeddings": False, "num_hidden_layers": 6, "rope_scaling": LINEAR}),
+        ("glm4", {}),
+        ("glm4", {"attention_bias": False, "tie_word_embeddings": True, "rope_scaling": YARN}),
+    ],
+)
+def test_gguf_equals_safetensors(tmp_path, family, options):
+    source = tiny_checkpoint(family, **(GEMMA3 if family == "gemma3" else {}) | options)
+    hf = json.loads((source / "config.json").read_text())
+    write_gguf(tmp_path / "m.gguf", hf, load_file(source / "model.safetensors"))
+    model, expected = load(tmp_path / "m.gguf"), load(source)
+    rounding = 2e-7 if family == "gemma3" else 0  # of 1 added to norms and taken away
+    assert_same(model.params, expected.params, rounding)
+    decoder, norm = model.config.decoder, model.config.decoder.norm
+    assert norm.eps == pytest.approx(1e-6)  # stored as float32
+    assert repr(decoder).replace(repr(norm), repr(dataclasses.replace(norm, eps=1e-6))) == repr(expected.config.decoder)
+    differ = {"eos_token_ids": (5, 6), "decoder": decoder}
+    if family == "mistral":  # whose name isn't in the file
+        differ["model_type"] = "llama"
+    assert {**vars(expected.config), **differ} == vars(model.config)
+    assert_same(load(tmp_path).params, expected.params, rounding)  # a folder with this one file
+    assert model.tokenizer is None
+
+
+@pytest.mark.parametrize("quant, tolerance", [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 2e-2), ("Q4_1", 0.4)])
+def test_gguf_weights_are_dequantised(tmp_path, quant, tolerance):
+    source = tiny_checkpoint("llama")
+    hf = json.loads((source / "config.json").read_text())
+    write_gguf(tmp_path / "m.gguf", hf, load_file(source / "model.safetensors"), gguf.GGMLQuantizationType[quant])
+    assert_same(load(tmp_path / "m.gguf").params, load(source).params, tolerance)
+
+
+def tiny(**options) -> tuple[dict, dict[str, np.ndarray]]:
+    """Config and tensors of a Llama."""
+    hf = tiny_config("llama", **options)
+    return hf, random_tensors(hf, 0)
+
+
+def rope_divisors(theta: float, head_dim: int) -> np.ndarray:
+    """What llama.cpp's converter writes for Llama 3.2: one divisor for each rotary frequency, by its wavelength."""
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / head_dim)
+        smooth = np.clip((8192 / wavelength - 1) / 3, 0, 1)
+        divisors.append(1 / ((1 - smooth) / 32 + smooth))
+    return np.array(divisors, np.float32)
+
+
+def test_gguf_rope_factors_become_llama3_scaling(tmp_path):
+    hf, tensors = tiny(rope_theta=500000.0, rope_scaling=LLAMA3, head_dim=64)
+    divisors = rope_divisors(5e5, 64)
+    write_gguf(tmp_path / "m.gguf", hf, tensors, rope_freqs=divisors)
+    expected, found = ModelConfig.from_hf(hf), resolve(str(tmp_path / "m.gguf")).config
+    assert found.decoder.attention.rope == expected.decoder.attention.rope
+    np.testing.assert_allclose(*(rope_frequencies(each.decoder.attention) for each in (found, expected)))
+    write_gguf(tmp_path / "odd.gguf", hf, tensors, rope_freqs=divisors[::-1].copy())
+    with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight scales .* isn't Llama 3's"):
+        load(tmp_path / "odd.gguf")
+
+
+@pytest.mark.parametrize("metadata, layers, window", [
+    ({}, "sssssfs", 20),
+    ({"ARCH__attention__sliding_window_pattern": 3}, "ssfssfs", 20),
+    ({"ARCH__attention__sliding_window_pattern": [True, True, False, True, False, False, True]}, "ssfsffs", 20),
+    ({}, "fffffff", None),
+])  # fmt: skip
+def test_gguf_says_which_layers_of_gemma_3_have_a_window(tmp_path, metadata, layers, window):
+    hf = tiny_config("gemma3", **GEMMA3, num_hidden_layers=7)
+    hf.pop("sliding_window") if window is None else None
+    write_gguf(tmp_path / "m.gguf", hf, {}, ARCH__rope__freq_base_swa=500.0, **metadata)
+    found = [layer.mixing for layer in resolve(str(tmp_path / "m.gguf")).config.decoder.layers]
+    assert "".join("fs"[mixing.window is not None] for mixing in found) == layers
+    assert {(mixing.window, mixing.rope.theta) for mixing in found} <= {(window, 500.0), (None, 1e4)}
+
+
+@pytest.mark.parametrize("layers, scale", [(48, None), (62, 8**-0.5)])
+def test_gguf_of_gemma_3_27b_scales_queries_by_its_width(tmp_path, layers, scale):
+    """Which no metadata says: llama.cpp knows the 27B by its 62 layers."""
+    write_gguf(tmp_path / "m.gguf", tiny_config("gemma3", **GEMMA3, num_hidden_layers=layers), {})
+    decoder = resolve(str(tmp_path / "m.gguf")).config.decoder
+    assert {layer.mixing.scale for layer in decoder.layers} == {scale}
+
+
+@pytest.mark.parametrize("family, metadata, message", [
+    ("gemma3", {"ARCH__final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+    ("glm4", {"ARCH__rope__dimension_sections": [4, 4, 0, 0]}, "rotary positions in sections"),
+    ("glm4", {"ARCH__nextn_predict_layers": 1}, "1 layers that predict further tokens"),
+])  # fmt: skip
+def test_gguf_variants_of_newer_families_that_are_not_supported(tmp_path, family, metadata, message):
+    write_gguf(tmp_path / "m.gguf", tiny_config(family), {}, **metadata)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"split__count": 3}, "one of 3 parts"),
+        ({"ARCH__expert_count": 8}, "mixture of 8 experts"),
+        ({"ARCH__rope__scaling__yarn_log_multiplier": 0.1}, r"scaling.yarn_log_multiplier 0.1\d* is not supported"),
+        ({"ARCH__rope__scaling__yarn_ext_factor": 0.5}, "scaling.yarn_ext_factor 0.5 is not supported; supported: 1"),
+        ({"ARCH__rope__scaling__attn_factor": 2.0}, "scaling.attn_factor 2.0 is not supported"),
+        ({"ARCH__rope__dimension_count": 8}, "rope.dimension_count must be the head width 16, got 8"),
+    ],
+)
+def test_gguf_variants_that_are_not_supported(tmp_path, metadata, message):
+    write_gguf(tmp_path / "m.gguf", tiny_config("llama"), {}, **metadata)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("keys, rope", [
+    ({"scale_linear": 4.0}, Rope(1e4, LinearScaling(4.0))),  # as old files have it
+    ({"scaling__factor": 4.0}, Rope(1e4, LinearScaling(4.0))),  # llama.cpp's default is linear
+    ({"scaling__type": "none", "scaling__factor": 4.0}, Rope(1e4)),
+    ({"scaling__factor": 0.0}, Rope(1e4)),  # nothing, says llama.cpp
+])  # fmt: skip
+def test_gguf_rope_scaling_is_read_as_llama_cpp_reads_it(tmp_path, keys, rope):
+    write_gguf(tmp_path / "m.gguf", *tiny(), **{f"ARCH__rope__{key}": value for key, value in keys.items()})
+    assert resolve(str(tmp_path / "m.gguf")).config.decoder.attention.rope == rope
+
+
+def test_gguf_rope_scaling_that_is_not_supported(tmp_path):
+    write_gguf(tmp_path / "m.gguf", *tiny(), ARCH__rope__scaling__type="longrope")
+    with pytest.raises(ConfigError, match="rope_type 'longrope' is not supported; supported: default, linear, "):
+        load(tmp_path / "m.gguf")
+    twice = tiny(rope_scaling=LINEAR)
+    write_gguf(tmp_path / "m.gguf", *twice, rope_freqs=rope_divisors(1e4, 16))
+    with pytest.raises(
+        CheckpointError, match=r"scales rotary positions twice: by llama\.rope\.scaling and by the tens"
+    ):
+        load(tmp_path / "m.gguf")
+
+
+def test_damaged_gguf_files(tmp_path):
+    file = tmp_path / "m.gguf"
+    write_gguf(file, *tiny())
+    whole = file.read_bytes()
+    for size in (*range(24, 1500, 97), len(whole) - 200):  # in the header and in the last tensor
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match="is truncated"):
+            load(file)
+    for content, message in ((b"", "it has 0 bytes"), (b"<html>" * 9, "not a GGUF file: it begins with b'<htm'")):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            load(file)
+    file.write_bytes(whole.replace(b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00mamba"))
+    with pytest.raises(
+        CheckpointError, match="architecture 'mamba' is not supported in GGUF files; supported: llama, "
+    ):
+        load(file)
+
+
+def test_several_gguf_files_need_a_choice(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"2 GGUF files \(a.gguf, b.gguf\)"):
+        load(tmp_path)

@@ -1,0 +1,193 @@
+"""Weights packed into 32-bit words: AutoAWQ's, AutoGPTQ's and compressed-tensors' own, and checkpoints full of them."""
+
+import dataclasses
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxspec
+from jaxspec.checkpoint import CheckpointError, load_model, packed
+from jaxspec.checkpoint.packed import AWQ, COMPRESSED, GPTQ, Packed
+from tests.support.tiny import tiny_checkpoint
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "packed"
+TOOLS = {
+    "awq-32": Packed(AWQ, 4, 32),
+    "awq-128": Packed(AWQ, 4, 128),
+    "gptq": Packed(GPTQ, 4, 32, less=1),
+    "gptq-order": Packed(GPTQ, 4, 32, less=1),
+    "gptq-8": Packed(GPTQ, 8, 64, less=1),
+    "compressed": Packed(COMPRESSED, 4, 32),
+    "compressed-zeros": Packed(COMPRESSED, 4, 32),
+    "compressed-channel-8": Packed(COMPRESSED, 8, None),
+}
+CONFIGS = {
+    AWQ: {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
+    GPTQ: {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq", "dynamic": {"-:head": {}}},
+    COMPRESSED: {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_weights_are_those_that_the_tool_makes_of_them(name):
+    """With scales in float32 a number times its scale is exact in float32, so nothing may differ."""
+    tensors = load_file(GOLDEN / f"{name}.safetensors")
+    expected = tensors.pop("expected")
+    ((module, weight),) = TOOLS[name].read(tensors.items(), tensors)
+    assert module == "m.weight" and weight.dtype == np.float32
+    np.testing.assert_array_equal(weight, expected)
+
+
+def words(numbers: np.ndarray) -> np.ndarray:
+    """Numbers of four bits [r, n] in words [r, n / 8], the first lowest."""
+    each = numbers.reshape(len(numbers), -1, 8).astype(np.uint32)
+    return np.bitwise_or.reduce(each << np.arange(0, 32, 4, dtype=np.uint32), axis=-1).view(np.int32)
+
+
+def pack(kind: str, matrix: np.ndarray, group: int = 16) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A matrix's parts, and what they stand for."""
+    rows, columns = matrix.shape
+    each = matrix.reshape(rows, -1, group)
+    scales = ((each.max(-1) - each.min(-1)) / 14).astype(np.float16)
+    zeros = np.clip(np.round(-each.min(-1) / scales.astype(np.float32)), 1, 15)
+    numbers = np.clip(np.round(each / scales[..., None].astype(np.float32) + zeros[..., None]), 0, 15)
+    meant = ((numbers - zeros[..., None]) * scales[..., None].astype(np.float32)).reshape(rows, columns)
+    numbers = numbers.reshape(rows, columns)
+    if kind == AWQ:
+        order = np.arange(rows).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
+        return {"qweight": words(numbers.T[:, order]), "qzeros": words(zeros.T[:, order]), "scales": scales.T}, meant
+    if kind == GPTQ:
+        parts = {"qweight": words(numbers).T, "qzeros": words(zeros.T - 1), "scales": scales.T}
+        return parts | {
+            "g_idx": (np.arange(columns) // group).astype(np.int32),
+            "bias": np.zeros(rows, np.float16),
+        }, meant
+    shape = np.array(matrix.shape)
+    parts = {"weight_packed": words(numbers), "weight_scale": scales, "weight_shape": shape}
+    return parts | {"weight_zero_point": words(zeros.T).T}, meant
+
+
+def packed_and_plain(kind: str, path, **sizes):
+    """Two folders: a checkpoint whose projections are packed, and one of what these stand for."""
+    source = tiny_checkpoint("qwen3_moe", moe_intermediate_size=32, num_hidden_layers=1, **sizes)
+    folders = path / "packed", path / "plain"
+    for folder in folders:
+        shutil.copytree(source, folder)
+    stored, meant = {}, load_file(source / "model.safetensors")
+    for name, tensor in meant.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        parts, meant[name] = pack(kind, tensor)
+        stored |= {name.replace("weight", part): np.ascontiguousarray(value) for part, value in parts.items()}
+    save_file(stored, folders[0] / "model.safetensors")
+    save_file(meant, folders[1] / "model.safetensors")
+    edit(folders[0], quantization_config=CONFIGS[kind])
+    return folders
+
+
+def edit(folder, **keys) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_checkpoint_is_read_as_its_dequantised_weights(kind, tmp_path, caplog):
+    """Experts one by one, and GPTQ's biases of zeros, which the model doesn't have."""
+    caplog.set_level(logging.INFO)
+    both = packed_and_plain(kind, tmp_path)
+    ours, plain = (load_model(str(folder), progress=False) for folder in both)
+    jax.tree.map(np.testing.assert_array_equal, ours.params, plain.params)
+    assert ours.quantization is None and f"4 bits ({kind}) are dequantised to float32" in caplog.text
+    ours, plain = (load_model(str(folder), quantization="fp8", progress=False) for folder in both)
+    jax.tree.map(np.testing.assert_array_equal, ours.params, plain.params)
+    assert jaxspec.logits(ours, [[5, 6, 7]]).shape == (1, 3, 64) and "made fp8 as they are read" in caplog.text
+
+
+def test_a_weight_may_lie_in_two_files(tmp_path):
+    folder, plain = packed_and_plain(GPTQ, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {"a.safetensors": {}, "b.safetensors": {}}
+    for name, tensor in tensors.items():
+        files["ab"[name.endswith(("scales", "g_idx"))] + ".safetensors"][name] = tensor
+    for file, part in files.items():
+        save_file(part, folder / file)
+    where = {name: file for file, part in files.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    ours, other = (load_model(str(each), progress=False) for each in (folder, plain))
+    jax.tree.map(np.testing.assert_array_equal, ours.params, other.params)
+
+
+def without(tensors, ending):
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(ending)}
+
+
+def changed(tensors, ending, change):
+    return {name: change(tensor) if name.endswith(ending) else tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "damage,says",
+    [
+        (lambda t: without(t, "q_proj.scales"), r"q_proj has qweight and no scales; download"),
+        (lambda t: changed(t, "q_proj.scales", lambda s: s[:1]), r"q_proj: scales \[64, 1\] and zero points \[64, 2\]"),
+        (lambda t: changed(t, "q_proj.scales", lambda s: s * np.inf), r"q_proj has scales that aren't finite"),
+        (lambda t: changed(t, "q_proj.g_idx", lambda g: g + 1), r"q_proj: its inputs' groups \(g_idx\) don't fit"),
+        (lambda t: changed(t, "q_proj.qweight", lambda w: w[:2]), r"misshapen model.*q_proj.weight: found \[64, 16\]"),
+        (
+            lambda t: changed(t, "q_proj.qzeros", lambda z: z[0]),
+            r"q_proj.qzeros is I32 \[8\]; packed numbers are a matrix",
+        ),
+        (lambda t: changed(t, "q_proj.qweight", np.float32), r"q_proj.qweight is F32 \[4, 64\]; packed numbers are"),
+        (lambda t: changed(t, "q_proj.scales", lambda s: s[0]), r"q_proj: scales \[64\] and zero points \[64, 2\]"),
+        (lambda t: changed(t, "o_proj.bias", lambda b: b + 1), r"unexpected model.*o_proj.bias \[32\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(damage, says, tmp_path):
+    folder, _ = packed_and_plain(GPTQ, tmp_path)
+    save_file(damage(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        load_model(str(folder), progress=False)
+
+
+@pytest.mark.parametrize(
+    "kind,keys,says",
+    [
+        (AWQ, {"version": "gemv"}, "awq in 4 bits, version 'gemv', zero_point True, not in 4 bits of version gemm"),
+        (AWQ, {"zero_point": False}, "zero_point False, not in"),
+        (AWQ, {"group_size": 0}, "awq with group_size 0, not a number of inputs or -1"),
+        (GPTQ, {"bits": 3}, "gptq in 3 bits, checkpoint_format 'gptq', not in 4 or 8 bits of gptq or gptq_v2"),
+        (GPTQ, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin', not in"),
+        (GPTQ, {"dynamic": {"+:.*down.*": {"bits": 8}}}, "settings of its own for .*down.* \\(dynamic\\)"),
+        (COMPRESSED, {"config_groups": {"g": {"weights": {"num_bits": 3, "type": "int", "strategy": "group",
+            "group_size": 16}}}}, "compressed-tensors pack-quantized, 3-bit int with strategy 'group'"),
+    ],
+)  # fmt: skip
+def test_other_layouts_are_refused_by_name(kind, keys, says, tmp_path):
+    folder, _ = packed_and_plain(kind, tmp_path)
+    edit(folder, quantization_config=CONFIGS[kind] | keys)
+    with pytest.raises(CheckpointError, match=f"{says}.* not supported; use the model's FP8 or unquantised"):
+        load_model(str(folder), progress=False)
+
+
+def test_zero_points_of_newer_gptq_are_stored_as_they_are(tmp_path):
+    config = CONFIGS[GPTQ] | {"checkpoint_format": "gptq_v2", "group_size": -1}
+    assert packed.read({"quantization_config": config}, tmp_path) == Packed(GPTQ, 4, None)
+    older = dataclasses.replace(TOOLS["gptq"], less=0)
+    tensors = load_file(GOLDEN / "gptq.safetensors")
+    expected, scales = tensors.pop("expected"), np.float32(tensors["m.scales"])
+    ((_, weight),) = older.read(tensors.items(), tensors)
+    np.testing.assert_allclose(weight - expected, np.repeat(scales.T, 32, axis=1), rtol=1e-5)

@@ -1,0 +1,411 @@
+"""FP8 checkpoints of each published layout, against the dequantised model and against numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import LLM, EngineConfig, SamplingParams
+from jaxspec.bench.floors import ModelCost
+from jaxspec.checkpoint import CheckpointError, load_model
+from jaxspec.checkpoint.quantization import Quantization
+from jaxspec.decoder.forward import choose
+from jaxspec.decoder.path import Call
+from jaxspec.models import fp8
+from jaxspec.models.weights import Fp8, Layout, Unquantised, Weight, formats, matmul
+from tests.checkpoint.test_checkpoint import edit_json
+from tests.support import hybrids
+from tests.support.quantised import BF16, BLOCKS, E4M3, KEPT, compressed, quantised, read, save, write
+from tests.support.sample import rare
+from tests.support.tiny import ARCHITECTURES, tiny_checkpoint
+
+# Widths of which none is a multiple of 128, and some are more than one block.
+SIZES = {"hidden_size": 160, "intermediate_size": 320, "num_hidden_layers": 1, "head_dim": 32}
+EXPERTS = {"moe_intermediate_size": 160}
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 12)).tolist()
+
+
+def load(folder, **options):
+    return load_model(str(folder), progress=False, **options)
+
+
+@functools.cache
+def source(family: str = "llama", **more) -> Path:
+    sizes = SIZES | (EXPERTS if "moe" in family or family == "qwen3_next" else {}) | more
+    if family in ("qwen3_5", "qwen3_next", "qwen3_5_moe"):
+        sizes["num_hidden_layers"] = 2
+    return tiny_checkpoint(family, **sizes)
+
+
+LAYOUTS = {
+    "fp8": {},
+    "weight_scale": {"suffix": "_scale"},
+    "bfloat16 scales": {"scale_dtype": BF16},
+    "compressed blocks": {"suffix": "_scale", "config": compressed("block", block_structure=[128, 128])},
+    "compressed channels": {"kind": "channel", "suffix": "_scale", "config": compressed("channel")},
+    "compressed tensors": {"kind": "tensor", "suffix": "_scale", "config": compressed("tensor")},
+    "only the MLP": {"kept": re.compile(KEPT.pattern + r"|.*self_attn.*")},
+}
+
+
+@pytest.mark.parametrize("family,layout", [
+    *(("llama", layout) for layout in LAYOUTS),
+    *(rare(family, "fp8") for family in ("qwen3_5", "qwen3_next")),  # another mixture's layers, and llama's MLP
+    *((family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", "qwen3_5", "qwen3_next"})),
+    ("qwen3_moe", "compressed channels"), ("qwen3_moe", "compressed tensors"),
+])  # fmt: skip
+def test_logits_are_those_of_the_dequantised_model(tmp_path, family, layout):
+    quant, whole = write(source(family), tmp_path, **LAYOUTS[layout])
+    model = load(quant, dtype="float32")
+    assert any(isinstance(each, Fp8) for each in formats(model.params))
+    expected = jaxspec.logits(load(whole, dtype="float32"), TOKENS)
+    np.testing.assert_allclose(jaxspec.logits(model, TOKENS), expected, rtol=0, atol=1e-3)
+
+
+def test_what_the_file_leaves_as_it_is_stays_so(tmp_path):
+    model = load(write(source("qwen3_moe"), tmp_path)[0], dtype="bfloat16")
+    layer = model.params["layers"][0]
+    assert isinstance(model.params["head"].format, Unquantised) and isinstance(layer["router"].format, Unquantised)
+    assert layer["qkv"].format == layer["experts_down"].format == Fp8(128)
+    assert layer["qkv"].dtype == E4M3 and layer["qkv"].scales.dtype == "float32" and model.dtype == "bfloat16"
+    assert layer["attn_norm"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("n,k", [(128, 128), (130, 1), (1, 257), (300, 200)])
+def test_blocks_are_quantised_as_by_numpy(n, k):
+    weight = np.random.default_rng(n).standard_normal((n, k), np.float32)
+    weight[: n // 2] *= 1e-6
+    weight[:, : k // 3] = 0
+    values, scales, whole = quantised(weight, "block")
+    ours, our_scales = fp8.quantise_blocks(jnp.asarray(weight))
+    np.testing.assert_allclose(our_scales, scales, rtol=1e-6)
+    assert (np.asarray(our_scales) > 0).all()
+    # Division may round another way just between two numbers.
+    assert np.mean(np.asarray(ours).view(np.uint8) != values.view(np.uint8)) < 0.01
+    wide = fp8.dequantise(ours, jnp.repeat(our_scales, 128, 0)[:n], 128)
+    np.testing.assert_allclose(wide, whole, atol=np.abs(weight).max() * 2**-4)
+
+
+def test_nothing_overflows():
+    values, scales = fp8.quantise_rows(jnp.array([[448.0, -449.0, 1e30, 0.0]]), None)
+    assert np.isfinite(np.asarray(values, np.float32)).all() and float(values[0, 2]) == 448
+    values, scales = fp8.quantise_rows(jnp.zeros((2, 4)), None)
+    assert (scales == 1).all() and not np.asarray(values, np.float32).any()
+
+
+def emulated(x: np.ndarray, values: np.ndarray, scales: np.ndarray, block: int | None) -> np.ndarray:
+    """Rows times a weight [n, k], both in e4m3: each group of inputs by itself, its sum times both scales."""
+    size, out = block or x.shape[1], np.zeros((len(x), len(values)))
+    for j in range(0, x.shape[1], size):
+        part = x[:, j : j + size].astype(np.float32)
+        each = np.abs(part).max(axis=1, keepdims=True) / np.float32(448)
+        rows = (part / np.where(each, each, 1)).astype(E4M3).astype(np.float64)
+        sums = rows @ values[:, j : j + size].astype(np.float64).T
+        column = scales[:, j // size] if block else scales[:, 0]
+        out += sums * each * np.repeat(column, -(-len(values) // len(column)))[: len(values)]
+    return out
+
+
+@pytest.mark.parametrize("kind,block", [("block", 128), ("channel", None)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_rows_give_what_numpy_does(kind, block, dtype):
+    rng = np.random.default_rng(1)
+    x, weight = rng.standard_normal((5, 300), np.float32), rng.standard_normal((256, 300), np.float32)
+    x[2] = 0
+    x = np.asarray(jnp.asarray(x, dtype), np.float32)
+    values, scales, whole = quantised(weight, kind)
+    made = Weight(jnp.asarray(values), Fp8(block, True), Layout((256,)), jnp.asarray(scales))
+    got = np.asarray(matmul(jnp.asarray(x, dtype), made, jnp.float32))
+    expected = emulated(x, values, scales, block)
+    np.testing.assert_allclose(got, expected, atol=1e-3)
+    exact = np.asarray(matmul(jnp.asarray(x), made.replace(format=Fp8(block)), jnp.float32))
+    np.testing.assert_allclose(exact, x @ whole.T, atol=1e-3)
+    assert 0 < np.abs(got - exact).max() < 0.1 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("kind", ["block", "channel"])
+def test_a_models_quantised_rows_give_what_numpy_does(tmp_path, kind):
+    layout = LAYOUTS["fp8" if kind == "block" else "compressed channels"]
+    folder, _ = write(source("llama"), tmp_path, **layout)
+    tensors, prefix = read(folder / "model.safetensors"), "model.layers.0."
+    block = 128 if kind == "block" else None
+
+    def product(name, x):
+        suffix = "_scale" if kind == "channel" else "_scale_inv"
+        weight = tensors[f"{prefix}{name}.weight"]
+        scales = tensors[f"{prefix}{name}.weight{suffix}"].astype(np.float32)
+        scales = np.repeat(scales, 128, axis=0)[: len(weight)] if block else scales
+        return emulated(x, weight, scales, block)
+
+    def norm(x, name):
+        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6) * tensors[name]
+
+    tokens, (n, m, h) = TOKENS[0], (4, 2, 32)
+    angles = np.arange(len(tokens))[:, None] / 10000 ** (np.arange(h // 2) / (h // 2))
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+
+    def turned(x):
+        a, b = np.split(x, 2, axis=-1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    x = tensors["model.embed_tokens.weight"][tokens].astype(np.float64)
+    rows = norm(x, prefix + "input_layernorm.weight")
+    q, k, v = (product(f"self_attn.{each}_proj", rows).reshape(len(tokens), -1, h) for each in "qkv")
+    q, k, v = turned(q), np.repeat(turned(k), n // m, 1), np.repeat(v, n // m, 1)
+    scores = np.einsum("tnh,snh->nts", q, k) * h**-0.5
+    scores = np.where(np.tri(len(tokens), dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v).reshape(len(tokens), -1)
+    x = x + product("self_attn.o_proj", mixed)
+    rows = norm(x, prefix + "post_attention_layernorm.weight")
+    gate, up = product("mlp.gate_proj", rows), product("mlp.up_proj", rows)
+    x = x + product("mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+    expected = norm(x, "model.norm.weight") @ tensors["lm_head.weight"].T.astype(np.float64)
+    got = np.asarray(jaxspec.logits(load(folder, dtype="float32", fp8_activations=True), TOKENS[:1]))[0]
+    # A row that rounds another way just between two numbers moves a logit by more than float32 does.
+    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-2)
+    best = np.sort(expected, -1)
+    sure = best[:, -1] - best[:, -2] > 6e-2
+    assert sure.sum() > 6 and (got.argmax(-1) == expected.argmax(-1))[sure].all()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_next"])
+def test_quantising_on_load_gives_the_checkpoint_that_was_quantised_before(tmp_path, family):
+    folder, _ = write(source(family), tmp_path)
+    stored, online = load(folder), load(source(family), quantization="fp8")
+    assert jax.tree.structure(stored.params) == jax.tree.structure(online.params)
+    for ours, theirs in zip(jax.tree.leaves(online.params), jax.tree.leaves(stored.params), strict=True):
+        wide = [np.asarray(each, np.float32) for each in (ours, theirs)]
+        if ours.dtype == E4M3:  # a division may round another way just between two numbers
+            assert np.mean(wide[0] != wide[1]) < 0.01
+        else:
+            np.testing.assert_allclose(*wide, rtol=1e-6)
+    assert jax.tree.structure(load(folder, quantization="fp8").params) == jax.tree.structure(stored.params)
+
+
+@pytest.mark.parametrize("kind", ["stored", "online"])
+def test_the_host_holds_less_than_two_tensors(tmp_path, kind):
+    """Beside what the device keeps. A fused parameter's sources count as one tensor."""
+    folder = tiny_checkpoint("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=4, head_dim=64)
+    options = {"quantization": "fp8"} if kind == "online" else {}
+    folder = write(folder, tmp_path)[0] if kind == "stored" else folder
+    load(folder, **options)  # compiles, which allocates too
+    largest = 2 * 256 * 1024 * (4 if kind == "online" else 1)  # gate and up, as the file has them
+    assert 3 * largest < (folder / "model.safetensors").stat().st_size
+    tracemalloc.start()
+    load(folder, **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * largest, f"{peak:,} bytes at peak, gate and up are {largest:,}"
+
+
+def test_loading_says_how_long_it_took(tmp_path, caplog):
+    with caplog.at_level("INFO", "jaxspec"):
+        load(write(source(), tmp_path)[0])
+    assert re.search(r"weights: \d+\.\d\d GB in \d+\.\d s, \d+\.\d\d s per GB", caplog.text)
+
+
+def test_dummy_weights_are_in_the_format_that_was_asked_for(tmp_path):
+    folder, _ = write(source("qwen3_moe"), tmp_path, config=BLOCKS | {"modules_to_not_convert": ["self_attn.o_proj"]})
+    (folder / "model.safetensors").unlink()
+    config = load(folder, load_format="dummy")
+    layer = config.params["layers"][0]
+    assert layer["qkv"].format == layer["experts_gate_up"].format == Fp8(128)
+    assert isinstance(layer["out"].format, Unquantised) and isinstance(layer["router"].format, Unquantised)
+    online = load(source("qwen3_moe"), load_format="dummy", quantization="fp8", fp8_activations=True)
+    assert online.params["layers"][0]["out"].format == Fp8(128, activations=True)
+    assert np.isfinite(np.asarray(jaxspec.logits(online, TOKENS))).all()
+    plain = load(source("qwen3_moe"), load_format="dummy")
+    edit = json.loads((folder / "config.json").read_text()) | {"quantization_config": compressed("channel")}
+    (folder / "config.json").write_text(json.dumps(edit))
+    by_output = load(folder, load_format="dummy")
+    qkv = by_output.params["layers"][0]["qkv"]
+    assert qkv.format == Fp8(None) and qkv.scales.shape == (qkv.outputs, 1)
+    for name in ("experts_down", "qkv"):
+        was = plain.params["layers"][0][name].dequantised("float32")
+        for made in (online, by_output):
+            dense = made.params["layers"][0][name].dequantised("float32")
+            np.testing.assert_allclose(dense, was, atol=2**-4 * float(jnp.abs(was).max()))
+
+
+def test_the_floor_counts_the_bytes_that_are_read(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024}
+    plain, small = (
+        load(source("llama", **sizes), load_format="dummy", dtype="bfloat16", quantization=how) for how in (None, "fp8")
+    )
+    was, now = (ModelCost.of(model, "bfloat16") for model in (plain, small))
+    assert now.layer_flops == was.layer_flops and now.head_flops == was.head_flops
+    matrices = sum(w.values.size for w in plain.params["layers"][0].values() if isinstance(w, Weight))
+    scales = sum(w.scales.nbytes for w in small.params["layers"][0].values() if isinstance(w, Weight))
+    assert was.weight_bytes - now.weight_bytes == matrices - scales and scales < matrices / 500
+
+
+def test_no_kernel_for_unquantised_weights_takes_fp8():
+    model = load(source("qwen3", hidden_size=2048), load_format="dummy", dtype="bfloat16", quantization="fp8")
+    path, refused = choose(model.config.decoder, model.params["layers"], Call(1, 1, "bfloat16", 132))
+    assert path.name == "plain"
+    assert refused["weight_stream"] == "weights in Fp8" and "not a multiple" in refused["few_rows"]
+
+
+def spoil(folder: Path, name: str, change) -> None:
+    tensors = read(folder / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+
+
+SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
+
+
+@pytest.mark.parametrize("change,message", [
+    (lambda s: None, rf"missing {SCALE} \[3, 2\]"),
+    (lambda s: s[:2], rf"misshapen {SCALE}: found \[2, 2\], expected \[3, 2\]"),
+    (lambda s: s * np.float32(np.nan), f"{SCALE} has scales that aren't finite"),
+])  # fmt: skip
+def test_a_bad_scale_is_named(tmp_path, change, message):
+    folder, _ = write(source("llama"), tmp_path)
+    spoil(folder, SCALE, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_truncated_scales_and_mixed_projections_are_named(tmp_path):
+    folder, _ = write(source("llama"), tmp_path)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-5])
+    with pytest.raises(CheckpointError, match=r"model.safetensors \([\d,]+ bytes\) is truncated"):
+        load(folder)
+    file.write_bytes(content)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    spoil(folder, name, lambda values: values.astype(np.float32))
+    with pytest.raises(CheckpointError, match=rf"q_proj.weight is quantised and {name} isn't"):
+        load(folder)
+    edit_json(folder / "config.json", quantization_config=None)
+    with pytest.raises(CheckpointError, match=r"is stored as F8_E4M3, and config\.json has no quantization_config"):
+        load(folder)
+
+
+def test_scales_that_are_not_needed_are_left(tmp_path, caplog):
+    """Those of activations, which are quantised by their own magnitude."""
+    folder, whole = write(source("llama"), tmp_path, "tensor", compressed("tensor"), "_scale")
+    names = [f"model.layers.0.{name}" for name in ("mlp.up_proj.input_scale", "self_attn.q_scale")]
+    tensors = read(folder / "model.safetensors") | {name: np.ones(1, np.float32) for name in names}
+    save(tensors, folder / "model.safetensors")
+    with caplog.at_level("INFO", "jaxspec"):
+        model = load(folder)
+    assert f"2 scales like {names[0]} are not used" in caplog.text
+    np.testing.assert_allclose(jaxspec.logits(model, TOKENS), jaxspec.logits(load(whole), TOKENS), atol=1e-3)
+
+
+def with_kv_scales(folder: Path, scales: dict[str, np.ndarray]) -> None:
+    more = {f"model.layers.{name}": np.asarray(value, np.float32) for name, value in scales.items()}
+    save(read(folder / "model.safetensors") | more, folder / "model.safetensors")
+
+
+def test_scales_of_keys_and_values_are_read_under_each_tools_names(tmp_path, caplog):
+    made = write(source("llama", num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2), tmp_path)
+    with_kv_scales(made[0], {
+        "0.self_attn.k_scale": [0.5], "0.self_attn.v_scale": [0.25, 0.75],
+        "1.self_attn.k_proj.k_scale": 2.0, "1.self_attn.v_proj.v_scale": [[[3.0]], [[4.0]]],
+        "2.self_attn.k_proj.output_scale": [5.0], "2.self_attn.attn.v_scale": 6.0,
+        "3.self_attn.kv_scale": 7.0,
+    })  # fmt: skip
+    with caplog.at_level("INFO", "jaxspec"):
+        scales = load(made[0]).kv_scales
+    assert "are not used" not in caplog.text
+    assert scales.tolist() == [[[0.5, 0.5], [0.25, 0.75]], [[2, 2], [3, 4]], [[5, 5], [6, 6]], [[7, 7], [7, 7]],
+                               [[1, 1], [1, 1]]]  # fmt: skip
+    assert load(made[1]).kv_scales is None
+    for bad, message in ((np.ones(3), r"shape \[3\]; .* or one for each of 2 KV heads"), (0.0, "must be positive")):
+        with_kv_scales(made[0], {"4.self_attn.k_scale": bad})
+        with pytest.raises(CheckpointError, match=rf"4\.self_attn\.k_scale .*{message}"):
+            load(made[0])
+
+
+@pytest.mark.parametrize("config,named", [
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in 4 bits, version 'gemv'"),
+    ({"quant_method": "gptq", "bits": 3}, "gptq in 3 bits"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ({"quant_method": "mxfp8"}, "mxfp8"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4"),
+    ({"quant_method": ["?"]}, r"\['\?'\]"),
+    ({}, None),
+    (BLOCKS | {"weight_block_size": [64, 64]}, r"fp8 with weight_block_size \[64, 64\], not \[128, 128\]"),
+    (compressed("group", num_bits=4, type="int"), "compressed-tensors float-quantized, 4-bit int"),
+    (compressed("channel", type="int"), "compressed-tensors float-quantized, 8-bit int"),
+    (compressed("tensor_group", num_bits=4), "4-bit float with strategy 'tensor_group'"),
+    (compressed("block", block_structure=[64, 64]), r"in blocks \[64, 64\]"),
+    (compressed("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity 'sparse-24-bitmask'"),
+])  # fmt: skip
+def test_other_formats_are_refused_by_name(tmp_path, config, named):
+    folder, _ = write(source("llama"), tmp_path, config=config)
+    if named is None:
+        named, instead = "", "has no quantization_config"
+    else:
+        named, instead = f"weights quantised by .*{named}", "are not supported; use the model's FP8 or unquantised"
+    with pytest.raises(CheckpointError, match=f"{named}.*{instead}") as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("pattern,kept", [
+    ("lm_head", {"lm_head"}),
+    ("o_proj", {"model.layers.1.self_attn.o_proj"}),
+    ("model.layers.1", {"model.layers.1.self_attn.o_proj", "model.layers.1.mlp.gate"}),
+    ("model.language_model.layers.1.mlp", {"model.layers.1.mlp.gate"}),
+    (r"re:.*mlp\.gate$", {"model.layers.1.mlp.gate"}),
+    ("model.layers.1.mlp.gat", set()),
+])  # fmt: skip
+def test_modules_that_are_kept_are_found_by_name_part_or_pattern(pattern, kept):
+    names = {"lm_head", "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.gate", "model.layers.10.mlp.gate_proj"}
+    assert {name for name in names if Quantization("block", (pattern,)).keeps(name)} == kept
+
+
+OPTIONS = {
+    "page_size": 8, "chunked_prefill_size": 64, "context_length": 128, "max_running_requests": 3,
+    "max_total_tokens": 512, "skip_warmup": True, "few_programs": True, "disable_structured_output": True,
+}  # fmt: skip
+
+
+def test_an_fp8_cache_with_scales_serves_drafts_losslessly_and_from_the_cache(tmp_path):
+    """The scales are so small that keys and values saturate."""
+    folder, _ = write(tiny_checkpoint("llama", 272, hidden_size=160, num_hidden_layers=1, tokenizer=True), tmp_path)
+    with_kv_scales(folder, {"0.self_attn.k_scale": 1e-4, "0.self_attn.v_scale": 1e-4})
+    prompts, params = [[5, 6, 7, 8] * 9, [9, 3] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    texts = []
+    for draft in ("none", f"standalone:{folder}"):
+        llm = LLM(str(folder), draft=draft, kv_cache_dtype="fp8", **OPTIONS)
+        texts += [[out.token_ids for out in llm.generate(prompts, params)] for _ in range(2)]
+        cache = llm.engine.runner.state.cache
+        assert jnp.allclose(cache.scales, 1e-4) and jnp.abs(cache.kv[:, 1:].astype(jnp.float32)).max() == 448
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+def test_an_mtp_module_is_quantised_with_its_target(tmp_path):
+    folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
+    options = OPTIONS | {"max_running_requests": 1}
+    target = load(folder)
+    drafter = jaxspec.load_drafter("mtp", target, EngineConfig(str(folder), "mtp", fp8_activations="on"))
+    assert drafter.params["layer"]["qkv"].format == Fp8(128, activations=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    (out,) = LLM(str(folder), draft="mtp", **options).generate([[5, 6, 7] * 5], params)
+    logits = np.asarray(jaxspec.logits(target, [out.prompt_token_ids + out.token_ids])[0, 14:-1], np.float32)
+    assert (logits[np.arange(16), out.token_ids] >= logits.max(-1) - 1e-4).all()
+
+
+def test_a_format_is_part_of_what_a_program_is_traced_for():
+    """Two weights of the same arrays that are multiplied differently aren't one program's."""
+    values, scales = jnp.zeros((4, 4), fp8.E4M3), jnp.ones((4, 1))
+    off, on = (Weight(values, Fp8(None, on), scales=scales) for on in (False, True))
+    assert str(jax.tree.structure(off)) != str(jax.tree.structure(on))
+    assert dataclasses.replace(off, format=Fp8(None, True)).format == on.format

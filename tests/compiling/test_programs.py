@@ -1,0 +1,81 @@
+"""Whole programs as a Hopper GPU gets them, lowered for one here: sizes that nobody rounded."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.engine import defaults, runner
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import counting
+from tests.support.tiny import tiny_config
+
+WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
+WIDE |= dict(moe_intermediate_size=128, shared_expert_intermediate_size=128)  # of families that have them
+WIDE |= dict(linear_key_head_dim=128, linear_value_head_dim=128)
+FEW, DRAFTED = ("none", 27), ("ngram", 45)  # what drafts, and how many requests: 27 rows of a round, or 45 x 4
+
+
+@pytest.fixture
+def programs(monkeypatch, tmp_path):
+    """Those of an engine with random weights of a family, with a GPU's defaults and kernels."""
+    monkeypatch.setattr(defaults, "here", lambda: defaults.GPU)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+
+    def of(family: str, draft: str, requests: int, **options) -> runner.Runner:
+        (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **WIDE)))
+        sizes = dict(max_running_requests=requests, max_total_tokens=2048, num_continuous_decode_steps=1)
+        given = dict(load_format="dummy", dtype="bfloat16", skip_warmup=True)
+        return runner.Runner(EngineConfig(model=str(tmp_path), draft=draft, **given, **sizes, **options))
+
+    return of
+
+
+def kernels_of(made: runner.Runner, kind: str, size: int) -> set[str]:
+    """Those of a program, which must come out."""
+    programs = made.programs
+    arguments = *programs._arguments(kind, size, made.state), *programs._handed(kind, size, made.state)
+    with counting() as chosen:
+        made.programs._jits[kind].trace(*arguments).lower(lowering_platforms=("cuda",))
+    return set(chosen)
+
+
+rarely = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("family,drafts,expected", [
+    rarely("qwen3", FEW, {"weight_stream", "write_heads", "decode_attention"}),
+    ("qwen3", DRAFTED, {"tile_matmul", "write_heads", "decode_attention"}),
+    rarely("qwen3_moe", FEW, {"top_experts", "expert_plan", "expert_stream", "write_heads", "decode_attention"}),
+    rarely("qwen3_moe", DRAFTED, {"top_experts", "expert_stream", "tile_matmul", "write_heads", "decode_attention"}),
+    rarely("qwen3_next", FEW, {
+        "delta_step", "conv_step", "top_experts", "expert_plan", "expert_stream", "decode_attention",
+    }),
+    ("qwen3_next", DRAFTED, {"delta_step", "conv_step", "top_experts", "expert_stream", "decode_attention"}),
+    rarely("mistral", FEW, {"weight_stream", "write_heads", "decode_attention"}),  # each layer sees a window
+    rarely("gemma3", DRAFTED, {"tile_matmul", "decode_attention"}),
+])  # fmt: skip
+def test_rounds_of_odd_sizes(programs, family, drafts, expected):
+    assert expected <= kernels_of(programs(family, *drafts), "round_greedy", drafts[1])
+
+
+def test_a_round_of_an_fp8_model(programs):
+    expected = {"fp8_stream", "fp8_rows", "write_heads", "decode_attention"}
+    assert expected <= kernels_of(programs("qwen3", "none", 90, quantization="fp8"), "round_greedy", 90)
+
+
+@pytest.mark.parametrize("kind,size", [
+    ("forward", 45), ("conclude_logprobs", 45), ("draft_sampled", 45), ("masked_first", 1),
+    rarely("conclude_greedy", 45),
+])  # fmt: skip
+def test_programs_of_structured_output(programs, kind, size):
+    expected = {"tile_matmul", "write_heads", "decode_attention"} if kind == "forward" else set()
+    assert expected <= kernels_of(programs("qwen3", *DRAFTED), kind, size)
+
+
+def test_a_prompts_last_layer_goes_on_with_an_odd_number_of_rows(programs):
+    made = programs("qwen3", "none", 8, chunked_prefill_size=64 * 133)
+    assert {"tile_matmul", "prompt_attention", "write_heads"} <= kernels_of(made, "prefill", 133)

@@ -1,0 +1,343 @@
+"""Configs read real files in both spellings, and refuse what can't work by naming the key or flag."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
+from jaxspec.models.description import (
+    Attention,
+    Decoder,
+    DeltaRule,
+    Layer,
+    LinearScaling,
+    Mixture,
+    Mlp,
+    Norm,
+    Rope,
+    RopeScaling,
+    Yarn,
+)
+from jaxspec.models.model_config import ModelConfig
+from tests.support.tiny import tiny_config
+
+LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
+LLAMA_31_8B = dict(
+    architectures=["LlamaForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=128000,
+    eos_token_id=[128001, 128008, 128009],
+    hidden_act="silu",
+    hidden_size=4096,
+    initializer_range=0.02,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+    mlp_bias=False,
+    model_type="llama",
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    pretraining_tp=1,
+    rms_norm_eps=1e-05,
+    rope_scaling=dict(factor=8.0, **LLAMA3),
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.42.3",
+    use_cache=True,
+    vocab_size=128256,
+)
+LLAMA_32_1B = {
+    **LLAMA_31_8B,
+    **dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, tie_word_embeddings=True),
+    **dict(rope_scaling=dict(factor=32.0, **LLAMA3), transformers_version="4.45.0.dev0"),
+}
+QWEN3_8B = dict(
+    architectures=["Qwen3ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    eos_token_id=151645,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=4096,
+    initializer_range=0.02,
+    intermediate_size=12288,
+    max_position_embeddings=40960,
+    max_window_layers=36,
+    model_type="qwen3",
+    num_attention_heads=32,
+    num_hidden_layers=36,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-06,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.51.0",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+QWEN3_06B = {
+    **QWEN3_8B,
+    **dict(
+        hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_hidden_layers=28, max_window_layers=28
+    ),
+    **dict(tie_word_embeddings=True),
+}
+
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    **dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144),
+    **dict(num_hidden_layers=48, num_key_value_heads=4, max_window_layers=48, decoder_sparse_step=1),
+    **dict(moe_intermediate_size=768, mlp_only_layers=[], norm_topk_prob=True, num_experts=128, num_experts_per_tok=8),
+    **dict(output_router_logits=False, router_aux_loss_coef=0.001),
+}
+
+
+def as_transformers_5(hf: dict) -> dict:
+    """The same config as transformers 5 saves it: theta and scaling under `rope_parameters`, `dtype`."""
+    new = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    rope = dict(hf["rope_scaling"] or {"rope_type": "default"}, rope_theta=hf["rope_theta"])
+    return {**new, "rope_parameters": rope, "dtype": hf["torch_dtype"]}
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_llama_31_8b(spelling):
+    norm, rope = Norm(1e-5), Rope(500000.0, RopeScaling(8.0, 1.0, 4.0, 8192))
+    layer = Layer(Attention(32, 8, 128, rope), Mlp(14336), norm)  # heads are hidden/heads wide
+    assert ModelConfig.from_hf(spelling(LLAMA_31_8B)) == ModelConfig(
+        model_type="llama",
+        decoder=Decoder(vocab_size=128256, width=4096, layers=(layer,) * 32, norm=norm),
+        max_position=131072,
+        eos_token_ids=(128001, 128008, 128009),
+        bos_token_id=128000,
+        dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_llama_32_1b(spelling):
+    config = ModelConfig.from_hf(spelling(LLAMA_32_1B))
+    decoder = config.decoder
+    assert (config.head_dim, decoder.tied, decoder.attention.qk_norm) == (64, True, None)
+    assert decoder.attention.rope.scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_qwen3_8b(spelling):
+    config = ModelConfig.from_hf(spelling(QWEN3_8B))
+    decoder = config.decoder
+    assert (config.model_type, decoder.attention.qk_norm, decoder.tied) == ("qwen3", Norm(1e-6), False)
+    assert (decoder.attention.rope, decoder.norm) == (Rope(1e6), Norm(1e-6))
+    assert (config.eos_token_ids, config.max_position, decoder.layers[0].feed) == ((151645,), 40960, Mlp(12288))
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_qwen3_06b_heads_are_wider_than_hidden_over_heads(spelling):
+    config = ModelConfig.from_hf(spelling(QWEN3_06B))
+    assert (config.hidden_size, config.num_heads, config.head_dim) == (1024, 16, 128)
+    assert config.decoder.tied
+
+
+@pytest.mark.parametrize("spelling", [dict, as_transformers_5])
+def test_qwen3_30b_a3b(spelling):
+    config = ModelConfig.from_hf(spelling(QWEN3_30B_A3B))
+    assert {layer.feed for layer in config.decoder.layers} == {Mixture(128, 8, 768, renormalised=True, shared=0)}
+    assert (config.decoder.attention.qk_norm, config.num_layers, config.num_kv_heads) == (Norm(1e-6), 48, 4)
+
+
+def test_experts_in_other_spellings():
+    read = lambda **change: ModelConfig.from_hf({**QWEN3_30B_A3B, **change})  # noqa: E731
+    renamed = {k: v for k, v in QWEN3_30B_A3B.items() if k not in ("num_experts", "norm_topk_prob")}
+    config = ModelConfig.from_hf(renamed | {"num_local_experts": 64})
+    assert (config.decoder.mixture.experts, config.decoder.mixture.renormalised) == (64, False)
+    dense = lambda config: [i for i, layer in enumerate(config.decoder.layers) if isinstance(layer.feed, Mlp)]  # noqa: E731
+    assert dense(read(decoder_sparse_step=2)) == list(range(0, 48, 2))
+    assert dense(read(mlp_only_layers=[0, 3], decoder_sparse_step=1)) == [0, 3]
+    assert read(shared_expert_intermediate_size=512).decoder.mixture.shared == 512
+    assert dense(read(intermediate_size=None)) == []  # no layer reads it
+    with pytest.raises(ConfigError, match="intermediate_size"):
+        read(intermediate_size=None, mlp_only_layers=[0])
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(num_experts_per_tok=129), r"num_experts_per_tok \(129\) must not exceed num_experts \(128\)"),
+    (dict(num_experts=None), "num_experts must be a positive integer, got None"),
+    (dict(moe_intermediate_size=0), "moe_intermediate_size"),
+    (dict(decoder_sparse_step=0), "decoder_sparse_step"),
+    (dict(mlp_only_layers=[48]), "mlp_only_layers must be a list of layers, 0 to 47"),
+    (dict(shared_expert_intermediate_size=-1), "shared_expert_intermediate_size"),
+])  # fmt: skip
+def test_experts_that_make_no_sense(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_hf({**QWEN3_30B_A3B, **change})
+
+
+def test_keys_that_a_file_may_leave_out():
+    required = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    hf = {key: LLAMA_31_8B[key] for key in (*required, "num_attention_heads")}
+    config = ModelConfig.from_hf(hf)
+    decoder = config.decoder
+    assert decoder.attention == Attention(32, 32, 128, Rope(10000.0), bias=False)
+    assert (decoder.tied, decoder.layers[0].feed.bias) == (False, False)
+    assert (config.eos_token_ids, config.bos_token_id, config.dtype) == ((), None, "bfloat16")
+    for key in hf:
+        with pytest.raises(ConfigError, match=key):
+            ModelConfig.from_hf({k: v for k, v in hf.items() if k != key})
+
+
+def test_biases_and_a_null_head_dim():
+    config = ModelConfig.from_hf({**LLAMA_31_8B, "attention_bias": True, "mlp_bias": True, "head_dim": None})
+    decoder = config.decoder
+    assert (decoder.attention.bias, decoder.layers[0].feed.bias, config.head_dim) == (True, True, 128)
+
+
+def test_rope_scaling_counts_beside_rope_parameters():
+    saved = as_transformers_5({**LLAMA_31_8B, "rope_scaling": None})
+    config = ModelConfig.from_hf({**saved, "rope_scaling": LLAMA_31_8B["rope_scaling"]})
+    assert config.decoder.attention.rope == Rope(500000.0, RopeScaling(8.0, 1.0, 4.0, 8192))
+
+
+def test_scaling_that_a_model_page_tells_users_to_add():
+    """As Qwen's: the config's positions stay as they are, and the context grows by the factor."""
+    read = lambda **scaling: ModelConfig.from_hf({**QWEN3_8B, "rope_scaling": scaling})  # noqa: E731
+    config = read(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    yarn = Yarn(4.0, 32768, attention_factor=0.1 * math.log(4) + 1)
+    assert config.decoder.attention.rope == Rope(1e6, yarn) and config.max_position == 131072
+    given = read(rope_type="yarn", factor=2.0, original_max_position_embeddings=1024, attention_factor=1.5, beta_slow=2)
+    assert given.decoder.attention.rope.scaling == Yarn(2.0, 1024, attention_factor=1.5, beta_slow=2.0)
+    assert given.max_position == 40960
+    config = read(type="linear", factor=2.0)
+    assert (config.decoder.attention.rope.scaling, config.max_position) == (LinearScaling(2.0), 81920)
+    with pytest.raises(ConfigError, match="type linear lacks factor"):
+        read(rope_type="linear")
+
+
+def test_qwen2_has_biases_on_queries_keys_and_values():
+    attention = ModelConfig.from_hf(tiny_config("qwen2")).decoder.attention
+    assert (attention.bias, attention.out_bias) == (True, False)
+
+
+def test_glm4_where_its_config_is_silent():
+    """As transformers' Glm4Config: half of each head rotates in neighbouring pairs, q, k and v alone have biases."""
+    silent = ("attention_bias", "head_dim", "rms_norm_eps", "rope_theta")
+    hf = {key: value for key, value in tiny_config("glm4").items() if key not in silent}
+    layer = ModelConfig.from_hf(hf).decoder.layers[0]
+    assert layer.mixing == Attention(4, 2, 128, Rope(10000.0, columns=64, interleaved=True), bias=True)
+    assert layer.post_norm and layer.norm == Norm(1.5625e-07) and not layer.feed.bias
+    given = ModelConfig.from_hf({**hf, "attention_bias": False, "partial_rotary_factor": 0.25}).decoder.attention
+    assert (given.bias, given.rope.columns) == (False, 32)
+
+
+def test_older_name_of_the_rope_kind():
+    scaling = {key: value for key, value in LLAMA_31_8B["rope_scaling"].items() if key != "rope_type"}
+    config = ModelConfig.from_hf({**LLAMA_31_8B, "rope_scaling": {**scaling, "type": "llama3"}})
+    assert config.decoder.attention.rope.scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def test_a_torch_prefix_on_the_dtype_is_dropped():
+    assert ModelConfig.from_hf({**QWEN3_8B, "torch_dtype": "torch.float16"}).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(model_type="gpt2"), ["'gpt2'", "llama, mistral, qwen2"]),
+        (dict(model_type=None), ["None", "llama, mistral, qwen2"]),
+        (dict(hidden_size=0), ["hidden_size", "positive integer", "0"]),
+        (dict(num_hidden_layers="36"), ["num_hidden_layers", "'36'"]),
+        (dict(vocab_size=True), ["vocab_size", "True"]),
+        (dict(num_key_value_heads=5), ["num_attention_heads (32)", "num_key_value_heads (5)"]),
+        (dict(head_dim=127), ["head_dim", "even", "127"]),
+        (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
+        (dict(use_sliding_window=True), ["use_sliding_window"]),
+        (dict(rope_scaling=dict(rope_type="longrope", factor=4.0)), ["'longrope'", "default, linear, llama3"]),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ["'dynamic'"]),
+        (  # as a model's page tells users to add, beside what transformers 5 saved
+            dict(
+                rope_parameters=dict(rope_type="default", rope_theta=1e6),
+                rope_scaling=dict(type="longrope", factor=4.0),
+            ),
+            ["'longrope'"],
+        ),
+        (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), ["rope_parameters", "full_attention"]),
+        (
+            dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
+            ["lacks", "low_freq_factor", "original_max_position"],
+        ),
+        (dict(rope_scaling=dict(rope_type="yarn")), ["config.json: rope_scaling of type yarn lacks factor"]),
+        (dict(rope_parameters=dict(rope_type="linear")), ["config.json: rope_scaling of type linear lacks factor"]),
+    ],
+)
+def test_an_unsupported_model_is_refused_by_name(change, words):
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_hf({**QWEN3_8B, **change})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_configs_are_frozen_and_hashable_so_jit_can_take_them_as_static():
+    config = ModelConfig.from_hf(LLAMA_31_8B)
+    assert hash(config) == hash(ModelConfig.from_hf(as_transformers_5(LLAMA_31_8B)))
+    with pytest.raises(AttributeError):
+        config.vocab_size = 1
+    assert len({EngineConfig(), EngineConfig(page_size=None), EngineConfig(page_size=32)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"rope_scaling": 5}, "rope_scaling"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention' is not supported .* 'qwen3'"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"torch_dtype": "float8"}, "dtype"),
+    ],
+)
+def test_a_senseless_value_in_a_config_is_named(change, named):
+    with pytest.raises(ConfigError, match=named):
+        ModelConfig.from_hf({**QWEN3_8B, **change})
+
+
+def test_hybrids():
+    """Of a multimodal config the text model counts, and which layer is which comes from either key."""
+    rope = {"rope_theta": 5e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    text = tiny_config("qwen3_5_moe", full_attention_interval=3, num_hidden_layers=6, rope_parameters=rope)
+    text |= {"model_type": "qwen3_5_moe_text", "eos_token_id": 3}
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "eos_token_id": [4]}
+    config = ModelConfig.from_hf(whole | {"tie_word_embeddings": True})
+    assert (config.model_type, config.eos_token_ids, config.decoder.tied) == ("qwen3_5_moe", (4, 3), True)
+    assert (config.decoder.attention.rope, config.decoder.mixture.experts) == (Rope(5e6, columns=8), 4)
+    assert [isinstance(layer.mixing, DeltaRule) for layer in config.decoder.layers] == [True, True, False] * 2
+    assert (config.num_kv_layers, config.num_linear_layers) == (2, 4)
+    assert config.linear.channels == 2 * 2 * 8 + 4 * 12
+    del text["torch_dtype"]
+    assert ModelConfig.from_hf(whole | {"torch_dtype": "float16"}).dtype == "float16"
+    named = {key: value for key, value in text.items() if key != "full_attention_interval"}
+    kinds = ["linear_attention", "linear_attention", "full_attention"] * 2
+    assert ModelConfig.from_hf({**named, "layer_types": kinds}).decoder.layers == config.decoder.layers
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"layer_types": ["linear_attention"] * 2}, "no full_attention layer"),
+    ({"layer_types": ["full_attention"]}, "must name 2 layers"),
+    ({"layer_types": ["full_attention", "conv"]}, "full_attention or linear_attention"),
+    ({"linear_num_value_heads": 3}, "multiple of linear_num_key_heads"),
+    ({"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim must be a positive integer"),
+    ({"attn_output_gate": False}, "attn_output_gate"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 of head_dim 16 is 1"),
+    ({"partial_rotary_factor": 2.0}, "partial_rotary_factor 2 of head_dim 16 is 32, not an even number from 2 to 16"),
+])  # fmt: skip
+def test_hybrids_that_are_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_hf(tiny_config("qwen3_5") | change)

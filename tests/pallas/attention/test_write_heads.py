@@ -1,0 +1,258 @@
+"""The kernel of rows' heads against the plain form: in interpret mode, lowered for CUDA, and chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.cache.mixers import Cache, PromptBlocks, WholeTexts
+from jaxspec.cache.paged import PageLayout, Rows
+from jaxspec.checkpoint.params import dummy
+from jaxspec.decoder import forward as paths
+from jaxspec.decoder import layer as equations
+from jaxspec.decoder.functions import cos_sin, rms_norm, rope
+from jaxspec.decoder.layer import attention
+from jaxspec.decoder.streamed import WEIGHT_STREAM
+from jaxspec.models.description import Attention, Rope
+from jaxspec.models.families import llama
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.pallas import hopper
+from jaxspec.pallas.attention import write_heads as op
+from jaxspec.pallas.attention.kv_write import stored
+from jaxspec.pallas.dense import weight_stream
+from jaxspec.pallas.hopper import KERNELS, counting
+from tests.decoder.test_few_rows_layers import with_biases
+from tests.support import drawn
+from tests.support.sample import rare
+from tests.support.tiny import tiny_config
+
+EPS, LAYERS, WIDTH = 1e-6, 2, op.WIDTH
+INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
+
+
+def normal(key, *shape):
+    return drawn.normal(key, shape, jnp.bfloat16)
+
+
+def check(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    normed: bool,
+    page_size: int = 16,
+    parts: int = 1,
+    fp8: bool = False,
+    **options,
+):
+    """Rows anywhere in the pages, every fifth of them padding, far into a long text; in `parts` to be summed. Some
+    scales of FP8 pages are so small that numbers saturate."""
+    keys, pages = jax.random.split(jax.random.key(rows + heads), 6), 2 + rows // page_size
+    qkv = normal(keys[0], parts, rows, heads + 2 * kv_heads, WIDTH)
+    qkv = qkv if parts == 1 else qkv.astype(jnp.float32)
+    kv = normal(keys[1], LAYERS, pages, 2, kv_heads, page_size, WIDTH)
+    inverse = None
+    if fp8:
+        kv = kv.astype(jnp.float8_e4m3fn)
+        inverse = 1 / jnp.exp(jax.random.uniform(keys[5], (LAYERS, 2, kv_heads), minval=-6, maxval=2))
+    norms = list(1 + 0.2 * normal(keys[2], 2, WIDTH)) if normed else []
+    position = jax.random.randint(keys[3], (rows,), 0, 100_000)
+    rotating = Attention(heads, kv_heads, WIDTH, Rope(1e6))
+    place = (page_size + jax.random.permutation(keys[4], rows)).at[::5].set(-1).astype(jnp.int32)
+
+    @jax.jit
+    def plain(qkv, kv, position, place, norms):
+        qkv = qkv.sum(0).astype(jnp.bfloat16)
+        turned = list(jnp.split(qkv[None, :, : heads + kv_heads], [heads], axis=2))
+        for i, norm in enumerate(norms):
+            turned[i] = rms_norm(turned[i], norm, EPS)
+        q, k = (rope(x, position[None], rotating)[0] for x in turned)
+        page = jnp.where(place < 0, pages, place // page_size)
+        new = jnp.stack([k, qkv[:, heads + kv_heads :]], axis=1)
+        new = stored(new, kv.dtype, None if inverse is None else inverse[1, ..., None])
+        return q, kv.at[1, page, :, :, place % page_size].set(new, mode="drop")
+
+    @jax.jit
+    def kernel(qkv, kv, position, place, norms):
+        turns = cos_sin(position, rotating)
+        rows_of = qkv.reshape(parts, rows, -1)
+        return op.write_heads(rows_of, *turns, kv, jnp.int32(1), place, norms, inverse, eps=EPS, **options)
+
+    given = qkv, kv, position, place, norms
+    (got, pages_got), (want, pages_want) = kernel(*given), plain(*given)
+    assert_rounded_alike(got, want)
+    pages_got, pages_want, kv = (x.astype(jnp.float32) for x in (pages_got, pages_want, kv))
+    changed = np.asarray(pages_want != kv).any(axis=-1)
+    assert changed.sum() == 2 * kv_heads * np.sum(place >= 0)
+    np.testing.assert_array_equal(np.asarray(pages_got)[~changed], np.asarray(kv)[~changed])
+    np.testing.assert_array_equal(pages_got[1, :, 1], pages_want[1, :, 1])
+    assert_rounded_alike(pages_got, pages_want, **({"rtol": 2**-3} if fp8 else {}))
+    assert not fp8 or jnp.abs(pages_got).max() == 448
+
+
+def assert_rounded_alike(got, want, rtol=2**-7):
+    """Equal but for a few numbers, which float32 sums in another order round to a neighbour before they rotate."""
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=2**-4)
+    assert np.mean(got == want) > 0.99
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,normed",
+    [
+        (16, 8, True),
+        rare(32, 4, True),
+        (8, 8, False),
+        rare(4, 4, True),
+        (20, 4, False),
+        rare(16, 2, True),
+        (6, 1, True),
+    ],
+)
+def test_matches_the_plain_form(heads, kv_heads, normed):
+    check(20, heads, kv_heads, normed, **INTERPRET)
+
+
+@pytest.mark.parametrize("heads,kv_heads,normed,fp8", [(16, 8, True, True), (4, 4, False, False), (16, 2, True, True)])
+def test_sums_parts(heads, kv_heads, normed, fp8):
+    check(10, heads, kv_heads, normed, parts=4, fp8=fp8, **INTERPRET)
+
+
+def model(family: str, **overrides):
+    given = dict(head_dim=WIDTH, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
+    config = ModelConfig.from_hf(tiny_config(family, **(given | overrides)))
+    return config, dummy(llama.tensors(config.decoder), "bfloat16", seed=0)["layers"][0]
+
+
+def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **overrides):
+    """`layer.attention` of a prompt's blocks, each of a request of its own, and its operands.
+
+    All but the first begin in the middle of a page, and the last has a row of padding.
+    """
+    config, layer = model(family, **overrides)
+    table = 1 + jnp.arange(2 * blocks, dtype=jnp.int32).reshape(blocks, 2)
+    start = (5 * jnp.arange(blocks, dtype=jnp.int32)) % t
+    rows = Rows(start, jnp.full((blocks,), t, jnp.int32).at[-1].add(-1), table)
+    mixer = PromptBlocks(rows, *3 * [jnp.zeros((blocks,), jnp.int32)])
+    kv = jnp.zeros_like(PageLayout(2 * blocks + 1, t, pages).kv(config))
+    n = config.num_heads + 2 * config.num_kv_heads
+    qkv = normal(jax.random.key(1), 1, blocks, t, n * config.head_dim)
+
+    def mix(layer, qkv, kv):
+        return attention(config.decoder.layers[0], layer, jnp.int32(1), qkv, rows.marked_positions(t), mixer, Cache(kv))
+
+    return mix, (layer, qkv, kv)
+
+
+def check_mix(monkeypatch, family: str, **sizes):
+    """With the kernel and without, of real rows."""
+    took = []
+    monkeypatch.setattr(equations, "chosen", lambda *_: False)
+    mix, given = mixed(family, **sizes)
+    want, want_cache = jax.jit(mix)(*given)
+    monkeypatch.setattr(equations, "chosen", lambda reason: reason is None and not took.append("write_heads"))
+    got, cache = jax.jit(lambda *given: mix(*given))(*given)
+    assert took == ["write_heads"]
+    np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
+    assert_rounded_alike(cache.kv[:, 1:], want_cache.kv[:, 1:])
+
+
+@pytest.mark.parametrize("family,bias", [rare("llama", False), ("llama", True), ("qwen3", False)])
+def test_layers_are_those_of_the_model(monkeypatch, family, bias):
+    monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
+    check_mix(monkeypatch, family, attention_bias=bias)
+
+
+@pytest.mark.parametrize("family,heads,kv_heads", [
+    ("llama", 32, 4), rare("qwen3", 8, 1), rare("qwen3", 40, 40),
+    rare("llama", 32, 8), rare("llama", 40, 40), rare("qwen3", 32, 8), rare("qwen3", 32, 4),
+])  # fmt: skip
+def test_prompts_take_it_where_there_is_one(monkeypatch, family, heads, kv_heads):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr(hopper, "UNTIMED", kv_heads == 1)
+    for blocks, pages, kernels in ((9, "bfloat16", 1), (1, "float8_e4m3fn", 1)):
+        before = KERNELS["write_heads"]
+        mix, given = mixed(family, pages, blocks, 64, num_attention_heads=heads, num_key_value_heads=kv_heads)
+        text = jax.jit(mix).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == 1 + kernels  # and `prompt_attention`
+        assert KERNELS["write_heads"] == before + kernels
+
+
+def test_rows_in_float32_keep_the_plain_layers(monkeypatch):
+    """Whatever the pages are in: the queries would come out rounded."""
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    before = KERNELS["write_heads"]
+    mix, (layer, qkv, kv) = mixed("llama")
+    layer = jax.tree.map(lambda x: x.astype(jnp.float32), layer)
+    out, cache = jax.eval_shape(mix, layer, qkv.astype(jnp.float32), kv)
+    assert out.dtype == jnp.float32 and cache.kv.dtype == jnp.bfloat16
+    assert KERNELS["write_heads"] == before
+
+
+@pytest.mark.parametrize("family,width", [
+    ("qwen3", WIDTH), rare("qwen2", 64),
+    pytest.param("qwen2", WIDTH, marks=pytest.mark.exhaustive),  # heads without norms are in the tests above
+])  # fmt: skip
+def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
+    """Parts of a product, a bias and all, where heads are 128 wide; numbers are those of the plain layers."""
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, head_dim=width)
+    config = ModelConfig.from_hf(tiny_config(family, **sizes, num_attention_heads=4, num_key_value_heads=4))
+    params = with_biases(dummy(llama.tensors(config.decoder), "bfloat16", seed=0))
+    b = 16
+    rows = Rows(jnp.arange(b, dtype=jnp.int32), jnp.ones(b, jnp.int32), 1 + jnp.arange(b, dtype=jnp.int32)[:, None])
+    kv = 0.5 * normal(jax.random.key(1), *PageLayout(b + 1, 16, "bfloat16").kv(config).shape)
+    tokens = jnp.arange(b)[:, None]
+    run = jax.jit(lambda params, kv: paths.forward(config.decoder, params, tokens, rows.positions(1), rows, kv))
+    plain = run(params, kv)
+    monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
+    monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
+    monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
+    monkeypatch.setattr(equations, "chosen", lambda reason, *_: reason is None)
+    monkeypatch.setattr(paths, "PATHS", (dataclasses.replace(WEIGHT_STREAM, processors=0),))
+    jax.clear_caches()
+    with counting() as took:
+        streamed = run(params, kv)
+    assert took == {"weight_stream": 1} | ({"write_heads": 2} if width == WIDTH else {})  # the first layer's, of parts
+    for got, want in ((streamed.last, plain.last), (streamed.cache[:, 1:], plain.cache[:, 1:])):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
+
+
+def test_texts_without_pages_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    config, layer = model("qwen3")
+    shape = jax.ShapeDtypeStruct((1, 9, 64, 16 * WIDTH), jnp.bfloat16)
+    positions = jnp.broadcast_to(jnp.arange(64), (9, 64))
+    before = KERNELS["write_heads"]
+    jax.eval_shape(
+        lambda qkv: attention(config.decoder.layers[0], layer, jnp.int32(0), qkv, positions, WholeTexts(), None)[0],
+        shape,
+    )
+    assert KERNELS["write_heads"] == before
+
+
+@pytest.mark.parametrize(
+    "wrong,reason",
+    [
+        ((32, 8, 64, 64, jnp.bfloat16), "width 64"),
+        ((32, 8, 128, 32, jnp.bfloat16), "32 of 128 columns"),
+        ((9, 3, 128, 128, jnp.bfloat16), "9 query and 3 KV heads"),
+        ((32, 2, 128, 128, jnp.bfloat16), "2 KV heads"),
+        ((32, 8, 128, 128, jnp.bfloat16, jnp.float8_e4m3fn), "float8"),
+        ((32, 8, 128, 128, jnp.float32, jnp.bfloat16), "float32"),
+    ],
+)
+def test_what_cannot_run_is_named(wrong, reason):
+    assert op.supported(32, 8, 128, 128, jnp.bfloat16) is None
+    assert reason in op.supported(*wrong)
+
+
+def test_heads_that_warps_share_unevenly_wait_for_a_device_to_time_them(monkeypatch):
+    monkeypatch.setattr(hopper, "UNTIMED", True)
+    assert op.supported(16, 1, 128, 128, jnp.bfloat16) is None
+    assert "up to 16 others" in op.supported(33, 3, 128, 128, jnp.bfloat16)

@@ -1,0 +1,345 @@
+"""The kernels of a small model's layer: interpreted against plain layers, lowered for CUDA, and where they serve."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.decoder.functions import centred_rms_norm, cos_sin, rms_norm, rope
+from jaxspec.decoder.matmul import gate
+from jaxspec.models.description import Attention, Rope
+from jaxspec.models.weights import HALF
+from jaxspec.pallas.attention.kv_write import stored
+from jaxspec.pallas.dense import few_rows as op
+from jaxspec.pallas.dense.few_rows import top
+from jaxspec.pallas.dense.few_rows.share import share_out
+from tests.pallas.dense.test_weight_stream import assert_close
+from tests.support import drawn
+from tests.support.sample import one_in, rare
+
+EPS, LAYERS, PAGE = 1e-5, 2, 16
+INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
+SMOLLM2 = dict(d=576, heads=9, kv_heads=3, f=1536)
+QWEN3 = dict(d=4096, heads=32, kv_heads=8, f=12288, width=128)
+MIXTURE = dict(d=2048, heads=32, kv_heads=4, f=768, width=128)
+GPT_OSS = dict(d=2880, heads=64, kv_heads=8, f=64 * 64)  # what is added has as many inputs as there are heads' columns
+
+
+def normal(key, *shape):
+    return drawn.normal(key, shape, jnp.bfloat16)
+
+
+def rotating(width: int) -> Attention:
+    """The description that rope tables are made from."""
+    return Attention(1, 1, width, Rope(1e4))
+
+
+def operands(
+    rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int = 128, width: int = 64
+) -> dict[str, jax.Array]:
+    """Of all operations; rows stand in scattered slots of pages, but for the third, which is padding."""
+    keys = iter(jax.random.split(jax.random.key(rows), 10))
+    position = jax.random.randint(next(keys), (rows,), 0, 500)
+    cos, sin = cos_sin(position, rotating(width))
+    return dict(
+        x=normal(next(keys), rows, d),
+        scale=(1 + 0.1 * normal(next(keys), d)),
+        qkv=normal(next(keys), d, (heads + 2 * kv_heads) * width) * d**-0.5,
+        gate_up=normal(next(keys), d, 2 * f) * d**-0.5,
+        hidden=normal(next(keys), rows, f),
+        down=normal(next(keys), f, d) * f**-0.5,
+        cos=cos,
+        sin=sin,
+        position=position,
+        kv=normal(next(keys), LAYERS, 2 + rows // PAGE, 2, kv_heads, PAGE, width),
+        place=(PAGE + jax.random.permutation(next(keys), rows)).at[2].set(-1).astype(jnp.int32),
+        norms=1 + 0.1 * normal(next(keys), LAYERS, width),
+        bias=normal(jax.random.key(rows + 1), (heads + 2 * kv_heads) * width),
+        out_bias=normal(jax.random.key(rows + 2), d),
+    )
+
+
+def head_operands(given: dict[str, jax.Array], inputs: int, normed: bool) -> tuple:
+    """Of `heads`: one or two inputs side by side, or none but what is `Scaled`; norms of queries and keys, or none."""
+    rows, scales = [given["x"], given["x"][::-1]][:inputs], [given["scale"], given["scale"][::-1]][:inputs]
+    if not inputs:
+        (rows, scales), inputs = ([each] for each in op.scale_rows(given["x"], given["scale"])), 1
+    weight = jnp.concatenate([given["qkv"], given["qkv"][::-1]][:inputs]) * inputs**-0.5
+    norms = list(given["norms"]) if normed else []
+    return rows, scales, weight, given["cos"], given["sin"], given["kv"], jnp.int32(1), given["place"], norms
+
+
+def check_heads(
+    given: dict[str, jax.Array],
+    inputs: int = 1,
+    normed: bool = False,
+    biased: bool = False,
+    fp8: bool = False,
+    **options,
+):
+    inverse = None
+    if fp8:  # some numbers saturate
+        given = given | {"kv": given["kv"].astype(jnp.float8_e4m3fn)}
+        inverse = jnp.exp(jnp.linspace(0, 6, given["kv"].shape[3] * LAYERS * 2)).reshape(LAYERS, 2, -1)
+    operands, bias = head_operands(given, inputs, normed), given["bias"] if biased else None
+    q, kv = op.heads(*operands, [given["gate_up"]], bias, inverse, eps=EPS, **options)
+    rows, (kv_heads, _, width) = len(given["x"]), given["kv"].shape[3:]
+    pairs = zip(*operands[:2], strict=True) if inputs else [(given["x"], given["scale"])]
+    x = jnp.concatenate([rms_norm(*each, EPS) for each in pairs], axis=1)
+    qkv = x @ operands[2]
+    qkv = (qkv + bias if biased else qkv).reshape(rows, 1, -1, width)
+    turned = qkv[:, :, :-kv_heads]
+    if normed:
+        turned = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
+        turned = jnp.concatenate([rms_norm(*each, EPS) for each in zip(turned, given["norms"], strict=True)], axis=2)
+    turned = rope(turned, given["position"][:, None], rotating(width))[:, 0]
+    assert_close(q, turned[:, :-kv_heads].reshape(rows, -1))
+    new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
+    new = stored(new, kv.dtype, None if inverse is None else inverse[1, ..., None])
+    assert_written(given, kv, [1], new[:, None], 0.1 if fp8 else 1e-2)
+
+
+def check_keys_values(given: dict[str, jax.Array], biased: bool = False, **options):
+    kv_heads, norm = given["kv"].shape[3], given["norms"][::-1]
+    weight = jnp.concatenate([given["qkv"][:, -2 * kv_heads * 64 :], given["qkv"][::-1, -2 * kv_heads * 64 :]], axis=1)
+    of = [given[name] for name in ("x", "scale")], [given[name] for name in ("cos", "sin", "kv", "place")]
+    bias = jnp.tile(given["bias"][-2 * kv_heads * 64 :], LAYERS).at[:64].multiply(-1) if biased else None
+    kv = op.keys_values(*of[0], weight, *of[1], norm, bias, eps=EPS, **options)
+    both = rms_norm(given["x"], given["scale"], EPS) @ weight
+    both = (both + bias if biased else both).reshape(-1, LAYERS, 2, kv_heads, 64)
+    k = rms_norm(both[:, :, 0], norm[:, None], EPS)
+    k = rope(k, given["position"][:, None], rotating(64))
+    assert_written(given, kv, range(LAYERS), jnp.stack([k, both[:, :, 1]], axis=2))
+
+
+def assert_written(given, kv, layers, new, tolerance=1e-2):
+    """That the pages have these keys and values, [rows, layers, 2, heads, 64], and what they had before."""
+    real = given["place"] >= 0
+    page = jnp.where(real, given["place"] // PAGE, len(given["kv"][0]))
+    expected = given["kv"]
+    for i, layer in enumerate(layers):
+        expected = expected.at[layer, page, :, :, given["place"] % PAGE].set(new[:, i], mode="drop")
+    kv, expected, before = (np.asarray(x.astype(jnp.float32)) for x in (kv, expected, given["kv"]))
+    changed = (expected != before).any(axis=-1)
+    np.testing.assert_array_equal(kv[~changed], expected[~changed])
+    assert_close(kv[changed], expected[changed], tolerance)
+
+
+def check_gated(given: dict[str, jax.Array], scaled: bool = False, **options):
+    rows = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
+    got = op.gated(*rows, given["gate_up"], [given["down"]], eps=EPS, **options)
+    assert_close(got, gate(rms_norm(given["x"], given["scale"], EPS) @ given["gate_up"], HALF))
+
+
+def check_router(given: dict[str, jax.Array], **options):
+    """Logits of a mixture with a bias, of `Scaled` rows."""
+    weight, bias = given["gate_up"][:, :128], given["bias"][:128]
+    of = op.scale_rows(given["x"], given["scale"])
+    got, rows = op.normed(*of, [weight], bias, eps=EPS, dtypes=("float32",), keep=True, **options)
+    norm = rms_norm(given["x"], given["scale"], EPS)
+    assert_close(rows, norm)
+    assert_close(got, jnp.matmul(norm, weight, preferred_element_type="float32") + bias)
+
+
+def check_normed(given: dict[str, jax.Array], centred: bool = False, scaled: bool = False, **options):
+    """Products with weights of several widths, the last in float32, and the rows. Of `Scaled` rows it has a tile and a
+    half."""
+    weights = [given["gate_up"], given["qkv"], given["gate_up"][:, : 96 if scaled else 128]]
+    scale = given["scale"] - 1 if centred else given["scale"]
+    dtypes = ("bfloat16", "bfloat16", "float32")
+    of = op.scale_rows(given["x"], scale, centred) if scaled else (given["x"], scale)
+    *got, rows = op.normed(*of, weights, eps=EPS, dtypes=dtypes, centred=centred, keep=True, **options)
+    norm = (centred_rms_norm if centred else rms_norm)(given["x"], scale, EPS)
+    assert_close(rows, norm)
+    for one, weight, dtype in zip(got, weights, dtypes, strict=True):
+        assert_close(one, jnp.matmul(norm, weight, preferred_element_type=dtype))
+
+
+def check_add(given: dict[str, jax.Array], biased: bool = False, **options):
+    bias = given["out_bias"] if biased else None
+    got = op.add_product(given["x"], given["hidden"], given["down"], None, bias, **options)
+    product = given["hidden"] @ given["down"]
+    assert_close(got, given["x"] + (product + bias if biased else product))
+
+
+def check_scaled(given: dict[str, jax.Array], centred: bool = False, biased: bool = False, **options):
+    """The sum is what it is alone, and the rest what `scale_rows` makes of it."""
+    of, bias = (given["x"], given["hidden"], given["down"]), given["out_bias"] if biased else None
+    got, scaled = op.add_product(*of, given["scale"], bias, centred=centred, **options)
+    alone = op.add_product(*of, None, bias, **options)
+    np.testing.assert_array_equal(got, alone)
+    expected = op.scale_rows(got, given["scale"], centred)
+    np.testing.assert_array_equal(scaled.rows, expected.rows)
+    np.testing.assert_allclose(scaled.squares, expected.squares, rtol=1e-5)
+
+
+def check_product(given: dict[str, jax.Array], **options):
+    rows = [given["x"], given["x"][::-1], given["x"] ** 2]
+    weight = jnp.concatenate([given["gate_up"], given["gate_up"][::-1], -given["gate_up"]])
+    got = op.product(rows, weight, **options)
+    assert_close(got, jnp.concatenate(rows, axis=1) @ weight)
+
+
+def check_top_tokens(given: dict[str, jax.Array], vocab: int, **options):
+    """Where tokens share a row of the head, the first of them counts."""
+    weight = normal(jax.random.key(3), vocab, given["x"].shape[1])
+    weight = weight.at[:128].multiply(1.8)
+    weight = weight.at[-128:].set(weight[:128])  # two tiles
+    got = op.top_tokens(given["x"], given["scale"], weight, eps=EPS, **options)
+    logits = jnp.einsum(
+        "rd,vd->rv", rms_norm(given["x"], given["scale"], EPS), weight, preferred_element_type=jnp.float32
+    )
+    top = jnp.argmax(logits, axis=1)
+    assert ((got == top) | (logits.max(1) - jnp.take_along_axis(logits, got[:, None], 1)[:, 0] < 1e-3)).all()
+    assert (got < vocab - 128).all() and (got < 128).any() and len(set(got.tolist())) > 2
+
+
+@pytest.mark.parametrize("rows,inputs,normed,fp8", [
+    (8, 1, False, False), (24, 1, True, True), rare(8, 2, False, False), rare(40, 2, True, False),
+])  # fmt: skip
+def test_heads(rows, inputs, normed, fp8):
+    check_heads(operands(rows), inputs, normed, fp8=fp8, **INTERPRET)
+
+
+@pytest.mark.parametrize("inputs", [0, 1])
+def test_heads_with_biases(inputs):
+    """Before the norms of queries and keys, as plain layers add them."""
+    check_heads(operands(8, d=1088), inputs, normed=inputs == 1, biased=True, splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("inputs", [0, rare(1)])
+def test_wide_heads_of_twice_the_width(inputs):
+    check_heads(operands(8, d=2048, width=128), inputs, normed=True, splits=1, **INTERPRET)
+
+
+def test_top_tokens(monkeypatch):
+    """Blocks that take several tiles, and not all as many."""
+    monkeypatch.setattr(top, "BLOCKS", 4)
+    check_top_tokens(operands(16), 64 * 15, **INTERPRET)
+
+
+def test_product_of_rows_side_by_side():
+    check_product(operands(16), splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("centred", [False, True])
+def test_products_of_one_norm(centred, scaled):
+    check_normed(operands(8), centred, scaled, splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_keys_and_values_of_all_layers(biased):
+    check_keys_values(operands(8, kv_heads=2), biased, **INTERPRET)
+
+
+def test_a_routers_bias():
+    check_router(operands(8, f=128), splits=1, **INTERPRET)
+    with pytest.raises(ValueError, match="a bias and a product in bfloat16"):
+        of = operands(8)
+        op.normed(of["x"], of["scale"], [of["gate_up"]], of["bias"], eps=EPS, dtypes=("bfloat16",))
+
+
+@pytest.mark.parametrize("rows", [8, 40])  # 40: more than are asked for at once
+def test_gated(rows):
+    check_gated(operands(rows), **INTERPRET)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gated_with_more_weights_than_shared_memory_holds(scaled):
+    share = dataclasses.replace(share_out(8, [2048], 256, normed=not scaled), splits=1)
+    assert share.slots < share.chunks
+    check_gated(operands(8, d=2048), scaled, splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("rows,biased", [(8, False), (24, False), (8, True)])
+def test_product_added(rows, biased):
+    check_add(operands(rows), biased, splits=1, **INTERPRET)
+
+
+@pytest.mark.parametrize("d", [192, 1024, 1088])  # of tiles far fewer than sums of squares, as many, and some fewer
+def test_product_added_for_a_norm(d):
+    check_scaled(operands(8, d=d), centred=d == 192, biased=d == 1088, splits=1, **INTERPRET)
+    check_gated(operands(8, d=d), scaled=True, splits=1, **INTERPRET)
+
+
+def test_product_added_with_more_weights_than_shared_memory_holds():
+    check_add(operands(8, f=2048), splits=1, **INTERPRET)
+
+
+KERNELS_OF = {
+    "heads": lambda of: op.heads(*head_operands(of, 1, False), [of["gate_up"]], eps=EPS),
+    "normed heads": lambda of: op.heads(*head_operands(of, 1, True), eps=EPS),
+    "heads of two": lambda of: op.heads(*head_operands(of, 2, False), eps=EPS),
+    "keys and values": lambda of: op.keys_values(
+        of["x"], of["scale"], of["qkv"], of["cos"], of["sin"], of["kv"], of["place"], of["norms"], eps=EPS
+    ),
+    "normed": lambda of: op.normed(
+        of["x"],
+        of["scale"],
+        [of["gate_up"], of["qkv"], of["gate_up"][:, :64]],
+        eps=EPS,
+        keep=True,
+        dtypes=("bfloat16", "bfloat16", "float32"),
+    ),
+    "gated": lambda of: op.gated(of["x"], of["scale"], of["gate_up"], [of["down"]], eps=EPS),
+    "scaled heads": lambda of: op.heads(*head_operands(of, 0, True), eps=EPS),
+    "scaled gated": lambda of: op.gated(*op.scale_rows(of["x"], of["scale"]), of["gate_up"], eps=EPS),
+    "scaled normed": lambda of: op.normed(
+        *op.scale_rows(of["x"], of["scale"]), [of["gate_up"][:, :128]], eps=EPS, keep=True, dtypes=("float32",)
+    ),
+    "scaled add": lambda of: op.add_product(of["x"], of["hidden"], of["down"], of["scale"]),
+    "biased heads": lambda of: op.heads(*head_operands(of, 0, False), bias=of["bias"], eps=EPS),
+    "biased normed": lambda of: op.normed(
+        *op.scale_rows(of["x"], of["scale"]),
+        [of["gate_up"][:, :128]],
+        of["bias"][:128],
+        eps=EPS,
+        keep=True,
+        dtypes=("float32",),
+    ),
+    "biased add": lambda of: op.add_product(of["x"], of["hidden"], of["down"], of["scale"], of["out_bias"]),
+    "product": lambda of: op.product([of["x"]] * 3, jnp.concatenate([of["gate_up"]] * 3)),
+    "top tokens": lambda of: op.top_tokens(of["x"], of["scale"], jnp.zeros((49152, 576), jnp.bfloat16), eps=EPS),
+    "add": lambda of: op.add_product(of["x"], of["hidden"], of["down"]),
+}
+
+
+def lowered_kernels():
+    """Each with the most rows, or the fewest where the most take jax seconds to lay out; `make exhaustive` has both."""
+    for kernel in KERNELS_OF:
+        if "biased" in kernel:  # of gpt-oss' sizes, below
+            continue
+        slow = kernel in ("heads", "scaled heads", "heads of two", "keys and values")  # like "normed heads"
+        for rows, often in ((8, slow), (32 if "two" in kernel else 64, not slow)):
+            yield pytest.param(kernel, rows, marks=() if often else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("kernel,rows", list(lowered_kernels()))
+def test_lowers_for_cuda(rows, kernel):
+    """Of SmolLM2's sizes."""
+    given = jax.eval_shape(lambda: operands(rows, **SMOLLM2))
+    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("kernel", ["biased heads", "biased normed", "biased add"])
+def test_layers_with_biases_lower_for_cuda(kernel):
+    given = jax.eval_shape(lambda: operands(8, **GPT_OSS))
+    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+WIDE = ("normed heads", "normed", "gated", "add", "scaled heads", "scaled normed", "scaled gated", "scaled add")
+
+
+@pytest.mark.parametrize("kernel,sizes", one_in(4, WIDE, [QWEN3, MIXTURE]))
+def test_wide_layers_lower_for_cuda(sizes, kernel):
+    given = jax.eval_shape(lambda: operands(8, **sizes))
+    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1

@@ -1,0 +1,255 @@
+"""The few rows' kernels with FP8 weights: interpreted against the plain form of the weights they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.decoder.functions import centred_rms_norm, rms_norm, rope
+from jaxspec.decoder.matmul import gate
+from jaxspec.models import fp8
+from jaxspec.models.weights import HALF
+from jaxspec.pallas.dense import few_rows as op
+from jaxspec.pallas.dense.few_rows import Fp8Weight
+from jaxspec.pallas.dense.few_rows import share as share_module
+from jaxspec.pallas.dense.few_rows.share import share_out
+from tests.pallas.dense.test_few_rows import EPS, INTERPRET, assert_written, rotating
+from tests.pallas.dense.test_few_rows import operands as unquantised
+from tests.pallas.dense.test_weight_stream import assert_close
+from tests.support import drawn
+from tests.support.sample import rare, some
+
+SIZES = dict(d=256, heads=2, kv_heads=1, f=128, width=64)
+WIDE = dict(d=1152, heads=2, kv_heads=1, f=128, width=128)
+QWEN3 = dict(d=4096, heads=32, kv_heads=8, f=12288, width=128)
+MIXTURE = dict(d=2048, heads=32, kv_heads=4, f=768, width=128)
+HYBRID = dict(d=5120, heads=120, kv_heads=4, f=17408, width=128)  # Qwen3.8-27B's; q, k and v have qkvz's columns
+
+
+def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.Array]:
+    """A weight [inputs, outputs] in blocks, and the float32 one that it stands for; scales differ between blocks.
+
+    `unit` 1: each output has one scale, and they differ.
+    """
+    k, n = weight.shape
+    if unit == 1:
+        outputs = weight.T.astype(jnp.float32) * jnp.exp(drawn.normal(jax.random.key(k + n), (n, 1)) / 2)
+        scales = jnp.max(jnp.abs(outputs), axis=1, keepdims=True) / 448
+        values = (outputs / scales).astype(fp8.E4M3)
+        return Fp8Weight(values, scales), fp8.dequantise(values, scales, None).T
+    blocks = jnp.exp(drawn.normal(jax.random.key(k + n), (-(-k // fp8.BLOCK), 1, -(-n // unit), 1)))
+    weight = weight.astype(jnp.float32) * jnp.repeat(jnp.repeat(blocks[:, 0, :, 0], fp8.BLOCK, 0), unit, 1)[:k, :n]
+    if unit < fp8.BLOCK:  # a block's outputs stand in several places: here each part has scales of its own
+        parts = [fp8.quantise_blocks(weight[:, i : i + unit].T) for i in range(0, n, unit)]
+        values, scales = (jnp.concatenate(each) for each in zip(*parts, strict=True))
+    else:
+        values, scales = fp8.quantise_blocks(weight.T)
+    return Fp8Weight(values, scales), fp8.dequantise(values, scales, fp8.BLOCK).T
+
+
+def operands(rows: int = 8, by_output: bool = False, **sizes) -> dict:
+    """Those of unquantised layers, and each weight quantised."""
+    given = unquantised(rows, **SIZES | sizes)
+    units = {"qkv": fp8.BLOCK, "gate_up": HALF, "down": fp8.BLOCK}
+    units = dict.fromkeys(units, 1) if by_output else units
+    return given | {name: quantised(given[name], unit) for name, unit in units.items()}
+
+
+def multiplied(rows, weight):
+    return jnp.matmul(rows, weight, precision="highest", preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+
+def check_gated(given: dict, scaled: bool = True, **options):
+    weight, whole = given["gate_up"]
+    rows = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
+    got = op.gated(*rows, weight, eps=EPS, **options)
+    assert_close(got, gate(multiplied(rms_norm(given["x"], given["scale"], EPS), whole), HALF))
+
+
+def check_add(given: dict, biased: bool = False, scaled: bool = True, **options):
+    (weight, whole), bias = given["down"], given["out_bias"] if biased else None
+    got = op.add_product(given["x"], given["hidden"], weight, given["scale"] if scaled else None, bias, **options)
+    if scaled:
+        got, made = got
+        expected = op.scale_rows(got, given["scale"])
+        np.testing.assert_array_equal(made.rows, expected.rows)
+        np.testing.assert_allclose(made.squares, expected.squares, rtol=1e-5)
+    product = multiplied(given["hidden"], whole)
+    assert_close(got, given["x"] + (product + bias if biased else product))
+
+
+def check_normed(given: dict, centred: bool = False, scaled: bool = True, **options):
+    """The products, and the rows themselves."""
+    weight, whole = given["qkv"]
+    scale = given["scale"] - 1 if centred else given["scale"]
+    of = op.scale_rows(given["x"], scale, centred) if scaled else (given["x"], scale)
+    got, rows = op.normed(*of, [weight], eps=EPS, dtypes=("bfloat16",), centred=centred, keep=True, **options)
+    norm = (centred_rms_norm if centred else rms_norm)(given["x"], scale, EPS)
+    assert_close(rows, norm)
+    assert_close(got, multiplied(norm, whole))
+
+
+def check_product(given: dict, **options):
+    weight, whole = given["gate_up"]
+    rows = jnp.split(given["x"], 2, axis=1)
+    assert_close(op.product(rows, weight, **options), multiplied(given["x"], whole))
+
+
+def check_heads(given: dict, scaled: bool = True, normed: bool = True, **options):
+    weight, whole = given["qkv"]
+    rows, scale = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
+    norms = list(given["norms"]) if normed else []
+    of = given["cos"], given["sin"], given["kv"], jnp.int32(1), given["place"]
+    q, kv = op.heads([rows], [scale], weight, *of, norms, eps=EPS, **options)
+    kv_heads, _, width = given["kv"].shape[3:]
+    qkv = multiplied(rms_norm(given["x"], given["scale"], EPS), whole).reshape(len(rows), 1, -1, width)
+    turned = qkv[:, :, :-kv_heads]
+    if normed:
+        parts = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
+        turned = jnp.concatenate([rms_norm(*each, EPS) for each in zip(parts, norms, strict=True)], axis=2)
+    turned = rope(turned, given["position"][:, None], rotating(width))[:, 0]
+    assert_close(q, turned[:, :-kv_heads].reshape(len(rows), -1))
+    new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
+    assert_written(given, kv, [1], new[:, None])
+
+
+@pytest.mark.parametrize(
+    "by_output,scaled,sizes", [rare(False, False, SIZES), rare(False, True, WIDE), (True, True, WIDE)]
+)
+def test_gated(by_output, scaled, sizes):
+    """Gate and up of a group have scales of their own."""
+    check_gated(operands(by_output=by_output, **sizes), scaled, **INTERPRET)
+
+
+def test_a_last_tile_makes_again_what_it_has_no_columns_for(monkeypatch):
+    monkeypatch.setattr(share_module, "BLOCKS", 2)
+    share = share_out(8, [256], 320, fp8=True)
+    assert (share.tiles, share.groups) == (2, 3)
+    check_gated(operands(f=160), **INTERPRET)
+
+
+@pytest.mark.parametrize(
+    "by_output,biased,scaled", [rare(False, False, True), (False, True, False), (True, True, True)]
+)
+def test_product_added(by_output, biased, scaled):
+    check_add(operands(by_output=by_output), biased, scaled, **INTERPRET)
+
+
+@pytest.mark.parametrize("by_output", [False, rare(True)])
+def test_product_added_with_more_weights_than_shared_memory_holds(by_output):
+    share = dataclasses.replace(share_out(8, [3072], 256, 1, normed=False, fp8=True), splits=1)
+    assert share.slots < share.chunks
+    check_add(operands(f=3072, by_output=by_output), **INTERPRET)
+
+
+@pytest.mark.parametrize("centred,scaled,sizes", [rare(False, False, SIZES), (True, True, WIDE)])
+def test_normed(centred, scaled, sizes):
+    check_normed(operands(**sizes), centred, scaled, **INTERPRET)
+
+
+def test_interpreted_products_are_not_divided_among_blocks():
+    """Of 1,152 inputs three blocks would each have a part, and send its sums to one."""
+    given = operands(**WIDE)
+    share = share_out(8, [WIDE["d"]], 256, normed=False, fp8=True)
+    assert share.splits == 3 and share_module.with_splits(share, None, interpret=True).splits == 1
+    with pytest.raises(ValueError, match="splits=3 in interpret mode"):
+        check_gated(given, splits=3, **INTERPRET)
+
+
+def test_an_fp8_weight_is_normed_for_alone():
+    given = operands()
+    with pytest.raises(ValueError, match="2 weights, of which the first is FP8; supported: one such weight"):
+        op.normed(given["x"], given["scale"], [given["qkv"][0]] * 2, eps=EPS, dtypes=("bfloat16",) * 2)
+
+
+@pytest.mark.parametrize("by_output", [False, rare(True)])
+def test_product_of_rows_side_by_side(by_output):
+    check_product(operands(by_output=by_output), **INTERPRET)
+
+
+@pytest.mark.parametrize(
+    "by_output,scaled,normed,sizes",
+    [(False, True, True, WIDE), rare(True, True, True, WIDE), rare(False, False, False, SIZES)],
+)
+def test_heads(by_output, scaled, normed, sizes):
+    check_heads(operands(by_output=by_output, **sizes), scaled, normed, **INTERPRET)
+
+
+CHECKS = {
+    "gated": check_gated, "add": check_add, "normed": check_normed, "product": check_product, "heads": check_heads
+}  # fmt: skip
+
+
+# 24 rows gated and of heads are a hybrid's (test_few_rows_layers.py).
+TALL = {("add", 32), ("normed", 24), ("product", 16)}
+
+
+@pytest.mark.parametrize("kernel,rows", some(TALL, CHECKS, (16, 24, 32)))
+def test_up_to_32_rows(kernel, rows):
+    CHECKS[kernel](operands(rows, **WIDE | {"d": 1280}), **INTERPRET)
+
+
+def test_blocks_of_a_cluster_finish_rows_of_their_own():
+    """As far as each has eight of them."""
+    shares = [share_out(rows, [1024], 1024, 1, normed=False, fp8=True) for rows in (8, 16, 24, 32)]
+    assert [share.splits for share in shares] == [4] * 4
+    assert [(share.finishers, share.finished) for share in shares] == [(1, 8), (2, 8), (3, 8), (4, 8)]
+
+
+def test_clusters_of_four_have_few_blocks():
+    """Of 128 some would wait for others to end."""
+    shares = [share_out(8, [4096], columns, 1, normed=False, fp8=True) for columns in (1024, 2048, 4096, 5120)]
+    assert [(share.tiles, share.splits) for share in shares] == [(16, 4), (32, 2), (64, 2), (80, 1)]
+
+
+def test_weights_that_do_not_fit_are_named():
+    assert op.fp8_supported(128, 4096, 4096, 32) is None and op.fp8_supported(None, 4096, 4096, 1) is None
+    assert "64 outputs and all inputs" in op.fp8_supported(None, 4096, 4096, 64)
+    assert "100 x 4096" in op.fp8_supported(None, 4096, 100, 1)
+    assert "16 outputs" in op.fp8_supported(128, 4096, 4096, 16)
+    assert "multiples of 128" in op.product_supported(8, [576, 576], (1152, 256), jnp.bfloat16, fp8=True)
+    assert "multiples of 128" in op.normed_supported(8, 576, [256], jnp.bfloat16, fp8=True)
+    assert "96 columns; supported: multiples of 64" in op.normed_supported(8, 576, [640, 96], jnp.bfloat16)
+    assert op.normed_supported(8, 576, [640, 96], jnp.bfloat16, scaled=True) is None
+
+
+KERNELS_OF = {
+    "gated": lambda of: op.gated(*op.scale_rows(of["x"], of["scale"]), of["gate_up"][0], eps=EPS),
+    "add": lambda of: op.add_product(of["x"], of["hidden"], of["down"][0], of["scale"]),
+    "product": lambda of: op.product([of["hidden"]], of["down"][0]),
+    "normed": lambda of: op.normed(
+        *op.scale_rows(of["x"], of["scale"]), [of["qkv"][0]], eps=EPS, dtypes=("bfloat16",), centred=True
+    ),
+    "heads": lambda of: op.heads(
+        *([each] for each in op.scale_rows(of["x"], of["scale"])), of["qkv"][0], of["cos"], of["sin"], of["kv"],
+        jnp.int32(1), of["place"], list(of["norms"]), eps=EPS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel,by_output", some({("add", True), ("normed", True)}, KERNELS_OF, (False, True)))
+def test_lowers_for_cuda(kernel, by_output):
+    check_lowers(kernel, by_output, QWEN3)
+
+
+@pytest.mark.parametrize("kernel,rows", some({("gated", 16), ("product", 24), ("heads", 32)}, KERNELS_OF, (16, 24, 32)))
+def test_more_rows_lower_for_cuda(kernel, rows):
+    check_lowers(kernel, False, QWEN3, rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel", KERNELS_OF)
+@pytest.mark.parametrize("sizes", [WIDE, MIXTURE, HYBRID])
+@pytest.mark.parametrize("rows", [8, 32])
+def test_other_sizes_lower_for_cuda(kernel, sizes, rows):
+    check_lowers(kernel, False, sizes, rows)
+
+
+def check_lowers(kernel, by_output, sizes, rows=8):
+    given = jax.eval_shape(lambda: operands(rows, by_output, **sizes))
+    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1

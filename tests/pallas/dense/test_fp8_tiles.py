@@ -1,0 +1,234 @@
+"""The FP8 kernel of many rows: in interpret mode against plain jnp, by lowering for CUDA, and what is chosen where."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.decoder.functions import normed
+from jaxspec.decoder.matmul import Quantised, gate, normed_for, product, project, reference
+from jaxspec.models import fp8
+from jaxspec.models.description import Norm
+from jaxspec.models.weights import HALF, Fp8, Layout, Weight
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul, tiles
+from jaxspec.pallas.dense.tiles import Tiling
+from jaxspec.pallas.hopper import counting
+from tests.support import drawn
+from tests.support.sample import one_in, rare
+
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+def operands(rows: int, inputs: int, outputs: int, block: int | None, unit: int, seed: int = 0):
+    """Rows, and a weight's values and scales, which lie far apart."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = drawn.normal(keys[0], (rows, inputs)) * jnp.exp(drawn.normal(keys[2], (rows, 1)))
+    parts = drawn.normal(keys[1], (outputs // unit, unit, inputs // (block or inputs), block or inputs))
+    largest = jnp.max(jnp.abs(parts), axis=(1, 3), keepdims=True)
+    spread = jnp.exp(drawn.normal(keys[0], largest.shape)) * inputs**-0.5
+    values = (parts / largest * 448).astype(fp8.E4M3).reshape(outputs, inputs)
+    return x.astype(jnp.bfloat16), values, (largest / 448 * spread)[:, 0, :, 0]
+
+
+def run(x, values, scales, real, residual=None, *, block, **options):
+    """The kernel's result in float32."""
+    valid = jnp.array([real], jnp.int32)
+    out = fp8_tiles.matmul(*fp8.quantise_rows(x, block), values, scales, valid, residual, block=block, **options)
+    assert out.dtype == jnp.bfloat16
+    return np.asarray(out, np.float32)
+
+
+def check(rows, real, inputs, outputs, block, unit, kind="plain", within=6e-3, **options) -> None:
+    """Valid rows by norm; of padding each tile is its own product or nothing, on top of the residual stream."""
+    x, values, scales = operands(rows, inputs, outputs, block, unit)
+    residual = drawn.normal(jax.random.key(7), (rows, outputs), jnp.bfloat16) if kind == "added" else None
+    given = x, values, scales, real, residual
+    out = run(*given, block=block, gated=kind == "gated", **options)
+    with jax.default_matmul_precision("highest"):
+        expected = np.asarray(fp8.product(x.astype(jnp.float32), values, scales, block))
+    if kind == "gated":
+        expected = np.asarray(gate(expected, HALF))
+    assert out.shape == expected.shape
+    before = np.zeros_like(expected) if residual is None else np.asarray(residual, np.float32)
+    size = np.linalg.norm(expected, axis=1) + np.linalg.norm(before, axis=1)
+    untouched = (np.arange(rows) >= real)[:, None] & (out == before)
+    expected = np.where(untouched, before, before + expected)
+    assert (np.linalg.norm(out - expected, axis=1) <= within * size).all()
+
+
+@pytest.mark.parametrize("rows,real,kind,tiling,scales", [
+    (300, 140, "gated", (128, 128), (128, 32)),  # the last tile begins among the rows of another; one is of padding
+    (297, 297, "added", (128, 64), (128, 64)),
+    rare(512, 390, "plain", (128, 128), (None, 1)),  # of a tile, a warpgroup's rows are padding
+    (128, 0, "plain", (128, 128), (128, 128)),
+    (260, 250, "gated", (192, 128), (128, 32)),  # three warpgroups
+])  # fmt: skip
+def test_matches_plain_jnp(monkeypatch, rows, real, kind, tiling, scales):
+    """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
+    monkeypatch.setattr(tiles, "BLOCKS", 2)
+    check(rows, real, 256, 128, *scales, kind, tiling=Tiling(*tiling), interpret=INTERPRET)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows,real", [(130, 130), (256, 256), (264, 150), (700, 650)])
+@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+@pytest.mark.parametrize("unit", [32, 128, None])
+def test_matches_plain_jnp_with_its_own_tiles(monkeypatch, rows, real, kind, unit):
+    monkeypatch.setattr(tiles, "BLOCKS", 3)
+    check(rows, real, 384, 384, 128 if unit else None, unit or 1, kind, interpret=INTERPRET)
+
+
+def test_the_widest_tiles(monkeypatch):
+    """The second one begins in the middle of outputs that share a scale."""
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
+    check(128, 128, 128, 384, 128, 128, tiling=Tiling(128, 192), interpret=INTERPRET)
+
+
+def test_the_rings_come_round(monkeypatch):
+    """More steps than slots, and tiles that begin at any of them."""
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
+    check(128, 128, 128 * 7, 192, 128, 64, tiling=Tiling(128, 64), interpret=INTERPRET)
+
+
+def test_rows_are_quantised_as_in_plain_jnp():
+    """A row of zeros, and groups of other sizes beside each other. The last block begins among the rows of another."""
+    x = drawn.normal(jax.random.key(0), (72, 384), jnp.bfloat16).at[3].set(0).at[:, 200:210].multiply(300)
+    got, expected = fp8_quantise.quantise_rows(x, interpret=INTERPRET), fp8.quantise_rows(x, 128)
+    assert got[0].dtype == fp8.E4M3
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+
+
+def check_normed(rows: int, inputs: int, norm: Norm, **options) -> None:
+    """Rounded where `normed` rounds: numbers next to a limit between two may be either, and few are."""
+    keys = jax.random.split(jax.random.key(0))
+    x = operands(rows, inputs, 128, 128, 128)[0].at[rows // 2].set(0)
+    weight = 1 + drawn.normal(keys[1], (inputs,), jnp.bfloat16) / 4
+    got = fp8_quantise.norm_and_quantise(x, weight, eps=norm.eps, centred=norm.centred, **options)
+    expected = fp8.quantise_rows(normed(x, weight, norm), 128)
+    assert got[0].dtype == fp8.E4M3
+    values, scales = (np.asarray(each, np.float32) for each in got)
+    theirs, their_scales = (np.asarray(each, np.float32) for each in expected)
+    np.testing.assert_allclose(scales, their_scales, rtol=2**-7)  # a unit of bfloat16, of the largest
+    np.testing.assert_allclose(values, theirs, rtol=0.13, atol=2**-9)  # a unit of e4m3
+    assert (values != theirs).mean() < 0.02
+
+
+@pytest.mark.parametrize("norm", [Norm(1e-6), Norm(1e-5, centred=True)])
+def test_rows_are_normed_and_quantised_as_in_plain_jnp(norm):
+    check_normed(5, 1024, norm, interpret=INTERPRET)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_quantising_lowers_for_cuda(normed):
+    given = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
+    of = partial(fp8_quantise.norm_and_quantise, eps=1e-6) if normed else fp8_quantise.quantise_rows
+    lowered = jax.jit(of).trace(*given[: 1 + normed]).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+
+
+def test_few_quantised_rows_are_padded(monkeypatch):
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
+    check(3, 3, 256, 128, 128, 64, interpret=INTERPRET)
+
+
+@pytest.mark.parametrize(
+    "rows,outputs,block,unit,kind",
+    one_in(6, [132, 2048], [4096, 24576], [(128, 32), (None, 1)], ["plain", "gated", "added"]),
+)
+def test_lowers_for_cuda(rows, outputs, block, unit, kind):
+    inputs = 512
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    groups, x = inputs // (block or inputs), shape(jnp.bfloat16, rows, inputs)
+    x = jax.eval_shape(partial(fp8.quantise_rows, block=block), x)
+    residual = shape(jnp.bfloat16, rows, outputs) if kind == "added" else None
+    given = shape(fp8.E4M3, outputs, inputs), shape(jnp.float32, outputs // unit, groups), shape(jnp.int32, 1), residual
+    of = partial(fp8_tiles.matmul, block=block, gated=kind == "gated")
+    lowered = jax.jit(of).trace(*x, *given).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+
+
+def test_prompts_have_the_quickest_tiles():
+    tiling_of = fp8_tiles.tiling_of
+    assert tiling_of(2048, 6144) == tiling_of(1024, 24576, gated=True) == Tiling(128, 192)
+    assert tiling_of(2048, 24576, gated=True) == tiling_of(8192, 24576, gated=True) == Tiling(192, 128)
+    assert tiling_of(2048, 4096) == tiling_of(512, 4096) == Tiling(128, 128)
+
+
+def kernels_in_interpret_mode(monkeypatch) -> None:
+    monkeypatch.setattr(tiles, "BLOCKS", 1)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    for module in (fp8_tiles, fp8_wide, tile_matmul):
+        monkeypatch.setattr(module, "matmul", partial(module.matmul, interpret=INTERPRET))
+    monkeypatch.setattr(fp8_rows, "product", partial(fp8_rows.product, interpret=INTERPRET))
+    for name in ("quantise_rows", "norm_and_quantise"):
+        monkeypatch.setattr(fp8_quantise, name, partial(getattr(fp8_quantise, name), interpret=INTERPRET))
+
+
+@pytest.mark.parametrize("rows,block,activations,kernel", [
+    (136, 128, False, "fp8_wide"),
+    rare(2056, 128, False, "tile_matmul"),
+    (72, 128, True, "fp8_tiles"),
+    rare(16, 128, True, "fp8_tiles"),
+    rare(16, None, True, "fp8_rows"),
+    (16, None, False, "fp8_rows"),
+])  # fmt: skip
+def test_projections_choose_one_and_have_gradients(monkeypatch, rows, block, activations, kernel):
+    """Results are the plain form's but for rounding, of rows beside each other too; gradients are the plain form's."""
+    x, values, scales = operands(rows, 256, 128, block, 128 if block else 1)
+    weight = Weight(values, Fp8(block, activations), Layout((128,)), scales)
+    given = x, weight, jnp.array([rows], jnp.int32), drawn.normal(jax.random.key(5), (rows, 128), jnp.bfloat16)
+    of = lambda f: jax.value_and_grad(lambda x: f(x).astype(jnp.float32).sum())(x)  # noqa: E731
+    expected = of(lambda x: reference(x, weight, given[3]))
+    kernels_in_interpret_mode(monkeypatch)
+    with counting() as chosen:
+        got = of(lambda x: project(x, *given[1:]))
+    chosen.pop("fp8_quantise", None)
+    assert chosen == {kernel: 1}
+    np.testing.assert_allclose(got[0], expected[0], rtol=2e-2, atol=1.0)
+    np.testing.assert_array_equal(np.asarray(got[1], np.float32), np.asarray(expected[1], np.float32))
+    with counting() as chosen:
+        out = product([x[None, :, :128], x[None, :, 128:]], weight)[0]
+    chosen.pop("fp8_quantise", None)
+    assert chosen == {kernel: 1}
+    plain = np.asarray(reference(x, weight), np.float32)
+    np.testing.assert_allclose(np.asarray(out, np.float32), plain, atol=1e-2 * np.abs(plain).max())
+
+
+@pytest.mark.parametrize("block,activations,rows", [(128, True, 72), rare(128, False, 136), (None, True, 72)])
+def test_normed_rows_are_quantised_where_a_kernel_does_both(monkeypatch, block, activations, rows):
+    """For one weight whose activations are quantised in blocks. A norm that two read stays as it is."""
+    x, values, scales = operands(rows, 1024, 128, block, 128 if block else 1)
+    weight, scale = Weight(values, Fp8(block, activations), Layout((128,)), scales), jnp.ones(1024, jnp.bfloat16)
+    valid, norm = jnp.array([rows], jnp.int32), Norm(1e-6)
+    expected = np.asarray(reference(normed(x, scale, norm), weight), np.float32)
+    kernels_in_interpret_mode(monkeypatch)
+    with counting() as chosen:
+        made = normed_for([weight], x[None], scale, norm)
+        out = np.asarray(project(made, weight, valid), np.float32)
+    assert isinstance(made, Quantised) == (chosen["fp8_norm_quantise"] == 1) == bool(block and activations)
+    np.testing.assert_allclose(out[0], expected, atol=2e-2 * np.abs(expected).max())
+    assert not isinstance(normed_for([weight, weight], x, scale, norm), Quantised)
+
+
+def test_what_is_not_for_them_is_named():
+    assert fp8_quantise.norm_supported(64, 4096, jnp.bfloat16, 128) is None
+    assert "rows of 4224" in fp8_quantise.norm_supported(64, 4224, jnp.bfloat16, 128)
+    assert "63 rows" in fp8_quantise.norm_supported(63, 4096, jnp.bfloat16, 128)
+    assert fp8_quantise.supported(64, jnp.bfloat16, 128) is None
+    assert "63 rows" in fp8_quantise.supported(63, jnp.bfloat16, 128)
+    assert "float32" in fp8_quantise.supported(64, jnp.float32, 128)
+    assert "128 inputs each" in fp8_quantise.supported(64, jnp.bfloat16, None)
+    sizes = jnp.bfloat16, 128, 4096, 4096, 128
+    assert fp8_tiles.supported(*sizes) is None
+    assert fp8_tiles.supported(jnp.bfloat16, None, 4096, 4096, 1) is None
+    assert "float32" in fp8_tiles.supported(jnp.float32, *sizes[1:])
+    assert "64 inputs each" in fp8_tiles.supported(jnp.bfloat16, 64, *sizes[2:])
+    assert "4096 x 96" in fp8_tiles.supported(jnp.bfloat16, 128, 96, 4096, 32)
+    assert "16 outputs" in fp8_tiles.supported(jnp.bfloat16, 128, 4096, 4096, 16)

@@ -1,0 +1,167 @@
+"""The MXFP4 experts' kernels: in interpret mode against numpy, by lowering them for CUDA, and where they are chosen."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.decoder.matmul import gating
+from jaxspec.models import mxfp4
+from jaxspec.models.description import ClampedSwiglu
+from jaxspec.models.fp8 import E4M3
+from jaxspec.models.weights import Fp8, Mxfp4, Weight
+from jaxspec.pallas import hopper
+from jaxspec.pallas.experts import expert_mxfp4, expert_plan, experts_mlp
+from jaxspec.pallas.experts.expert_mxfp4 import MAX_ROWS, TILE, Stage, mix, supported
+from jaxspec.pallas.experts.expert_rows import FEWEST
+from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, SOURCE, Items
+from jaxspec.pallas.hopper import counting
+from tests.decoder.test_moe import random_case
+from tests.pallas.experts.test_expert_stream import assert_close
+from tests.support.sample import rare
+
+INTERPRET = plgpu.InterpretGPUParams()
+GPT_OSS = ClampedSwiglu(1.702, 7.0)
+MODELS = {
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+}  # widths, experts, experts of a token
+_quantise, _dequantise = jax.jit(mxfp4.quantise), jax.jit(mxfp4.dequantise)
+
+
+def packed(stack: Weight, rng: np.random.Generator) -> tuple[Weight, np.ndarray]:
+    """A stack in MXFP4, whose blocks have scales far apart, and the weights that it stands for."""
+    e, n, k = stack.values.shape
+    sizes = 2.0 ** rng.integers(-3, 3, (e, n, k // 32)).repeat(32, axis=2)
+    values, scales = _quantise(jnp.asarray(np.asarray(stack.values) * sizes, jnp.float32))
+    whole = np.asarray(_dequantise(values, scales), np.float64)
+    return Weight(values, Mxfp4(), scales=scales), whole
+
+
+def mxfp4_case(t, e, k, *, skew=0.0, d=576, f=576, biased=True):
+    """Arguments of `experts_mlp` without its activation, and the experts' arrays in numpy."""
+    x, stacks, ids, weights = random_case(t, e, k, skew, d=d, f=f, seed=t)
+    rng = np.random.default_rng(t)
+    (gate_up, whole_up), (down, whole_down) = (packed(weight, rng) for weight in stacks[0])
+    biases = [jnp.asarray(rng.standard_normal((e, n)), jnp.bfloat16) for n in (2 * f, d)] if biased else []
+    numbers = [np.asarray(bias, np.float64) for bias in biases] or [np.zeros((e, 1))] * 2
+    return (x.astype(jnp.bfloat16), [(gate_up, down, *biases)], ids, weights), (whole_up, whole_down, *numbers)
+
+
+def naive(x, ids, weights, whole, activation):
+    """One pair at a time, float64."""
+    x, out = np.asarray(x, np.float64), np.zeros(x.shape)
+    gate_up, down, up_bias, down_bias = whole
+    for t, chosen in enumerate(np.asarray(ids)):
+        for j, e in enumerate(chosen):
+            if e == experts_mlp.NOBODY:
+                continue
+            gate, up = np.split(gate_up[e] @ x[t] + up_bias[e], 2)
+            hidden = gate / (1 + np.exp(-gate)) * up
+            if activation is not None:
+                gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
+                hidden = (up + 1) * gate / (1 + np.exp(-activation.alpha * gate))
+            out[t] += float(weights[t, j]) * (down[e] @ hidden + down_bias[e])
+    return out
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr(expert_mxfp4, "mix", partial(mix, interpret=INTERPRET))
+    monkeypatch.setattr(expert_plan, "supported", lambda *_: "its interpreter takes seconds")
+    monkeypatch.setattr(expert_mxfp4, "SHARED_BYTES", 0)  # the fewest slots, so that each is used again
+
+
+@pytest.mark.parametrize("t,e,k,more,activation", [
+    (1, 3, 1, {"d": 1728}, GPT_OSS),  # one token; a ring that goes round
+    rare(9, 2, 1, {"biased": False}, None),  # items of up to 16 rows, and experts as other models would have them
+    (70, 2, 1, {"skew": 5}, GPT_OSS),  # all tokens at one expert, whose last item has few rows
+])  # fmt: skip
+def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
+    """Planning and adding up around the kernels. The last of several tokens is padding."""
+    (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, **more)
+    if t > 1:
+        ids = ids.at[-1].set(experts_mlp.NOBODY)
+    function = None if activation is None else gating(activation)
+    with counting() as chosen:
+        got = jax.jit(partial(experts_mlp.experts_mlp, gating=function))(x, stacks, ids, weights)
+    assert chosen == {"expert_mxfp4": 1}
+    assert_close(got, naive(x, ids, weights, whole, activation))
+
+
+@pytest.mark.exhaustive  # one token is in the mixtures above, its experts without a plan in test_expert_fp8
+def test_one_token_alone_needs_no_plan(interpreted):
+    """Its row comes with others that are padding."""
+    (x, stacks, ids, _), _ = mxfp4_case(1, 3, 2)
+    items = Items(jnp.pad(ids, ((0, 0), (0, 6))), ALIGN, 2 * ALIGN, 2)
+    got = expert_mxfp4.mix(jnp.pad(x, ((0, 7), (0, 0)), constant_values=1), stacks, items, gating(GPT_OSS))[::ALIGN]
+    planned, items, place = experts_mlp.plan(x, ids, 3, 2)
+    assert_close(got, experts_mlp.reference(planned, stacks, items, gating(GPT_OSS))[place[0]])
+
+
+@pytest.mark.exhaustive  # as those in FP8 do (test_expert_fp8.py), of the same plan
+def test_items_write_their_own_rows_alone(interpreted):
+    """Back to front, one by one, so that an item that writes too far spoils another's rows."""
+    (x, stacks, ids, _), _ = mxfp4_case(30, 3, 1, skew=0.7)
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=(2, 3, 4))(x, ids, 3, 1, MAX_ROWS)
+    items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
+    got = expert_mxfp4.mix(rows, stacks, items, gating(GPT_OSS))
+    expected = experts_mlp.reference(rows, stacks, items, gating(GPT_OSS))
+    assert_close(got[place], expected[place])
+
+
+def shapes(e, d, f):
+    """A stack of experts with biases."""
+    shape = jax.ShapeDtypeStruct
+
+    def weight(n, k):
+        return Weight(shape((e, n, k // 2), jnp.uint8), Mxfp4(), scales=shape((e, k // 32, n), jnp.uint8))
+
+    return weight(2 * f, d), weight(d, f), shape((e, 2 * f), jnp.bfloat16), shape((e, d), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("model,tokens", [("gpt-oss-120b", 1), rare("gpt-oss-20b", 600)])
+def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, monkeypatch):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    d, f, e, k = MODELS[model]
+    x, ids, weights = (
+        jax.ShapeDtypeStruct((tokens, n), dtype) for n, dtype in ((d, jnp.bfloat16), (k, jnp.int32), (k, jnp.float32))
+    )
+    run = jax.jit(partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS)))
+    lowered = run.trace(x, [shapes(e, d, f)], ids, weights).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = 2 + 2 * (tokens >= FEWEST)  # a plan and both products in one launch, or these in two
+    assert lowered.count("custom_call @mosaic_gpu") == kernels
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("name", ["up", "down"])
+def test_two_or_three_blocks_have_room(name, rows):
+    stage = Stage(name, SOURCE, 2880, 2880, (32,), rows)
+    ring = stage.slots * (stage.groups * TILE * (stage.piece // 2 + stage.scales) + 2 * stage.piece * rows)
+    results = 2 * rows * TILE + 4 * (stage.warpgroups - 1) * stage.groups * TILE * rows
+    assert stage.blocks * (ring + results + 2048) <= 228 * 1024
+    assert stage.slots >= 2 * stage.warpgroups and stage.slots % stage.warpgroups == 0
+    assert stage.tiles * TILE == stage.width and stage.heights[-1] == rows and stage.steps * stage.piece == 2880
+
+
+def test_what_cannot_run_is_named():
+    (x, stacks, ids, _), _ = mxfp4_case(9, 3, 2)
+    assert supported(jnp.bfloat16, stacks) is None
+    assert "float32" in supported(jnp.float32, stacks)
+    fp8 = Weight(jnp.zeros((3, 1152, 576), E4M3), Fp8(128), scales=jnp.ones((3, 9, 5)))
+    assert "Fp8" in supported(jnp.bfloat16, [(fp8, stacks[0][1])])
+    assert "with biases and without" in supported(jnp.bfloat16, [*stacks, stacks[0][:2]])
+    assert "widths 576 and 1152" in supported(jnp.bfloat16, [*stacks, shapes(3, 576, 1152)])
+    for d, f in ((2880, 1440), (128, 576)):
+        assert "supported: multiples of 576" in supported(jnp.bfloat16, [shapes(3, d, f)])
+    rows, items, _ = experts_mlp.plan(x, ids, 3)
+    with pytest.raises(ValueError, match="rows in float32"):
+        mix(rows.astype(jnp.float32), stacks, items)
+    with pytest.raises(ValueError, match="items of 128 rows"):
+        mix(rows, stacks, items.replace(rows=128))

@@ -1,0 +1,120 @@
+"""The experts' kernel against its reference: each matmul in interpret mode, the whole by lowering it for CUDA."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.models.weights import Weight
+from jaxspec.pallas import hopper
+from jaxspec.pallas.experts import expert_few, expert_plan, expert_stream, experts_mlp
+from jaxspec.pallas.experts.expert_rows import FEWEST
+from jaxspec.pallas.experts.expert_stream import COUNT, Tiling, stream, supported, tiling
+from jaxspec.pallas.hopper import KERNELS
+from tests.decoder.test_moe import arrays, naive, random_case
+from tests.support.sample import rare
+
+MODELS = {  # model width, expert width, experts, experts of a token, shared experts
+    "qwen3-30b-a3b": (2048, 768, 128, 8, 0),
+    "qwen3.5-35b-a3b": (2048, 512, 256, 8, 1),
+    "qwen3-next-80b-a3b": (2048, 512, 512, 10, 1),
+}
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """Fewer blocks than units, so that each takes several; interpreting a block takes a while, idle or not."""
+    monkeypatch.setattr(expert_stream, "BLOCKS", 2)
+
+
+def bfloat16(case):
+    (x, stacks), rest = case[:2], case[2:]
+    return *jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, stacks)), *rest
+
+
+def assert_close(got, expected, tolerance: float = 8e-3):
+    got, expected = (np.asarray(a, np.float64) for a in (got, expected))
+    assert np.isfinite(got).all()
+    assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("t,e,k,skew,columns", [
+    (1, 4, 2, 0, 16),  # one token
+    rare(11, 8, 2, 0.3, 32),  # items of eight rows
+    rare(40, 12, 2, 0, 64),  # items of 16 rows, most of them not full
+    (45, 6, 2, 5, 128),  # items of 64 rows that don't hold all rows of an expert
+    (150, 3, 1, 0.5, 64),  # two warpgroups, items that end in either
+])  # fmt: skip
+def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns):
+    width = max(64, columns)
+    x, stacks, ids, _ = bfloat16(random_case(t, e, k, skew, d=2 * width, f=width, seed=t))
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, e)
+    sizes = Tiling(items.rows, columns, 64)
+    monkeypatch.setattr(expert_stream, "BLOCKS", 1)
+    # Back to front, one by one, so that an item that writes too far spoils another's rows.
+    items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
+    got = stream(rows, arrays(stacks), items, sizes=sizes, fused=False, interpret=plgpu.InterpretGPUParams())
+    expected = jax.jit(experts_mlp.reference)(rows, stacks, items)
+    assert_close(got[place], expected[place])
+
+
+def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch):
+    """Planning and adding up around the kernel, as a Hopper GPU has it, with a shared expert."""
+    case = bfloat16(random_case(17, 4, 2, d=128, f=64, shared=64))
+    interpret = plgpu.InterpretGPUParams()
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr(expert_stream, "stream", partial(stream, fused=False, interpret=interpret))
+    monkeypatch.setattr(expert_plan, "plan", partial(expert_plan.plan, interpret=interpret))
+    before = KERNELS["expert_stream"]
+    assert_close(jax.jit(experts_mlp.experts_mlp)(*case), naive(*case))
+    assert KERNELS["expert_stream"] == before + 2  # interpreted, each stage is a kernel of its own
+    for other in (random_case(3, 4, 2, f=64), bfloat16(random_case(3, 4, 2, f=64, shared=128))):
+        jax.eval_shape(experts_mlp.experts_mlp, *other)
+    assert KERNELS["expert_stream"] == before + 2
+
+
+@pytest.mark.parametrize("model,tokens", [
+    *(("qwen3.5-35b-a3b", tokens) for tokens in (8, 4096)),
+    *(("qwen3-30b-a3b", tokens) for tokens in (1, 32, 512)),
+    rare("qwen3-next-80b-a3b", 128),
+    *(rare("qwen3.5-35b-a3b", tokens) for tokens in (1, 16, 32)),
+    rare("qwen3.5-35b-a3b", 128),
+    rare("qwen3-next-80b-a3b", 4),
+])  # fmt: skip
+def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, monkeypatch):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    d, f, e, k, shared = MODELS[model]
+    shape = jax.ShapeDtypeStruct
+    stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
+    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
+    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
+    lowered = jax.jit(experts_mlp.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
+    kernels = 1 + (expert_few.ROWS < tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
+    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == kernels
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("model", MODELS)
+def test_rings_are_deep_enough(model, rows):
+    """A multiprocessor must have some 50 KiB on their way to read at its share of the memory's speed."""
+    d, f, *_ = MODELS[model]
+    sizes = tiling(rows, d, f)
+    assert sizes.weight_slots >= 4 and 4 * sizes.weight_slots * sizes.columns * sizes.step >= 128 * 1024
+    assert d % sizes.step == f % sizes.step == d % (2 * sizes.columns) == f % sizes.columns == 0
+
+
+def test_what_cannot_run_is_named():
+    of = lambda f: arrays(random_case(2, 4, 2, d=64, f=f, shared=64)[1])  # noqa: E731
+    assert supported(jnp.bfloat16, of(64)) is None
+    assert "float32" in supported(jnp.float32, of(64))
+    assert "width 96" in supported(jnp.bfloat16, of(96)[:1])
+    assert "widths 128 and 64" in supported(jnp.bfloat16, of(128))
+    x, stacks, ids, _ = random_case(2, 4, 2)
+    rows, items, _ = experts_mlp.plan(x, ids, 4)
+    with pytest.raises(ValueError, match="float32, not bfloat16"):
+        stream(rows, arrays(stacks), items)

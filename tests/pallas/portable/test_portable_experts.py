@@ -1,0 +1,127 @@
+"""The portable kernels of experts against each pair by itself in float64, in Pallas's interpreter; and that they lower
+for several generations of GPUs."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.weights import Weight
+from jaxspec.pallas import portable
+from jaxspec.pallas.experts import experts_mlp, top_experts
+from jaxspec.pallas.experts.expert_stream import COUNT
+from jaxspec.pallas.hopper import counting
+from jaxspec.pallas.portable import experts as op
+from jaxspec.pallas.portable import router
+from tests.decoder.test_moe import arrays, naive, random_case
+from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.pallas.experts.test_top_experts import CASES, inputs
+from tests.support.portable import KINDS, lowered
+from tests.support.sample import one_in
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels are chosen, and run in the interpreter."""
+    monkeypatch.setattr(portable, "kernels_here", lambda: None)
+    for name in ("few", "items"):
+        monkeypatch.setattr(op, name, partial(getattr(op, name), interpret=True))
+
+
+@pytest.mark.parametrize("t,e,k,shared,skew", [
+    (1, 6, 3, 64, 0),
+    (3, 7, 2, 0, 0.3),
+    (8, 4, 2, 64, 0),  # experts of several tokens, and one of all
+    (9, 12, 2, 64, 0),  # items of eight rows
+    (45, 6, 2, 0, 5),  # items that don't hold all rows of an expert
+    (150, 3, 1, 0, 0.5),
+])  # fmt: skip
+def test_a_mixture_is_the_sum_of_its_pairs(interpreted, t, e, k, shared, skew):
+    case = bfloat16(random_case(t, e, k, skew, d=128, f=64, seed=t, shared=shared))
+    with counting() as kernels:
+        got = jax.jit(experts_mlp.experts_mlp)(*case)
+    assert_close(got, naive(*case))
+    assert kernels == {"portable_experts_few" if t <= op.FEW else "portable_experts": 1}
+
+
+def test_tokens_without_experts_leave_the_residual_stream_as_it_is(interpreted):
+    x, stacks, ids, weights = bfloat16(random_case(3, 4, 2, d=128, f=64))
+    ids = ids.at[1].set(experts_mlp.NOBODY)
+    residual = jnp.ones((8, 128), jnp.bfloat16)
+    run = jax.jit(experts_mlp.experts_mlp)
+    got = run(x, stacks, ids, weights, residual=residual)
+    np.testing.assert_array_equal(got[jnp.array([1, 3, 4, 5, 6, 7])], 1)
+    alone = run(x, stacks, ids, weights)
+    np.testing.assert_array_equal(got[:3], 1 + alone)
+
+
+def test_items_beyond_the_count_write_nothing():
+    x, stacks, ids, _ = bfloat16(random_case(40, 12, 2, d=64, f=64))
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 12)
+    table = items.table.at[items.table[0, COUNT] :].set(0)
+    got = op.items(rows, arrays(stacks), items.replace(table=table.at[:, COUNT].set(items.table[0, COUNT])), None, True)
+    assert_close(got[place], experts_mlp.reference(rows, stacks, items)[place])
+
+
+@pytest.mark.parametrize("tokens", [5, 9])
+def test_another_activation(interpreted, tokens):
+    gating = lambda gate, up: (up + 1) * jnp.minimum(gate, 1.0)  # noqa: E731
+    case = bfloat16(random_case(tokens, 4, 2, d=64, f=64))
+    got = jax.jit(partial(experts_mlp.experts_mlp, gating=gating))(*case)
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(case[0], case[2], 4)
+    out = experts_mlp.reference(rows, case[1], items, gating)
+    assert_close(got, jax.jit(experts_mlp.combine)(out, place, case[3]))
+
+
+@pytest.mark.parametrize("capability,model,tokens", one_in(
+    len(KINDS), KINDS, [*(("qwen3.5-35b-a3b", t) for t in (1, 8, 32, 2048)), *(("qwen3-30b-a3b", t) for t in (4, 128))]
+))  # fmt: skip
+def test_lowers_for_each_generation(capability, model, tokens, monkeypatch):
+    monkeypatch.setattr(portable, "kernels_here", lambda: None)
+    d, f, e, k, shared = MODELS[model]
+    shape = jax.ShapeDtypeStruct
+    stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
+    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
+    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
+    args = shape((tokens, d), jnp.bfloat16), stacks, *routing
+    text = lowered(experts_mlp.experts_mlp, *args, capability=capability)
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
+
+
+@pytest.mark.parametrize("t,e,k,renormalised,width", one_in(3, CASES, [(True, 0), (False, 0), (True, 384)]))
+def test_a_router_chooses_as_the_plain_one(t, e, k, renormalised, width):
+    given = inputs(t, e, width)
+    ids, weights = router.select(*given, k=k, renormalised=renormalised, interpret=True)
+    expected_ids, expected = top_experts.reference(*given, k, renormalised)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-30)
+
+
+def test_what_is_not_a_number_chooses_different_experts_all_the_same():
+    logits = jnp.full((1, 8), jnp.nan).at[0, 5].set(1.0)
+    ids, _ = router.select(logits, jnp.zeros(1, int), None, k=3, renormalised=True, interpret=True)
+    assert ids.tolist() == [[5, 0, 1]]
+
+
+@pytest.mark.parametrize("capability", KINDS)
+def test_the_router_takes_the_kernel_where_it_lowers(capability, monkeypatch):
+    monkeypatch.setattr(portable, "kernels_here", lambda: None)
+    run = partial(top_experts.top_experts, k=8, renormalised=True)
+    text = lowered(run, *inputs(2, 256, 384), capability=capability)
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1
+
+
+def test_supported_says_why_not():
+    assert router.supported(256, 8, None) is None
+    assert router.supported(2048, 8, None) == "8 of 2048 experts; up to 1024 experts are supported"
+    case = random_case(1, 4, 2, d=64, f=64)
+    assert op.supported("float32", case[1]) == "rows in float32; bfloat16 and float16 are supported"
+    assert "weights in float32 and rows in bfloat16" in op.supported("bfloat16", case[1])
+    narrow = bfloat16(random_case(1, 4, 2, d=32, f=16))
+    assert op.supported("bfloat16", narrow[1]) == "widths 32 and 16; multiples of 64 are supported"
+    mixed = bfloat16(random_case(1, 4, 2, d=64, f=64, shared=128))
+    assert op.supported("bfloat16", mixed[1]) == "experts of different widths, 64, 128"
+    (gate_up, down), *_ = bfloat16(case)[1]
+    assert op.supported("bfloat16", [(gate_up, down, 0, 0)]) == "experts with biases"

@@ -1,0 +1,65 @@
+"""The kernel of a round's convolution against the plain form: in interpret mode, lowered for CUDA, and chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.models.description import DeltaRule
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import KERNELS
+from jaxspec.pallas.recurrence import causal_conv
+from jaxspec.pallas.recurrence.conv_step import conv_step, supported
+from tests.support import drawn
+from tests.support.sample import rare
+
+MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
+LAYERS, SLOTS = 2, 5
+
+
+def operands(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX):
+    """Of `causal_conv.step`, with windows for rounds of `rows` rows and columns of x that aren't the convolution's."""
+    keys = jax.random.split(jax.random.key(rows), 3)
+    b, normal = len(replay), lambda key, *shape: drawn.normal(key, shape, jnp.bfloat16)
+    windows = normal(keys[0], LAYERS, max(SLOTS, b), mix.taps - 1 + rows, mix.channels)
+    slots = jnp.arange(b, dtype=jnp.int32)[::-1]
+    x, weight = normal(keys[1], b, rows, mix.channels + 256), normal(keys[2], mix.taps, mix.channels)
+    return windows, jnp.int32(1), slots, jnp.array(replay, jnp.int32), x, weight
+
+
+def check(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX, **options):
+    windows, layer, slots, at, x, weight = given = operands(rows, replay, mix)
+    got, window = conv_step(*given, key_heads=mix.key_heads, eps=causal_conv.L2_EPS, **options)
+    out, expected_window = causal_conv.conv_step(windows, layer, slots, at, x[..., : mix.channels], weight.T)
+    np.testing.assert_array_equal(window, expected_window)
+    for part, expected in zip(got, causal_conv.split_heads(out, mix), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(part, np.float64), np.asarray(expected, np.float64), rtol=2**-7, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("rows,replay", [(1, (0, 1)), (4, (4,)), rare(3, (2,))])
+def test_matches_the_plain_form(rows, replay):
+    check(rows, replay, interpret=plgpu.InterpretGPUParams())
+
+
+def test_a_round_takes_the_kernel_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    before = KERNELS["conv_step"]
+    traced = jax.jit(lambda *given: causal_conv.step(*given, MIX)).trace(*operands(4, (0, 3)))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
+    narrow = dataclasses.replace(MIX, value_dim=64)
+    jax.eval_shape(lambda *given: causal_conv.step(*given, narrow), *operands(4, (0, 3), narrow))
+    assert KERNELS["conv_step"] == before + 1
+
+
+def test_what_cannot_run_is_named():
+    assert supported(16, 128, 128, jnp.bfloat16) is None
+    assert "float32" in supported(1, 128, 128, jnp.bfloat16, jnp.float32)
+    assert "keys of width 64" in supported(1, 64, 128, jnp.bfloat16)
+    assert "17 rows" in supported(17, 128, 128, jnp.bfloat16)

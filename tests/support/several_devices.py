@@ -1,0 +1,395 @@
+"""A model divided among virtual CPU devices computes what one device does (docs: invariant 10).
+
+How many devices there are is settled when jax starts, so `tests/parallel/test_sharding.py` runs this file in a process
+of its own. One device is what is expected: texts in every mode, log-probabilities, and what the caches hold afterwards.
+Quantised models are in `tests/support/several_devices_quantised.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jaxspec
+from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
+from jaxspec.bench import __main__ as bench
+from jaxspec.bench import host
+from jaxspec.cache.paged import MemoryPlan
+from jaxspec.checkpoint import ModelFolder, reserve
+from jaxspec.checkpoint import params as loading
+from jaxspec.engine.runner import Runner
+from jaxspec.models.description import DeltaRule
+from jaxspec.models.families import MODELS
+from jaxspec.parallel import collectives, sharding
+from tests.support import heads, hybrids, widths
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+VOCAB = BYTE_VOCAB  # 259, which no number of devices divides
+DENSE = ("gemma3", "glm4", "llama", "mistral", "qwen2", "qwen3")
+SIZES = (2, 4, 8)
+# Sizes that eight devices divide, KV heads repeated on four and eight of them.
+EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32)
+HYBRID = dict(linear_num_key_heads=8, linear_num_value_heads=16, shared_expert_intermediate_size=16)
+
+greedy = functools.partial(SamplingParams, temperature=0.0, seed=0, ignore_eos=True)
+PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7], list(range(40)), [5, 6] * 12, [*list(range(40)), 9]]
+BATCHES = {
+    "greedy": [greedy(max_tokens=n) for n in (24, 20, 28, 1, 24)],
+    "sampled": [
+        greedy(max_tokens=10),
+        SamplingParams(temperature=0.9, top_p=0.9, max_tokens=12, seed=3, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_k=20, max_tokens=9, seed=4, repetition_penalty=1.2, ignore_eos=True),
+        SamplingParams(temperature=0.7, min_p=0.05, max_tokens=12, seed=5, presence_penalty=0.5, ignore_eos=True),
+        SamplingParams(temperature=1.2, max_tokens=7, seed=2**40, logit_bias={3: 2.0}, ignore_eos=True),
+    ],
+    "logprobs": [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=6, logprobs=3, prompt_logprobs=i % 2, ignore_eos=True)
+        for i in range(5)
+    ],
+}
+# Programs for log-probabilities sample, too, so that a sample of these batches compiles fewer.
+SAMPLE = {
+    "greedy": BATCHES["greedy"],
+    "logprobs": [
+        dataclasses.replace(params, logprobs=3, prompt_logprobs=i % 2) for i, params in enumerate(BATCHES["sampled"])
+    ],
+}
+MODES = {"temperature": 0.0}, {}, {"logprobs": 1}  # a program each
+STRUCTURED = [
+    greedy(max_tokens=12, structured=StructuredOutput(regex="(yes|no|maybe), [0-9]{3}")),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=12, structured=StructuredOutput(regex="[a-c]{2,9}")),
+]
+
+
+def checkpoint(family: str, **more) -> Path:
+    """A tiny model of this family whose every part eight devices divide."""
+    if family == "gpt_oss":
+        return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, num_attention_heads=8)
+    more |= HYBRID if family.startswith(("qwen3_5", "qwen3_next")) else {}
+    more |= {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, **EIGHT | more)
+
+
+def engine(folder: Path, draft: str, size: int, **options) -> LLM:
+    """Four slots, and fewer pages than they may fill, so that requests are preempted."""
+    more = {"num_draft_tokens": 3} if draft != "none" else {}
+    more |= {"max_running_requests": 4, "context_length": 96, "page_size": 8, "max_total_tokens": 112}
+    more |= {"dtype": "float32", "skip_warmup": True, "few_programs": True}
+    return LLM(str(folder), draft, tp_size=size, **more | options)
+
+
+def said(llm: LLM, batch: list[SamplingParams], prompts=PROMPTS) -> tuple[list[list[int]], list[float]]:
+    """Each prompt's text with the tokens of the prompt that were scored, and all log-probabilities."""
+    outs = llm.generate(prompts, batch)
+    llm.engine.scheduler.audit()
+    scored = [[*(out.prompt_logprobs or ()), *(out.completions[0].logprobs or ())] for out in outs]
+    scored = [[each for each in of if each is not None] for of in scored]
+    tokens = [
+        [*out.completions[0].token_ids, *(each.token_id for each in of)] for out, of in zip(outs, scored, strict=True)
+    ]
+    return tokens, [each.logprob for of in scored for each in of]
+
+
+def held(llm: LLM) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(llm.engine.runner.state)]
+
+
+def runs(llm: LLM, structured: bool, sample=False) -> Iterator[tuple[str, tuple, list[np.ndarray]]]:
+    """What the engine says of each batch, one after the other, and what its state is then."""
+    for name, batch in (SAMPLE if sample else BATCHES).items():
+        yield name, said(llm, batch), held(llm)
+    if structured:
+        yield "structured", said(llm, STRUCTURED, PROMPTS[:2]), held(llm)
+
+
+@functools.cache
+def expected(folder: Path, draft: str, structured: bool, sample=False, **options) -> tuple[MemoryPlan, list]:
+    """One device's memory plan, and what it says."""
+    llm = engine(folder, draft, 1, **options)
+    return llm.engine.runner.plan, list(runs(llm, structured, sample))
+
+
+def check(folder: Path, draft: str, size: int, structured=False, groups=1, sample=False, **options) -> LLM:
+    """Texts are one device's. Each array of the state is what its shards make together, heads that several devices
+    have counted once."""
+    several = widths.several(lambda: engine(folder, draft, size, ep_size=groups, **options))
+    _, of_one = expected(folder, draft, structured, sample, **options)
+    said_by_several = runs(several, structured, sample)
+    for (name, (texts, logprobs), state), (_, own, shards) in zip(of_one, said_by_several, strict=True):
+        assert own[0] == texts, name
+        np.testing.assert_allclose(own[1], logprobs, atol=2e-4)
+        for whole, gathered in zip(state, shards, strict=True):
+            gathered = gather(gathered, whole.shape, several.engine.runner.model.config.linear, size)
+            np.testing.assert_allclose(gathered.astype(np.float64), whole.astype(np.float64), atol=2e-4)
+    return several
+
+
+def gather(x: np.ndarray, shape: tuple[int, ...], rule: DeltaRule | None, size: int) -> np.ndarray:
+    """The array of one device, of this shape, from the shards of several side by side: their repeated heads once, and
+    the convolution's channels, which each device has some of its queries, keys and values of, in order."""
+    for axis, (a, b) in enumerate(zip(shape, x.shape, strict=True)):
+        x = np.take(x, np.arange(a) * (b // a), axis=axis)
+    if rule is not None and shape and shape[-1] == rule.channels:
+        keys = rule.key_heads * rule.key_dim // size
+        parts = np.split(x.reshape(*shape[:-1], size, -1), [keys, 2 * keys], axis=-1)
+        x = np.concatenate([part.reshape(*shape[:-1], -1) for part in parts], axis=-1)
+    return x
+
+
+def exchanges(llm: LLM, kind: str) -> Counter:
+    """How often each kind of exchange is in the program of a kind, once compiled."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return Counter(re.findall(rf" ({kinds})(?:-start)?\(", program(llm, kind).as_text()))
+
+
+def program(llm: LLM, kind: str):
+    (found,) = [each for (name, _), each in llm.engine.runner.programs._compiled.items() if name == kind]
+    return found
+
+
+def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
+    """A sample of what the tests below take in every combination, with what programs of several devices look like."""
+    folder, drafts = checkpoint("llama", num_hidden_layers=1), 2
+    draft = f"eagle3:{eagle3(folder, (0, 0))}"
+    reads = Counter()
+    read = ModelFolder.read
+
+    def counting(self):
+        for name, tensor in read(self):
+            reads[self.path, name] += 1
+            yield name, tensor
+
+    monkeypatch.setattr(ModelFolder, "read", counting)
+    several = check(folder, draft, 2, sample=True, num_draft_tokens=drafts)
+    assert set(reads.values()) == {2}, "each of two engines reads each tensor once"
+    # Two of the layer and one of embeddings; the drafter's layer: with the drafts after the first, with what stands.
+    assert exchanges(several, "round_greedy")["all-reduce"] == 2 + 1 + 3 * (drafts - 1) + 3
+    runner = several.engine.runner
+    kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runner.state))
+    assert (
+        program(several, "round_greedy").memory_analysis().alias_size_in_bytes == kept
+    )  # the state is updated in place
+    shards = [x.addressable_shards[0].data.nbytes / x.nbytes for x in jax.tree.leaves(runner.model.params)]
+    assert min(shards) == 0.5
+    stats = several.engine.stats()
+    assert stats["preemptions_total"] and stats["cached_tokens_total"]  # what the batches are there for
+    assert stats["sums"] == "by XLA's psum: the device is a CPU"
+    plan, _ = expected(folder, draft, False, True, num_draft_tokens=drafts)
+    assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
+    assert runner.plan.kv_bytes == plan.kv_bytes / 2
+    assert "of each of 2 devices" in str(runner.plan)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_each_device_reserves_memory_for_its_part(monkeypatch, quantization):
+    """Every place is of the shape and dtype of what a device has of a weight, so that all are taken."""
+    sizes = dict(head_dim=64, num_attention_heads=8, num_key_value_heads=8, intermediate_size=512)  # whole blocks
+    folder, made = checkpoint("qwen3_next") if quantization is None else tiny_checkpoint("qwen3", VOCAB, 2, **sizes), []
+    options = {"progress": False, "quantization": quantization, "tp_size": 2}
+    expected = jaxspec.load_model(str(folder), **options).params
+
+    def reserved(declared, dtype):
+        made.append(reserve.Reserved(reserve.values_of(declared, dtype)))
+        return made[-1]
+
+    monkeypatch.setattr(reserve, "LEAST", 512)
+    monkeypatch.setattr(loading, "reserved", reserved)
+    got = jaxspec.load_model(str(folder), **options).params
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.float32(a), np.float32(b)), got, expected)
+    assert len(made) == 2
+    for rank, each in enumerate(made):
+        assert each._places and not any(each._places.values()), rank
+
+
+def eagle3(folder: Path, layers: tuple[int, int] = (0, 1)) -> Path:
+    return heads.random_eagle3(folder, tuple(range(3, VOCAB, 2)), layers)
+
+
+def test_padding_of_a_vocabulary_is_nobodys_token():
+    """Its logits are zero, and these are all negative. Of equal ones, the first token is taken, as by one device."""
+    logits = -np.array([[5, 1, 2, 3, 1], [2, 2, 2, 2, 2], [9, 8, 7, 6, 5]], np.float32)
+    padded = np.pad(logits, ((0, 0), (0, 3)))
+
+    def decide(part):
+        return sharding.top_tokens(part, 5), sharding.told(sharding.owned(part, 5), 3)
+
+    by_columns = PartitionSpec(None, sharding.AXIS)
+    run = sharding.spread(decide, sharding.mesh_of(4), (by_columns,), sharding.EVERYWHERE)
+    best, whole = jax.jit(run)(padded)
+    assert best.tolist() == [1, 0, 4]
+    np.testing.assert_array_equal(whole, logits)
+
+
+def test_a_benchmark_times_sums(capsys):
+    assert bench.main(["sums", "--tp-size", "2", "--kilobytes", "2,8"]) == 0
+    out = capsys.readouterr().out
+    assert "no sums through peers' memory: the device is a CPU" in out
+    assert len(re.findall(r"psum( \+ norm)? .* True", out)) == 4
+
+
+def test_words_gathered_by_a_sum_are_the_words():
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (4, 2, 3, 5)).astype(np.int32)
+
+    def run(own):
+        token = collectives.summing.set(lambda _: None)  # another way to sum, which sums nothing
+        try:
+            return collectives.gathered(own[0])
+        finally:
+            collectives.summing.reset(token)
+
+    spread = sharding.spread(run, sharding.mesh_of(4), PartitionSpec(sharding.AXIS), sharding.EVERYWHERE)
+    np.testing.assert_array_equal(jax.jit(spread)(words), words)
+
+
+def test_what_cannot_be_divided_is_refused_by_name():
+    model = str(checkpoint("llama"))
+    for size, draft, more, words in (
+        (3, "none", {}, ["--tp-size 3", "8 query heads", "1, 2, 4, 8"]),
+        (16, "none", {}, ["--tp-size 16", "8 devices"]),
+        (2, "eagle3:x", {"topk": 2, "num_steps": 2}, ["--tp-size 2", "--topk 2"]),
+        (2, "ngram+eagle3:x", {}, ["--tp-size 2", "ngram+eagle3"]),
+        (2, f"dspark:{GOLDEN / 'dspark' / 'deepspec'}", {}, ["--tp-size 2", "dspark", "eagle3"]),
+        (2, "none", {"ep_size": 2}, ["--ep-size 2", "has none"]),
+        (2, "tests.support.engines:CountUp", {}, ["--tp-size 2", "CountUp"]),
+        (2, "eagle3:x", {"draft_token_map": "ids.json"}, ["--tp-size 2", "ids.json"]),
+    ):
+        with pytest.raises(jaxspec.ConfigError) as error:
+            LLM(model, draft.replace(":x", f":{model}"), tp_size=size, skip_warmup=True, **more)
+        assert all(word in str(error.value) for word in words), (draft, str(error.value))
+
+
+def test_a_model_loaded_for_one_device_is_refused():
+    with pytest.raises(jaxspec.ConfigError, match="loaded for 1 device"):
+        Runner(EngineConfig(tp_size=2), jaxspec.load_model(str(checkpoint("llama")), progress=False))
+    with pytest.raises(jaxspec.ConfigError, match="tp_size=2; these functions run on one device"):
+        jaxspec.logits(jaxspec.load_model(str(checkpoint("llama")), progress=False, tp_size=2), [[1, 2]])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_each_family_with_ngrams(family, size):
+    check(checkpoint(family), "ngram", size, structured=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("draft", ["none", "suffix", "standalone", "eagle", "eagle3", "eagle3-own", "dflash"])
+def test_each_drafter(draft, size):
+    if draft == "dflash":
+        if size == 8:
+            pytest.skip("its four query heads can't be divided among eight devices")
+        for variant in ("full", "sliding", "window"):
+            check(GOLDEN / "dflash" / "target", f"dflash:{GOLDEN / 'dflash' / variant}", size)
+        return
+    check(*with_drafter(draft), size)
+
+
+def with_drafter(draft: str) -> tuple[Path, str]:
+    """A target, and `--draft` for a drafter of this kind."""
+    folder = checkpoint("llama")
+    drafters = {
+        "standalone": lambda: f"standalone:{tiny_checkpoint('llama', VOCAB, 7, **EIGHT)}",
+        "eagle": lambda: f"eagle:{heads.mimic(one_layer())}",
+        "eagle3": lambda: f"eagle3:{eagle3(folder)}",
+        "eagle3-own": lambda: f"eagle3:{heads.random_eagle3(folder, tuple(range(VOCAB)), (0, 1))}",
+        "dflash": lambda: f"dflash:{GOLDEN / 'dflash' / 'full'}",
+    }
+    folder = {"eagle": one_layer(), "dflash": GOLDEN / "dflash" / "target"}.get(draft, folder)
+    return folder, drafters.get(draft, lambda: draft)()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "standalone", "eagle", "eagle3", "dflash"])
+def test_rounds_of_fewer_drafts_of_each_drafter(draft, monkeypatch):
+    folder, draft = with_drafter(draft)
+    takes_turns(check(folder, draft, 2), expected(folder, draft, False)[1][0][1][0], monkeypatch)
+
+
+def takes_turns(llm: LLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch, modes=MODES) -> None:
+    """Rounds of all, fewer and no drafts in turn say what one device does, whose rounds all have as many. The likeliest
+    token alone, drawn or with its log-probability, is the greedy one."""
+    widths.switch(llm, monkeypatch)
+    likeliest = functools.partial(SamplingParams, temperature=1.0, top_k=1, ignore_eos=True)
+    for more in modes:
+        outs = llm.generate(PROMPTS, [likeliest(max_tokens=len(text), **more) for text in texts])
+        llm.engine.scheduler.audit()
+        assert [out.completions[0].token_ids for out in outs] == texts, more
+    assert widths.took_turns(llm)
+
+
+def one_layer() -> Path:
+    """A target that an EAGLE drafter can mimic, so that most drafts are accepted."""
+    return tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, num_hidden_layers=1, **EIGHT)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", hybrids.FAMILIES)
+def test_mtp_of_each_hybrid(family, size):
+    check(hybrids.checkpoint(family, VOCAB, 2, **EIGHT | HYBRID), "mtp", size)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family,draft,size,groups", [
+    ("qwen3_moe", "ngram", 4, 2),
+    ("qwen3_moe", "none", 4, 4),
+    ("gpt_oss", "ngram", 4, 2),
+    ("qwen3_next", "mtp", 4, 2),
+    ("qwen3_5_moe", "mtp", 2, 2),
+])  # fmt: skip
+def test_experts_divided_among_groups(family, draft, size, groups):
+    with_mtp = functools.partial(hybrids.checkpoint, family, VOCAB, 2, **EIGHT | HYBRID)
+    folder = with_mtp() if draft == "mtp" else checkpoint(family)
+    several = check(folder, draft, size, groups=groups)
+    stacks = several.engine.runner.model.params["layers"][0]["experts_down"].values
+    held, _, columns = stacks.addressable_shards[0].data.shape
+    mixture = several.engine.model_config.decoder.mixture
+    assert (held, columns) == (mixture.experts // groups, mixture.width * groups // size)
+
+
+@pytest.mark.exhaustive
+def test_nothing_compiles_after_warm_up():
+    """Warm-up times rounds of all drafts and of none, too."""
+    options = {"skip_warmup": False, "few_programs": False, "num_continuous_decode_steps": 2}
+    llm = engine(checkpoint("llama"), "ngram", 4, **options)
+    assert {tuple(times) for times in llm.engine.runner.round_times.values()} == {(0, 3)}
+    compiled = llm.engine.runner.compiles["compiles"]
+    list(runs(llm, structured=True))
+    assert llm.engine.runner.compiles["compiles"] == compiled
+
+
+@pytest.mark.exhaustive
+def test_dummy_weights_are_one_devices():
+    check(checkpoint("qwen3_next"), "mtp", 2, load_format="dummy")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [{"num_continuous_decode_steps": 4}, {"disable_overlap": True}], ids=str)
+def test_several_rounds_in_a_program_and_no_overlap(options):
+    check(checkpoint("qwen3"), "ngram", 4, **options)
+
+
+@pytest.mark.exhaustive
+def test_host_time_is_that_of_rounds_over_all_devices():
+    """`bench host --tp-size`: its empty programs are divided as the engine's own, and take as many arguments."""
+    parser = argparse.ArgumentParser()
+    host.add_arguments(parser)
+    sizes = ["--prompt-tokens", "20", "--new-tokens", "12", "--context-length", "128"]
+    made = host.make_engine(parser.parse_args([*sizes, "--requests", "3", "--tp-size", "4"]))
+    assert host.Load(made, 20, 12, False).measure(3, rounds=20)["total"]["median_ms"] > 0
+    empty = next(each for (kind, _), each in made.runner.programs._compiled.items() if kind == "round_greedy")
+    given = jax.tree.leaves(empty.input_shardings[0])
+    assert len(given) >= len(jax.tree.leaves((made.runner.model.params, made.runner.state)))
+    assert {len(sharding.device_set) for sharding in given} == {4}

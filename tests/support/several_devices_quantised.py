@@ -1,0 +1,80 @@
+"""Quantised models divided among virtual CPU devices: as `several_devices.py`, of weights, keys and values in FP8
+and experts in MXFP4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jaxspec
+from jaxspec.drafters import own_weights
+from jaxspec.parallel import sharding
+from tests.support import hybrids, quantised
+from tests.support.several_devices import BATCHES, EIGHT, HYBRID, PROMPTS, VOCAB, check, engine
+from tests.support.tiny import tiny_checkpoint
+
+
+@pytest.mark.exhaustive
+def test_drafts_by_a_copy_of_the_head_in_fp8(monkeypatch):
+    """Each device's part of the head has a copy; the layer is too small for blocks of 128 to be divided."""
+    kept = own_weights.in_format
+    monkeypatch.setattr(own_weights, "in_format", lambda declared, how, _, *rest: kept(declared, how, None, *rest))
+    folder = hybrids.checkpoint("qwen3_5", VOCAB, 2, **EIGHT | HYBRID)
+    plain, llm = engine(folder, "none", 1), engine(folder, "mtp", 2, draft_quantization="fp8")
+    copy = llm.engine.runner.draft.params["head"]["head_copy"]
+    assert copy.values.sharding.spec == copy.scales.sharding.spec == PartitionSpec(sharding.AXIS)
+    texts, expected = ([out.token_ids for out in each.generate(PROMPTS, BATCHES["greedy"])] for each in (llm, plain))
+    assert texts == expected
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_fp8_in_blocks_by_channel_and_by_matrix(size, tmp_path):
+    """Each device has whole blocks of 128; where it can't, the tensor is named."""
+    sizes = dict(head_dim=64, num_attention_heads=8, num_key_value_heads=8, intermediate_size=512)
+    source = tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, **sizes)
+    for kind in ("block", "channel", "tensor"):
+        config = quantised.BLOCKS if kind == "block" else quantised.compressed(kind)
+        suffix = "_scale_inv" if kind == "block" else "_scale"
+        folder, _ = quantised.write(source, tmp_path / kind, kind, config, suffix)
+        check(folder, "ngram", size)
+    check(source, "none", size, quantization="fp8")
+    with pytest.raises(jaxspec.ConfigError, match=r"_proj.weight would be cut into 64 .*puts, and blocks of 128 share"):
+        engine(tmp_path / "block" / "fp8", "none", 8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_scales_of_keys_and_values_by_head(size, tmp_path):
+    """Of two KV heads, which four devices have twice."""
+    source = tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, **EIGHT)
+    folder, _ = quantised.write(source, tmp_path, "channel", quantised.compressed("channel"), "_scale")
+    file = folder / "model.safetensors"
+    scales = {f"model.layers.0.self_attn.{x}_scale": np.array([0.003, 0.02], np.float32) for x in "kv"}
+    quantised.save(quantised.read(file) | scales, file)
+    several = check(folder, "ngram", size, kv_cache_dtype="fp8")
+    held = np.asarray(several.engine.runner.state.cache.scales)
+    assert held[0, 0].tolist() == np.repeat(scales["model.layers.0.self_attn.k_scale"], size // 2).tolist()
+
+
+@pytest.mark.exhaustive
+def test_fp8_experts(tmp_path):
+    sizes = dict(head_dim=64, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=256)
+    source = tiny_checkpoint("qwen3_moe", VOCAB, 2, tokenizer=True, **sizes)
+    folder, _ = quantised.write(source, tmp_path)
+    check(folder, "ngram", 2)
+    check(folder, "none", 2, groups=2)
+
+
+@pytest.mark.exhaustive
+def test_mxfp4_experts(tmp_path):
+    """Blocks of 32 inputs share a scale."""
+    source = tiny_checkpoint("gpt_oss", VOCAB, 2, tokenizer=True, num_attention_heads=8, intermediate_size=128)
+    folder, _ = quantised.write_mxfp4(source, tmp_path)
+    for size in (2, 4):
+        check(folder, "ngram", size)
+    with pytest.raises(jaxspec.ConfigError, match=r"down_proj_blocks would be cut into 16 inputs, .* --ep-size"):
+        engine(folder, "none", 8)
+    check(folder, "none", 8, groups=2)
