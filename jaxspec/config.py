@@ -80,7 +80,7 @@ class ModelConfig:
         return self.decoder.count(Attention)
 
     def on_one_of(self, size: int) -> ModelConfig:
-        """What each of so many devices computes. **Raises:** as `sharding.local`."""
+        """Config of one device's share among `size`. **Raises:** as `sharding.local`."""
         return dataclasses.replace(self, decoder=sharding.local(self.decoder, size)) if size > 1 else self
 
     def summary(self) -> dict[str, Any]:
@@ -420,7 +420,7 @@ class EngineConfig:
         self._check_drafts()
 
     def _check_drafts(self) -> None:
-        """That drafts, steps and top-k fit together. A chain's steps are its drafts; drafters read the latter alone."""
+        """Check that drafts, steps and top-k agree. A chain's steps are its drafts; drafters read the latter alone."""
         names = ("num_draft_tokens", "num_steps", "topk", "draft_dtype", "draft_quantization", "draft_token_map")
         for name in names if self.draft == "none" else ():
             value = getattr(self, name)
@@ -441,7 +441,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """As the constructor, but an unknown option's error names the nearest known one."""
+        """Construct from options; an unknown option's error names the nearest known one."""
         known = [f.name for f in dataclasses.fields(cls)]
         for name in options:
             if name not in known:

@@ -62,7 +62,7 @@ def mesh_of(size: int) -> Mesh | None:
 
 
 def local(decoder: Decoder, size: int) -> Decoder:
-    """What one of `size` devices computes of a decoder. Its vocabulary is still the whole one.
+    """One device's share of a decoder among `size`. Its vocabulary is still the whole one.
 
     **Raises:** `ConfigError` naming what can't be divided.
     """
@@ -408,7 +408,7 @@ def owned(logits: Float[Array, "b *q v"], vocab: int | None = None) -> Float[Arr
 
 
 def mine(tree: Any) -> Any:
-    """Of arrays [b, ...] that all devices have, the rows of the requests that this one decides for."""
+    """Rows of the requests that this device decides for, from arrays [b, ...] that all devices have."""
     if devices() == 1:
         return tree
 
@@ -421,7 +421,7 @@ def mine(tree: Any) -> Any:
 
 
 def told(tree: Any, b: int) -> Any:
-    """What each device has decided, [b / n, ...], as all know it then: [b, ...]."""
+    """Gather each device's decisions, [b / n, ...], on all of them: [b, ...]."""
     if devices() == 1:
         return tree
     return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, tiled=True)[:b], tree)
