@@ -86,7 +86,7 @@ def test_a_cache_gives_its_place_to_what_becomes_of_it():
 
 
 def test_a_faster_search_finds_the_layouts_that_jax_does(monkeypatch):
-    """Of all arrays of a kernel, in as many trials."""
+    """Compare all arrays of a kernel, and the number of trials."""
     original, passes, found = layouts.install(), [], []
     assert original, f"jax is {jax.__version__}: read its search again, and name it in jaxspec/pallas/layouts.py"
     search = layout_inference.find_assignments_for
