@@ -120,7 +120,7 @@ class Kernels:
 
 
 def hashed(text: str) -> str:
-    """Of a module without locations, names of arguments and functions."""
+    """Hash of a module without locations, names of arguments and functions."""
     text = re.sub(r"^#loc.*$", "", text, flags=re.M)
     text = re.sub(r' ?loc\((?:#\w+|unknown|"[^"]*")\)', "", text)
     text = re.sub(r'(jax\.result_info|jax\.arg_info) = "[^"]*"', "", text)
@@ -179,7 +179,7 @@ class Graph:
         return [digest(name, params, operands, k) for k in range(len(eqn.outvars))]
 
     def control(self, name: str, params: dict, operands: list[str], results: int) -> list[str]:
-        """Of a loop or a branch: what its bodies close over are values like all others, in whatever order."""
+        """Hash a loop's or a branch's results. Values that its bodies close over are like all others, in any order."""
         own = lambda closed, given: self.outputs(closed.jaxpr, closed.consts, given)  # noqa: E731
         if name == "cond":
             bodies, start = [own(branch, operands[1:]) for branch in params["branches"]], operands[:1]
@@ -215,7 +215,7 @@ class Graph:
 
 
 def without_addresses(value) -> str:
-    """What it says of itself, functions without their places in this process' memory."""
+    """Describe a value by `str`, without the addresses of functions in this process's memory."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 

@@ -84,7 +84,7 @@ def test_markov_leaves_seeded_text_as_it_is(plain, markov):
 
 
 def draft_after(drafter, table, *texts):
-    """What the drafter proposes after each of some texts of equal length."""
+    """Draft after each of some texts of equal length."""
     length = jnp.full(len(texts), len(texts[0]))
     batch = DraftBatch(None, length, jnp.array(texts), None, length > 0, None, greedy=True)
     proposal, _ = drafter.propose({}, table, batch)

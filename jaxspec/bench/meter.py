@@ -58,7 +58,7 @@ class Meter:
         self.rested += gained("rested_rounds")
 
     def _share(self) -> float:
-        """Of the requests that run, those that may have drafts, since none of their rounds rested."""
+        """Share of the running requests that may have drafts, since none of their rounds rested."""
         running = self._engine.scheduler.running
         return sum(seq.seen is None for seq in running) / max(len(running), 1)
 

@@ -115,7 +115,7 @@ class Load:
         return row
 
     def params(self, output_len: int) -> SamplingParams:
-        """Of every request."""
+        """Sampling params of every request."""
         return SamplingParams(temperature=self._temperature, max_tokens=output_len, ignore_eos=True)
 
     def _steady(self, samples: list[Sample], start: Sample) -> Steady | None:

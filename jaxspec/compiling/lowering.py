@@ -49,7 +49,7 @@ ASKS, UP = "asks", "up"  # what a process says before it answers
 
 
 class Given(NamedTuple):
-    """What a process makes programs of: arguments of `Programs`, arrays by shape, and what they would ask here."""
+    """Inputs that programs are made of: arguments of `Programs`, arrays by shape, and this process's settings."""
 
     made_of: tuple  # config, drafter, shapes, params, draft_params
     state: Any
@@ -96,7 +96,7 @@ class Module(NamedTuple):
 
     @classmethod
     def made(cls, jitted: Callable, arguments: tuple, handed: Callable[[], tuple], platform: str) -> Module:
-        """Of a function that is jitted. `handed` gives the last of its arguments, and may trace what has kernels."""
+        """Export a jitted function. `handed` gives the last of its arguments, and may trace what has kernels."""
         trees = []
 
         def flat(*leaves):
@@ -114,7 +114,7 @@ class Module(NamedTuple):
         return cls(bytes(exported.serialize()), result, shapes, kernels, alone, warnings)
 
     def lower(self, arguments: tuple, donated: int) -> tuple[jax.stages.Lowered, Counter]:
-        """As the function would be here, and its kernels, which begin to compile. `arguments`: but for those handed."""
+        """Lower as the function itself would be; its kernels begin to compile. `arguments`: all but those handed."""
         for warning in self.warnings:
             _warn(warning)
         for kernel in self.alone:

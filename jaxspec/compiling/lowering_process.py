@@ -45,7 +45,7 @@ def answer(descriptor: int) -> None:
 
 
 def lowering_of(given: Given) -> Callable[[One], Module]:
-    """What lowers a program, as the process that gave this would."""
+    """Function that lowers a program as the process that gave this would."""
     for name, value in given.options:
         jax.config.update(name, value)
     hopper.UNTIMED = given.untimed

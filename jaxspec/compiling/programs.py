@@ -165,7 +165,7 @@ class Programs:
         return self.dispatch(f"conclude_{mode}", state, packed, *handed)
 
     def masked_first(self, state: State, packed: np.ndarray, bits: np.ndarray, forced: np.ndarray):
-        """As `first` in mode logprobs, among the tokens that `bits` allow."""
+        """Run `first` in mode logprobs, among the tokens that `bits` allow."""
         return self.dispatch("masked_first", state, packed, bits, forced)
 
     def warm_up(self, state: State, wanted: Callable[[One], bool] = lambda one: True) -> None:
@@ -428,7 +428,7 @@ class Programs:
         return program
 
     def _take_in(self, module: Module, one: One, state: State) -> tuple[jax.stages.Lowered, Counter]:
-        """As `_lower`, by another process's module."""
+        """Lower a program by another process's module, in place of `_lower`."""
         with took(f"took in {one[0]} {one[1]}"):
             return module.lower(self._arguments(*one, state), 0 if one[0] == "admit" else 2)
 

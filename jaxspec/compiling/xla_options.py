@@ -1,4 +1,4 @@
-"""What goes around the compiling of many programs: options, garbage, jax's own cache, and how many there were."""
+"""XLA options, garbage collection, jax's own cache and a compile counter, for compiling many programs."""
 
 from __future__ import annotations
 

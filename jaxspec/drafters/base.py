@@ -214,7 +214,7 @@ class Drafter:
         return state
 
     def commit_others(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:
-        """As `commit`, after a round whose drafts a grammar may have forced, so that they aren't those of `propose`.
+        """Commit a round whose drafts a grammar may have forced, so that they aren't those of `propose`.
 
         Override it if `propose` leaves something of its own drafts in the state that `commit` relies on.
         """
@@ -278,7 +278,7 @@ class Narrowed(Drafter):
 
 
 def proposed(drafter: Drafter, params: Any, state: Any, batch: DraftBatch) -> tuple[Proposal, Any]:
-    """What `drafter.propose` returns.
+    """Call `drafter.propose` and check its result.
 
     **Raises:** `ConfigError` naming what isn't as `Proposal` says, while a program is traced: a round pays nothing.
     """

@@ -37,7 +37,7 @@ from jaxspec.parallel.sharding import embed
 
 @dataclass(frozen=True)
 class Chain(Drafter):
-    """What the EAGLEs share: everything but what features, layer and head compute.
+    """Shared part of the EAGLEs: everything but what features, layer and head compute.
 
     `config` is that of the drafter's one layer.
 
@@ -147,7 +147,7 @@ class Chain(Drafter):
         return self._take(params, state, batch.slots, verified.outputs, verified.features, rows, keep, requested)
 
     def prefill(self, params, state, batch, features):
-        """Of several blocks of one request, the last one's output is kept."""
+        """Keep the output of the last block if a request has several."""
         slots, rows = batch.slots, batch.rows
         real = rows.count > 0
         later = (slots[:, None] == slots) & (rows.start[:, None] < rows.start) & real
@@ -175,7 +175,7 @@ class Chain(Drafter):
         return {"kv": kv, "hidden": state["hidden"].at[into].set(last, mode="drop")}
 
     def _fuse(self, params: Any, features: tuple[Float[Array, "b t d"], ...]) -> Float[Array, "b t d"]:
-        """What stands for the target's features."""
+        """Combine the target's features into the hidden states that the layer takes."""
         raise NotImplementedError
 
     def _layer(
@@ -196,7 +196,7 @@ class Chain(Drafter):
         raise NotImplementedError
 
     def _feedback(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """What the next draft is paired with, of the output that it was drawn from."""
+        """Hidden state that the next draft is paired with, from the output that it was drawn from."""
         return out
 
     def _logits(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b w"]:

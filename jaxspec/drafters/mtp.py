@@ -89,7 +89,7 @@ def module_config(target: ModelConfig) -> ModelConfig:
 
 
 def parameters(config: ModelConfig, modules: int = 1) -> dict[str, Any]:
-    """What the module has of its own, as declarations, of a config of one layer. Of several, `layers` are a list."""
+    """Declarations of the module's own params, for a config of one layer. Several modules have a list, `layers`."""
     d, centred = config.hidden_size, config.decoder.norm.centred
     layers = [layer_tensors(config.decoder.layers[0], d, f"{MTP}layers.{i}.") for i in range(modules)]
     return {

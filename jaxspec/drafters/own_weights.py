@@ -33,7 +33,7 @@ log = logging.getLogger("jaxspec")
 
 
 def own_dtype(target: Model, options: EngineConfig) -> str:
-    """Of activations, and of weights that aren't quantised."""
+    """Dtype of a drafter's activations, and of its weights that aren't quantised."""
     return options.draft_dtype or target.dtype
 
 
@@ -80,7 +80,7 @@ def borrowed(target: Model, dtype: str) -> dict[str, Any]:
 
 
 def _in_dtype(weight: jax.Array | Weight, dtype: str) -> jax.Array | Weight:
-    """The same array if it has the dtype already. A quantised weight takes any activations as it is."""
+    """Cast a weight to `dtype`, if it has another. A quantised weight takes any activations as it is."""
     if weight.dtype == dtype or (isinstance(weight, Weight) and not isinstance(weight.format, Unquantised)):
         return weight
     return jax.tree.map(lambda array: array.astype(dtype), weight)

@@ -64,7 +64,7 @@ def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model
 
 
 def widened(params: dict[str, Any]) -> dict[str, Any]:
-    """The same where narrow projections have columns of zeros, up to what the kernel takes."""
+    """Pad narrow projections with columns of zeros, up to what the kernel takes."""
     if not hopper.multiprocessors():
         return params
 

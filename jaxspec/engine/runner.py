@@ -308,7 +308,7 @@ class Runner:
         return jax.jit(sharding.spread(self._local_state, self._mesh, (), self._division.state))()
 
     def _local_state(self) -> State:
-        """What a device has of an empty state."""
+        """A device's part of an empty state."""
         return self._state_of(self._layout, self.plan.states.snapshots, self._local, self._drafter)
 
     def _state_of(self, layout: PageLayout, snapshots: int, config: ModelConfig, drafter: Drafter) -> State:
@@ -406,11 +406,11 @@ class Runner:
         return self._mode_of("first", mode, requests)
 
     def mode_of_round(self, mode: str, requests: int, rounds: int = 1) -> str:
-        """As `mode_of_first`, of `round`."""
+        """The mode of `round`, chosen as in `mode_of_first`."""
         return self._mode_of(of_rounds(rounds), mode, requests)
 
     def mode_of_open_round(self, mode: str, requests: int) -> str:
-        """As `mode_of_first`, of `open_round`."""
+        """The mode of `open_round`, chosen as in `mode_of_first`."""
         return self._mode_of("structured", mode, requests)
 
     def _mode_of(self, name: str, mode: str, requests: int) -> str:
@@ -438,7 +438,7 @@ class Runner:
         return out
 
     def masked_first(self, slots: list[int], table: np.ndarray, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
-        """As `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
+        """Dispatch `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
         _, size = self.programs.stand_in("masked_first", ("",), len(slots))
         packed = put_forced(self._pack(slots, table, size, columns(self.width - 1)), [None] * len(slots))
         padding = ((0, len(packed) - len(slots)), (0, 0), (0, 0))

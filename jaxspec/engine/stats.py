@@ -85,7 +85,7 @@ class DecodeLog:
 
 
 def figures(engine: Engine) -> dict[str, Any]:
-    """What an engine reports of itself since its start; cheap, and from any thread."""
+    """Figures of an engine since its start; cheap, and from any thread."""
     scheduler, totals, runner = engine.scheduler, engine.totals, engine.runner
     rounds = totals["verify_rounds"]
     return {

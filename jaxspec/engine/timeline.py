@@ -1,4 +1,4 @@
-"""What an engine's programs did and when, and what its requests got meanwhile: recorded on demand, shown by Perfetto.
+"""Recording of an engine's programs and of its requests' gains meanwhile: made on demand, shown by Perfetto.
 
 Invariant: while nothing is recorded, nothing is kept, and serving pays a comparison a program. While it is, a thread
 waits for each program's result in turn, so the engine's loop never does.
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """What a request gained at a time. `reason`: why it ended, if it did."""
+    """Tokens that a request gained at a time. `reason`: why it ended, if it did."""
 
     time: float
     tokens: int

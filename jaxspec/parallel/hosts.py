@@ -56,7 +56,7 @@ def encode(kind: str, value: Any = None, arrays: tuple[np.ndarray, ...] = ()) ->
 
 
 def decode(message: bytes) -> tuple[str, Any, list[np.ndarray]]:
-    """What `encode` made a message of. **Raises:** `ValueError` for anything else."""
+    """Decode a message of `encode`. **Raises:** `ValueError` for anything else."""
     head, _, rest = message.partition(b"\n")
     kind, value, told = json.loads(head)
     arrays, start = [], 0
@@ -92,8 +92,8 @@ class Node:
             raise HostLost(f"node {self.rank} is gone: {self.error}") from error
 
     def receive(self, kind: str) -> Any:
-        """What its next message says, which must be of this kind. **Raises:** `HostLost`; `ConfigError` if it refuses
-        to go on."""
+        """Receive the node's next message, which must be of this kind, and return its value. **Raises:** `HostLost`;
+        `ConfigError` if it refuses to go on."""
         message = self.messages.get()
         if message is None:
             raise HostLost(f"node {self.rank} is gone: {self.error}")
@@ -159,7 +159,7 @@ class Leader:
         return least
 
     def meet(self, shapes: dict[str, str]) -> Callable[..., None]:
-        """Wait until all nodes have their programs; what tells them of each dispatch.
+        """Wait until all nodes have their programs; return what broadcasts each dispatch.
 
         `shapes`: digests of what the programs were made of. **Raises:** `ConfigError` if a node has others.
         """
@@ -206,12 +206,12 @@ class Follower:
         self._leader = Node(0, channel, self._lose)
 
     def agree(self, *sizes: int) -> list[int]:
-        """As `Leader.agree`."""
+        """Send this node's sizes and receive the least over all nodes; see `Leader.agree`."""
         self._leader.send("sizes", sizes)
         return self._leader.receive("sizes")
 
     def meet(self, shapes: dict[str, str]) -> None:
-        """As `Leader.meet`, and nothing to tell."""
+        """Wait until all nodes have their programs; see `Leader.meet`."""
         self._leader.send("shapes", shapes)
         self._leader.receive("go")
 

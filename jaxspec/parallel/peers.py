@@ -1,8 +1,8 @@
-"""What the devices of a mesh know of each other's memory, and the sum that goes through it (`pallas.peer_sum`).
+"""Workspaces in the devices' memory that all devices of a mesh can read, and the sum through them (`pallas.peer_sum`).
 
-An engine opens it once: each device gets a workspace, all learn the addresses, and each reads a word from every other
-one. If anything of that fails, sums are XLA's (`psum`), and `open_peers` says why. Programs get the addresses as an
-operand, because they are other ones in each process. While a program is traced they stand in a context variable.
+An engine opens them once: each device gets one, all devices learn the addresses, and each reads a word from every other
+device. If any of that fails, sums are XLA's (`psum`), and `open_peers` says why. Programs take the addresses as an
+operand, because they differ in each process. While a program is traced, a context variable holds them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _total(x: Float[Array, "*b d"]) -> Float[Array, "*b d"] | None:
 
 
 def opened(mesh: Mesh) -> tuple[Workspaces | None, str]:
-    """As `open_peers`, and in words how sums are made, which the log says as well."""
+    """Open peers' memory as `open_peers` does; also say, and log, how sums are made."""
     workspaces, reason = open_peers(mesh)
     sums = "through peers' memory" if reason is None else f"by XLA's psum: {reason}"
     log.info("sums over the %d devices are made %s", mesh.size, sums)

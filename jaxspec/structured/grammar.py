@@ -173,7 +173,7 @@ def _reason(text: str) -> str:
 
 
 def grammars_of(model: Model, lazily: bool) -> Grammars | None:
-    """What compiles grammars for a model; None if it has no tokenizer, or nothing that ends a text. It prepares itself
+    """Compiler of grammars for a model; None if it has no tokenizer, or no token that ends a text. It prepares itself
     in a thread, or if `lazily` at the first use."""
     if model.tokenizer is None or not model.eos_ids:
         return None

@@ -168,6 +168,6 @@ def round_masks(
 
 
 def first_masks(matchers: Sequence[Matcher | None], width: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same of the first token after each prompt: one row each, and no drafts."""
+    """Masks and forced drafts of the first token after each prompt: one row each, and no drafts."""
     bits, forced = round_masks(matchers, np.zeros((len(matchers), width), np.int32), width, vocab)
     return bits[:, :1], forced[:, :1]

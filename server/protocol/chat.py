@@ -94,7 +94,7 @@ class Message(Body):
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """What a chat template sees."""
+        """Message as a chat template sees it."""
         more = {"name": self.name, "tool_calls": self.tool_calls or None, "tool_call_id": self.tool_call_id}
         more["reasoning_content"] = self.reasoning_content or self.reasoning or None
         return {"role": self.role, "content": self.content or ""} | {k: v for k, v in more.items() if v is not None}
@@ -190,7 +190,7 @@ class ChatRequest(Generation):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template sees beside messages and tools."""
+        """Variables that the chat template sees beside messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**(self.chat_template_kwargs or {}), **effort}
 

@@ -60,7 +60,7 @@ def test_a_finished_request_got_every_token_it_asked_for():
 
 
 def test_more_weights_reach_the_program_with_more_layers():
-    """What dispatch costs depends on the number of arguments, so none may be optimised away."""
+    """Dispatch costs depend on the number of arguments, so none may be optimised away."""
     counts = []
     for layers in (1, 3):
         engine = host.make_engine(arguments("--requests", "1", "--layers", str(layers)))

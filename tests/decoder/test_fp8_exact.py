@@ -40,7 +40,7 @@ def cases(drafts, often):
 
 
 def drafter(name, target):
-    """What --draft is given for a name in `DRAFTS`."""
+    """Value of --draft for a name in `DRAFTS`."""
     method, _, which = name.partition(":")
     if method == "standalone":
         return f"standalone:{lossless.draft_folder('qwen3', which)}"
@@ -166,7 +166,7 @@ SAMPLED = (*distribution.DRAFTERS, "eagle", "eagle3", "tree", "dflash", "dspark"
 
 @pytest.mark.parametrize("draft,activations", cases(SAMPLED, set()))
 def test_rounds_sample_the_target(draft, activations, monkeypatch, tmp_path):
-    """As for unquantised weights; both the rounds and what they are held against have the FP8 model."""
+    """Run the tests of unquantised weights; both the rounds and their reference have the FP8 model."""
     monkeypatch.setattr(distribution, "model", functools.partial(fp8_model, activations=activations))
     monkeypatch.setattr(distribution, "SAMPLES", 3_000)
     if draft in distribution.DRAFTERS:

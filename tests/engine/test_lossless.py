@@ -65,7 +65,7 @@ class Guess(Drafter):
 
 
 def checkpoint(family):
-    """Of one layer: what is tested is the same with two, which take twice the time to compile."""
+    """Checkpoint of one layer: two would test the same, and take twice the time to compile."""
     return tiny_checkpoint(family, VOCAB, SEEDS[family], tokenizer=True, num_hidden_layers=1)
 
 

@@ -79,7 +79,7 @@ class Case:
 
 @dataclass
 class Answer:
-    """What a stream said: text and finish reason of each choice, and the tokens billed."""
+    """Answer of a stream: text and finish reason of each choice, and the tokens billed."""
 
     texts: list[str]
     reasons: list[str | None]
@@ -89,7 +89,7 @@ class Answer:
 
 @dataclass
 class Tally:
-    """What the clients saw."""
+    """Answers that the clients got, and their counts."""
 
     answers: dict[int, Answer] = field(default_factory=dict)  # of each case that has completed at least once
     counts: Counter = field(default_factory=Counter)

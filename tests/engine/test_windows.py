@@ -31,7 +31,7 @@ OPTIONS = {
 
 
 def choices(model, texts):
-    """Of each text the argmax after every token, i32[n, t]."""
+    """Argmax after every token of each text, i32[n, t]."""
     return np.asarray(jnp.argmax(jaxspec.logits(model, padded(texts, 0)), axis=-1))
 
 

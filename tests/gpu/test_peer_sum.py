@@ -122,7 +122,7 @@ except jax.errors.JaxRuntimeError as error:
 
 
 def test_a_peer_that_never_comes_is_an_error():
-    """Of two ranks one alone is started."""
+    """Start one of two ranks alone."""
     began = time.monotonic()
     run = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120)
     print(run.stdout, run.stderr[-500:])

@@ -58,7 +58,7 @@ def noisy(target):
 
 
 def greedy(model, outs):
-    """Of each text the argmax after every token, i32[n, t]."""
+    """Argmax after every token of each text, i32[n, t]."""
     texts = np.zeros((len(outs), LONGEST + NEW), np.int32)
     for row, out in zip(texts, outs, strict=True):
         text = [*out.prompt_token_ids, *out.token_ids]

@@ -64,7 +64,7 @@ def outcome(call, *given):
 
 @pytest.fixture(autouse=True)
 def ends(monkeypatch):
-    """What would end the process is noted."""
+    """Note calls that would end the process, in place of an end."""
     noted = []
     monkeypatch.setattr(module, "end_process", lambda *_: noted.append(True))
     monkeypatch.setattr(module, "END_SECONDS", 0.0)

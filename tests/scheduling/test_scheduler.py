@@ -176,7 +176,7 @@ def test_no_prefix_cache():
 
 @pytest.mark.parametrize(("length", "published"), [(5, 1), (9, 1), (10, 2), (11, 2), (12, 2), (13, 2), (14, 3)])
 def test_finish_publishes_all_but_the_newest_committed_position(length, published):
-    """Of N tokens positions 0..N-2 have KV, and the drafter may lack N-2; beyond the prompt it was never prefilled."""
+    """N tokens have KV at positions 0..N-2, and the drafter may lack N-2; beyond the prompt it was never prefilled."""
     s = make()
     seq = sequence(s, range(5), 20)
     s.append(s.plan().rows[0], list(range(5, length)))

@@ -87,7 +87,7 @@ def ask_all(url, bodies):
 
 
 def failure(reply):
-    """What a reply says went wrong, whole or as a stream's event."""
+    """Error that a reply reports, whole or as a stream's event."""
     events = [line for line in reply.text.split("\n\n") if '"error"' in line]
     return json.loads(events[0].removeprefix("data: "))["error"]
 

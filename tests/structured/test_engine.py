@@ -207,7 +207,7 @@ def test_sampled_text_is_the_same_with_and_without_overlap_preempted_or_not(draf
 
 @pytest.mark.exhaustive  # test_engine.py has it of text that no grammar constrains
 def test_drafts_that_are_drawn_as_plain_decoding_draws_give_its_text():
-    """Of an n-gram drafter, whose drafts a seed's draws are matched with."""
+    """Take an n-gram drafter, whose drafts a seed's draws are matched with."""
     assert said(run(engine("ngram"), load(1.0))) == said(run(engine("none"), load(1.0)))
 
 

@@ -119,7 +119,7 @@ def expected_meanings():
 
 
 def said(out):
-    """What a caller can tell two outputs apart by, except times and the last bits of log-probabilities."""
+    """Fields by which a caller can tell two outputs apart, except times and the last bits of log-probabilities."""
     return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in out.completions]
 
 

@@ -32,7 +32,7 @@ def chain(tokens, start=0):
 
 
 def continuation(tokens, n):
-    """What the model says next: few words, so that texts collide, and a function of everything before."""
+    """Tokens that the model says next: few words, so that texts collide, and a function of everything before."""
     kv, out = list(chain(tokens))[-1], []
     for _ in range(n):
         out.append(kv % 3)

@@ -106,7 +106,7 @@ def held(llm: LLM) -> list[np.ndarray]:
 
 
 def runs(llm: LLM, structured: bool, sample=False) -> Iterator[tuple[str, tuple, list[np.ndarray]]]:
-    """What the engine says of each batch, one after the other, and what its state is then."""
+    """Run one batch after the other: its name, the engine's answers and the state after it."""
     for name, batch in (SAMPLE if sample else BATCHES).items():
         yield name, said(llm, batch), held(llm)
     if structured:

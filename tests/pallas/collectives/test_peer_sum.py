@@ -166,7 +166,7 @@ def take_ranks(monkeypatch, count: int) -> Ranks:
 
 
 def in_float32(params):
-    """What sums are held to: a reference in bfloat16 is further from it than the kernels are."""
+    """Cast to float32 as the sums' reference: one in bfloat16 is further from it than the kernels are."""
     wide = lambda x: x.astype("float32") if x.dtype == bf16 else x  # noqa: E731
     return jax.tree.map(wide, params)
 

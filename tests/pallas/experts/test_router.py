@@ -19,7 +19,7 @@ EPS = 1e-6
 
 
 def operands(width: int, experts: int, bias: bool):
-    """Of eight rows, of which the last two are padding."""
+    """Operands of eight rows, of which the last two are padding."""
     keys = jax.random.split(jax.random.key(experts), 6)
     x, scale = (drawn.normal(k, n) for k, n in zip(keys[:2], ((8, width), (width,)), strict=True))
     weight = drawn.normal(keys[3], (width, experts)) * width**-0.5
