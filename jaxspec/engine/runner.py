@@ -76,7 +76,7 @@ class Runner:
     sums: str | None = None  # how those over several devices are made
     _recalled = False  # round times of an earlier start were asked for
 
-    @hopper.as_asked
+    @hopper.with_requested_kernels
     def __init__(
         self,
         options: EngineConfig,
