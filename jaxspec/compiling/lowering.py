@@ -27,9 +27,9 @@ import jax
 from jax import export
 
 from jaxspec.compiling.ladder import One
-from jaxspec.compiling.xla_options import cores
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import export as once
+from jaxspec.pallas.hopper.export import cores
 
 log = logging.getLogger("jaxspec")
 

@@ -26,12 +26,13 @@ from jaxspec.compiling.divided import divided
 from jaxspec.compiling.executable_store import Executables
 from jaxspec.compiling.ladder import One, drafting, kind_of
 from jaxspec.compiling.lowering import Module, Processes, shape_of
-from jaxspec.compiling.xla_options import cores, no_garbage_collection, not_in_jax_cache
+from jaxspec.compiling.xla_options import no_garbage_collection
 from jaxspec.config.progress import progress_bar, took
 from jaxspec.drafters.base import Drafter, Proposal, Resting
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
+from jaxspec.pallas.hopper.export import cores, not_in_jax_cache
 from jaxspec.parallel.sharding import EVERYWHERE, Division, spread
 from jaxspec.rounds import packing
 from jaxspec.rounds.packing import Shapes, fit
