@@ -28,7 +28,7 @@ from jaxspec.bench import floors, profile
 from jaxspec.bench.cases import Case, make_cases
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.config.flags import positive
-from jaxspec.pallas.hopper import KERNELS, as_asked, kernels_here
+from jaxspec.pallas.hopper import KERNELS, kernels_here, with_requested_kernels
 
 COLUMNS = (
     Column("case", "case", "<47", 47),
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     floors.add_arguments(parser)
 
 
-@as_asked
+@with_requested_kernels
 def run(args: argparse.Namespace, result: Result) -> None:
     """Time every case."""
     if not args.small and jax.default_backend() == "cpu":

@@ -30,7 +30,7 @@ class Sample:
 
     @classmethod
     def take(cls, engine: Engine) -> Sample:
-        return cls(time.perf_counter(), dict(engine.totals))
+        return cls(time.perf_counter(), dict(engine.counts.totals))
 
     def since(self, before: Sample, name: str) -> int:
         return self.totals.get(name, 0) - before.totals.get(name, 0)
@@ -134,9 +134,9 @@ class Load:
         gained = self._queue(output_len)
         phase, settling = "filling", SETTLING_STEPS
         while engine.busy:
-            rounds = engine.totals["rounds"]
+            rounds = engine.counts.totals["rounds"]
             deltas = engine.step()
-            self._burst = max(self._burst, engine.totals["rounds"] - rounds)
+            self._burst = max(self._burst, engine.counts.totals["rounds"] - rounds)
             for delta in deltas:
                 gained[delta.request_id] += len(delta.token_ids)
             # as much may be gained by the program in flight, and by the one that the next step dispatches

@@ -27,9 +27,9 @@ import jax
 from jax import export
 
 from jaxspec.compiling.ladder import One
-from jaxspec.compiling.xla_options import cores
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import export as once
+from jaxspec.pallas.hopper.export import cores
 
 log = logging.getLogger("jaxspec")
 
@@ -53,7 +53,7 @@ class Given(NamedTuple):
 
     made_of: tuple  # config, drafter, shapes, params, draft_params
     state: Any
-    kernels: str  # as `hopper.asked` says
+    kernels: str  # as `hopper.requested_kernels` says
     processors: int | None  # of the Hopper GPU that programs are for; None: they are for a CPU
     untimed: bool
     options: tuple[tuple[str, Any], ...]
@@ -201,7 +201,7 @@ class Processes:
     def begin(cls, made_of: tuple, state: Any, kernels: str, programs: Sequence[One]) -> Processes | None:
         """For programs of these, as in `Given`; None where this process lowers alone: it has few processors, or runs
         other kernels than Hopper's."""
-        count = min(MOST, cores() // CORES) if hopper.runs(kernels) else 0
+        count = min(MOST, cores() // CORES) if hopper.kernels_run_here(kernels) else 0
         given = Given.of(made_of, state, kernels, hopper.processors()).packed() if count else None
         return None if given is None else cls(count, given, programs)
 

@@ -49,9 +49,9 @@ def lowering_of(given: Given) -> Callable[[One], Module]:
     for name, value in given.options:
         jax.config.update(name, value)
     hopper.UNTIMED = given.untimed
-    hopper.pretend(given.processors)
+    hopper.lower_for(given.processors)
     platform = "cpu" if given.processors is None else "cuda"
-    with hopper.using(given.kernels):
+    with hopper.use_kernels(given.kernels):
         programs = Programs(*given.made_of)
 
     def lower(one: One) -> Module:

@@ -8,20 +8,18 @@ time, never correctness.
 from __future__ import annotations
 
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.paged import PageLayout, Rows
+from jaxspec.checkpoint import Model
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.parallel import sharding
 from jaxspec.sampling import sampling
-
-if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
-    from jaxspec.config.engine_config import EngineConfig
 
 
 @flax.struct.dataclass

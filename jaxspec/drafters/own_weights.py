@@ -11,23 +11,20 @@ import logging
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxspec.checkpoint import ModelFolder, dummy, in_format, read_params
+from jaxspec.checkpoint import Model, ModelFolder, dummy, in_format, read_params
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.models import fp8
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Fp8, Layout, Unquantised, Weight
 from jaxspec.parallel import sharding
-
-if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
 
 log = logging.getLogger("jaxspec")
 

@@ -17,7 +17,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Sequence
-from jaxspec.structured.matcher import Matcher
+from jaxspec.structured.grammar import Matcher
 from jaxspec.text.tokenizer import Detokenizer, TokenizerError
 
 

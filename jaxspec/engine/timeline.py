@@ -15,15 +15,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.config.request import Delta
-
-if TYPE_CHECKING:
-    from jaxspec.engine.engine import Engine
+from jaxspec.engine.engine import Engine
 
 PROMPTS, FIRST, ROUNDS = "prompts", "first tokens", "rounds"  # what a program does
 MOST = 1_000_000  # programs and gains of requests kept; recording ends there

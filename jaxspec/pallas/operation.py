@@ -39,7 +39,7 @@ class Implementation:
         """Why this process's device doesn't run it, whatever the call, or None if it does."""
         if (reason := _LACKS[self.device]()) is not None:
             return reason
-        if self.requested and hopper.asked() != PORTABLE:
+        if self.requested and hopper.requested_kernels() != PORTABLE:
             return "not timed on a GPU; --kernels portable requests it"
         if self.device == HOPPER and (count := hopper.multiprocessors()) < self.processors:
             return f"{count} multiprocessors; {self.processors} are needed"

@@ -92,12 +92,12 @@ def test_a_gpus_program_has_the_kernels_that_it_would_have_here(wide, processes)
     """Their modules are equal, so that XLA compiles each once. The number of multiprocessors is a GPU's elsewhere."""
     kind, size = "round_sampled", 8
     made = processes[1].lower((kind, size))
-    hopper.pretend(FEW)
+    hopper.lower_for(FEW)
     try:
         few = division(60, 128)
         own = Module.made(wide.programs._jits[kind], wide.programs._arguments(kind, size, wide.state), tuple, "cuda")
     finally:
-        hopper.pretend(None)
+        hopper.lower_for(None)
     assert few != division(60, 128)
     texts = [jax.export.deserialize(bytearray(each.exported)).mlir_module() for each in (made, own)]
     assert targets(texts[0]) == targets(texts[1]) and len(targets(texts[0])) > 3

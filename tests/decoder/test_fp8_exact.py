@@ -14,6 +14,7 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, SamplingParams, load_model
+from jaxspec.scheduling.audit import audit
 from tests.drafters import test_block_drafters as blocks
 from tests.drafters import test_dflash as dflash
 from tests.drafters import test_eagle as eagle
@@ -122,7 +123,7 @@ def test_greedy_text_is_plain_decodings(draft, activations, monkeypatch):
                 assert [out.token_ids for out in outs] == expected[name], name
             if name == "prefixes":
                 assert all(out.metrics.cached_tokens >= len(out.prompt_token_ids) - 1 - PAGE for out in cached)
-        llm.engine.scheduler.audit()
+        audit(llm.engine.scheduler)
     after = llm.engine.stats()
     assert after["preemptions_total"] > before["preemptions_total"]
     if draft == "standalone:self":  # quantised as the target is, but for the copy of its head

@@ -19,6 +19,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.sequence import Chunk
 from tests.rounds import test_distribution as distribution
 from tests.support import hybrids, widths
@@ -87,7 +88,7 @@ def test_greedy_texts_are_plain_decodings(family, draft):
     check_texts(llm, first)
     again = llm.generate(prompts[::-1], GREEDY)
     assert [out.token_ids for out in again[::-1]] == [out.token_ids for out in first]
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     assert sum(out.metrics.cached_tokens for out in again) >= 64
     accept = np.mean([out.metrics.accept_length for out in first])
     assert 1.3 < accept < 2.9 if draft == "mtp" else accept < 2.9, "drafts are accepted now and then, and refused"
@@ -138,7 +139,7 @@ def talk(llm, seed, cases):
             new = llm.generate(prompts, lengths)
             texts += [[*out.prompt_token_ids, *out.token_ids] for out in new]
             outs += new
-            scheduler.audit()
+            audit(scheduler)
     return outs
 
 
@@ -150,7 +151,7 @@ def break_off(engine, prompts, steps):
         engine.step()
     for i in range(len(prompts)):
         engine.abort(f"broken-off-{i}")
-    engine.scheduler.audit()
+    audit(engine.scheduler)
 
 
 def check_snapshots(llm):

@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from jaxspec import AsyncLLM
+from jaxspec.scheduling.audit import audit
 from server.app import create_app
 from server.http.connections import Connection, allow_open_files
 from tests.server.fake import FakeLLM
@@ -63,7 +64,7 @@ def pages_balance(request):
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
         wait_for(lambda: not llm.engine.busy and not llm._held)
-        llm.engine.scheduler.audit()
+        audit(llm.engine.scheduler)
         assert llm.error is None and llm.stats()["ready"]
 
 

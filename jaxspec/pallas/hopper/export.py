@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +22,26 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import export
+from jax._src.config import persistent_cache_min_compile_time_secs  # jax's public option is the whole process's
 
-from jaxspec.compiling.xla_options import cores, not_in_jax_cache
 from jaxspec.config.progress import took
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import jax_patches, modules
 
 # Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this start.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+
+
+def cores() -> int:
+    """How many processors this process may use: fewer than there are in a container that has some to itself."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def not_in_jax_cache() -> contextlib.AbstractContextManager:
+    """Have this thread read jax's own cache and write nothing to it. Serialising a program stops all of Python, and jax
+    would do it a second time, in the midst of lowering."""
+    return persistent_cache_min_compile_time_secs(float("inf"))
+
 
 _compiling = ThreadPoolExecutor(cores(), "kernels")
 _begun: set[str] = set()  # calls of kernels

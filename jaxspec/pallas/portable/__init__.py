@@ -40,9 +40,9 @@ def missing() -> str | None:
 
 def kernels_here() -> str | None:
     """Why this process's default device doesn't run these kernels, or None if it does."""
-    if (asked := hopper.asked()) == "plain":
+    if (requested := hopper.requested_kernels()) == "plain":
         return "--kernels plain"
-    if asked == "auto" and hopper.not_hopper() is None:
+    if requested == "auto" and hopper.not_hopper() is None:
         return "Hopper's kernels serve"
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -71,7 +71,7 @@ def chosen(reason: str | None, seen: bool = True) -> bool:
 
     `seen`: a GPU has run it, and what it computed was compared. Others are for those who ask for them.
     """
-    return reason is None and kernels_here() is None and (seen or hopper.asked() == "portable")
+    return reason is None and kernels_here() is None and (seen or hopper.requested_kernels() == "portable")
 
 
 @functools.cache

@@ -10,19 +10,15 @@ accepted. Nothing is undone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.models.description import DeltaRule
 from jaxspec.pallas.hopper import chosen, tell
 from jaxspec.pallas.recurrence import conv_chunk as chunk_kernel
 from jaxspec.pallas.recurrence import conv_step as step_kernel
 from jaxspec.pallas.sliced_rows import SLICE, sliced
-
-if TYPE_CHECKING:
-    from jaxspec.models.description import DeltaRule
 
 L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
 
