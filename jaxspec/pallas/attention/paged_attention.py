@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.pallas import portable
 from jaxspec.pallas.attention.decode_attention import MAX_ROWS, decode_attention
 from jaxspec.pallas.attention.decode_attention import supported as decode_attention_fits
 from jaxspec.pallas.attention.prompt_attention import prompt_attention
 from jaxspec.pallas.attention.prompt_attention import supported as prompt_attention_fits
-from jaxspec.pallas.hopper import chosen, platform, tell
+from jaxspec.pallas.hopper import platform
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import attention as portable_attention
 from jaxspec.pallas.sliced_rows import SLICE, sliced
 
@@ -54,35 +55,66 @@ def paged_attention(
 
     Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
     """
-    named = {} if window is None else {"window": window}
-    named |= {} if sinks is None else {"sinks": sinks}
-    named |= {} if scales is None else {"scales": scales}
+    call = Call(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed)
     if mask is not None or q.shape[1] <= (MAX_ROWS if fixed else DECODE_ROWS):
-        places = 0 if mask is None else mask.shape[2]
-        kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, places)
-        named |= {} if mask is None else {"mask": mask, "depth": depth}
-        named |= {"fixed": fixed} if fixed else {}
-    else:
-        kernel, fits = prompt_attention, prompt_attention_fits(q.shape, kv.shape, kv.dtype)
-    if q.dtype != jnp.bfloat16:
-        fits = f"queries are {q.dtype.name}, not bfloat16"
-    if fits is not None:
-        tell(kernel.__name__, fits)
-    if chosen(fits):
-        return kernel(q, kv, layer, table, start, **named)
-    if fixed:
-        return _row_by_row(fits, q, kv, layer, table, start)
-    fits = portable_attention.supported(q.shape, kv, q.dtype)
-    if fits is not None:
-        portable.tell("attention", fits)
-    run = portable_attention.attention if portable.chosen(fits) else reference
-    return run(q, kv, layer, table, start, mask, window, depth, sinks, scales)
+        return choose("paged attention", PAGED_ATTENTION, call).run(call)
+    return choose("prompt attention", PROMPT_ATTENTION, call).run(call)
 
 
-def _row_by_row(fits: str | None, q, kv, layer, table, start) -> Array:
+class Call(NamedTuple):
+    """The operands of `paged_attention`."""
+
+    q: Float[Array, "b t n h"]
+    kv: Float[Array, "l p 2 m s h"]
+    layer: Int[Array, ""]
+    table: Int[Array, "b e"]
+    start: Int[Array, " b"]
+    mask: Bool[Array, "b t w"] | None = None
+    window: int | None = None
+    depth: Int[Array, "b _"] | None = None
+    sinks: Float[Array, " n"] | None = None
+    scales: Float[Array, "l 2 m"] | None = None
+    fixed: int = 0
+
+
+def _decode_refuses(call: Call) -> str | None:
+    if call.q.dtype != jnp.bfloat16:
+        return f"queries are {call.q.dtype.name}, not bfloat16"
+    places = 0 if call.mask is None else call.mask.shape[2]
+    return decode_attention_fits(call.q.shape, call.kv.shape, call.kv.dtype, places)
+
+
+def _decode(call: Call) -> Array:
+    *operands, mask, window, depth, sinks, scales, fixed = call
+    sight = dict(mask=mask, window=window, depth=depth, sinks=sinks)
+    return decode_attention(*operands, scales=scales, fixed=fixed, **sight)
+
+
+def _prompt_refuses(call: Call) -> str | None:
+    if call.q.dtype != jnp.bfloat16:
+        return f"queries are {call.q.dtype.name}, not bfloat16"
+    return prompt_attention_fits(call.q.shape, call.kv.shape, call.kv.dtype)
+
+
+def _prompt(call: Call) -> Array:
+    named = {"window": call.window, "sinks": call.sinks, "scales": call.scales}
+    return prompt_attention(*call[:5], **{name: value for name, value in named.items() if value is not None})
+
+
+def _portable_refuses(call: Call) -> str | None:
+    return portable_attention.supported(call.q.shape, call.kv, call.q.dtype)
+
+
+def _row_by_row_refuses(call: Call) -> str | None:
+    return None if call.fixed else "rows whose bits may depend on others"
+
+
+def _row_by_row(call: Call) -> Array:
     """The reference of each row as a request of its own, a few at a time: what XLA gives may depend on shapes."""
+    q, kv, layer, table, start = call[:5]
     if platform() != "cpu":
-        raise NotImplementedError(f"--deterministic has no kernel for attention with {fits or 'this device'}")
+        reason = (_decode_refuses if q.shape[1] <= MAX_ROWS else _prompt_refuses)(call)
+        raise NotImplementedError(f"--deterministic has no kernel for attention with {reason or 'this device'}")
     b, t, n, h = q.shape
     place = (start[:, None] + jnp.arange(t)).reshape(-1)
     each = jnp.repeat(table, t, axis=0)
@@ -114,6 +146,15 @@ def reference(
     if mask is not None:
         return _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens)
     return span_attention(q, kv, layer, table, first, place, block_tokens, sinks, scales)
+
+
+_OTHERS = (
+    Implementation("row_by_row", ANY, _row_by_row_refuses, _row_by_row),
+    Implementation("portable", PORTABLE, _portable_refuses, lambda call: portable_attention.attention(*call[:-1])),
+    Implementation("reference", ANY, nothing, lambda call: reference(*call[:-1]), slow=True),
+)
+PAGED_ATTENTION = (Implementation("decode_attention", HOPPER, _decode_refuses, _decode), *_OTHERS)
+PROMPT_ATTENTION = (Implementation("prompt_attention", HOPPER, _prompt_refuses, _prompt), *_OTHERS)
 
 
 @partial(jax.jit, static_argnames="block_tokens")
