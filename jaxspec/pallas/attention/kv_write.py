@@ -6,7 +6,7 @@ A Mosaic GPU kernel, in place of XLA's scatter, which reaches a tenth of the mem
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,46 +39,41 @@ def stored(x: Any, dtype: Any, inverse: Any = None) -> Any:
     return jnp.clip(jnp.where(x == x, x, 0.0), -largest, largest).astype(dtype)
 
 
-class Call(NamedTuple):
-    """The operands of `write`."""
-
-    kv: Float[Array, "l p 2 m s h"]
-    layer: Int[Array, "*l"]
-    page: Int[Array, "b t"]
-    slot: Int[Array, "b t"]
-    k: Float[Array, "*l b t m h"]
-    v: Float[Array, "*l b t m h"]
-    inverse: Float[Array, "l 2 m"] | None = None
-
-
-def write(*operands: Any) -> Float[Array, "l p 2 m s h"]:
+def write(
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, "*l"],
+    page: Int[Array, "b t"],
+    slot: Int[Array, "b t"],
+    k: Float[Array, "*l b t m h"],
+    v: Float[Array, "*l b t m h"],
+    inverse: Float[Array, "l 2 m"] | None = None,
+) -> Float[Array, "l p 2 m s h"]:
     """`kv` with the keys and values of rows in `slot` of `page`, as they are `stored`. Of rows in one place, any may
     stay.
 
     They are of one `layer` i32[], or of several at once, i32[l, 1, 1]. `inverse`: of the scales of each layer's keys
     (0) and values (1) by head, float32; None: they have none.
     """
-    call = Call(*operands)
-    return choose("write of keys and values", KV_WRITE, call).run(call)
+    call = kv, layer, page, slot, k, v, inverse
+    return choose("the write of keys and values", KV_WRITE, *call).run(*call)
 
 
-def reference(call: Call) -> Float[Array, "l p 2 m s h"]:
+def reference(kv, layer, page, slot, k, v, inverse) -> Array:
     """`write` in plain jnp."""
-    kv, layer, page, slot, k, v, inverse = call
     inverse = None if inverse is None else inverse[layer, ..., None]  # [*l 1 1, 2, m, 1]
     return kv.at[layer, page, :, :, slot].set(stored(jnp.stack([k, v], axis=-3), kv.dtype, inverse))
 
 
-def _refuses(call: Call) -> str | None:
-    if call.layer.ndim:
+def _refuses(kv, layer, page, slot, k, v, inverse) -> str | None:
+    if layer.ndim:
         return "several layers at once"
-    if call.inverse is not None:
+    if inverse is not None:
         return "pages with scales"
-    return supported(call.page.size, *call.kv.shape[3::2], call.kv.dtype, call.k.dtype, call.v.dtype)
+    return supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
 
 
 KV_WRITE = (
-    Implementation("kv_write", HOPPER, _refuses, lambda call: kv_write(*call[:-1])),
+    Implementation("kv_write", HOPPER, _refuses, lambda *call: kv_write(*call[:-1])),
     Implementation("reference", ANY, nothing, reference),
 )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,65 +54,42 @@ def paged_attention(
 
     Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
     """
-    call = Call(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed)
+    call = q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed
     if mask is not None or q.shape[1] <= (MAX_ROWS if fixed else DECODE_ROWS):
-        return choose("paged attention", PAGED_ATTENTION, call).run(call)
-    return choose("prompt attention", PROMPT_ATTENTION, call).run(call)
+        return choose("paged attention", PAGED_ATTENTION, *call).run(*call)
+    return choose("prompt attention", PROMPT_ATTENTION, *call).run(*call)
 
 
-class Call(NamedTuple):
-    """The operands of `paged_attention`."""
-
-    q: Float[Array, "b t n h"]
-    kv: Float[Array, "l p 2 m s h"]
-    layer: Int[Array, ""]
-    table: Int[Array, "b e"]
-    start: Int[Array, " b"]
-    mask: Bool[Array, "b t w"] | None = None
-    window: int | None = None
-    depth: Int[Array, "b _"] | None = None
-    sinks: Float[Array, " n"] | None = None
-    scales: Float[Array, "l 2 m"] | None = None
-    fixed: int = 0
+def _decode_refuses(q, kv, layer, table, start, mask, *_) -> str | None:
+    if q.dtype != jnp.bfloat16:
+        return f"queries are {q.dtype.name}, not bfloat16"
+    return decode_attention_fits(q.shape, kv.shape, kv.dtype, 0 if mask is None else mask.shape[2])
 
 
-def _decode_refuses(call: Call) -> str | None:
-    if call.q.dtype != jnp.bfloat16:
-        return f"queries are {call.q.dtype.name}, not bfloat16"
-    places = 0 if call.mask is None else call.mask.shape[2]
-    return decode_attention_fits(call.q.shape, call.kv.shape, call.kv.dtype, places)
+def _decode(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed) -> Array:
+    named = dict(mask=mask, window=window, depth=depth, sinks=sinks, scales=scales, fixed=fixed)
+    return decode_attention(q, kv, layer, table, start, **named)
 
 
-def _decode(call: Call) -> Array:
-    *operands, mask, window, depth, sinks, scales, fixed = call
-    sight = dict(mask=mask, window=window, depth=depth, sinks=sinks)
-    return decode_attention(*operands, scales=scales, fixed=fixed, **sight)
+def _prompt_refuses(q, kv, *_) -> str | None:
+    if q.dtype != jnp.bfloat16:
+        return f"queries are {q.dtype.name}, not bfloat16"
+    return prompt_attention_fits(q.shape, kv.shape, kv.dtype)
 
 
-def _prompt_refuses(call: Call) -> str | None:
-    if call.q.dtype != jnp.bfloat16:
-        return f"queries are {call.q.dtype.name}, not bfloat16"
-    return prompt_attention_fits(call.q.shape, call.kv.shape, call.kv.dtype)
+def _prompt(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed) -> Array:
+    named = {"window": window, "sinks": sinks, "scales": scales}
+    return prompt_attention(q, kv, layer, table, start, **{name: x for name, x in named.items() if x is not None})
 
 
-def _prompt(call: Call) -> Array:
-    named = {"window": call.window, "sinks": call.sinks, "scales": call.scales}
-    return prompt_attention(*call[:5], **{name: value for name, value in named.items() if value is not None})
+def _row_by_row_refuses(*call) -> str | None:
+    return None if call[-1] else "rows whose bits may depend on others"
 
 
-def _portable_refuses(call: Call) -> str | None:
-    return portable_attention.supported(call.q.shape, call.kv, call.q.dtype)
-
-
-def _row_by_row_refuses(call: Call) -> str | None:
-    return None if call.fixed else "rows whose bits may depend on others"
-
-
-def _row_by_row(call: Call) -> Array:
+def _row_by_row(q, kv, layer, table, start, *rest) -> Array:
     """The reference of each row as a request of its own, a few at a time: what XLA gives may depend on shapes."""
-    q, kv, layer, table, start = call[:5]
     if platform() != "cpu":
-        reason = (_decode_refuses if q.shape[1] <= MAX_ROWS else _prompt_refuses)(call)
+        reason = (_decode_refuses if q.shape[1] <= MAX_ROWS else _prompt_refuses)(q, kv, layer, table, start, *rest)
         raise NotImplementedError(f"--deterministic has no kernel for attention with {reason or 'this device'}")
     b, t, n, h = q.shape
     place = (start[:, None] + jnp.arange(t)).reshape(-1)
@@ -148,10 +124,14 @@ def reference(
     return span_attention(q, kv, layer, table, first, place, block_tokens, sinks, scales)
 
 
+def _portable_refuses(q, kv, *_) -> str | None:
+    return portable_attention.supported(q.shape, kv, q.dtype)
+
+
 _OTHERS = (
     Implementation("row_by_row", ANY, _row_by_row_refuses, _row_by_row),
-    Implementation("portable", PORTABLE, _portable_refuses, lambda call: portable_attention.attention(*call[:-1])),
-    Implementation("reference", ANY, nothing, lambda call: reference(*call[:-1]), slow=True),
+    Implementation("portable", PORTABLE, _portable_refuses, lambda *call: portable_attention.attention(*call[:-1])),
+    Implementation("reference", ANY, nothing, lambda *call: reference(*call[:-1]), slow=True),
 )
 PAGED_ATTENTION = (Implementation("decode_attention", HOPPER, _decode_refuses, _decode), *_OTHERS)
 PROMPT_ATTENTION = (Implementation("prompt_attention", HOPPER, _prompt_refuses, _prompt), *_OTHERS)
