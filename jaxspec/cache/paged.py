@@ -23,7 +23,6 @@ from jaxspec.models.description import Mixture, Mlp
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.attention import kv_write
 from jaxspec.pallas.attention.paged_attention import paged_attention
-from jaxspec.pallas.hopper import chosen
 
 log = logging.getLogger("jaxspec")
 
@@ -178,12 +177,7 @@ class Rows:
     ) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
         page, slot = self._slots(kv, k.shape[-3])
-        fits = kv_write.supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
-        if layer.ndim == 0 and chosen(fits):
-            return kv_write.kv_write(kv, layer, page, slot, k, v)
-        new = jnp.stack([k, v], axis=-3)
-        inverse = None if scales is None else _inverse(scales)[layer, ..., None]  # [*l 1 1, 2, m, 1]
-        return kv.at[layer, page, :, :, slot].set(kv_write.stored(new, kv.dtype, inverse))
+        return kv_write.write(kv, layer, page, slot, k, v, _inverse(scales))
 
     def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
         """Compact a tree's accepted path into a chain: move the keys and values of row `path[r, i]` to KV slot

@@ -36,6 +36,7 @@ from jaxspec.rounds.packing import empty_slots
 from tests.pallas.dense.test_few_rows import INTERPRET, PAGE, normal
 from tests.pallas.dense.test_weight_stream import assert_close
 from tests.support import drawn
+from tests.support.operations import anywhere
 from tests.support.sample import rare
 from tests.support.tiny import tiny_config
 
@@ -89,7 +90,7 @@ def take_few_rows(monkeypatch):
         return True
 
     monkeypatch.setattr(forward_module, "hopper", SimpleNamespace(chosen=chosen, multiprocessors=lambda: 132))
-    monkeypatch.setattr(matmul_module, "chosen", lambda reason, *_: reason is None)
+    monkeypatch.setattr(matmul_module, "PRODUCTS", anywhere(matmul_module.PRODUCTS))
     few = [dataclasses.replace(path, processors=0) for path in (FEW_ROWS, FUSED_NORMS)]
     monkeypatch.setattr(forward_module, "PATHS", few)
     monkeypatch.setattr(forward_module, "FEW_ROWS", few[0])

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.hopper import THREADS
 from jaxspec.pallas.hopper.export import lower_once
+from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 
 FEWEST = 513  # rows; fewer are written by XLA's scatter, which rotates keys in passing
 MOST_HEADS = 16  # whose keys and values a warpgroup holds in registers at once
@@ -36,6 +37,45 @@ def stored(x: Any, dtype: Any, inverse: Any = None) -> Any:
     x = x.astype(jnp.float32)
     x = x if inverse is None else x * inverse
     return jnp.clip(jnp.where(x == x, x, 0.0), -largest, largest).astype(dtype)
+
+
+def write(
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, "*l"],
+    page: Int[Array, "b t"],
+    slot: Int[Array, "b t"],
+    k: Float[Array, "*l b t m h"],
+    v: Float[Array, "*l b t m h"],
+    inverse: Float[Array, "l 2 m"] | None = None,
+) -> Float[Array, "l p 2 m s h"]:
+    """`kv` with the keys and values of rows in `slot` of `page`, as they are `stored`. Of rows in one place, any may
+    stay.
+
+    They are of one `layer` i32[], or of several at once, i32[l, 1, 1]. `inverse`: of the scales of each layer's keys
+    (0) and values (1) by head, float32; None: they have none.
+    """
+    call = kv, layer, page, slot, k, v, inverse
+    return choose("the write of keys and values", KV_WRITE, *call).run(*call)
+
+
+def reference(kv, layer, page, slot, k, v, inverse) -> Array:
+    """`write` in plain jnp."""
+    inverse = None if inverse is None else inverse[layer, ..., None]  # [*l 1 1, 2, m, 1]
+    return kv.at[layer, page, :, :, slot].set(stored(jnp.stack([k, v], axis=-3), kv.dtype, inverse))
+
+
+def _refuses(kv, layer, page, slot, k, v, inverse) -> str | None:
+    if layer.ndim:
+        return "several layers at once"
+    if inverse is not None:
+        return "pages with scales"
+    return supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
+
+
+KV_WRITE = (
+    Implementation("kv_write", HOPPER, _refuses, lambda *call: kv_write(*call[:-1])),
+    Implementation("reference", ANY, nothing, reference),
+)
 
 
 def supported(rows: int, heads: int, width: int, *dtypes: Any) -> str | None:

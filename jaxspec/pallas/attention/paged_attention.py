@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.pallas import portable
 from jaxspec.pallas.attention.decode_attention import MAX_ROWS, decode_attention
 from jaxspec.pallas.attention.decode_attention import supported as decode_attention_fits
 from jaxspec.pallas.attention.prompt_attention import prompt_attention
 from jaxspec.pallas.attention.prompt_attention import supported as prompt_attention_fits
-from jaxspec.pallas.hopper import chosen, platform, tell
+from jaxspec.pallas.hopper import platform
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import attention as portable_attention
 from jaxspec.pallas.sliced_rows import SLICE, sliced
 
@@ -54,35 +54,43 @@ def paged_attention(
 
     Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
     """
-    named = {} if window is None else {"window": window}
-    named |= {} if sinks is None else {"sinks": sinks}
-    named |= {} if scales is None else {"scales": scales}
+    call = q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed
     if mask is not None or q.shape[1] <= (MAX_ROWS if fixed else DECODE_ROWS):
-        places = 0 if mask is None else mask.shape[2]
-        kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, places)
-        named |= {} if mask is None else {"mask": mask, "depth": depth}
-        named |= {"fixed": fixed} if fixed else {}
-    else:
-        kernel, fits = prompt_attention, prompt_attention_fits(q.shape, kv.shape, kv.dtype)
+        return choose("paged attention", PAGED_ATTENTION, *call).run(*call)
+    return choose("prompt attention", PROMPT_ATTENTION, *call).run(*call)
+
+
+def _decode_refuses(q, kv, layer, table, start, mask, *_) -> str | None:
     if q.dtype != jnp.bfloat16:
-        fits = f"queries are {q.dtype.name}, not bfloat16"
-    if fits is not None:
-        tell(kernel.__name__, fits)
-    if chosen(fits):
-        return kernel(q, kv, layer, table, start, **named)
-    if fixed:
-        return _row_by_row(fits, q, kv, layer, table, start)
-    fits = portable_attention.supported(q.shape, kv, q.dtype)
-    if fits is not None:
-        portable.tell("attention", fits)
-    run = portable_attention.attention if portable.chosen(fits) else reference
-    return run(q, kv, layer, table, start, mask, window, depth, sinks, scales)
+        return f"queries are {q.dtype.name}, not bfloat16"
+    return decode_attention_fits(q.shape, kv.shape, kv.dtype, 0 if mask is None else mask.shape[2])
 
 
-def _row_by_row(fits: str | None, q, kv, layer, table, start) -> Array:
+def _decode(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed) -> Array:
+    named = dict(mask=mask, window=window, depth=depth, sinks=sinks, scales=scales, fixed=fixed)
+    return decode_attention(q, kv, layer, table, start, **named)
+
+
+def _prompt_refuses(q, kv, *_) -> str | None:
+    if q.dtype != jnp.bfloat16:
+        return f"queries are {q.dtype.name}, not bfloat16"
+    return prompt_attention_fits(q.shape, kv.shape, kv.dtype)
+
+
+def _prompt(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed) -> Array:
+    named = {"window": window, "sinks": sinks, "scales": scales}
+    return prompt_attention(q, kv, layer, table, start, **{name: x for name, x in named.items() if x is not None})
+
+
+def _row_by_row_refuses(*call) -> str | None:
+    return None if call[-1] else "rows whose bits may depend on others"
+
+
+def _row_by_row(q, kv, layer, table, start, *rest) -> Array:
     """The reference of each row as a request of its own, a few at a time: what XLA gives may depend on shapes."""
     if platform() != "cpu":
-        raise NotImplementedError(f"--deterministic has no kernel for attention with {fits or 'this device'}")
+        reason = (_decode_refuses if q.shape[1] <= MAX_ROWS else _prompt_refuses)(q, kv, layer, table, start, *rest)
+        raise NotImplementedError(f"--deterministic has no kernel for attention with {reason or 'this device'}")
     b, t, n, h = q.shape
     place = (start[:, None] + jnp.arange(t)).reshape(-1)
     each = jnp.repeat(table, t, axis=0)
@@ -114,6 +122,19 @@ def reference(
     if mask is not None:
         return _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens)
     return span_attention(q, kv, layer, table, first, place, block_tokens, sinks, scales)
+
+
+def _portable_refuses(q, kv, *_) -> str | None:
+    return portable_attention.supported(q.shape, kv, q.dtype)
+
+
+_OTHERS = (
+    Implementation("row_by_row", ANY, _row_by_row_refuses, _row_by_row),
+    Implementation("portable", PORTABLE, _portable_refuses, lambda *call: portable_attention.attention(*call[:-1])),
+    Implementation("reference", ANY, nothing, lambda *call: reference(*call[:-1]), slow=True),
+)
+PAGED_ATTENTION = (Implementation("decode_attention", HOPPER, _decode_refuses, _decode), *_OTHERS)
+PROMPT_ATTENTION = (Implementation("prompt_attention", HOPPER, _prompt_refuses, _prompt), *_OTHERS)
 
 
 @partial(jax.jit, static_argnames="block_tokens")

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.weights import Fp8, Weight
+from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import upcast
 from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
 from jaxspec.pallas.experts.expert_tile import TILE, Tile, each_stage, one_launch
@@ -44,11 +44,9 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 def supported(dtype: Any, stacks: list[tuple[Weight, ...]]) -> str | None:
-    """Why these experts, (gate_up, down) each, can't be served to rows of `dtype`; None if they can."""
+    """Why these FP8 experts, (gate_up, down) each, can't be served to rows of `dtype`; None if they can."""
     weights = [weight for stack in stacks for weight in stack[:2]]
     for weight in weights:
-        if not isinstance(weight.format, Fp8):
-            return f"weights in {weight.format}"
         if weight.format.activations:
             return "FP8 weights whose activations are quantised, too"
         if weight.format.block != BLOCK:

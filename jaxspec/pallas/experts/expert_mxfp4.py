@@ -34,7 +34,6 @@ from jaxtyping import Array, Float
 
 from jaxspec.models import mxfp4
 from jaxspec.models.mxfp4 import BLOCK, MASK
-from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas.dense.few_rows import cluster
 from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
 from jaxspec.pallas.experts.expert_tile import TILE, Tile, each_stage, one_launch
@@ -68,12 +67,8 @@ Stack = tuple[Array, ...]  # gate and up's values and scales, down's, and both b
 
 
 def supported(dtype: Any, stacks: list[tuple]) -> str | None:
-    """Why these experts, (gate_up, down) each, perhaps with biases, can't be served to rows of `dtype`; None if they
-    can."""
-    weights: list[Weight] = [weight for stack in stacks for weight in stack[:2]]
-    for weight in weights:
-        if not isinstance(weight.format, Mxfp4):
-            return f"weights in {weight.format}"
+    """Why these MXFP4 experts, (gate_up, down) each, perhaps with biases, can't be served to rows of `dtype`; None if
+    they can."""
     if dtype != jnp.bfloat16:
         return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
     if len({len(stack) for stack in stacks}) > 1:

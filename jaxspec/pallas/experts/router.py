@@ -69,12 +69,12 @@ def router(
     (rows, width), experts = x.rows.shape, weight.shape[1]
     share = with_splits(_share(rows, width, experts), splits, interpret)
     biases = [] if bias is None else [bias]
-    chosen = partial(jax.ShapeDtypeStruct, (rows, LANES))
+    columns = partial(jax.ShapeDtypeStruct, (rows, LANES))
     scratch = {"logits_s": plgpu.SMEM((rows, -(-experts // LANES) * LANES), _f32)}
     made = plgpu.kernel(
         partial(_block, share, eps, real or experts, k, renormalised),
         kernel_name="router",
-        out_type=[chosen(_i32), chosen(_f32), jax.ShapeDtypeStruct((rows, width), x.rows.dtype)],
+        out_type=[columns(_i32), columns(_f32), jax.ShapeDtypeStruct((rows, width), x.rows.dtype)],
         **grid_of(share),
         scratch_types=scratch_of(share) | scratch,
         compiler_params=params(),

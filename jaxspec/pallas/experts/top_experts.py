@@ -17,10 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import portable
+from jaxspec.pallas import operation
 from jaxspec.pallas.experts.experts_mlp import NOBODY
-from jaxspec.pallas.hopper import WARPS, chosen, tell
+from jaxspec.pallas.hopper import WARPS
 from jaxspec.pallas.hopper.export import lower_once
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, nothing
 from jaxspec.pallas.portable import router
 
 LANES = 128  # numbers that a warp loads at once, four a thread
@@ -42,17 +43,8 @@ def top_experts(
     After them comes an expert that is `shared`, numbered e, with its gate's sigmoid for a weight. Columns beyond these,
     if there are any, hold nobody, and tokens at negative positions choose `NOBODY`.
     """
-    fits = supported(logits.shape[1], k, shared)
-    if fits is not None:
-        tell("a mixture's router", fits)
-    if chosen(fits):
-        return select(logits, positions, shared, k=k, renormalised=renormalised)
-    fits = router.supported(logits.shape[1], k, shared)
-    if fits is not None:
-        portable.tell("a mixture's router", fits)
-    if portable.chosen(fits):
-        return router.select(logits, positions, shared, k=k, renormalised=renormalised)
-    return reference(logits, positions, shared, k, renormalised)
+    call = logits, positions, shared, k, renormalised
+    return operation.choose("a mixture's router", ROUTER, *call).run(*call)
 
 
 def _forward(logits, positions, shared, k, renormalised):
@@ -84,6 +76,29 @@ def reference(
         product = lax.optimization_barrier(jnp.matmul(*shared, preferred_element_type=jnp.float32))
         weights = jnp.concatenate([weights, jax.nn.sigmoid(product)], axis=1)
     return jnp.where(positions[:, None] >= 0, ids, NOBODY), weights
+
+
+def _refuses(logits, positions, shared, k, renormalised) -> str | None:
+    return supported(logits.shape[1], k, shared)
+
+
+def _portable_refuses(logits, positions, shared, k, renormalised) -> str | None:
+    return router.supported(logits.shape[1], k, shared)
+
+
+def _select(logits, positions, shared, k, renormalised) -> tuple[Array, Array]:
+    return select(logits, positions, shared, k=k, renormalised=renormalised)
+
+
+def _portable_select(logits, positions, shared, k, renormalised) -> tuple[Array, Array]:
+    return router.select(logits, positions, shared, k=k, renormalised=renormalised)
+
+
+ROUTER = (
+    Implementation("top_experts", HOPPER, _refuses, _select),
+    Implementation("portable", PORTABLE, _portable_refuses, _portable_select),
+    Implementation("reference", ANY, nothing, reference, slow=True),
+)
 
 
 def supported(experts: int, k: int, shared: Shared | None = None) -> str | None:

@@ -114,6 +114,11 @@ def processors() -> int:
     return _lowered_for or getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
 
 
+def too_few_processors(needed: int) -> str | None:
+    """Why this device can't run so many blocks at once that wait for one another, or None if it can."""
+    return f"{processors()} multiprocessors; {needed} are needed" if processors() < needed else None
+
+
 def platform() -> str:
     """This process's, "cpu" or "gpu", or that of the device that it lowers for."""
     return "gpu" if _lowered_for else jax.default_backend()

@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.weights import Unquantised, formats
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
 
@@ -28,9 +27,7 @@ Arrays = list[tuple[Array, Array]]  # of each stack: gate and up [e, 2f, d], dow
 
 
 def supported(dtype: Any, stacks: list) -> str | None:
-    """Why the kernels can't compute these `experts_mlp.Stack`s of rows of `dtype`, or None if they can."""
-    if others := [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]:
-        return f"experts in {others[0]}; unquantised ones are supported"
+    """Why the kernels can't compute these unquantised `experts_mlp.Stack`s of rows of `dtype`, or None if they can."""
     if any(len(stack) > 2 for stack in stacks):
         return "experts with biases"
     if dtypes := {w.values.dtype.name for stack in stacks for w in stack} - {jnp.dtype(dtype).name}:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.pallas import hopper, portable
 
-SEEN = False  # by a GPU: see `portable.chosen`
 MAX_ROWS, LEAST_ROWS = 128, 16
 OUTPUTS = 64  # of a program
 CONVERTED = 8.9  # compute capability from which there are instructions that convert e4m3

@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxspec.models.mxfp4 import BLOCK, MASK
-from jaxspec.models.weights import Mxfp4
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.experts.expert_stream import COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
 from jaxspec.pallas.portable.experts import LEAST_ROWS, NARROW, gated, put, rows_of, tile_rows, times
@@ -30,9 +29,7 @@ _MASK = MASK - 2**32  # as a signed number
 
 
 def supported(dtype: Any, stacks: list) -> str | None:
-    """Why the kernels can't compute these `experts_mlp.Stack`s of rows of `dtype`, or None if they can."""
-    if not all(isinstance(weight.format, Mxfp4) for stack in stacks for weight in stack[:2]):
-        return "experts that aren't in MXFP4"
+    """Why the kernels can't compute these `experts_mlp.Stack`s in MXFP4 of rows of `dtype`, or None if they can."""
     if len(stacks) > 1:
         return "several stacks of experts in MXFP4"
     if jnp.dtype(dtype) != jnp.bfloat16:

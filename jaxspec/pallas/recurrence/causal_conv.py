@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.description import DeltaRule
-from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 from jaxspec.pallas.recurrence import conv_chunk as chunk_kernel
 from jaxspec.pallas.recurrence import conv_step as step_kernel
 from jaxspec.pallas.sliced_rows import SLICE, sliced
@@ -23,6 +23,7 @@ from jaxspec.pallas.sliced_rows import SLICE, sliced
 L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
 
 Windows = Float[Array, "l r s c"]  # s = w - 1 + q: what came before the last round, then its q rows
+Heads = tuple[Array, Array, Array]  # queries, keys and values
 
 
 def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, width: int, dtype) -> Windows:
@@ -52,20 +53,35 @@ def step(
     weight: Float[Array, "w c"],
     mix: DeltaRule,
     fixed: bool = False,
-) -> tuple[tuple[Array, Array, Array], Windows]:
+) -> tuple[Heads, Windows]:
     """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that.
 
     `fixed`: a row's bits don't depend on how many rows there are.
     """
-    t, (taps, channels) = x.shape[1], weight.shape
-    _check_room(windows, t, taps - 1)
-    fits = step_kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
-    if fits is not None:
-        tell("conv_step", fits)
-    if chosen(fits):
-        return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
-    out, windows = conv_step(windows, layer, slots, replay, x[..., :channels], weight.T, fixed)
+    _check_room(windows, x.shape[1], len(weight) - 1)
+    call = windows, layer, slots, replay, x, weight, mix, fixed
+    return choose("a round's convolution", CONVOLUTION_STEP, *call).run(*call)
+
+
+def _step_refuses(windows, layer, slots, replay, x, weight, mix, fixed) -> str | None:
+    dtypes = windows.dtype, x.dtype, weight.dtype
+    return step_kernel.supported(x.shape[1], mix.key_dim, mix.value_dim, *dtypes)
+
+
+def _step(windows, layer, slots, replay, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+    return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
+
+
+def reference_step(windows, layer, slots, replay, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+    """`step` in plain jnp."""
+    out, windows = conv_step(windows, layer, slots, replay, x[..., : weight.shape[1]], weight.T, fixed)
     return (_split_in_slices if fixed else split_heads)(out, mix), windows
+
+
+CONVOLUTION_STEP = (
+    Implementation("conv_step", HOPPER, _step_refuses, _step),
+    Implementation("reference", ANY, nothing, reference_step, slow=True),
+)
 
 
 def conv_step(
@@ -108,21 +124,38 @@ def chunk(
     weight: Float[Array, "w c"],
     mix: DeltaRule,
     fixed: bool = False,
-) -> tuple[tuple[Array, Array, Array], Windows]:
+) -> tuple[Heads, Windows]:
     """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it. `fixed`: as in `step`."""
-    (b, t, _), (taps, channels) = x.shape, weight.shape
+    call = windows, layer, slots, source, keep, count, x, weight, mix, fixed
+    return choose("a prompt's convolution", CONVOLUTION_CHUNK, *call).run(*call)
+
+
+def _chunk_refuses(windows, layer, slots, source, keep, count, x, weight, mix, fixed) -> str | None:
+    (b, t, _), taps = x.shape, len(weight)
     counted = max(b, chunk_kernel.FEWEST) if fixed else b  # then few rows go the way of many
-    fits = chunk_kernel.supported(counted, t, taps, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
-    inputs = x[..., :channels]
-    if chosen(fits):
-        blocks = slots, source, keep
-        before = _before(windows, layer, *blocks, count, inputs, taps - 1)
-        targets = _targets(slots, keep, windows.shape[1]).reshape(2, b).T
-        return chunk_kernel.conv_chunk(
-            windows, layer, targets, count, before, x, weight, key_heads=mix.key_heads, eps=L2_EPS
-        )
+    dtypes = windows.dtype, x.dtype, weight.dtype
+    return chunk_kernel.supported(counted, t, taps, mix.key_dim, mix.value_dim, *dtypes)
+
+
+def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+    taps, channels = weight.shape
+    before = _before(windows, layer, slots, source, keep, count, x[..., :channels], taps - 1)
+    targets = _targets(slots, keep, windows.shape[1]).reshape(2, len(slots)).T
+    given = windows, layer, targets, count, before, x, weight
+    return chunk_kernel.conv_chunk(*given, key_heads=mix.key_heads, eps=L2_EPS)
+
+
+def reference_chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+    """`chunk` in plain jnp."""
+    inputs = x[..., : weight.shape[1]]
     out, windows = conv_chunk(windows, layer, slots, source, keep, count, inputs, weight.T, fixed)
     return (_split_in_slices if fixed else split_heads)(out, mix), windows
+
+
+CONVOLUTION_CHUNK = (
+    Implementation("conv_chunk", HOPPER, _chunk_refuses, _chunk),
+    Implementation("reference", ANY, nothing, reference_chunk),
+)
 
 
 def conv_chunk(

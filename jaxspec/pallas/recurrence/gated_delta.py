@@ -17,6 +17,7 @@ round or a block of a prompt, so the division of a prompt into programs doesn't 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import portable
-from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import delta as portable_delta
 from jaxspec.pallas.recurrence.delta_chunk import delta_chunk
 from jaxspec.pallas.recurrence.delta_chunk import supported as delta_chunk_fits
@@ -118,22 +118,48 @@ def step(
     if t > rows:
         raise ValueError(f"a step of {t} rows in a pool with records of {rows}; make the pool with rows={t} or more")
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
-    fits = delta_step_fits(q.shape, v.shape, rows, pool.state.dtype, q.dtype, v.dtype)
-    if fits is not None:
-        tell("delta_step", fits)
-    arrays = pool.state, pool.keys, pool.updates, pool.decay
-    if not chosen(fits):
-        fits = portable_delta.supported(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
-        if fits is not None:
-            portable.tell("delta_step", fits)
-        if portable.chosen(fits):
-            out, arrays = portable_delta.step(*arrays, layer, slots, replay, q, k, v, decay, beta)
-            pool = DeltaPool(*arrays)
-        else:
-            out, pool = reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
-        return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0))), pool
-    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta, filled=filled)
+    call = pool, layer, slots, replay, q, k, v, decay, beta, filled
+    return choose("delta_step", RECURRENCE_STEP, *call).run(*call)
+
+
+def _step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | None:
+    return delta_step_fits(q.shape, v.shape, pool.keys.shape[2], pool.state.dtype, q.dtype, v.dtype)
+
+
+def _step(pool, layer, slots, replay, q, k, v, decay, beta, filled) -> tuple[Array, DeltaPool]:
+    out, arrays = delta_step(*_arrays(pool), layer, slots, replay, q, k, v, decay, beta, filled=filled)
     return out, DeltaPool(*arrays)
+
+
+def _portable_step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | None:
+    return portable_delta.supported(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
+
+
+def _portable_step(pool, layer, slots, replay, q, k, v, decay, beta, filled) -> tuple[Array, DeltaPool]:
+    out, arrays = portable_delta.step(*_arrays(pool), layer, slots, replay, q, k, v, decay, beta)
+    return _with_padding(out, filled), DeltaPool(*arrays)
+
+
+def _reference_step(*call) -> tuple[Array, DeltaPool]:
+    *operands, filled = call
+    out, pool = reference_step(*operands)
+    return _with_padding(out, filled), pool
+
+
+def _with_padding(out: Array, filled: int | None) -> Array:
+    t = out.shape[1]
+    return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0)))
+
+
+def _arrays(pool: DeltaPool) -> tuple[Array, Array, Array, Array]:
+    return pool.state, pool.keys, pool.updates, pool.decay
+
+
+RECURRENCE_STEP = (
+    Implementation("delta_step", HOPPER, _step_refuses, _step),
+    Implementation("portable", PORTABLE, _portable_step_refuses, _portable_step),
+    Implementation("reference", ANY, nothing, _reference_step, slow=True),
+)
 
 
 def normed_step(
@@ -156,9 +182,8 @@ def normed_step(
     """
     if reason := unnormed(pool, (1, *q.shape[1:]) if fixed else q.shape, v.shape, q.dtype, v.dtype):
         raise ValueError(f"delta_step doesn't support {reason}")
-    arrays, filled = (pool.state, pool.keys, pool.updates, pool.decay), around.rows.shape[1]
-    named = dict(around=around, eps=eps, filled=filled, fixed=fixed)
-    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, **named)
+    named = dict(around=around, eps=eps, filled=around.rows.shape[1], fixed=fixed)
+    out, arrays = delta_step(*_arrays(pool), layer, slots, replay, q, k, v, **named)
     return out, DeltaPool(*arrays)
 
 
@@ -211,11 +236,8 @@ def chunk(
     valid = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
     logs, beta = jnp.where(valid, _logs(decay), 0), jnp.where(valid, beta, 0).astype(jnp.float32)
     operands = q, k, v, jnp.cumsum(logs, axis=1).swapaxes(1, 2), beta.swapaxes(1, 2)
-    fits = delta_chunk_fits(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
-    if fits is not None:
-        tell("delta_chunk", fits)
-    run = delta_chunk if chosen(fits) else reference_chunk
-    out, state = run(pool.state, layer, slots, source, keep, *operands)
+    call = pool.state, layer, slots, source, keep, *operands
+    out, state = choose("delta_chunk", RECURRENCE_CHUNK, *call).run(*call)
     return out.astype(v.dtype), pool.replace(state=state)
 
 
@@ -230,12 +252,14 @@ def reference_chunk(
     v: Float[Array, "b t n v"],
     logs: Float[Array, "b n t"],
     beta: Float[Array, "b n t"],
+    scan: Callable[..., tuple[Array, Array]] | None = None,
 ) -> tuple[Float[Array, "b t n v"], Float[Array, "l r n v k"]]:
-    """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms."""
+    """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms. `scan`:
+    in place of `reference_scan`."""
     # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
     # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3).
     corrected, mixed, total, left = _within(q, k, logs, beta)
-    dtype, group = q.dtype, states.shape[2] // q.shape[2]
+    group = states.shape[2] // q.shape[2]
     q, k = (jnp.repeat(jnp.moveaxis(x.astype(jnp.float32), 1, 2), group, axis=1) for x in (q, k))
     taken = _einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
     written = _einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
@@ -244,9 +268,7 @@ def reference_chunk(
     carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - _einsum("bntj,bntk->bnjk", taken, kept)
     write = _einsum("bntv,bntk->bnvk", written, kept)
 
-    fits = portable_delta.scan_supported(states, dtype)
-    run = portable_delta.scan if portable.chosen(fits) else reference_scan
-    states, before = run(states, layer, slots, source, keep, carry, write)
+    states, before = (scan or reference_scan)(states, layer, slots, source, keep, carry, write)
     updates = written - _einsum("bnvk,bntk->bntv", before, taken)
     out = _einsum("bnvk,bntk->bntv", before, q) * total[..., None] + _einsum("bnti,bniv->bntv", mixed, updates)
     return out.swapaxes(1, 2), states
@@ -263,6 +285,26 @@ def reference_scan(states, layer, slots, source, keep, carry, write) -> tuple[Ar
         return states.at[layer, jnp.where(keep < 0, states.shape[1], keep)].set(after, mode="drop"), before
 
     return jax.lax.scan(block, states, (slots, source, keep, carry, write))
+
+
+def _chunk_refuses(states, layer, slots, source, keep, q, k, v, *_) -> str | None:
+    return delta_chunk_fits(q.shape, v.shape, states.dtype, q.dtype, v.dtype)
+
+
+def _portable_chunk_refuses(states, layer, slots, source, keep, q, *_) -> str | None:
+    return portable_delta.scan_supported(states, q.dtype)
+
+
+RECURRENCE_CHUNK = (
+    Implementation("delta_chunk", HOPPER, _chunk_refuses, lambda *call: delta_chunk(*call)),
+    Implementation(
+        "portable_scan",
+        PORTABLE,
+        _portable_chunk_refuses,
+        lambda *call: reference_chunk(*call, scan=portable_delta.scan),
+    ),
+    Implementation("reference", ANY, nothing, reference_chunk, slow=True),
+)
 
 
 def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:
