@@ -187,6 +187,11 @@ class Decoder:
         return next((layer.mixing for layer in self.layers if isinstance(layer.mixing, Attention)), None)
 
     @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Of the layers that have one, each once."""
+        return tuple(dict.fromkeys(rope for layer in self.layers if (rope := getattr(layer.mixing, "rope", None))))
+
+    @property
     def delta_rule(self) -> DeltaRule | None:
         return next((layer.mixing for layer in self.layers if isinstance(layer.mixing, DeltaRule)), None)
 

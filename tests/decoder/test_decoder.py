@@ -11,10 +11,10 @@ from jaxspec.decoder import forward as paths
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.forward import PATHS, choose, describe, path_table
 from jaxspec.decoder.fused_norms import FUSED_NORMS
-from jaxspec.decoder.layer import HEADS_WRITTEN
+from jaxspec.decoder.mixings.attention import HEADS_WRITTEN
 from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.decoder.plain import PLAIN
-from jaxspec.decoder.streamed import WEIGHT_STREAM
+from jaxspec.decoder.weight_stream import WEIGHT_STREAM
 from jaxspec.models.description import (
     Attention,
     ClampedSwiglu,
