@@ -16,9 +16,13 @@ from jaxspec.pallas.recurrence.gates_and_norm import Around
 class Mixer(Protocol):
     """A forward hands it each layer's rows, and it owns what came before.
 
-    The `cache` is whatever it keeps that in, passed through the forward. `layer` i32[] counts among the layers that mix
-    in the same way.
+    The `cache` is whatever it keeps that in, passed through the forward. `layer` i32[] counts among the layers of a
+    group, whose memory has one shape.
     """
+
+    def group(self, number: int) -> Mixer:
+        """The same, for the layers of this group (`Decoder.groups`)."""
+        ...
 
     def only(self, asked: Bool[Array, " b"]) -> Mixer:
         """The same, where nobody reads the attention of other sequences: it may be anything finite."""
@@ -47,7 +51,7 @@ class Mixer(Protocol):
 
 @runtime_checkable
 class LinearMixer(Mixer, Protocol):
-    """One that serves linear attention too, over a state of fixed size."""
+    """One that serves recurrent layers too, over a state of fixed size."""
 
     def convolve(
         self,
@@ -55,12 +59,12 @@ class LinearMixer(Mixer, Protocol):
         layer: Int[Array, ""],
         x: Float[Array, "b t d"],
         weight: Float[Array, "w c"],
-        mix: DeltaRule,
-    ) -> tuple[tuple[Float[Array, "b t m k"], Float[Array, "b t m k"], Float[Array, "b t n v"]], Any]:
+        mix: DeltaRule | None = None,
+    ) -> tuple[Any, Any]:
         """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU.
 
-        The channels are the first c columns of x: queries, keys and values of `mix`'s heads. They come out by head,
-        queries and keys of length one, queries scaled by k**-0.5.
+        The channels are the first c columns of x, and come out as [b t c]; or those of `mix` as its queries, keys and
+        values by head: queries and keys of length one, queries scaled by k**-0.5.
         """
         ...
 
@@ -79,6 +83,18 @@ class LinearMixer(Mixer, Protocol):
 
         The result has r = `filled` rows a request, of which those from t on are padding and may hold anything.
         """
+        ...
+
+    def accumulate(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        q: Float[Array, "b t m k"],
+        k: Float[Array, "b t m k"],
+        u: Float[Array, "b t n v"],
+        decay: Float[Array, "b t n"],
+    ) -> tuple[Float[Array, "b t n v"], Any]:
+        """S = decay S + u k', out = S q, of updates that don't depend on the state."""
         ...
 
 
@@ -131,6 +147,9 @@ class OnlyAttention:
     """A `Mixer` made of a function that attends. It has no pages."""
 
     attend: Callable[..., tuple[Array, Any]]  # as `Mixer.attend`
+
+    def group(self, number: int) -> OnlyAttention:
+        return self
 
     def only(self, asked: Bool[Array, " b"]) -> OnlyAttention:
         return self

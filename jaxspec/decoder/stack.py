@@ -7,8 +7,7 @@ x = x + feed(norm(x))
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -100,18 +99,19 @@ def run(
     t, outputs = x.shape[1], []
 
     # One trace and one lowering of each half for all layers alike: the index is data.
-    @partial(jax.jit, static_argnums=0)
-    def mix(layer, *of):
-        return mixed_of(ops, layer, *of)
+    @partial(jax.jit, static_argnums=(0, 1))
+    def mix(layer, group, *of):
+        return mixed_of(ops, layer, group, *of)
 
     @partial(jax.jit, static_argnums=0)
     def finish(layer, *of):
         return finished(ops, layer, *of)
 
     x, given = ops.first(decoder.layers[0], layers[0], x, None)
-    for (layer, weights, i), after in zip(numbered(decoder, layers), ops.after(decoder, layers), strict=True):
+    each = zip(decoder.layers, layers, decoder.memory_index, ops.after(decoder, layers), strict=True)
+    for layer, weights, (group, i), after in each:
         row = requested if ops.compacts and weights is layers[-1] else None
-        mixed, cache = mix(layer, weights, i, x, given, cache, row)
+        mixed, cache = mix(layer, group, weights, jnp.int32(i), x, given, cache, row)
         x, given = finish(layer, weights, after, x, mixed, row)
         outputs.append(ops.batched(x)[:, :t])
     return Stack(outputs, cache)
@@ -130,17 +130,20 @@ def run_one(
     call takes them as they are."""
     layer, row = decoder.layers[0], requested if ops.compacts else None
     x, given = ops.first(layer, weights, x, inputs)
-    mixed, cache = mixed_of(ops, layer, weights, jnp.int32(0), x, given, cache, row)
+    mixed, cache = mixed_of(ops, layer, 0, weights, jnp.int32(0), x, given, cache, row)
     x, _ = finished(ops, layer, weights, None, x, mixed, row)
     return ops.batched(x), cache
 
 
 def mixed_of(
-    ops: Ops, layer: Layer, weights: Weights, i: Int[Array, ""], x: Any, given: Any, cache: Any, row: Any
+    ops: Ops, layer: Layer, group: int, weights: Weights, i: Int[Array, ""], x: Any, given: Any, cache: Any, row: Any
 ) -> tuple[Any, Any]:
-    """As `Ops.mix`. `row`: i32[b], of each sequence the one row that goes on after the mixing, -1 where nobody reads
-    any; None: all rows."""
-    ops = ops if row is None else dataclasses.replace(ops, mixer=ops.mixer.only(row >= 0))
+    """As `Ops.mix`, of the i-th layer of this group.
+
+    `row`: i32[b], of each sequence the one row that goes on after the mixing, -1 where nobody reads any; None: all.
+    """
+    mixer = ops.mixer.group(group)
+    ops = dataclasses.replace(ops, mixer=mixer if row is None else mixer.only(row >= 0))
     return ops.mix(layer, weights, i, x, given, cache)
 
 
@@ -152,12 +155,3 @@ def finished(
         x, mixed = row_of(x, row), row_of(mixed, row)
         ops = dataclasses.replace(ops, positions=row_of(ops.positions, row))
     return ops.finish(layer, weights, after, x, mixed)
-
-
-def numbered(decoder: Decoder, layers: Sequence[Weights]) -> Iterator[tuple[Layer, Weights, Int[Array, ""]]]:
-    """Each layer, its weights, and its index among the layers that mix as it does, by which caches have it."""
-    counts: Counter[type] = Counter()
-    for layer, weights in zip(decoder.layers, layers, strict=True):
-        kind = type(layer.mixing)
-        yield layer, weights, jnp.int32(counts[kind])
-        counts[kind] += 1

@@ -29,7 +29,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from jaxspec.cache.paged import MemoryPlan
+from jaxspec.cache.memory_plan import MemoryPlan
 from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.options import ConfigError, flag
 from jaxspec.parallel.channel import Channel

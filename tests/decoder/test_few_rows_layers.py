@@ -257,7 +257,7 @@ def hybrid_round(config, params, t: int, requests: int, jit: bool = True):
         jax.block_until_ready(hidden)  # before more is queued behind
         cache = hidden.cache
     states = [leaf[:, 0] for leaf in jax.tree.leaves(cache.states)]
-    return hidden.last[0], hidden.features[0][0], cache.kv[:, 1:], *states
+    return hidden.last[0], hidden.features[0][0], cache.kv[0][:, 1:], *states
 
 
 @pytest.mark.parametrize("family,t", [

@@ -144,7 +144,7 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
 
     def mix(layer, qkv, kv):
         positions = rows.marked_positions(t)
-        return attention.mix(config.decoder.layers[0], layer, jnp.int32(1), [qkv], positions, mixer, Cache(kv))
+        return attention.mix(config.decoder.layers[0], layer, jnp.int32(1), [qkv], positions, mixer, Cache((kv,)))
 
     return mix, (layer, qkv, kv)
 
@@ -159,7 +159,7 @@ def check_mix(monkeypatch, family: str, **sizes):
     got, cache = jax.jit(lambda *given: mix(*given))(*given)
     assert took == ["write_heads"]
     np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
-    assert_rounded_alike(cache.kv[:, 1:], want_cache.kv[:, 1:])
+    assert_rounded_alike(cache.kv[0][:, 1:], want_cache.kv[0][:, 1:])
 
 
 @pytest.mark.parametrize("family,bias", [rare("llama", False), ("llama", True), ("qwen3", False)])
@@ -190,7 +190,7 @@ def test_rows_in_float32_keep_the_plain_layers(monkeypatch):
     mix, (layer, qkv, kv) = mixed("llama")
     layer = jax.tree.map(lambda x: x.astype(jnp.float32), layer)
     out, cache = jax.eval_shape(mix, layer, qkv.astype(jnp.float32), kv)
-    assert out.dtype == jnp.float32 and cache.kv.dtype == jnp.bfloat16
+    assert out.dtype == jnp.float32 and cache.kv[0].dtype == jnp.bfloat16
     assert KERNELS["write_heads"] == before
 
 
