@@ -70,7 +70,7 @@ class Path:
     """One way to run a stack of layers.
 
     - `describes`: by kind of description or of a weight's format, the fields that it computes; all others must be at
-      their defaults. Kinds of mixing say themselves which paths compute what (`Mixing.implements`).
+      their defaults. Kinds of mixing, and formats elsewhere, say themselves which paths compute what (`implements`).
     - `processors`: multiprocessors that it needs at once.
     - `fits(decoder, layers, call)`: why these sizes and dtypes don't, or None; `layers` are their weights.
     - `ops(decoder, layers, positions, mixer)`: the steps that `stack.run` takes.
@@ -108,5 +108,7 @@ class Path:
         """What of a decoder, or of the formats of a pytree's weights, this path doesn't implement; None if nothing."""
         if reason := beyond(decoder, self.implements):
             return reason
-        reason = beyond(formats(weights), self.implements)
+        found = formats(weights)
+        own = {type(each): each.implements[self.name] for each in found if self.name in each.implements}
+        reason = beyond(found, {**self.implements, **own})
         return reason and f"weights in {reason}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -100,10 +100,9 @@ class Recurrence:
 Memory = PagedRows | Recurrence
 
 
-class Share(Protocol):
-    """A device's part of `count` heads, called `what` in errors. `repeated`: one may stand on several devices."""
-
-    def __call__(self, what: str, count: int, repeated: bool = False) -> int: ...
+# A device's part of `count` things, called `what` in errors: share(what, count, repeated=False). One may be `repeated`
+# on several devices.
+Share = Callable[..., int]
 
 
 @runtime_checkable

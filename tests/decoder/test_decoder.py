@@ -32,7 +32,7 @@ from jaxspec.models.description import (
 )
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Fp8, Mxfp4, Unquantised, is_param
+from jaxspec.models.weights import Format, Fp8, Mxfp4, Unquantised, is_param
 from tests.support.tiny import tiny_config
 
 NORM = Norm(1e-6)
@@ -180,7 +180,7 @@ def test_a_difference_is_found_wherever_it_is():
 
 
 @dataclasses.dataclass(frozen=True)
-class Later:
+class Later(Format):
     """A format that nobody implements yet."""
 
 
