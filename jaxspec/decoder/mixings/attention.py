@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.fixed_order import in_order, row_norm
-from jaxspec.decoder.functions import Table, cos_sin, normed, rope
-from jaxspec.decoder.mixer import Mixer, PagedMixer
+from jaxspec.decoder.functions import cos_sin, normed, rope
+from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
 from jaxspec.pallas.attention import write_heads
@@ -30,17 +30,7 @@ HEADS_WRITTEN = {
 
 
 @jax.named_scope("attention")
-def mix(
-    layer: Layer,
-    weights: Weights,
-    i: Int[Array, ""],
-    made: list[Float[Array, "*s b t d"]],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    dtype: Any = None,
-    table: Table | None = None,
-) -> tuple[Float[Array, "b t k"], Any]:
+def mix(layer, weights, i, made, positions, mixer, cache, dtype=None, table=None):
     """As `Mixing.mix`, of queries, keys and values side by side. `table`: the rope table, if it is made already."""
     (qkv,) = made
     a, dtype = layer.mixing, dtype or qkv.dtype
@@ -98,16 +88,7 @@ def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any, dtype
     return write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, pages.dtype, dtype, *norms)
 
 
-def _mix_written(
-    layer: Layer,
-    weights: Weights,
-    i: Int[Array, ""],
-    qkv: Float[Array, "*s b t d"],
-    positions: Int[Array, "b t"],
-    mixer: PagedMixer,
-    cache: Any,
-    table: Table | None,
-) -> tuple[Float[Array, "b t k"], Any]:
+def _mix_written(layer, weights, i, qkv, positions, mixer, cache, table):
     """The same, with one kernel from the projection's parts to queries, and keys and values in their pages."""
     a, (b, t) = layer.mixing, positions.shape
     cos, sin = (x.reshape(b * t, -1) for x in table or cos_sin(positions, a))
@@ -122,18 +103,7 @@ def _mix_written(
     return out.reshape(b, t, a.heads * a.head_dim), cache
 
 
-def fixed(
-    layer: Layer,
-    weights: Weights,
-    i: Int[Array, ""],
-    made: list[Float[Array, "..."]],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    dtype: Any,
-    table: Table,
-    in_parts: bool,
-) -> tuple[Float[Array, "b t k"], Any]:
+def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_parts):
     """As `Mixing.fixed`. `write_heads` has no gates and not all norms: then each row is normed by itself."""
     a, (qkv,), (b, t) = layer.mixing, made, positions.shape
     if not beyond(a, HEADS_WRITTEN):

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.decoder.fixed_order import in_order
-from jaxspec.decoder.functions import Table, rms_norm
-from jaxspec.decoder.mixer import LinearMixer, Mixer, NormingMixer
+from jaxspec.decoder.functions import rms_norm
+from jaxspec.decoder.mixer import NormingMixer
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import DeltaRule, Layer
 from jaxspec.pallas import hopper
@@ -25,16 +23,7 @@ from jaxspec.pallas.sliced_rows import SLICE, sliced
 
 
 @jax.named_scope("delta_rule")
-def mix(
-    layer: Layer,
-    weights: Weights,
-    i: Int[Array, ""],
-    made: list[Float[Array, "b r _"]],
-    positions: Int[Array, "b t"],
-    mixer: LinearMixer,
-    cache: Any,
-    dtype: Any = None,
-) -> tuple[Float[Array, "b r k"], Any]:
+def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
     """As `Mixing.mix`. Rows from t on are padding that a kernel left."""
     rule, (qkvz, ba) = layer.mixing, made
     (b, r, _), t = qkvz.shape, positions.shape[1]
@@ -61,18 +50,7 @@ def _normed(
     return (rms_norm(read.astype(jnp.float32), scale.astype(jnp.float32), eps) * gates).astype(z.dtype)
 
 
-def fixed(
-    layer: Layer,
-    weights: Weights,
-    i: Int[Array, ""],
-    made: list[Float[Array, "..."]],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    dtype: Any,
-    table: Table,
-    in_parts: bool,
-) -> tuple[Float[Array, "b t k"], Any]:
+def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_parts):
     """As `Mixing.fixed`. A state goes from one token to the next, in a round and in replay alike; prompts have blocks
     at fixed positions. `ba` may be wider than its heads."""
     rule, (qkvz, ba), (b, t), eps = layer.mixing, made, positions.shape, layer.norm.eps
