@@ -27,8 +27,8 @@ class Mixing:
     - `parts`: products that aren't exact may come in parts [s b t n], to be summed in float32.
     - `padding`: rows of each request from t on are padding that a kernel left, and come out as anything. Other kinds
       are given t rows of each request.
-    - `fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_parts)`: as `mix`, where each sum has one
-      order. `table`: the rope table. `in_parts`: the first product comes in parts [s r n] of all rows.
+    - `fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_parts)`: as `mix`, where each sum has
+      one order. `table`: the rope table. `in_parts`: the first product comes in parts [s r n] of all rows.
     - `fixed_refuses(layer, rows)`: why the kernels of `fixed` can't take so many rows of a request, or None.
     """
 
