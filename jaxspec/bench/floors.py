@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.mixers import state_bytes
 from jaxspec.cache.paged import kv_bytes_per_token
+from jaxspec.cache.recurrent import state_bytes
 from jaxspec.checkpoint import Model
-from jaxspec.models.description import Attention
+from jaxspec.models.description import PagedRows
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts.experts_mlp import expected_experts
 
@@ -84,7 +84,7 @@ class ModelCost:
             num_experts=experts,
             experts_per_token=chosen,
             windows=tuple(
-                layer.mixing.window for layer in config.decoder.layers if isinstance(layer.mixing, Attention)
+                layer.mixing.window for layer in config.decoder.layers if isinstance(layer.mixing.memory, PagedRows)
             ),
         )
 

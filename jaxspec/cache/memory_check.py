@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxspec.cache.paged import MemoryPlan, device_memory, gib
+from jaxspec.cache.memory_plan import MemoryPlan, device_memory, gib
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 

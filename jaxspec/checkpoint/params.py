@@ -24,7 +24,7 @@ from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.reserve import Reserved, reserved
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.weights import Fp8, Layout, Mxfp4, Param
+from jaxspec.models.weights import Format, Fp8, Layout, Mxfp4, Param, Unquantised
 from jaxspec.parallel import sharding
 
 _EMBEDDING_STD = 0.02
@@ -117,7 +117,7 @@ def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray],
         sources = [jnp.swapaxes(source, 1, 2) for source in sources]
     if isinstance(param.format, Mxfp4):
         return param.made(*_arranged(sources[0], _exponents(param, scales), param.layout))
-    if not isinstance(param.format, Fp8):
+    if isinstance(param.format, Unquantised):
         if param.stacked:
             return param.made(_fused_rows(sources, param.layout, param.dtype or dtype))
         # Layers alike share what compiles.
@@ -125,7 +125,7 @@ def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray],
         lacking = param.shape[-1] - values.shape[-1] if param.least else 0
         return param.made(jnp.pad(values, ((0, 0), (0, lacking))) if lacking else values)
     if not param.scales:
-        return param.made(*_quantised(sources, param.layout, param.format.block))
+        return param.made(*_quantised(sources, param.layout, param.format))
     values = sources[0] if param.stacked else _fused_rows(sources, param.layout)
     return param.made(values, _scales(param, scales))
 
@@ -188,13 +188,16 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
     return _fused_rows([jnp.asarray(scales) for scales in each], layout.per(size))
 
 
-@partial(jax.jit, static_argnames=("layout", "block"))
-def _quantised(sources: list[jax.Array], layout: Layout, block: int | None) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("layout", "format"))
+def _quantised(sources: list[jax.Array], layout: Layout, format: Format) -> tuple[jax.Array, jax.Array | None]:
     """Values and scales of unquantised sources, each [outputs, inputs], or of a stack of experts' fused ones.
 
-    Each source is quantised by itself, so the result is that of a checkpoint quantised beforehand. `block` None: each
-    output has a scale.
+    Each source is quantised by itself, so the result is that of a checkpoint quantised beforehand. In FP8 without
+    blocks each output has a scale.
     """
+    if not isinstance(format, Fp8):
+        return format.quantise(sources[0] if sources[0].ndim == 3 else _fused_rows(sources, layout))
+    block = format.block
     size = layout.unit if block else 1
 
     def one(source):
@@ -246,12 +249,10 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
             made = _packed_stack(key_of(path), param.shape, param.shape[-1] ** -0.5, dtype)
             return jax.block_until_ready(param.made(*made))
         array = values(path, param)
-        if not isinstance(param.format, Fp8):
+        if isinstance(param.format, Unquantised):
             return places[0].moved(param.made(array))
         sources = [array] if param.stacked else [part.T for part in param.layout.unpack(array)]
-        return jax.block_until_ready(
-            places[0].moved(param.made(*_quantised(sources, param.layout, param.format.block)))
-        )
+        return jax.block_until_ready(places[0].moved(param.made(*_quantised(sources, param.layout, param.format))))
 
     return jax.tree_util.tree_map_with_path(make, declared)
 

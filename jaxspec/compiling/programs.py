@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec.cache.paged import gib, resident_memory
+from jaxspec.cache.memory_plan import gib, resident_memory
 from jaxspec.compiling import ladder, xla_options
 from jaxspec.compiling.divided import divided
 from jaxspec.compiling.executable_store import Executables

@@ -23,7 +23,7 @@ from jaxspec.decoder.matmul import product
 from jaxspec.drafters.chain import Chain
 from jaxspec.drafters.own_weights import borrowed, load_weights, made_up, own_dtype
 from jaxspec.models.declaring import layer_tensors
-from jaxspec.models.description import Attention, Mixture
+from jaxspec.models.description import Mixture, PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import WHOLE, linear, norm_scale
 from jaxspec.parallel.sharding import embed
@@ -79,7 +79,7 @@ class Mtp(Chain):
 def module_config(target: ModelConfig) -> ModelConfig:
     """The target's config with one layer: full attention, and experts if any layer has them."""
     layers = target.decoder.layers
-    attends = next(layer for layer in layers if isinstance(layer.mixing, Attention))
+    attends = next(layer for layer in layers if isinstance(layer.mixing.memory, PagedRows))
     feed = next((layer.feed for layer in layers if isinstance(layer.feed, Mixture)), attends.feed)
     layer = dataclasses.replace(attends, feed=feed)
     return dataclasses.replace(target, decoder=dataclasses.replace(target.decoder, layers=(layer,)))
@@ -109,8 +109,8 @@ def check(target: Model | Source, load_format: str) -> None:
 
 def found(target: Model | Source, load_format: str) -> bool:
     """Whether the target brings a module to draft with: tensors in its checkpoint, or, without weights, any hybrid."""
-    if target.config.linear is None or load_format == "dummy":
-        return target.config.linear is not None
+    if not target.config.recurrent or load_format == "dummy":
+        return target.config.recurrent
     files = locate(target.path) if target.path is not None else None
     return isinstance(files, ModelFolder) and any(name.startswith(MTP) for name in files.tensors())
 

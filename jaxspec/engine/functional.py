@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache.mixers import NOTHING, WholeTexts
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.cache.paged import PageLayout
+from jaxspec.cache.recurrent import NOTHING
 from jaxspec.checkpoint import Model
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError

@@ -21,18 +21,16 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec.cache.memory_check import check_room, told_if_full
-from jaxspec.cache.mixers import state_bytes
-from jaxspec.cache.paged import (
+from jaxspec.cache.memory_plan import (
     MemoryPlan,
-    PageLayout,
     StateSlots,
     claim_device,
-    kv_bytes_per_token,
-    page_dtype,
     plan_memory,
     resident_memory,
     workspace_estimate,
 )
+from jaxspec.cache.paged import PageLayout, kv_bytes_per_token, page_dtype
+from jaxspec.cache.recurrent import state_bytes
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.compiling import xla_options
@@ -48,6 +46,7 @@ from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared
+from jaxspec.models.description import PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding
@@ -321,16 +320,21 @@ class Runner:
     def _state_of(self, layout: PageLayout, snapshots: int, config: ModelConfig, drafter: Drafter) -> State:
         shapes, options = self.shapes, self.config
         sizes = shapes.num_slots, shapes.capacity, options.dtype, snapshots, options.state_dtype
-        return empty_state(config, drafter, layout, *sizes, self._kv_scales(layout, config.num_kv_heads))
+        return empty_state(config, drafter, layout, *sizes, self._kv_scales(layout, config))
 
-    def _kv_scales(self, layout: PageLayout, heads: int) -> Array | None:
-        """The checkpoint's scales of an FP8 cache, of those KV heads, so many, that this device has."""
+    def _kv_scales(self, layout: PageLayout, config: ModelConfig) -> tuple[Array, ...] | None:
+        """The checkpoint's scales of an FP8 cache by group of layers, of the heads that this device has."""
         scales = self.model.kv_scales
         if scales is None or not layout.dtype.startswith("float8"):
             return None
+        memories, out = [layer.mixing.memory for layer in config.decoder.layers], []
+        paged = [memory for memory in memories if isinstance(memory, PagedRows)]
         size = sharding.devices()
-        first = jax.lax.axis_index(sharding.AXIS) * scales.shape[2] // size if size > 1 else 0
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(scales), first, heads, axis=2)
+        for group in config.decoder.groups(PagedRows):
+            own = scales[[memory == group for memory in paged]]
+            first = jax.lax.axis_index(sharding.AXIS) * own.shape[2] // size if size > 1 else 0
+            out.append(jax.lax.dynamic_slice_in_dim(jnp.asarray(own), first, group.heads, axis=2))
+        return tuple(out)
 
     def reset(self) -> None:
         """Replace the state by an empty one. The old one is freed first: there is no room for two."""
@@ -345,7 +349,7 @@ class Runner:
     def snapshots(self) -> tuple[int, ...] | None:
         """State slots for snapshots, behind those of requests and the dummy's; None if the model has no such states."""
         first = self.shapes.num_slots + 1
-        return tuple(range(first, first + self.plan.states.snapshots)) if self.model.config.linear else None
+        return tuple(range(first, first + self.plan.states.snapshots)) if self.model.config.recurrent else None
 
     def admit(self, seq: Sequence, params: Any, seed: int, stop_ids: list[int]) -> None:
         """Write a sequence's slot: its tokens so far, its limit, how it samples (`params`: SamplingParams)."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.drafters.base import Drafter
-from jaxspec.models.description import DeltaRule, Mixture
+from jaxspec.models.description import Mixture
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.dense.weight_stream import MAX_ROWS
 from jaxspec.pallas.hopper import kernels_here
@@ -82,7 +82,7 @@ class Objective:
     def read(self, target_params: Any, batch: Batch) -> Hidden:
         """The target's forward: what the drafter is told, and what it is to learn. No gradient flows into it."""
         check_rows(batch.tokens.size)
-        mixer = (OneText if self.target.linear else packed_attention)(batch.first)
+        mixer = (OneText if self.target.recurrent else packed_attention)(batch.first)
         layers = self.drafter.feature_layers
         hidden = forward(self.target.decoder, target_params, batch.tokens, batch.positions, mixer, None, layers)
         return jax.lax.stop_gradient(hidden)
@@ -118,11 +118,7 @@ def matmul_weights(config: ModelConfig) -> int:
     """Weights that one token is multiplied by in a decoder, its head not counted."""
     d, total = config.hidden_size, 0
     for layer in config.decoder.layers:
-        a, feed = layer.mixing, layer.feed
-        if isinstance(a, DeltaRule):  # convolved channels, gates of the outputs, two numbers a head; the outputs
-            mixed = a.channels + 2 * a.value_heads * a.value_dim + 2 * a.value_heads
-        else:
-            mixed = (2 * a.heads + 2 * a.kv_heads) * a.head_dim
+        feed = layer.feed
         width = feed.per_token * feed.width + feed.shared if isinstance(feed, Mixture) else feed.width
-        total += d * (mixed + 3 * width)
+        total += d * (layer.mixing.columns + 3 * width)
     return total

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.cache import paged as cache
-from jaxspec.cache.paged import POOL_SHARE, POOL_SHARES, PageLayout, Rows, kv_bytes_per_token, plan_memory
+from jaxspec.cache import memory_plan as cache
+from jaxspec.cache.memory_plan import POOL_SHARE, POOL_SHARES, plan_memory
+from jaxspec.cache.paged import PageLayout, Rows, kv_bytes_per_token
 from jaxspec.config.options import ConfigError
 from jaxspec.models.model_config import ModelConfig
 from tests.support.tiny import tiny_config

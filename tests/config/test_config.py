@@ -319,7 +319,7 @@ def test_hybrids():
     assert (config.decoder.attention.rope, config.decoder.mixture.experts) == (Rope(5e6, columns=8), 4)
     assert [isinstance(layer.mixing, DeltaRule) for layer in config.decoder.layers] == [True, True, False] * 2
     assert (config.num_kv_layers, config.num_linear_layers) == (2, 4)
-    assert config.linear.channels == 2 * 2 * 8 + 4 * 12
+    assert config.decoder.layers[0].mixing.channels == 2 * 2 * 8 + 4 * 12
     del text["torch_dtype"]
     assert ModelConfig.from_hf(whole | {"torch_dtype": "float16"}).dtype == "float16"
     named = {key: value for key, value in text.items() if key != "full_attention_interval"}

@@ -14,10 +14,9 @@ import pytest
 from jaxspec.cache.mixers import Cache, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
+from jaxspec.decoder import feed, mixture_rows
 from jaxspec.decoder import forward as forward_module
-from jaxspec.decoder import layer as equations
 from jaxspec.decoder import matmul as matmul_module
-from jaxspec.decoder import mixture_rows
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.padding import untimed
@@ -259,7 +258,7 @@ def hybrid_round(config, params, t: int, requests: int, jit: bool = True):
         jax.block_until_ready(hidden)  # before more is queued behind
         cache = hidden.cache
     states = [leaf[:, 0] for leaf in jax.tree.leaves(cache.states)]
-    return hidden.last[0], hidden.features[0][0], cache.kv[:, 1:], *states
+    return hidden.last[0], hidden.features[0][0], cache.kv[0][:, 1:], *states
 
 
 @pytest.mark.parametrize("family,t", [
@@ -278,13 +277,13 @@ def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, fam
         return read.at[:, t:].set(jnp.nan), cache
 
     monkeypatch.setattr(RoundRows, "recur", anything)
-    mixed = equations.experts_mlp
+    mixed = feed.experts_mlp
 
     def count(rows, *rest, tokens, **named):
         counted.append(len(rows[:tokens]))
         return mixed(rows, *rest, tokens=tokens, **named)
 
-    monkeypatch.setattr(equations, "experts_mlp", count)
+    monkeypatch.setattr(feed, "experts_mlp", count)
     alone, among = (hybrid_round(config, params, t, requests) for requests in (1, 8 // t))
     assert set(counted) == ({t, 8 // t * t} if family == "qwen3_5_moe" else set())
     for got, padded, expected in zip(alone, among, plain, strict=True):

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.checkpoint import dummy
 from jaxspec.decoder.path import Call
-from jaxspec.decoder.streamed import FP8_STREAM
+from jaxspec.decoder.weight_stream import FP8_STREAM
 from jaxspec.models import fp8
 from jaxspec.models.families import MODELS
 from jaxspec.models.weights import HALF, is_param

@@ -156,7 +156,7 @@ def break_off(engine, prompts, steps):
 
 def check_snapshots(llm):
     """Each is the state after its prefix; how many there are."""
-    states, model = llm.engine.runner.state.cache.states, llm.engine.runner.model
+    states, model = llm.engine.runner.state.cache.states[0], llm.engine.runner.model
     owners = list(llm.engine.scheduler.snapshots.owners)
     for owner in owners:
         node, text = owner, []
@@ -259,7 +259,7 @@ def test_states_can_be_bfloat16():
     plans = {}
     for dtype in ("float32", "bfloat16"):
         llm = LLM(str(hybrids.checkpoint("qwen3_5")), "mtp", state_dtype=dtype, **OPTIONS)
-        assert llm.engine.runner.state.cache.states.delta.state.dtype == dtype
+        assert llm.engine.runner.state.cache.states[0].delta.state.dtype == dtype
         plans[dtype] = llm.engine.runner.plan.states
     state = 4 * 4 * 12 * 8  # bytes: of 4 heads, 12 x 8
     assert plans["float32"].bytes - plans["bfloat16"].bytes == state // 2

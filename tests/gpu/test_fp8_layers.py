@@ -12,7 +12,7 @@ import pytest
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import dummy
 from jaxspec.decoder import forward as forward_module
-from jaxspec.decoder.fp8_layers import FP8_ROWS
+from jaxspec.decoder.fp8_rows import FP8_ROWS
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.models.description import Norm

@@ -15,8 +15,8 @@ import pytest
 
 import jaxspec
 from jaxspec import SamplingParams, load_model
-from jaxspec.cache.mixers import NOTHING
 from jaxspec.cache.paged import PageLayout
+from jaxspec.cache.recurrent import NOTHING
 from jaxspec.compiling import xla_options
 from jaxspec.compiling.programs import Programs
 from jaxspec.decoder.forward import forward, unembed
@@ -247,7 +247,7 @@ def test_an_fp8_cache_samples_the_target_with_rounded_keys_and_values():
         )
 
     rounded = partial(exact, logits=lambda tokens: logits(jnp.asarray(tokens)))
-    lanes = Lanes("noise", kv="float8_e4m3fn", kv_scales=jnp.asarray(scales))
+    lanes = Lanes("noise", kv="float8_e4m3fn", kv_scales=(jnp.asarray(scales),))
     runs = [lanes.decode(run).reshape(len(SETTINGS), LANES, 2) for run in range(20)]
     pairs = dict(zip(SETTINGS, np.concatenate(runs, axis=1), strict=True))
     found = {setting: p_values(pairs[setting], rounded(params)) for setting, params in SETTINGS.items()}

@@ -155,6 +155,19 @@ def test_equal_prompts_share_pages_within_one_plan():
     assert (first.cached, second.cached) == (0, 8)
 
 
+def test_pages_are_shared_where_all_that_they_depend_on_is_the_same():
+    """An image's rows have the tokens of any other's, and an adapter's keys and values are nobody else's."""
+    s = make(num_pages=60)
+    kinds = {}, {"salt": 7}, {"overridden": {2: 2**63}}, {"overridden": {9: 5}}, {"salt": 7, "overridden": {9: 5}}
+    for shared in ([0, 0, 0, 8, 8], [12] * 5):
+        for kind, cached in zip(kinds, shared, strict=True):
+            seq = sequence(s, range(13), **kind)
+            read(s, s.plan())
+            s.finish(seq)
+            assert seq.cached == cached, kind
+    s.audit()
+
+
 def test_the_last_token_of_a_cached_prompt_is_computed_again():
     s = make()
     first = sequence(s, range(12))

@@ -24,11 +24,11 @@ import jaxspec
 from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import host
-from jaxspec.cache.paged import MemoryPlan
+from jaxspec.cache.memory_plan import MemoryPlan
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
 from jaxspec.engine.runner import Runner
-from jaxspec.models.description import DeltaRule
+from jaxspec.models.description import Decoder, Recurrence
 from jaxspec.models.families import MODELS
 from jaxspec.parallel import collectives, sharding
 from jaxspec.scheduling.audit import audit
@@ -131,16 +131,17 @@ def check(folder: Path, draft: str, size: int, structured=False, groups=1, sampl
         assert own[0] == texts, name
         np.testing.assert_allclose(own[1], logprobs, atol=2e-4)
         for whole, gathered in zip(state, shards, strict=True):
-            gathered = gather(gathered, whole.shape, several.engine.runner.model.config.linear, size)
+            gathered = gather(gathered, whole.shape, several.engine.runner.model.config.decoder, size)
             np.testing.assert_allclose(gathered.astype(np.float64), whole.astype(np.float64), atol=2e-4)
     return several
 
 
-def gather(x: np.ndarray, shape: tuple[int, ...], rule: DeltaRule | None, size: int) -> np.ndarray:
+def gather(x: np.ndarray, shape: tuple[int, ...], decoder: Decoder, size: int) -> np.ndarray:
     """The array of one device, of this shape, from the shards of several side by side: their repeated heads once, and
     the convolution's channels, which each device has some of its queries, keys and values of, in order."""
     for axis, (a, b) in enumerate(zip(shape, x.shape, strict=True)):
         x = np.take(x, np.arange(a) * (b // a), axis=axis)
+    rule = next(iter(decoder.groups(Recurrence)), None)
     if rule is not None and shape and shape[-1] == rule.channels:
         keys = rule.key_heads * rule.key_dim // size
         parts = np.split(x.reshape(*shape[:-1], size, -1), [keys, 2 * keys], axis=-1)

@@ -91,7 +91,8 @@ class Session:
 
     def kv(self, i: int) -> np.ndarray:
         """The target's keys and values of what request i has committed, f32[l, 2, positions, m, h]."""
-        kv = np.moveaxis(np.asarray(self.state.cache.kv[:, self.table[i]], np.float32), 2, 1)  # [l, 2, pages, m, s, h]
+        (pages,) = self.state.cache.kv
+        kv = np.moveaxis(np.asarray(pages[:, self.table[i]], np.float32), 2, 1)  # [l, 2, pages, m, s, h]
         kv = np.moveaxis(kv, 4, 3)
         return kv.reshape(*kv.shape[:2], -1, *kv.shape[4:])[:, :, : len(self.texts[i]) - 1]
 

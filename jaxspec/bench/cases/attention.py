@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxspec.bench.cases.case import BLOCK, PAGE, Case
 from jaxspec.cache.paged import Rows
-from jaxspec.decoder.layer import attention
 from jaxspec.decoder.mixer import OnlyAttention
+from jaxspec.decoder.mixings import attention
 from jaxspec.models.description import Attention, Layer, Mlp, Norm, Rope
 from jaxspec.pallas.attention.paged_attention import paged_attention, reference
 
@@ -129,7 +129,7 @@ def _heads(name: str, rows: Rows, t: int, parts: int, layers: int, dtype: str, k
     def mix(mixer, layer, qkv, own):
         weights, kv = own
         mine = {name: each[layer] for name, each in weights.items()}
-        q, kv = attention(described, mine, jnp.int32(layer), qkv[layer], rows.positions(t), mixer, kv, dtype)
+        q, kv = attention.mix(described, mine, jnp.int32(layer), [qkv[layer]], rows.positions(t), mixer, kv, dtype)
         return q, (weights, kv)
 
     plain = OnlyAttention(lambda kv, layer, q, k, v, window: (q, _scatter(rows, kv, layer, k, v)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors
+from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors, delta_rule_tensors
 from jaxspec.models.description import Decoder, DeltaRule
 from jaxspec.models.families import qwen3_next
 from jaxspec.models.weights import LEAST, by_outputs, linear
@@ -33,4 +33,4 @@ def separate_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
     }
 
 
-tensors = partial(decoder_tensors, projections=separate_projections)
+tensors = partial(decoder_tensors, mixings={DeltaRule: partial(delta_rule_tensors, projections=separate_projections)})
