@@ -80,7 +80,7 @@ def conv_chunk(
             weight_s=plgpu.SMEM((group, taps, WIDTH), x.dtype),
             ready=plgpu.Barrier(num_arrivals=3, num_barriers=group),
         ),
-        # Safe here: nobody but bulk copies writes to shared memory.
+        # Safe here: only bulk copies write to shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(layer.reshape(1), targets, count, before, x, weight, ref)

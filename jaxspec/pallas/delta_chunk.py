@@ -115,7 +115,7 @@ def delta_chunk(
             ready=plgpu.Barrier(num_arrivals=8, num_barriers=STAGES),
             loaded=plgpu.Barrier(),
         ),
-        # Safe here: what one thread writes and another reads is committed in between, written out below.
+        # Safe here: a thread's writes are committed before another thread reads them, written out below.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(

@@ -143,7 +143,7 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
         cluster=(division.splits,),
         cluster_names=("split",),
         scratch_types=scratch_of(plan),
-        # Safe here: what one thread writes and another reads is committed in between, written out below.
+        # Safe here: a thread's writes are committed before another thread reads them, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(layer.reshape(1), slots, replay, q, k, v, *gates, *refs)

@@ -70,7 +70,7 @@ def delta_within(
             mixed_s=plgpu.SMEM(tile, jnp.bfloat16),
             ready=plgpu.Barrier(num_arrivals=5),
         ),
-        # Safe here: what one thread writes and another reads is committed in between, written out below.
+        # Safe here: a thread's writes are committed before another thread reads them, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(q, k, v, jnp.stack([logs, beta], axis=2))

@@ -8,9 +8,9 @@ item. An expert's weights are read once for each of its items, and blocks that n
 The loop is that of `fp8_rows`. A ring holds pieces of the weights, 128 inputs each, and the rows' inputs that belong to
 them. A piece becomes bfloat16 on its way to the tensor cores (`upcast`), and its products are summed by themselves
 before they are multiplied by its scale. Two or three blocks share a multiprocessor, so that one converts while others
-wait. At few rows there may be fewer blocks than multiprocessors, so two warpgroups of a block take turns at its pieces.
-Rows are the narrow side of the products. A block multiplies as many of them as the next power of two, and stores the
-item's own.
+wait. At few rows there may be fewer blocks than multiprocessors, so two warpgroups of a block alternate between its
+pieces. Rows are the narrow side of the products. A block multiplies as many of them as the next power of two, and
+stores the item's own.
 """
 
 from __future__ import annotations

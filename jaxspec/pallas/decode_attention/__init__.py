@@ -141,7 +141,7 @@ def _attend(
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
         scratch_types=_scratch(plan),
-        # Safe here: what warps hand to one another goes through a barrier or `commit_smem`, written out in `kernel`.
+        # Safe here: warps exchange data through a barrier or `commit_smem`, written out in `kernel`.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )
@@ -206,7 +206,7 @@ def _scratch(plan: Plan) -> dict:
         scratch["part_s"] = plgpu.SMEM((w, *rows), jnp.float32)
         scratch["sums_s"] = plgpu.SMEM((w, 2, plan.rows), jnp.float32)
     elif plan.parts > 1:
-        # A part's result takes the place of its ring, so its first axes must stride over as many bytes.
+        # A part's result overwrites its ring, so its first axes must stride over as many bytes.
         tiles = plan.stages * plan.stage_bytes // (plan.rows * plan.h * 4)
         scratch["ring"] = plgpu.RefUnion(ring, plgpu.SMEM((w, tiles, *rows), jnp.float32))
         scratch["sums_s"] = plgpu.SMEM((w, 2, plan.rows), jnp.float32)

@@ -41,7 +41,7 @@ class Plan:
     splits: int  # blocks that share a request's tokens; all of a call's run at once, since they wait for one another
     warpgroups: int  # of a block, that share those of the block
     tallest: int  # rows of a tile, at most
-    segment: int  # steps that are summed by themselves, whoever takes them; 0: all of a part's are
+    segment: int  # steps that are summed by themselves, in any part; 0: all of a part's are
     interpret: bool  # then sums can't start from a value, and blocks can't count: a second call combines parts
 
     @property
