@@ -81,20 +81,21 @@ def experts_mlp(
         return expert_few.mix(x, _few_stacks(stacks), ids, weights, residual, scale, each=each, centred=centred)
     if len(x) <= portable_experts.FEW and portable.chosen(portable_experts.supported(x.dtype, stacks)):
         return _added(residual, portable_experts.few(x, _unquantised(stacks), ids, weights, each, gating))
-    way, experts = _way(x.dtype, stacks, gating), sum(len(stack[1].values) for stack in stacks)
-    alone = way.unplanned and len(x) == 1 and len(whole) >= ALIGN and scale is not None
+    kernel = choose_expert_kernel(x.dtype, stacks, gating)
+    experts = sum(len(stack[1].values) for stack in stacks)
+    alone = kernel.unplanned and len(x) == 1 and len(whole) >= ALIGN and scale is not None
     if alone:
         rows, items, place = whole, Items(ids, ALIGN, each * ALIGN, each), ids
     else:
-        rows, items, place = plan(x, ids, experts, each, way.highest, way.spare)
-    out = way.run(rows, items)
+        rows, items, place = plan(x, ids, experts, each, kernel.highest, kernel.spare)
+    out = kernel.run(rows, items)
     if scale is None:
         return _added(residual, combine(out, place, weights[:, :each]))
     named = {"each": each, "centred": centred, "alone": experts if alone else 0}
     return expert_add.add_scaled(out, place, weights, residual, scale, **named)
 
 
-class _Way(NamedTuple):
+class ExpertKernel(NamedTuple):
     """A way to multiply items: `run(rows, items)` as `reference` does, for items that `plan` makes with these sizes."""
 
     run: Callable[[Array, Items], Array]
@@ -103,7 +104,7 @@ class _Way(NamedTuple):
     unplanned: bool = False  # takes one token's experts as items without a plan
 
 
-def _way(dtype: Any, stacks: list[Stack], gating: Gating | None) -> _Way:
+def choose_expert_kernel(dtype: Any, stacks: list[Stack], gating: Gating | None) -> ExpertKernel:
     """Choose the first that takes such experts: kernels of quantised weights, of others, portable ones, plain jnp."""
     packed = Mxfp4() in formats(stacks)
     if packed:
@@ -113,11 +114,11 @@ def _way(dtype: Any, stacks: list[Stack], gating: Gating | None) -> _Way:
         quantised = _beyond_kernels(stacks, gating) or expert_fp8.supported(dtype, stacks)
         mix, highest = expert_fp8.mix, expert_fp8.MAX_ROWS
     if chosen(quantised):
-        return _Way(lambda rows, items: mix(rows, stacks, items), highest, QUANTISED_SPARE, unplanned=True)
+        return ExpertKernel(lambda rows, items: mix(rows, stacks, items), highest, QUANTISED_SPARE, unplanned=True)
     unread = _unread(stacks, gating)
     fits = unread or expert_stream.supported(dtype, _unquantised(stacks))
     if chosen(fits, expert_stream.BLOCKS):
-        return _Way(lambda rows, items: expert_stream.stream(rows, _unquantised(stacks), items))
+        return ExpertKernel(lambda rows, items: expert_stream.stream(rows, _unquantised(stacks), items))
     if fits is not None and quantised is not None:
         tell("a mixture of experts", fits if unread is None else quantised)
     ported = (portable_mxfp4 if packed else portable_experts).supported(dtype, stacks)
@@ -126,9 +127,9 @@ def _way(dtype: Any, stacks: list[Stack], gating: Gating | None) -> _Way:
     if portable.chosen(ported):
         if packed:
             run = lambda rows, items: portable_mxfp4.items(rows, stacks[0], items, gating)  # noqa: E731
-            return _Way(run, portable_mxfp4.MAX_ROWS, QUANTISED_SPARE)
-        return _Way(lambda rows, items: portable_experts.items(rows, _unquantised(stacks), items, gating))
-    return _Way(lambda rows, items: reference(rows, stacks, items, gating))
+            return ExpertKernel(run, portable_mxfp4.MAX_ROWS, QUANTISED_SPARE)
+        return ExpertKernel(lambda rows, items: portable_experts.items(rows, _unquantised(stacks), items, gating))
+    return ExpertKernel(lambda rows, items: reference(rows, stacks, items, gating))
 
 
 def _unquantised(stacks: list[Stack]) -> list[tuple[Array, Array]]:
