@@ -140,7 +140,7 @@ class Stage:
         return 2 if self.rows <= TURNS_ROWS else 1
 
     @property
-    def blocks(self) -> int:
+    def blocks_per_multiprocessor(self) -> int:
         """Thread blocks that share a multiprocessor."""
         return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
 
@@ -148,7 +148,7 @@ class Stage:
     def slots(self) -> int:
         """Slots of the ring; each warpgroup has an equal number of them."""
         results = 2 * GROUPS * self.rows * TILE + (self.warpgroups - 1) * 4 * GROUPS * TILE * self.rows
-        room = SHARED_BYTES // self.blocks - RESERVED - results
+        room = SHARED_BYTES // self.blocks_per_multiprocessor - RESERVED - results
         each = room // (BLOCK * (GROUPS * TILE + 2 * self.rows)) // self.warpgroups
         return self.warpgroups * min(-(-self.steps // self.warpgroups), max(2, each))
 

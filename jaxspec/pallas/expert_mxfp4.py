@@ -187,7 +187,7 @@ class Stage:
         return TURNS if self.split else 1
 
     @property
-    def blocks(self) -> int:
+    def blocks_per_multiprocessor(self) -> int:
         """Thread blocks that share a multiprocessor."""
         if self.split:
             return 4
@@ -197,7 +197,7 @@ class Stage:
     def slots(self) -> int:
         """Slots of the ring; each warpgroup has an equal number of them."""
         results = 2 * self.rows * TILE + self.shared * 4 * self.groups * TILE * self.rows
-        room = SHARED_BYTES // self.blocks - RESERVED - results
+        room = SHARED_BYTES // self.blocks_per_multiprocessor - RESERVED - results
         slot = self.groups * TILE * (self.piece // 2 + self.scales) + 2 * self.piece * self.rows
         each = room // slot // self.warpgroups
         most = -(-self.steps // (TURNS if self.shared else 1))
