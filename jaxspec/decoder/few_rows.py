@@ -171,11 +171,11 @@ def run_flat(
     after = following["attn_norm"] if following else None
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
     small = small and not isinstance(weights["qkv"].format, Fp8)
-    ahead = [weights[name].unquantised for name in ("out", "gate_up", "down") if small and name in weights]
+    prefetch = [weights[name].unquantised for name in ("out", "gate_up", "down") if small and name in weights]
 
     def write(kv, place, inverse):
         operands = *zip(*inputs, strict=True), operand(weights["qkv"]), *table, kv, i, place.reshape(-1)
-        q, kv = few_rows.heads(*operands, norms, ahead, weights.get("qkv_bias"), inverse, eps=eps)
+        q, kv = few_rows.heads(*operands, norms, prefetch, weights.get("qkv_bias"), inverse, eps=eps)
         return q.reshape(b, -1, a.heads, a.head_dim), kv
 
     mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, a.window, **equations.sinks(a, weights))
@@ -183,10 +183,10 @@ def run_flat(
     if isinstance(layer.feed, Mixture):
         return *mixture(layer, weights, x, mixed, *valid, after, following and following["qkv"]), cache
     bias = weights.get("out_bias")
-    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], bias=bias, ahead=weights["gate_up"])
-    ahead = [following["qkv"].unquantised] if small and following else []
-    hidden = few_rows.gated(*given, operand(weights["gate_up"]), ahead, eps=eps)
-    x, given = add(x, hidden, weights["down"], after, ahead=following["qkv"] if following else None)
+    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], bias=bias, prefetch=weights["gate_up"])
+    prefetch = [following["qkv"].unquantised] if small and following else []
+    hidden = few_rows.gated(*given, operand(weights["gate_up"]), prefetch, eps=eps)
+    x, given = add(x, hidden, weights["down"], after, prefetch=following["qkv"] if following else None)
     return x, given, cache
 
 

@@ -179,7 +179,7 @@ def run_padded(
         rows, _ = add(rows, mixed, weights["out"], None)
         x = feed(layer, weights, rows.reshape(x.shape), positions)
         return x, (flat_rows(x), after), cache
-    rows, given = add(rows, mixed, weights["out"], weights["mlp_norm"], norm.centred, ahead=weights["gate_up"])
+    rows, given = add(rows, mixed, weights["out"], weights["mlp_norm"], norm.centred, prefetch=weights["gate_up"])
     hidden = few_rows.gated(*given, operand(weights["gate_up"]), eps=norm.eps)
     rows, given = add(rows, hidden, weights["down"], after, norm.centred)
     return rows.reshape(x.shape), given, cache

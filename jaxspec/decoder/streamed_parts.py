@@ -48,7 +48,7 @@ def run(
         mixed, cache = attention(layer, weights, i, qkv, positions, mixer, cache, x.dtype)
         mixed = jnp.pad(mixed.reshape(b * t, -1), more)
         made = stream(x, mixed, [of["out"]], [], stages=("matmul",))
-        x = summed(made, x, ahead=weights["gate_up"].raw)
+        x = summed(made, x, prefetch=weights["gate_up"].raw)
         made = stream(x, None, [of["gate_up"], of["down"]], [weights["mlp_norm"]], stages=("norm", "gated", "matmul"))
         return summed(made, x), cache
 

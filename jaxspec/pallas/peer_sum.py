@@ -14,7 +14,7 @@ data, so nothing is fenced, and no thread waits for another of its device. The f
 only grows, and one that is too old differs from the expected one, when it has wrapped, too. Two buffers alternate: a
 peer that writes call i + 2 has read this device's call i + 1, which began after call i had been read.
 
-Meanwhile memory is idle. Further blocks prefetch some of the next kernel's weights into the L2 cache (`ahead`).
+Meanwhile memory is idle. Further blocks prefetch some of the next kernel's weights into the L2 cache (`prefetch`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHUNK = THREADS * VECTOR  # numbers of a block
 BLOCKS = 512  # the most of a call, for which a workspace has room
 PACKET = 16  # bytes, half of them data
 COUNTS = 4 * THREADS  # bytes of a block's counters of calls, one a thread
-AHEAD_BLOCKS, PIECE = 96, 1024  # blocks that prefetch, and bytes of each of their threads: 12 MiB, 3 us of memory
+PREFETCH_BLOCKS, PIECE = 96, 1024  # blocks that prefetch, and bytes of each of their threads: 12 MiB, 3 us of memory
 REGIONS = 4  # of the weights: each is prefetched from its beginning, as a product's inputs may be divided among blocks
 POLLS = 1024  # of a packet, before the clock is looked at
 LIMIT = 10_000_000_000  # nanoseconds that a thread waits for a peer before it ends the program with an error
@@ -93,7 +93,7 @@ def peer_sum(
     first: Int[Array, "1"],
     x: Float[Array, "*l r d"] | None = None,
     scale: Float[Array, " d"] | None = None,
-    ahead: Float[Array, "k n"] | None = None,
+    prefetch: Float[Array, "k n"] | None = None,
     *,
     centred: bool = False,
     limit: int = LIMIT,
@@ -104,8 +104,8 @@ def peer_sum(
     A `part` in float32 comes in parts itself, as `weight_stream` leaves it: they are added up and rounded to bfloat16
     before they are sent. `table`: the address of each rank's workspace, low and high word. `first`: this device's rank.
     With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well, as in `few_rows.add_product`.
-    `ahead`: weights that the next kernel reads. A leading axis of `part` and `x` has an entry for each of several ranks
-    on this device, from `first` on; for tests on one GPU. All ranks must call it in the same order with the same
+    `prefetch`: weights that the next kernel reads. A leading axis of `part` and `x` has an entry for each of several
+    ranks on this device, from `first` on; for tests on one GPU. All ranks must call it in the same order with the same
     shapes. One that waits longer than `limit` nanoseconds for another traps: the program fails, and so does all that
     the process does on this GPU afterwards.
 
@@ -120,13 +120,13 @@ def peer_sum(
     here, *splits, rows, width = part.shape
     out = jax.ShapeDtypeStruct((here, rows, width), jnp.bfloat16)
     squares = jax.ShapeDtypeStruct((here, tiles_of_squares(width), rows), _f32)
-    given = [each for each in (x, scale, ahead) if each is not None]
-    fetched = 0 if ahead is None else ahead.size * ahead.dtype.itemsize
+    given = [each for each in (x, scale, prefetch) if each is not None]
+    fetched = 0 if prefetch is None else prefetch.size * prefetch.dtype.itemsize
     made = plgpu.kernel(
         partial(_sum, len(table), (*splits, rows, width), x is not None, scale is not None, centred, limit, fetched),
         kernel_name="peer_sum",
         out_type=[out] if scale is None else [out, out, squares],
-        grid=(rows * width // CHUNK + (AHEAD_BLOCKS if fetched else 0), here),
+        grid=(rows * width // CHUNK + (PREFETCH_BLOCKS if fetched else 0), here),
         grid_names=("block", "rank"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(part, table, first, *given)
@@ -138,7 +138,7 @@ def _sum(ranks, shape, added, scaled, centred, limit, fetched, *refs):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=None)
     def run(ctx, *refs):
         addresses, i32 = [_address(ref) for ref in refs], ir.IntegerType.get_signless(32)
-        ahead = addresses.pop(3 + added + scaled) if fetched else None
+        prefetch = addresses.pop(3 + added + scaled) if fetched else None
         here = arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))  # the last axis of a grid is x
         block = arith.index_cast(i32, gpu.block_id(gpu.Dimension.y))
         thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
@@ -152,7 +152,7 @@ def _sum(ranks, shape, added, scaled, centred, limit, fetched, *refs):
             summing()
             scf.yield_([])
         with ir.InsertionPoint(either.else_block):
-            _prefetch(ahead, fetched, _add(_mul(arith.subi(block, blocks), THREADS), thread))
+            _prefetch(prefetch, fetched, _add(_mul(arith.subi(block, blocks), THREADS), thread))
             scf.yield_([])
 
     run(*refs)
@@ -160,7 +160,7 @@ def _sum(ranks, shape, added, scaled, centred, limit, fetched, *refs):
 
 def _prefetch(weights, size, thread):
     """Begin to prefetch one thread's piece of the weights into the L2 cache."""
-    pieces = min(AHEAD_BLOCKS * THREADS, size // PIECE // REGIONS * REGIONS)
+    pieces = min(PREFETCH_BLOCKS * THREADS, size // PIECE // REGIONS * REGIONS)
     region = size // REGIONS // 16 * 16
     at = _add(_mul(arith.remui(thread, _c(REGIONS)), region), _mul(arith.divui(thread, _c(REGIONS)), PIECE))
     within = arith.cmpi(arith.CmpIPredicate.ult, thread, _c(pieces))

@@ -303,8 +303,8 @@ class _Rows:
         acc, top, total, ids = carry
         plan, stream, narrow = self.plan, self.stream, self.plan.narrow
         stage = lax.rem(i, jnp.int32(plan.stages))
-        ahead = i + plan.stages
-        next_ids = stream.pages(ahead + 1)  # a step before they are needed, since they come from memory
+        prefetch = i + plan.stages
+        next_ids = stream.pages(prefetch + 1)  # a step before they are needed, since they come from memory
         if narrow:
             scores = product(stream.left(stage, 0), transposed(self.q_s))
         else:
@@ -320,14 +320,14 @@ class _Rows:
             total = total * shrink + over_tokens(plan, "add", weights)
         put(plan, self.p_s, weights)
         plgpu.commit_smem()  # all warps are done with the keys, too
-        pl.when(ahead < self.count)(lambda: stream.fetch(ahead, ids, 0, stage))
+        pl.when(prefetch < self.count)(lambda: stream.fetch(prefetch, ids, 0, stage))
         acc = acc * spread(plan, shrink, acc)
         if narrow:
             acc = add_product(plan, acc, stream.left(stage, 1), transposed(self.p_s))
         else:
             acc = add_product(plan, acc, self.p_s, stream.operand(stage, 1))
         plgpu.commit_smem()  # all warps are done with the values and the weights
-        pl.when(ahead < self.count)(lambda: stream.fetch(ahead, ids, 1, stage))
+        pl.when(prefetch < self.count)(lambda: stream.fetch(prefetch, ids, 1, stage))
         return acc, new_top, total, next_ids
 
     def _seen(self, place):

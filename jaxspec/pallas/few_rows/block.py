@@ -148,7 +148,7 @@ def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
 def multiply(
     share,
     begun,
-    ahead,
+    prefetch,
     end,
     factor=None,
     *,
@@ -161,11 +161,11 @@ def multiply(
     """Call `end` with the products of a tile's columns, f32[TILE, rows] of each group.
 
     These are products of all rows, or, if several blocks of a cluster finish some rows each, of `finished` rows from
-    `first_row` on. `ahead`: weights to prefetch into the L2 cache meanwhile. `factor`: multiplies each row's products,
-    if it is given.
+    `first_row` on. `prefetch`: weights to prefetch into the L2 cache meanwhile. `factor`: multiplies each row's
+    products, if it is given.
     """
     split = split_of(share)
-    _prefetch(ahead, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
+    _prefetch(prefetch, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
 
     def finish(totals):
         if factor is not None:
@@ -252,9 +252,9 @@ def _sums(share, fetch, *, weight_s, rows_s, ready):
     return pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)
 
 
-def _prefetch(ahead, block, blocks):
+def _prefetch(prefetch, block, blocks):
     """Begin to prefetch this block's share of later kernels' weights into the L2 cache."""
-    for weight_g in ahead:
+    for weight_g in prefetch:
         height, width = (largest(size) for size in weight_g.shape)
         across = weight_g.shape[1] // width
         pieces = weight_g.shape[0] // height * across

@@ -16,7 +16,7 @@ gate and up. It prefetches its weights, all at once or as many as a ring in shar
 other operand: every block norms all rows for itself, since they are few. On the tensor cores the weights' columns are
 the side that is 64 wide, and rows the narrow one, so eight rows cost an eighth of 64. Inputs can be divided among the
 blocks of a cluster, which send their sums into the shared memory of the first one. In a small model memory is idle for
-most of a layer; there a waiting block prefetches later kernels' weights into the L2 cache (`ahead`). In wide layers
+most of a layer; there a waiting block prefetches later kernels' weights into the L2 cache (`prefetch`). In wide layers
 that took longer than it saved.
 
 Norming wide rows takes longer than loading the first weights, and takes shared memory from the weights. But a norm's
@@ -93,7 +93,7 @@ def gated(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
     weight: Float[Array, "d n"] | Fp8Weight,
-    ahead: Sequence[Float[Array, "_ _"]] = (),
+    prefetch: Sequence[Float[Array, "_ _"]] = (),
     *,
     eps: float,
     splits: int | None = None,
@@ -102,26 +102,26 @@ def gated(
     """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
 
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
-    once less. `ahead`: weights that later kernels will read. `splits`: among how many blocks of a cluster to divide the
-    inputs; interpret mode, which can't send data between them, takes 1 alone.
+    once less. `prefetch`: weights that later kernels will read. `splits`: among how many blocks of a cluster to divide
+    the inputs; interpret mode, which can't send data between them, takes 1 alone.
     """
     rows, columns = len(x), outputs(weight)
     share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, fp8=isinstance(weight, Fp8Weight))
     share = with_splits(share, splits, interpret)
     return plgpu.kernel(
-        partial(_gated_tile, share, eps, len(ahead)),
+        partial(_gated_tile, share, eps, len(prefetch)),
         kernel_name="few_rows_gated",
         out_type=jax.ShapeDtypeStruct((rows, columns // 2), x.dtype),
         **grid_of(share),
         scratch_types=scratch_of(share, interpret) | out_of(share),
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, *operands(weight), *ahead)
+    )(x, scale, *operands(weight), *prefetch)
 
 
-def _gated_tile(share, eps, ahead, x_g, scale_g, *refs, out_s, **scratch):
+def _gated_tile(share, eps, num_prefetched, x_g, scale_g, *refs, out_s, **scratch):
     tile, refs = lax.axis_index("tile"), list(refs)
-    weights_g, out_g = [taken(share, refs)], refs[ahead]
+    weights_g, out_g = [taken(share, refs)], refs[num_prefetched]
     begun = begin(share, weights_g, [x_g], **scratch)
     factor, rows = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
 
@@ -133,7 +133,7 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, *refs, out_s, **scratch):
             column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
             out_g[rows, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
 
-    multiply(share, begun, refs[:ahead], finish, factor, **scratch)
+    multiply(share, begun, refs[:num_prefetched], finish, factor, **scratch)
 
 
 @lower_once("few_rows_heads", "eps", "splits")
@@ -147,7 +147,7 @@ def heads(
     layer: Int[Array, ""],
     place: Int[Array, " r"],
     norms: Sequence[Float[Array, " h"]] = (),
-    ahead: Sequence[Float[Array, "_ _"]] = (),
+    prefetch: Sequence[Float[Array, "_ _"]] = (),
     bias: Float[Array, " n"] | None = None,
     inverse: Float[Array, "l 2 m"] | None = None,
     *,
@@ -162,12 +162,12 @@ def heads(
     `norms`: the scales of the norms of each head's queries and keys, if there are any. `cos` and `sin`: the rope table
     of the rows, float32. `place`: KV slots, counted over all pages. Row i's keys and values go to slot `place[i] % s`
     of page `place[i] // s`, converted by `kv_write.stored` with the `inverse` of their scales; those of padding rows,
-    whose KV slots are negative, go nowhere. `bias` is added to the rounded products. `ahead` and `splits` as in
+    whose KV slots are negative, go nowhere. `bias` is added to the rounded products. `prefetch` and `splits` as in
     `gated`.
     """
     queries = outputs(weight) // kv.shape[5] - 2 * kv.shape[3]
     norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, place)
-    return _heads(queries, *of, norms, ahead, bias, inverse, eps, splits, interpret)
+    return _heads(queries, *of, norms, prefetch, bias, inverse, eps, splits, interpret)
 
 
 @lower_once("few_rows_keys_values", "eps")
@@ -195,7 +195,7 @@ def keys_values(
 
 
 def _heads(
-    queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, bias, inverse, eps, splits, interpret
+    queries, rows, scales, weight, cos, sin, kv, layer, place, norms, prefetch, bias, inverse, eps, splits, interpret
 ):
     """The queries, if there are any, and the pages."""
     count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
@@ -215,7 +215,7 @@ def _heads(
         | {"head_s": plgpu.SMEM((share.finished, width), rows[0].dtype)},
         compiler_params=params(),
         interpret=interpret,
-    )(*operands(weight), cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *ahead)
+    )(*operands(weight), cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *prefetch)
     return *q, jax.freeze(ref)
 
 
