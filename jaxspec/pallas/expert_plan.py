@@ -147,11 +147,11 @@ def _place(experts, expert, before, all_s, earlier_s):
 
 def _find_bits(tokens, experts, ids_s, bits_s):
     """Each token's experts, a bit each, in words."""
-    real = plgpu.broadcasted_iota(_i32, (MOST, GROUP), 0, layout=BY_TOKEN) < tokens  # no ids were loaded for others
+    valid = plgpu.broadcasted_iota(_i32, (MOST, GROUP), 0, layout=BY_TOKEN) < tokens  # no ids were loaded for others
     pairs = []
     for i in range(ids_s.shape[0]):
         ids = _load(ids_s.at[i], layout=BY_TOKEN)
-        pairs.append((jnp.where(real, _shift(ids, 5), -1), 1 << (ids & (BITS - 1))))
+        pairs.append((jnp.where(valid, _shift(ids, 5), -1), 1 << (ids & (BITS - 1))))
     for i in range(-(-experts // BITS)):
         bits_s[i, pl.ds(0, MOST)] = jnp.sum(sum(jnp.where(word == i, bit, 0) for word, bit in pairs), axis=1)
 

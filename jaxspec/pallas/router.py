@@ -46,7 +46,7 @@ def _share(rows: int, width: int, columns: int) -> Share:
     return Share(rows, (width,), columns, columns // TILE, splits, normed=False)
 
 
-@lower_once("router", "k", "renormalised", "eps", "real", "splits")
+@lower_once("router", "k", "renormalised", "eps", "num_experts", "splits")
 def router(
     x: Scaled,
     weight: Float[Array, "d e"],
@@ -56,7 +56,7 @@ def router(
     k: int,
     renormalised: bool,
     eps: float,
-    real: int | None = None,
+    num_experts: int | None = None,
     splits: int | None = None,
     interpret: Any = False,
 ) -> tuple[Int[Array, "r w"], Float[Array, "r w"], Float[Array, "r d"]]:
@@ -64,16 +64,16 @@ def router(
     rows in bfloat16.
 
     The norm, of this `eps`, is rounded in the result alone: logits are sums of the scaled rows, multiplied by the
-    norm's factor in float32. `bias` is added to logits. `real`: how many columns are experts, if some are padding.
-    `splits`: among how many blocks to divide the inputs; interpret mode takes 1 alone.
+    norm's factor in float32. `bias` is added to logits. `num_experts`: columns from there on are padding; None: all are
+    experts. `splits`: among how many blocks to divide the inputs; interpret mode takes 1 alone.
     """
-    (rows, width), experts = x.rows.shape, weight.shape[1]
-    share = with_splits(_share(rows, width, experts), splits, interpret)
+    (rows, width), columns = x.rows.shape, weight.shape[1]
+    share = with_splits(_share(rows, width, columns), splits, interpret)
     biases = [] if bias is None else [bias]
     chosen = partial(jax.ShapeDtypeStruct, (rows, LANES))
-    scratch = {"logits_s": plgpu.SMEM((rows, -(-experts // LANES) * LANES), _f32)}
+    scratch = {"logits_s": plgpu.SMEM((rows, -(-columns // LANES) * LANES), _f32)}
     made = plgpu.kernel(
-        partial(_block, share, eps, real or experts, k, renormalised),
+        partial(_block, share, eps, num_experts or columns, k, renormalised),
         kernel_name="router",
         out_type=[chosen(_i32), chosen(_f32), jax.ShapeDtypeStruct((rows, width), x.rows.dtype)],
         **grid_of(share),
