@@ -144,18 +144,18 @@ def summed(
     part: Float[Array, "r d"] | Float[Array, "s r d"],
     x: Float[Array, "r d"] | None = None,
     scale: Float[Array, " d"] | None = None,
-    ahead: Float[Array, "k n"] | None = None,
+    prefetch: Float[Array, "k n"] | None = None,
     *,
     centred: bool = False,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
     """x plus the sum of all devices' `part`, the same bits on each: through peers' memory if it can go there.
 
     A `part` in float32 comes in parts, which are added up and rounded to bfloat16 first. With a `scale`, as `Scaled`
-    rows as well, as of `few_rows.add_product`. `ahead`: weights that come next.
+    rows as well, as of `few_rows.add_product`. `prefetch`: weights that the next kernel reads.
     """
     here, dtype = _known.get(), jnp.bfloat16 if part.ndim == 3 else part.dtype
     if here is not None and peer_sum.supported(*part.shape[-2:], dtype) is None:
-        return peer_sum.peer_sum(part, *here, x, scale, ahead, centred=centred)
+        return peer_sum.peer_sum(part, *here, x, scale, prefetch, centred=centred)
     if part.ndim == 3:
         part = part.sum(0).astype(dtype)
     if x is not None and scale is None:

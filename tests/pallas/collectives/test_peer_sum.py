@@ -129,7 +129,7 @@ class Ranks:
         with ThreadPoolExecutor(self.count) as pool:
             return list(pool.map(one, range(self.count)))
 
-    def summed(self, part, x=None, scale=None, ahead=None, *, centred=False):
+    def summed(self, part, x=None, scale=None, prefetch=None, *, centred=False):
         here = self.rank.here
         part = part.sum(0).astype(bf16) if part.ndim == 3 else part
         self._parts[here] = jax.block_until_ready(part)
