@@ -70,12 +70,12 @@ def router(
     (rows, width), columns = x.rows.shape, weight.shape[1]
     share = with_splits(_share(rows, width, columns), splits, interpret)
     biases = [] if bias is None else [bias]
-    columns = partial(jax.ShapeDtypeStruct, (rows, LANES))
-    scratch = {"logits_s": plgpu.SMEM((rows, -(-experts // LANES) * LANES), _f32)}
+    choices = partial(jax.ShapeDtypeStruct, (rows, LANES))
+    scratch = {"logits_s": plgpu.SMEM((rows, -(-columns // LANES) * LANES), _f32)}
     made = plgpu.kernel(
         partial(_block, share, eps, num_experts or columns, k, renormalised),
         kernel_name="router",
-        out_type=[columns(_i32), columns(_f32), jax.ShapeDtypeStruct((rows, width), x.rows.dtype)],
+        out_type=[choices(_i32), choices(_f32), jax.ShapeDtypeStruct((rows, width), x.rows.dtype)],
         **grid_of(share),
         scratch_types=scratch_of(share) | scratch,
         compiler_params=params(),
