@@ -18,7 +18,8 @@ from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Sequence
 from jaxspec.structured.grammar import Matcher
-from jaxspec.text.tokenizer import Detokenizer, TokenizerError
+from jaxspec.text.detokenizer import Detokenizer
+from jaxspec.text.errors import TokenizerError
 
 
 @dataclass(eq=False, slots=True)

@@ -37,7 +37,7 @@ from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Sequence
 from jaxspec.scheduling.sequence import State as SequenceState
 from jaxspec.structured.grammar import first_masks, round_masks
-from jaxspec.text.tokenizer import Detokenizer
+from jaxspec.text.detokenizer import Detokenizer
 
 log = logging.getLogger("jaxspec")
 

@@ -13,7 +13,7 @@ from jaxspec.config.request import Delta, RequestError, RequestOutput, SamplingP
 from jaxspec.engine.completion_builder import Gathered, output
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.interrupts import Interrupts
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 
 
 class LLM:

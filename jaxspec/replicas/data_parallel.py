@@ -40,7 +40,7 @@ from jaxspec.engine.stats import together
 from jaxspec.engine.streams import Stream, wake
 from jaxspec.replicas.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.replicas.prefix_affinity import Prefixes, pages
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 
 log = logging.getLogger("jaxspec")
 

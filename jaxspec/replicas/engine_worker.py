@@ -33,7 +33,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError
 from jaxspec.engine.async_llm import AsyncLLM, EngineDead, RequestFailed, described_devices
 from jaxspec.parallel.channel import Channel
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 
 log = logging.getLogger("jaxspec")
 
