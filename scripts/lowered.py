@@ -51,7 +51,7 @@ from jax._src.pallas.mosaic_gpu import lowering as mosaic
 from jaxspec.checkpoint import Model, load
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.drafters import LoadedDrafter, load_drafter
+from jaxspec.drafters.loading import LoadedDrafter, load_drafter
 from jaxspec.engine import defaults, runner
 from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper

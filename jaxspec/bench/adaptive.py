@@ -46,8 +46,8 @@ from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
 from jaxspec.config.request import SamplingParams
-from jaxspec.drafters import load_drafter
 from jaxspec.drafters.base import Resting
+from jaxspec.drafters.loading import load_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import GREEDY

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from jaxspec import drafters
 from jaxspec.checkpoint import GgufFile, Model, load_target, locate, outlined
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
+from jaxspec.drafters import loading
+from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 
 
 def drafter_of(options: EngineConfig, model: Model) -> LoadedDrafter:
@@ -56,7 +56,7 @@ class Loading:
         if isinstance(locate(options.model, options.revision, load_format=options.load_format), GgufFile):
             return None
         model = outlined(options)
-        if (draft := drafters.outlined(options.draft, model, options)) is None:
+        if (draft := loading.outlined(options.draft, model, options)) is None:
             return None
         return cls(options, model, drafter_of(dataclasses.replace(options, draft=draft), model))
 

@@ -243,6 +243,19 @@ class Drafter:
 
 
 @dataclass(frozen=True)
+class NoDrafter(Drafter):
+    """Drafts nothing: the round is plain decoding."""
+
+    num_draft_tokens: int = 0
+
+    def on_one_of(self, size):
+        return self
+
+    def propose(self, params, state, batch):
+        return Proposal.none(len(batch.length)), state
+
+
+@dataclass(frozen=True)
 class Resting(Drafter):
     """Rounds of plain decoding that skip another drafter: no drafts, and its state isn't updated."""
 

@@ -9,8 +9,8 @@ import jax
 from jaxspec.checkpoint import Model, check_context
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.parallel import sharding
 from jaxspec.rounds import ragged_verification
 from jaxspec.rounds.packing import Shapes, ladder

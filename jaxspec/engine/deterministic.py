@@ -15,7 +15,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
-from jaxspec.drafters import LoadedDrafter
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import weight_stream

@@ -44,8 +44,8 @@ from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
-from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared
 from jaxspec.models.model_config import ModelConfig

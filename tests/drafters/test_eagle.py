@@ -16,9 +16,9 @@ import jaxspec
 from jaxspec import ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.base import PrefillBatch
 from jaxspec.drafters.eagle import Eagle, Eagle3
+from jaxspec.drafters.registry import KNOWN, Known
 from jaxspec.scheduling.prefix_cache import PagePool, PrefixTree
 from tests.engine import test_lossless as lossless
 from tests.rounds import test_distribution as distribution
