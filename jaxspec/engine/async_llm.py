@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError, SamplingParams
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.streams import Stream, wake
 from jaxspec.parallel.hosts import Leader
 
 log = logging.getLogger("jaxspec")
@@ -51,6 +51,34 @@ class RequestTimeout(RequestFailed):
 
 class Overloaded(RuntimeError):
     """As many requests wait as `max_queued_requests` allows; nothing of this one was kept, so send it again later."""
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """A caller that waits for the engine. `begun`: the engine has taken the request; earlier deltas were another
+    request's with the same id. `sent` is counted by the engine's thread, `taken` by the caller's. `member`: of several
+    engines, the one that serves it, `name` the request's id."""
+
+    loop: asyncio.AbstractEventLoop
+    arrived: asyncio.Queue
+    begun: bool = False
+    sent: int = 0
+    taken: int = 0
+    member: Any = None
+    name: str = ""
+
+
+def wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[asyncio.Queue, Any]]) -> None:
+    """Put an item into each of these queues of a loop, from any thread, with one wake-up. A closed loop gets none."""
+
+    def put():
+        for deltas, item in batch:
+            deltas.put_nowait(item)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:  # the loop was closed with its callers; nobody is listening
+        log.debug("dropped %d deltas of a closed event loop", len(batch))
 
 
 def check_params(params: Any) -> None:

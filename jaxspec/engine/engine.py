@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,6 @@ from jaxspec.config.request import Delta, RequestError, RequestMetrics, sources_
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
-from jaxspec.engine.flight import Flight
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.stats import Counts, DecodeLog, figures
 from jaxspec.rounds.packing import fit, unpack_logprobs
@@ -32,14 +32,29 @@ from jaxspec.rounds.programs import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LO
 from jaxspec.scheduling import skipped_drafts
 from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.draft_count import REST, Chooser, Group
-from jaxspec.scheduling.prefill_budget import Pace
+from jaxspec.scheduling.prefill_budget import Behind, Pace
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Sequence
+from jaxspec.scheduling.sequence import Chunk, Sequence
 from jaxspec.scheduling.sequence import State as SequenceState
 from jaxspec.structured.grammar import first_masks, round_masks
 from jaxspec.text.detokenizer import Detokenizer
 
 log = logging.getLogger("jaxspec")
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A dispatched program whose result hasn't been read, and how to read it: `read(program, result, deltas)`."""
+
+    read: Callable[[InFlight, np.ndarray, list[Delta]], None]
+    result: jax.Array
+    rows: list[tuple[Sequence, int]]  # with the epoch at dispatch: a later one means the row is nobody's
+    mode: str = GREEDY
+    chunk: Chunk | None = None  # the part of a prompt that was scored
+    drafts: int = 0  # of a round
+    group: Group | None = None  # of a round whose drafts were chosen, and may tell how to choose
+    behind: Behind | None = None  # of a round: what was dispatched since the one before it
+    started: float = field(default_factory=time.monotonic)  # seconds
 
 
 class Engine:
@@ -82,7 +97,7 @@ class Engine:
         self.pace = Pace(self.config.max_itl_ms and self.config.max_itl_ms / 1e3, shapes.block, shapes.prefills)
         self.timeline = None  # the `timeline.Timeline` that records, if one does
         self._read_at = 0.0  # when the last result was read
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._due = 0  # of them, those to read before anything else is dispatched
         draft = self.runner.draft
         self._watch = Watch(draft.name, self.runner.model.name, draft.card)
@@ -102,7 +117,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests or self._flights)
+        return bool(self.requests or self._in_flight)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -151,9 +166,9 @@ class Engine:
         deltas, began = [], time.monotonic()
         prompts = 0 if self._due else self._dispatch(deltas, began)
         waited = False
-        while self._due and not (waited and not self._flights[0].result.is_ready()):
+        while self._due and not (waited and not self._in_flight[0].result.is_ready()):
             self._due, waited = self._due - 1, True
-            self._read(deltas, keep=len(self._flights) - 1)
+            self._read(deltas, keep=len(self._in_flight) - 1)
         if moved := prompts + sum(len(delta.token_ids) for delta in deltas):
             self.counts.step_tokens.observe(moved)
         if self.timeline is not None:
@@ -173,7 +188,7 @@ class Engine:
             scored = self.runner.prefill(plan.prefill, table)
             if scored is not None:
                 (chunk,) = plan.prefill
-                self._fly(self._read_score, scored, [chunk.seq], chunk=chunk)
+                self._put_in_flight(self._read_score, scored, [chunk.seq], chunk=chunk)
         for seq in plan.admit:
             self._admit(seq)
         if plan.first:
@@ -181,20 +196,20 @@ class Engine:
         if plan.rows:
             self._round(plan.rows, plan.rounds, table, deltas)
         overlap = bool(plan.rows or plan.first) and not self.config.disable_overlap
-        self._due = max(len(self._flights) - overlap, 0)
+        self._due = max(len(self._in_flight) - overlap, 0)
         return prompts
 
     def _first(self, seqs: list[Sequence], table: np.ndarray) -> None:
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
         if not _constrained(seqs):
             mode = self.runner.mode_of_first(mode, len(seqs))
-            self._fly(self._read_first, self.runner.first(slots, table, mode), seqs, mode)
+            self._put_in_flight(self._read_first, self.runner.first(slots, table, mode), seqs, mode)
             return
         masks = first_masks([seq.owner.matcher for seq in seqs], self.runner.width, self.model_config.vocab_size)
         for seq in seqs:
             if seq.owner.matcher is not None:
                 seq.owner.matcher.epoch = seq.epoch
-        self._fly(self._read_first, self.runner.masked_first(slots, table, *masks), seqs, LOGPROBS)
+        self._put_in_flight(self._read_first, self.runner.masked_first(slots, table, *masks), seqs, LOGPROBS)
 
     def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
         """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second."""
@@ -204,8 +219,10 @@ class Engine:
             mode = self.runner.mode_of_round(mode, len(seqs), rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
             result = self.runner.round(slots, table, mode, rounds, drafts)
-            flown = self._read_rounds, result, _rows(seqs), mode, None, drafts, chosen, behind, started
-            self._flights.append(Flight(*flown))
+            rows = _rows(seqs)
+            self._in_flight.append(
+                InFlight(self._read_rounds, result, rows, mode, None, drafts, chosen, behind, started)
+            )
             return
         mode = self.runner.mode_of_open_round(mode, len(seqs))
         opened = self.runner.open_round(slots, table, mode, [self._forced(seq) for seq in seqs])
@@ -214,7 +231,9 @@ class Engine:
         matchers = [seq.owner.matcher if seq.epoch == epoch else None for seq, epoch in rows]
         masks = round_masks(matchers, np.asarray(opened.drafts), self.runner.width, self.model_config.vocab_size)
         result = self.runner.close_round(opened, *masks)
-        self._flights.append(Flight(self._read_rounds, result, rows, mode, None, self.runner.drafts[-1], None, behind))
+        self._in_flight.append(
+            InFlight(self._read_rounds, result, rows, mode, None, self.runner.drafts[-1], None, behind)
+        )
 
     def _choose(self, seqs: list[Sequence], mode: str, rounds: int) -> tuple[int, Group | None]:
         """How many drafts a round has, and the group of programs it was chosen from; None if there was no choice.
@@ -239,8 +258,8 @@ class Engine:
         matcher.epoch = seq.epoch
         return matcher.forced_next(self.runner.width - 1)
 
-    def _fly(self, read: Callable, result: jax.Array, seqs: list[Sequence], mode=GREEDY, chunk=None) -> None:
-        self._flights.append(Flight(read, result, _rows(seqs), mode, chunk))
+    def _put_in_flight(self, read: Callable, result: jax.Array, seqs: list[Sequence], mode=GREEDY, chunk=None) -> None:
+        self._in_flight.append(InFlight(read, result, _rows(seqs), mode, chunk))
 
     def _admit(self, seq: Sequence) -> None:
         choice: Choice = seq.owner
@@ -252,27 +271,27 @@ class Engine:
             self.counts.totals["cached_tokens"] += seq.cached
 
     def _read(self, deltas: list[Delta], keep: int) -> None:
-        while len(self._flights) > keep:
-            flight = self._flights.popleft()
-            result, now = np.asarray(flight.result), time.monotonic()
-            if flight.behind is not None:
-                self.pace.read(flight.behind, now)
-            if flight.group is not None and not flight.behind.prompts:
-                self.chooser.took(flight.group, flight.drafts, now - max(self._read_at, flight.started))
+        while len(self._in_flight) > keep:
+            program = self._in_flight.popleft()
+            result, now = np.asarray(program.result), time.monotonic()
+            if program.behind is not None:
+                self.pace.read(program.behind, now)
+            if program.group is not None and not program.behind.prompts:
+                self.chooser.took(program.group, program.drafts, now - max(self._read_at, program.started))
             self._read_at = now
-            flight.read(flight, result, deltas)
+            program.read(program, result, deltas)
         if self._decode_log.due(idle=not self.scheduler.unfinished):
             self._decode_log.write(self.counts.totals, self.scheduler)
 
-    def _read_first(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
-        for choice, rows, logprobs in self._live(flight, result[None], 1):
+    def _read_first(self, program: InFlight, result: np.ndarray, deltas: list[Delta]) -> None:
+        for choice, rows, logprobs in self._live(program, result[None], 1):
             deltas.append(self._take(choice, rows, logprobs))
 
-    def _read_rounds(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
+    def _read_rounds(self, program: InFlight, result: np.ndarray, deltas: list[Delta]) -> None:
         rounds = result.reshape(-1, *result.shape[-2:])
         live = Counter()  # by round of the program, requests that hadn't ended before it
         yielded = Counter()  # by how many tokens, rows that may have had drafts
-        for choice, rows, logprobs in self._live(flight, rounds, self.runner.yields_of(flight.drafts)):
+        for choice, rows, logprobs in self._live(program, rounds, self.runner.yields_of(program.drafts)):
             ended = next((i for i, row in enumerate(rows) if row[DONE]), len(rows) - 1)
             rows = rows[: ended + 1]  # the program's later rounds ran for nobody
             for i, row in enumerate(rows):
@@ -281,28 +300,28 @@ class Engine:
                 yielded[row[ACCEPTED]] += choice.request.params.speculative and choice.seq.seen is None
             deltas.append(self._take(choice, rows, logprobs, len(rounds)))
         self.counts.totals["rounds"] += len(rounds)
-        self.counts.rounds_by_drafts[max(flight.drafts, 0)] += len(rounds)
-        self.counts.totals["rested_rounds"] += len(rounds) * (flight.drafts == REST)
-        if flight.group is not None:
-            self.chooser.accepted(flight.drafts, yielded)
+        self.counts.rounds_by_drafts[max(program.drafts, 0)] += len(rounds)
+        self.counts.totals["rested_rounds"] += len(rounds) * (program.drafts == REST)
+        if program.group is not None:
+            self.chooser.accepted(program.drafts, yielded)
         for i in range(len(rounds)):
-            self._decode_log.count(live[i], flight.started)
+            self._decode_log.count(live[i], program.started)
 
-    def _live(self, flight: Flight, rounds: np.ndarray, width: int) -> list[tuple[Choice, list[list[int]], Any]]:
+    def _live(self, program: InFlight, rounds: np.ndarray, width: int) -> list[tuple[Choice, list[list[int]], Any]]:
         """The rows of a program that still belong to a request: the request, its row of each round, its packed
         logprobs."""
-        logprobs = [None] * len(flight.rows)
-        if flight.mode == LOGPROBS:
+        logprobs = [None] * len(program.rows)
+        if program.mode == LOGPROBS:
             logprobs = rounds[..., TOKENS + width :].reshape(*rounds.shape[:2], width, LOGPROB_WIDTH).swapaxes(0, 1)
-        requests = rounds[:, : len(flight.rows), : TOKENS + width].swapaxes(0, 1).tolist()
+        requests = rounds[:, : len(program.rows), : TOKENS + width].swapaxes(0, 1).tolist()
         return [
             (seq.owner, rows, logprobs[i])
-            for i, ((seq, epoch), rows) in enumerate(zip(flight.rows, requests, strict=True))
+            for i, ((seq, epoch), rows) in enumerate(zip(program.rows, requests, strict=True))
             if seq.epoch == epoch  # otherwise it finished, or was preempted, after this program was dispatched
         ]
 
     def _take(self, choice: Choice, rows: list[list[int]], logprobs: np.ndarray | None, rounds: int = 1) -> Delta:
-        """Give a request the tokens of its rows, those of `rounds` rounds in flight."""
+        """Give a request the tokens of its rows, those of `rounds` rounds in program."""
         tokens = [token for row in rows for token in row[TOKENS : TOKENS + row[EMITTED]]]
         known = self.scheduler.append(choice.seq, tokens, rounds)
         choice.seq.score = False
@@ -334,12 +353,12 @@ class Engine:
         self._watch.count(accepted, drafted, first=metrics.verify_rounds == 1)
         self.counts.verified(accepted, drafted)
 
-    def _read_score(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
-        ((seq, epoch),) = flight.rows
+    def _read_score(self, program: InFlight, result: np.ndarray, deltas: list[Delta]) -> None:
+        ((seq, epoch),) = program.rows
         if seq.epoch != epoch:
             return
-        request, after = seq.owner.request, flight.chunk.start + 1
-        tokens = request.tokens[after : after + flight.chunk.count]  # the token after the prompt isn't the prompt's
+        request, after = seq.owner.request, program.chunk.start + 1
+        tokens = request.tokens[after : after + program.chunk.count]  # the token after the prompt isn't the prompt's
         rows = result.reshape(-1, LOGPROB_WIDTH)[: len(tokens)]
         request.prompt_logprobs[after : after + len(tokens)] = unpack_logprobs(
             rows, tokens, request.params.prompt_logprobs
@@ -398,7 +417,7 @@ class Engine:
 
         **Raises:** whatever the device raises if it can't be used any more; `RuntimeError` if pages don't balance.
         """
-        self._flights.clear()
+        self._in_flight.clear()
         self._due = 0
         self.scheduler.flush()  # first, so that no sequence publishes pages whose prefill may not have run
         for request in self.requests.values():

@@ -34,10 +34,11 @@ from jaxspec.engine.async_llm import (
     Overloaded,
     RequestFailed,
     RequestTimeout,
+    Stream,
     check_params,
+    wake,
 )
 from jaxspec.engine.stats import together
-from jaxspec.engine.streams import Stream, wake
 from jaxspec.replicas.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.replicas.prefix_affinity import Prefixes, pages
 from jaxspec.text.errors import TokenizerError
