@@ -28,7 +28,7 @@ from jaxspec.compiling.ladder import One, drafting, kind_of
 from jaxspec.compiling.lowering import Module, Processes, shape_of
 from jaxspec.compiling.xla_options import no_garbage_collection
 from jaxspec.config.progress import progress_bar, took
-from jaxspec.drafters.base import Drafter, Proposal, Resting
+from jaxspec.drafters.base import Drafter, Proposal, SkippedDrafter
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
@@ -49,7 +49,7 @@ from jaxspec.rounds.programs import (
     prefill,
 )
 from jaxspec.rounds.ragged_verification import Ragged, sharing
-from jaxspec.scheduling.draft_count import REST
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER
 from jaxspec.structured import programs as structured
 
 log = logging.getLogger("jaxspec")
@@ -109,7 +109,7 @@ class Programs:
         self._jit = jit
         for drafts, _ in shapes.narrower:
             fewer = sharing if drafts in dict(shapes.ragged) else type(drafter).narrowed
-            self.add_rounds(drafts, Resting() if drafts == REST else fewer(drafter, drafts))
+            self.add_rounds(drafts, SkippedDrafter() if drafts == SKIP_DRAFTER else fewer(drafter, drafts))
         self._compiled: dict[One, Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
         self._stopped = False

@@ -155,7 +155,7 @@ class Drafter:
     reach: int = 0
     topk: int = 1
     steps: ClassVar[bool] = False  # each further draft takes it a step of its own
-    rests: ClassVar[bool] = False  # rounds of plain decoding save what `idle` and `commit` take: see `draft_count.REST`
+    rests: ClassVar[bool] = False  # rounds of plain decoding save `idle` and `commit`: see `draft_count.SKIP_DRAFTER`
 
     @property
     def longest(self) -> int:
@@ -256,7 +256,7 @@ class NoDrafter(Drafter):
 
 
 @dataclass(frozen=True)
-class Resting(Drafter):
+class SkippedDrafter(Drafter):
     """Rounds of plain decoding that skip another drafter: no drafts, and its state isn't updated."""
 
     num_draft_tokens: int = 0

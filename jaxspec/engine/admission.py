@@ -16,7 +16,7 @@ from jaxspec.config.request import MAX_STOP_IDS, RequestError, RequestMetrics, S
 from jaxspec.engine.runner import Runner
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Sequence
+from jaxspec.scheduling.sequence import SequenceState
 from jaxspec.structured.grammar import Matcher
 from jaxspec.text.detokenizer import Detokenizer
 from jaxspec.text.errors import TokenizerError
@@ -28,7 +28,7 @@ class Choice:
 
     request: Request
     index: int
-    seq: Sequence
+    seq: SequenceState
     detokenizer: Detokenizer | None
     metrics: RequestMetrics
     matcher: Matcher | None = None  # where it is in its grammar

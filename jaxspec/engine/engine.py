@@ -31,11 +31,10 @@ from jaxspec.rounds.packing import fit, unpack_logprobs
 from jaxspec.rounds.programs import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.scheduling import skipped_drafts
 from jaxspec.scheduling.audit import audit
-from jaxspec.scheduling.draft_count import REST, Chooser, Group
-from jaxspec.scheduling.prefill_budget import Behind, Pace
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Chooser, Group
+from jaxspec.scheduling.prefill_budget import Dispatched, PrefillBudget
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Chunk, Sequence
-from jaxspec.scheduling.sequence import State as SequenceState
+from jaxspec.scheduling.sequence import Chunk, SequenceState, Status
 from jaxspec.structured.grammar import first_masks, round_masks
 from jaxspec.text.detokenizer import Detokenizer
 
@@ -48,12 +47,12 @@ class InFlight:
 
     read: Callable[[InFlight, np.ndarray, list[Delta]], None]
     result: jax.Array
-    rows: list[tuple[Sequence, int]]  # with the epoch at dispatch: a later one means the row is nobody's
+    rows: list[tuple[SequenceState, int]]  # with the epoch at dispatch: a later one means the row is nobody's
     mode: str = GREEDY
     chunk: Chunk | None = None  # the part of a prompt that was scored
     drafts: int = 0  # of a round
     group: Group | None = None  # of a round whose drafts were chosen, and may tell how to choose
-    behind: Behind | None = None  # of a round: what was dispatched since the one before it
+    dispatched: Dispatched | None = None  # of a round: what was dispatched since the one before it
     started: float = field(default_factory=time.monotonic)  # seconds
 
 
@@ -94,7 +93,8 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.counts = Counts(self.runner.yields, self.runner.drafts)
         self.chooser = self._chooser()
-        self.pace = Pace(self.config.max_itl_ms and self.config.max_itl_ms / 1e3, shapes.block, shapes.prefills)
+        most = self.config.max_itl_ms and self.config.max_itl_ms / 1e3
+        self.prefill_budget = PrefillBudget(most, shapes.block, shapes.prefills)
         self.timeline = None  # the `timeline.Timeline` that records, if one does
         self._read_at = 0.0  # when the last result was read
         self._in_flight: deque[InFlight] = deque()
@@ -135,7 +135,7 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.tokens)
         for index in range(params.n):  # all of them are made before the scheduler sees one
-            seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
+            seq = SequenceState(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
             seq.stepwise, seq.seeded = request.matchers is not None, request.seeded
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
@@ -177,14 +177,15 @@ class Engine:
 
     def _dispatch(self, deltas: list[Delta], began: float) -> int:
         """Plan and dispatch one step: how many prompt tokens it has. All but its last result is due, or that too."""
-        self.scheduler.between = self.pace.tokens()
-        skipped_drafts.renew(self.chooser, self.scheduler, self.pace.token, lambda: self._read(deltas, keep=0))
+        self.scheduler.between = self.prefill_budget.tokens()
+        read_all = lambda: self._read(deltas, keep=0)  # noqa: E731
+        skipped_drafts.renew(self.chooser, self.scheduler, self.prefill_budget.token, read_all)
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
         table = self.scheduler.table
         prompts = sum(chunk.count for chunk in plan.prefill)
         if plan.prefill:  # first, so that the device is at work while slots are set up
-            self.pace.prompts(sum(len(chunk.blocks(self.scheduler.block)) for chunk in plan.prefill), began)
+            self.prefill_budget.prompts(sum(len(chunk.blocks(self.scheduler.block)) for chunk in plan.prefill), began)
             scored = self.runner.prefill(plan.prefill, table)
             if scored is not None:
                 (chunk,) = plan.prefill
@@ -199,7 +200,7 @@ class Engine:
         self._due = max(len(self._in_flight) - overlap, 0)
         return prompts
 
-    def _first(self, seqs: list[Sequence], table: np.ndarray) -> None:
+    def _first(self, seqs: list[SequenceState], table: np.ndarray) -> None:
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
         if not _constrained(seqs):
             mode = self.runner.mode_of_first(mode, len(seqs))
@@ -211,17 +212,17 @@ class Engine:
                 seq.owner.matcher.epoch = seq.epoch
         self._put_in_flight(self._read_first, self.runner.masked_first(slots, table, *masks), seqs, LOGPROBS)
 
-    def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
+    def _round(self, seqs: list[SequenceState], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
         """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second."""
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
-        behind = self.pace.round(time.monotonic(), rounds)
+        dispatched = self.prefill_budget.round(time.monotonic(), rounds)
         if not _constrained(seqs):
             mode = self.runner.mode_of_round(mode, len(seqs), rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
             result = self.runner.round(slots, table, mode, rounds, drafts)
             rows = _rows(seqs)
             self._in_flight.append(
-                InFlight(self._read_rounds, result, rows, mode, None, drafts, chosen, behind, started)
+                InFlight(self._read_rounds, result, rows, mode, None, drafts, chosen, dispatched, started)
             )
             return
         mode = self.runner.mode_of_open_round(mode, len(seqs))
@@ -232,10 +233,10 @@ class Engine:
         masks = round_masks(matchers, np.asarray(opened.drafts), self.runner.width, self.model_config.vocab_size)
         result = self.runner.close_round(opened, *masks)
         self._in_flight.append(
-            InFlight(self._read_rounds, result, rows, mode, None, self.runner.drafts[-1], None, behind)
+            InFlight(self._read_rounds, result, rows, mode, None, self.runner.drafts[-1], None, dispatched)
         )
 
-    def _choose(self, seqs: list[Sequence], mode: str, rounds: int) -> tuple[int, Group | None]:
+    def _choose(self, seqs: list[SequenceState], mode: str, rounds: int) -> tuple[int, Group | None]:
         """How many drafts a round has, and the group of programs it was chosen from; None if there was no choice.
 
         Where a drafter gives probabilities, sampled text depends on how many drafts there are, though its distribution
@@ -247,7 +248,7 @@ class Engine:
         chosen = group(name, mode, fit(len(seqs), sizes_of(self.runner.shapes, name, mode)))
         return skipped_drafts.choose(self.chooser, chosen, seqs, self.scheduler.tree.reach), chosen
 
-    def _forced(self, seq: Sequence) -> list[int] | None:
+    def _forced(self, seq: SequenceState) -> list[int] | None:
         """The drafts that a grammar forces next, if the device doesn't know them. It knows them from a slot's first
         round or token on, until the slot is lost."""
         matcher = seq.owner.matcher
@@ -258,10 +259,12 @@ class Engine:
         matcher.epoch = seq.epoch
         return matcher.forced_next(self.runner.width - 1)
 
-    def _put_in_flight(self, read: Callable, result: jax.Array, seqs: list[Sequence], mode=GREEDY, chunk=None) -> None:
+    def _put_in_flight(
+        self, read: Callable, result: jax.Array, seqs: list[SequenceState], mode=GREEDY, chunk=None
+    ) -> None:
         self._in_flight.append(InFlight(read, result, _rows(seqs), mode, chunk))
 
-    def _admit(self, seq: Sequence) -> None:
+    def _admit(self, seq: SequenceState) -> None:
         choice: Choice = seq.owner
         request = choice.request
         self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
@@ -274,9 +277,9 @@ class Engine:
         while len(self._in_flight) > keep:
             program = self._in_flight.popleft()
             result, now = np.asarray(program.result), time.monotonic()
-            if program.behind is not None:
-                self.pace.read(program.behind, now)
-            if program.group is not None and not program.behind.prompts:
+            if program.dispatched is not None:
+                self.prefill_budget.read(program.dispatched, now)
+            if program.group is not None and not program.dispatched.prompts:
                 self.chooser.took(program.group, program.drafts, now - max(self._read_at, program.started))
             self._read_at = now
             program.read(program, result, deltas)
@@ -297,11 +300,11 @@ class Engine:
             for i, row in enumerate(rows):
                 self._count(choice.metrics, row[ACCEPTED], row[DRAFTED])
                 live[i] += 1
-                yielded[row[ACCEPTED]] += choice.request.params.speculative and choice.seq.seen is None
+                yielded[row[ACCEPTED]] += choice.request.params.speculative and choice.seq.drafter_seen is None
             deltas.append(self._take(choice, rows, logprobs, len(rounds)))
         self.counts.totals["rounds"] += len(rounds)
         self.counts.rounds_by_drafts[max(program.drafts, 0)] += len(rounds)
-        self.counts.totals["rested_rounds"] += len(rounds) * (program.drafts == REST)
+        self.counts.totals["rested_rounds"] += len(rounds) * (program.drafts == SKIP_DRAFTER)
         if program.group is not None:
             self.chooser.accepted(program.drafts, yielded)
         for i in range(len(rounds)):
@@ -440,19 +443,19 @@ class Engine:
         return figures(self.counts, self.scheduler, self.runner, self.chooser)
 
 
-def _mode(seqs: list[Sequence]) -> str:
+def _mode(seqs: list[SequenceState]) -> str:
     """The cheapest mode that serves them all."""
     return max((seq.owner.request.mode for seq in seqs), key=MODES.index)
 
 
-def _constrained(seqs: list[Sequence]) -> bool:
+def _constrained(seqs: list[SequenceState]) -> bool:
     return any(seq.owner.matcher is not None for seq in seqs)
 
 
-def _rows(seqs: list[Sequence]) -> list[tuple[Sequence, int]]:
+def _rows(seqs: list[SequenceState]) -> list[tuple[SequenceState, int]]:
     """Sequences with their epochs now."""
     return [(seq, seq.epoch) for seq in seqs]
 
 
 def _open(choice: Choice) -> bool:
-    return choice.seq.state is not SequenceState.FINISHED
+    return choice.seq.status is not Status.FINISHED

@@ -55,8 +55,8 @@ from jaxspec.parallel.hosts import Follower, Leader
 from jaxspec.parallel.sharding import Division
 from jaxspec.rounds.packing import fit, pack_admission, pack_blocks
 from jaxspec.rounds.programs import MODES, State, empty_state
-from jaxspec.scheduling.draft_count import REST, Group
-from jaxspec.scheduling.sequence import NO_STATE, Chunk, Sequence
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Group
+from jaxspec.scheduling.sequence import NO_STATE, Chunk, SequenceState
 from jaxspec.structured.grammar import grammars_of
 from jaxspec.structured.masks import ALL
 from jaxspec.structured.programs import OpenRound, columns, put_forced
@@ -303,7 +303,7 @@ class Runner:
     @property
     def drafts(self) -> tuple[int, ...]:
         """The numbers of drafts that a round may have, ascending; the last is the drafter's own."""
-        return *(drafts for drafts in self.narrower if drafts != REST), self.width - 1
+        return *(drafts for drafts in self.narrower if drafts != SKIP_DRAFTER), self.width - 1
 
     def yields_of(self, drafts: int) -> int:
         """Most tokens that a round of so many drafts yields a request."""
@@ -347,14 +347,14 @@ class Runner:
         first = self.shapes.num_slots + 1
         return tuple(range(first, first + self.plan.states.snapshots)) if self.model.config.linear else None
 
-    def admit(self, seq: Sequence, params: Any, seed: int, stop_ids: list[int]) -> None:
+    def admit(self, seq: SequenceState, params: Any, seed: int, stop_ids: list[int]) -> None:
         """Write a sequence's slot: its tokens so far, its limit, how it samples (`params`: SamplingParams)."""
         packed = pack_admission(
             seq.slot,
             seq.tokens,
             seq.prompt_len,
             seq.limit,
-            self.width - 1 if params.speculative and seq.seen is None else 0,
+            self.width - 1 if params.speculative and seq.drafter_seen is None else 0,
             seed,
             stop_ids,
             params,
@@ -396,7 +396,7 @@ class Runner:
     ) -> jax.Array:
         """Dispatch a round for these slots, or `Shapes.rounds` of them; packed output (see `programs.decode_round`).
 
-        `drafts`: one of `Runner.drafts`, or `REST`; None: the drafter's own number.
+        `drafts`: one of `Runner.drafts`, or `SKIP_DRAFTER`; None: the drafter's own number.
         """
         run = getattr(self.programs, of_rounds(rounds))
         narrow = drafts if drafts in self.narrower else None

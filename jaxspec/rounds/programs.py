@@ -22,7 +22,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import MAX_LOGPROBS
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
-from jaxspec.drafters.base import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified, proposed
+from jaxspec.drafters.base import DraftBatch, Drafter, PrefillBatch, Proposal, SkippedDrafter, Verified, proposed
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.parallel import sharding
@@ -178,7 +178,7 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
     state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, fixed=fixed)
     if isinstance(drafter, Ragged):
         state = state.replace(slots=ragged_verification.observe(state.slots, ids, out[:, DRAFTED], out[:, ACCEPTED]))
-    if isinstance(drafter, Resting):  # from here on the drafter's state is too old for these requests
+    if isinstance(drafter, SkippedDrafter):  # from here on the drafter's state is too old for these requests
         state = state.replace(slots=state.slots.replace(drafts=state.slots.drafts.at[ids].set(0)))
     return keep_replay(config, state, ids, out), out
 

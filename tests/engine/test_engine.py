@@ -86,7 +86,7 @@ def test_held_rounds_and_short_prompts_change_nothing_but_time(llm, monkeypatch)
     monkeypatch.setattr("jaxspec.scheduling.scheduler.CROWD", 1)
     for held, between in ((0, None), (256, None), (0, 16), (256, 100)):
         monkeypatch.setattr(core.scheduler, "held_tokens", held)
-        monkeypatch.setattr(core.pace, "tokens", lambda between=between: between)
+        monkeypatch.setattr(core.prefill_budget, "tokens", lambda between=between: between)
         before = core.counts.totals["rounds"]
         outs[held, between] = [said(out) for out in llm.generate(*mixed_load())]
         rounds[held, between] = core.counts.totals["rounds"] - before

@@ -13,7 +13,7 @@ from jaxspec.checkpoint import CheckpointError, demo, gguf_tokenizer
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.text.errors import TokenizerError
 from jaxspec.text.tokenizer import Tokenizer
-from tests.support.tiny import BYTE_VOCAB
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 from tests.support.tokenizers import BYTES, MERGED, SENTENCEPIECE, TEXT
 
 
