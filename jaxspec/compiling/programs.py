@@ -81,7 +81,7 @@ class Programs:
         self.found: list[One] = []  # of the store's, those that were used
         self._store, self.division, self._kernels = store, division, hopper.requested_kernels()
         self.dispatches: Counter = Counter()
-        self.tell: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
+        self.broadcast: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
         self._params = params, draft_params if division is None else (draft_params, division.peers)
         self.vocab, self.width = config.vocab_size, drafter.num_draft_tokens + 1  # rows that a round verifies at most
 
@@ -133,8 +133,8 @@ class Programs:
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
-        if self.tell is not None:
-            self.tell("admit", packed)
+        if self.broadcast is not None:
+            self.broadcast("admit", packed)
         return self._program("admit", len(packed), state)(state, packed)
 
     def prefill(self, state: State, packed: np.ndarray) -> State:
@@ -365,8 +365,8 @@ class Programs:
         """Call a program by its kind; `handed` comes behind the packed array. Returns the state, and its results."""
         self.dispatches[kind] += 1
         called = time.monotonic()
-        if self.tell is not None:  # first, so that all nodes compile at once
-            self.tell(kind, packed, *(each for each in handed if isinstance(each, np.ndarray)))
+        if self.broadcast is not None:  # first, so that all nodes compile at once
+            self.broadcast(kind, packed, *(each for each in handed if isinstance(each, np.ndarray)))
         program = self._program(kind, len(packed), state)
         results = program(*self._weights(kind), state, packed, *handed)
         if self.watch is not None:

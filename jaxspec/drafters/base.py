@@ -61,17 +61,17 @@ class DraftBatch:
         target samples with the same random numbers, and accepts a draft if it samples the same token. `top` are the
         tokens with the highest logits, if they are known already.
 
-        With several devices, `vocab` says that `logits` are this one's part of so many (`sharding.owned`), and the
-        probabilities are of the requests that it decides for.
+        With several devices, `vocab` says that `logits` are this one's part of so many
+        (`sharding.logits_of_my_requests`), and the probabilities are of the requests that it decides for.
         """
         if self.greedy:
             return (sharding.top_tokens(logits, vocab) if top is None else top), None
-        settings, length = sharding.mine((self.sampling, self.length))
-        p = sampling.probabilities(sharding.owned(logits, vocab)[:, None], settings)[:, 0]
+        settings, length = sharding.my_requests((self.sampling, self.length))
+        p = sampling.probabilities(sharding.logits_of_my_requests(logits, vocab)[:, None], settings)[:, 0]
         key = sampling.round_keys(settings.seed, length, jnp.asarray(step), sampling.DRAFT)
         if self.coupled:
             key = sampling.keys(settings.seed, length + step, sampling.SAMPLE)
-        return sharding.told(sampling.draw(p, key), len(logits)), p
+        return sharding.all_gather_requests(sampling.draw(p, key), len(logits)), p
 
 
 @flax.struct.dataclass

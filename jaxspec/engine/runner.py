@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec.cache.memory_check import check_room, told_if_full
+from jaxspec.cache.memory_check import check_room, explain_out_of_memory
 from jaxspec.cache.mixers import state_bytes
 from jaxspec.cache.paged import (
     MemoryPlan,
@@ -104,7 +104,7 @@ class Runner:
         if loading is not None:
             loading.begin()
         grammars = lambda: grammars_of(self.model, self.config.skip_warmup) if self.shapes.structured else None  # noqa: E731
-        with told_if_full(self.plan, self.config):
+        with explain_out_of_memory(self.plan, self.config):
             self.state = self._shaped_state() if loading else self._empty_state()
             self.grammars = None if loading else grammars()
             self._compile(options, staged_start, loading)
@@ -173,7 +173,7 @@ class Runner:
             self._compile(options, staged, None)
             return
         if hosts is not None:
-            self.programs.tell = hosts.meet(self._digests())
+            self.programs.broadcast = hosts.meet(self._digests())
         if warm and not (self.starting or (hosts is not None and hosts.follows)):
             self._complete(lambda: None)
         self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
@@ -334,8 +334,8 @@ class Runner:
 
     def reset(self) -> None:
         """Replace the state by an empty one. The old one is freed first: there is no room for two."""
-        if self.programs.tell is not None:
-            self.programs.tell("reset")
+        if self.programs.broadcast is not None:
+            self.programs.broadcast("reset")
         for array in jax.tree.leaves(self.state):
             if not array.is_deleted():
                 array.delete()

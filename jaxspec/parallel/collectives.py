@@ -1,4 +1,4 @@
-"""What all devices of a program add up or tell each other: the exchanges that others are made of (`sharding`)."""
+"""Sum and all-gather over the devices of a program, of which other exchanges are made (`sharding`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def total(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
     return jax.lax.psum(x, AXIS) if made is None else made
 
 
-def gathered(words: Int[Array, "*b"]) -> Int[Array, "n *b"]:
+def all_gather(words: Int[Array, "*b"]) -> Int[Array, "n *b"]:
     """Each device's words. They may go where sums go: as bytes, which bfloat16 has exactly, with zeros elsewhere."""
     if summing.get() is None:
         return jax.lax.all_gather(words, AXIS)

@@ -110,9 +110,9 @@ class DataParallelLLM:
             member.send("start", one)
         source = resolve(options.model, options.revision, load_format=options.load_format)
         self.tokenizer = source.files.tokenizer()  # read here too, while the engines start
-        told = [member.started("ready") for member in self._members]
-        self.config: EngineConfig = dataclasses.replace(told[0]["config"], dp_size=options.dp_size)
-        self.model_config, self.sampling = told[0]["model_config"], told[0]["sampling"]
+        ready = [member.started("ready") for member in self._members]
+        self.config: EngineConfig = dataclasses.replace(ready[0]["config"], dp_size=options.dp_size)
+        self.model_config, self.sampling = ready[0]["model_config"], ready[0]["sampling"]
         for member in self._members:
             member.prefixes = Prefixes(0 if self.config.disable_prefix_cache else member.stats["total_pages"])
 
@@ -145,7 +145,7 @@ class DataParallelLLM:
                 delta = await stream.arrived.get()
                 stream.taken += 1
                 if isinstance(delta, BaseException):
-                    raise self._told(delta, member)
+                    raise self._as_ours(delta, member)
                 unfinished -= delta.finish_reason is not None
                 if params.n == 1:
                     said += delta.token_ids
@@ -164,8 +164,8 @@ class DataParallelLLM:
     def abort(self, request_id: str | None = None) -> None:
         """As `AsyncLLM.abort`. **Raises:** `EngineDead`."""
         self._living()
-        told = self._members if request_id is None else filter(None, [self._ids.get(request_id)])
-        for member in told:
+        members = self._members if request_id is None else filter(None, [self._ids.get(request_id)])
+        for member in members:
             member.send("abort", request_id)
 
     async def check(self, requests: Sequence[tuple[str | list[int], SamplingParams]]) -> None:
@@ -173,7 +173,7 @@ class DataParallelLLM:
         member = min(self._living(), key=lambda member: member.held)
         for error in await self._ask([member], "check", lambda key: (key, list(requests))):
             if error is not None:
-                raise self._told(error, member)
+                raise self._as_ours(error, member)
 
     async def flush_cache(self) -> bool:
         """As `AsyncLLM.flush_cache`, of all engines. **Raises:** `EngineDead`."""
@@ -326,7 +326,7 @@ class DataParallelLLM:
     def _gone(self, member: EngineProcess) -> Exception:
         return RequestFailed(f"engine {member.index} stopped during this request; send it again")
 
-    def _told(self, error: BaseException, member: EngineProcess) -> BaseException:
+    def _as_ours(self, error: BaseException, member: EngineProcess) -> BaseException:
         """An error as this object's caller has it: that of one engine isn't the end of all."""
         if isinstance(error, EngineDead) and not self._closed and self.error is None:
             error = self._gone(member)

@@ -26,7 +26,7 @@ from jaxspec.drafters.base import DraftBatch, Drafter, PrefillBatch, Proposal, S
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.parallel import sharding
-from jaxspec.parallel.sharding import mine, owned, told
+from jaxspec.parallel.sharding import all_gather_requests, logits_of_my_requests, my_requests
 from jaxspec.rounds import packing, ragged_verification
 from jaxspec.rounds.packing import Slots
 from jaxspec.rounds.ragged_verification import Ragged
@@ -123,7 +123,7 @@ def prefill(
     if not score:
         return state, jnp.sum(count)
     scores = _score(config, params, hidden, LOGPROBS)
-    return state, told(_pack_logprobs(scores, mine(next_tokens)), len(tokens))
+    return state, all_gather_requests(_pack_logprobs(scores, my_requests(next_tokens)), len(tokens))
 
 
 def first(
@@ -270,7 +270,9 @@ def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array
         if top is not None:
             return top
     logits = unembed(params, hidden.last, config.decoder)
-    return sharding.top_tokens(logits, config.vocab_size) if mode == GREEDY else owned(logits, config.vocab_size)
+    if mode == GREEDY:
+        return sharding.top_tokens(logits, config.vocab_size)
+    return logits_of_my_requests(logits, config.vocab_size)
 
 
 @flax.struct.dataclass
