@@ -296,11 +296,11 @@ class Programs:
                     time.sleep(seconds)
                 go_on()
                 one, module = (one, None) if others is None else others.take(go_on)
-                made = one, *(self._lower(*one, state) if module is None else self._take_in(module, one, state))
+                lowered = self._lower(*one, state) if module is None else self._take_in(module, one, state)
                 left.remove(one)
                 if not left:
                     all_lowered.set()
-                return made
+                return one, *lowered
 
             def finish() -> None:
                 *_, done = lowered.get()
@@ -437,7 +437,7 @@ class Programs:
         """A program for another process, which has the device."""
         with hopper.use_kernels(self._kernels):
             handed = partial(self._handed, *one, state)
-            return Module.made(self._jits[one[0]], self._arguments(*one, state), handed, platform)
+            return Module.of(self._jits[one[0]], self._arguments(*one, state), handed, platform)
 
     def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
         """A program before XLA sees it, and the kernels that it chose."""

@@ -293,10 +293,10 @@ def proposed(drafter: Drafter, params: Any, state: Any, batch: DraftBatch) -> tu
 
     **Raises:** `ConfigError` naming what isn't as `Proposal` says, while a program is traced: a round pays nothing.
     """
-    made, name = drafter.propose(params, state, batch), f"{type(drafter).__name__}.propose"
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Proposal)):
-        raise ConfigError(f"{name} must return a Proposal and the drafter's state, got {type(made).__name__}")
-    proposal, b = made[0], len(batch.length)
+    result, name = drafter.propose(params, state, batch), f"{type(drafter).__name__}.propose"
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Proposal)):
+        raise ConfigError(f"{name} must return a Proposal and the drafter's state, got {type(result).__name__}")
+    proposal, b = result[0], len(batch.length)
     drafts = (b, proposal.tokens.shape[-1])
     for field, shape in {"tokens": drafts, "count": (b,), "parents": drafts, "confidence": drafts}.items():
         value = getattr(proposal, field)
@@ -308,4 +308,4 @@ def proposed(drafter: Drafter, params: Any, state: Any, batch: DraftBatch) -> tu
         value = getattr(proposal, field)
         if value is not None and (value.ndim != 3 or value.shape[1] != drafts[1]):
             raise ConfigError(f"{name}: {field} must be {[*drafts, 'vocabulary']}, got {list(value.shape)}")
-    return made
+    return result

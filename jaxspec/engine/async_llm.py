@@ -130,7 +130,7 @@ class AsyncLLM:
         self.error: BaseException | None = None
         self.request_timeout, self.watchdog_timeout = request_timeout, watchdog_timeout
         queued = math.inf if max_queued_requests is None else max_queued_requests
-        self._places = self.config.max_running_requests + queued  # completions taken in, or waiting to be
+        self._most_held = self.config.max_running_requests + queued  # completions taken in, or waiting to be
         self._held = self._refused = self._failures = 0
         self._counting = threading.Lock()  # of the line above, which several event loops change
         self._shaken = False  # a step has failed, and no request has finished since
@@ -278,10 +278,10 @@ class AsyncLLM:
     def _reserve(self, n: int) -> None:
         """Count `n` completions as admitted. **Raises:** `Overloaded`, unless they would be the only ones."""
         with self._counting:
-            if self._held and self._held + n > self._places:
+            if self._held and self._held + n > self._most_held:
                 self._refused += 1
                 raise Overloaded(
-                    f"{self._held} completions run or wait, and the server takes in {self._places} at once "
+                    f"{self._held} completions run or wait, and the server takes in {self._most_held} at once "
                     "(--max-running-requests and --max-queued-requests); send the request again later"
                 )
             self._held += n

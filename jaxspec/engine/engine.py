@@ -387,9 +387,9 @@ class Engine:
             ended = stop is not None or stop_token is not None
             reason = stop if stop is not None else stop_token if stop_token not in self.eos_ids else None
             delta = self._finish(choice, "stop" if ended else "length", reason, text, tokens, entries)
-        if not choice.told and choice.index == 0:
+        if not choice.answered and choice.index == 0:
             delta.prompt_logprobs = request.prompt_logprobs
-        choice.told = True
+        choice.answered = True
         return delta
 
     def _finish(self, choice: Choice, why: str, reason=None, text: str = "", tokens=(), entries=None) -> Delta:

@@ -29,8 +29,8 @@ def total(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
     if devices() == 1:
         return x
     other = summing.get()
-    made = None if other is None else other(x)
-    return jax.lax.psum(x, AXIS) if made is None else made
+    result = None if other is None else other(x)
+    return jax.lax.psum(x, AXIS) if result is None else result
 
 
 def all_gather(words: Int[Array, "*b"]) -> Int[Array, "n *b"]:

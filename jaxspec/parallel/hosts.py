@@ -94,11 +94,11 @@ class Node:
         message = self.messages.get()
         if message is None:
             raise HostLost(f"node {self.rank} is gone: {self.error}")
-        said, value, _ = message
-        if said == "refused":
+        got, value, _ = message
+        if got == "refused":
             raise ConfigError(value)
-        if said != kind:
-            raise HostLost(f"node {self.rank} said {said!r} where {kind!r} was due")
+        if got != kind:
+            raise HostLost(f"node {self.rank} said {got!r} where {kind!r} was due")
         return value
 
     def close(self) -> None:

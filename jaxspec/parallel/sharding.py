@@ -202,22 +202,22 @@ def _grain(param: Param, scale: bool) -> tuple[int, int]:
     return 1, 1
 
 
-def joined(param: Param, made: Sequence[Any], mesh: Mesh) -> Any:
-    """One array or `Weight` of what each device has, `made` in order of rank. On several hosts: of those here."""
+def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
+    """One array or `Weight` of what each device has, `parts` in order of rank. On several hosts: of those here."""
     axis = {"whole": None, "once": 0}.get(param.split.along, _axis(param))
     quantised = param.of_matmul and not isinstance(param.format, Unquantised)
     if quantised and not param.stacked and axis is not None:
         axis = 1 - axis  # values are [outputs, inputs]
     if param.split.groups > 1:
         axis = 0  # one device's experts after the other's, whatever it has of them
-    if not isinstance(made[0], Weight):
-        return _global(axis, made, mesh)
+    if not isinstance(parts[0], Weight):
+        return _global(axis, parts, mesh)
     scales = None
     if quantised:
         by_output = isinstance(param.format, Fp8) and param.format.block is None and param.split.along == "inputs"
         of_scales = 3 - axis if axis and isinstance(param.format, Mxfp4) else axis  # these are [inputs, outputs]
-        scales = _global(None if by_output else of_scales, [weight.scales for weight in made], mesh)
-    return made[0].replace(values=_global(axis, [weight.values for weight in made], mesh), scales=scales)
+        scales = _global(None if by_output else of_scales, [weight.scales for weight in parts], mesh)
+    return parts[0].replace(values=_global(axis, [weight.values for weight in parts], mesh), scales=scales)
 
 
 def _global(axis: int | None, parts: Sequence[Array], mesh: Mesh) -> Array:
@@ -234,14 +234,14 @@ def everywhere(tree: Any, mesh: Mesh) -> Any:
     """The pytree with each array that isn't on the mesh copied to all of its devices."""
     there = NamedSharding(mesh, EVERYWHERE)
 
-    def place(x: Array) -> Array:
+    def copy(x: Array) -> Array:
         if isinstance(x.sharding, NamedSharding):
             return x
         if jax.process_count() == 1:
             return jax.device_put(x, there)
         return jax.make_array_from_callback(x.shape, there, np.asarray(x).__getitem__)  # each host has it
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(copy, tree)
 
 
 def specs_of(tree: Any) -> Any:

@@ -140,7 +140,7 @@ class DataParallelLLM:
                     f"the request took longer than the {limit:g} seconds that the server allows (--request-timeout)"
                 )
                 timer = loop.call_later(limit, stream.arrived.put_nowait, late)
-            said: list[int] = []
+            generated: list[int] = []
             while unfinished:
                 delta = await stream.arrived.get()
                 stream.taken += 1
@@ -148,10 +148,10 @@ class DataParallelLLM:
                     raise self._as_ours(delta, member)
                 unfinished -= delta.finish_reason is not None
                 if params.n == 1:
-                    said += delta.token_ids
+                    generated += delta.token_ids
                 yield delta
-            if said:
-                member.prefixes.note(pages([*tokens, *said], self.config.page_size))
+            if generated:
+                member.prefixes.note(pages([*tokens, *generated], self.config.page_size))
         finally:
             if timer is not None:
                 timer.cancel()
@@ -274,12 +274,12 @@ class DataParallelLLM:
 
     def _reserve(self, n: int) -> None:
         """As `AsyncLLM`: count completions as admitted. **Raises:** `Overloaded`, `EngineDead`."""
-        places = self._slots * len(self._living()) + self._queued
+        most = self._slots * len(self._living()) + self._queued
         with self._counting:
-            if self._held and self._held + n > places:
+            if self._held and self._held + n > most:
                 self._refused += 1
                 raise Overloaded(
-                    f"{self._held} completions run or wait, and the server takes in {places} at once "
+                    f"{self._held} completions run or wait, and the server takes in {most} at once "
                     "(--max-running-requests of each engine and --max-queued-requests); send the request again later"
                 )
             self._held += n

@@ -57,8 +57,8 @@ class EngineProcess:
 
     def started(self, kind: str) -> Any:
         """What it says next of its start, a message of this kind. **Raises:** what kept it from starting."""
-        said, value = self._started.get()
-        if said == kind:
+        got, value = self._started.get()
+        if got == kind:
             return value
         if kind == "devices" and not isinstance(value, ConfigError | EngineDead):
             value = ConfigError(f"engine {self.index} of --dp-size found no device to run on: {value}")

@@ -303,13 +303,15 @@ def conclude(
     bits whatever rows are beside it.
     """
     b = len(batch.slots)
-    decide, tell = (lambda x: x, lambda x: x) if mode == GREEDY else (mine, partial(told, b=b))
+    mine, all_of = my_requests, partial(all_gather_requests, b=b)
+    if mode == GREEDY:  # scores are of all requests on each device
+        mine = all_of = lambda x: x
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     drafted, tree = proposal.count, _tree(drafter, proposal)
     forced = None if masks is None else masks.forced
     if tree is None:
-        own = decide(proposal.replace(probs=None, logits=None)).replace(probs=proposal.probs)
-        outputs, accepted = tell(_accept(scores, decide(slots), own, mode, masks, fixed))
+        own = mine(proposal.replace(probs=None, logits=None)).replace(probs=proposal.probs)
+        outputs, accepted = all_of(_accept(scores, mine(slots), own, mode, masks, fixed))
     else:
         outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode, masks)
         # From here on the accepted path is a chain.
@@ -331,7 +333,7 @@ def conclude(
 
     columns = [jnp.stack([emitted, accepted, drafted, done.astype(jnp.int32)], axis=1), outputs]
     if mode == LOGPROBS:
-        columns.append(tell(_pack_logprobs(scores, decide(outputs))).reshape(b, -1))
+        columns.append(all_of(_pack_logprobs(scores, mine(outputs))).reshape(b, -1))
     return state, jnp.concatenate(columns, axis=1)
 
 
@@ -373,8 +375,8 @@ def _choose(
     if mode == GREEDY:
         return scores
     p = _probabilities(scores, slots, proposal, tree, masks)
-    ahead = jnp.arange(scores.shape[1]) if tree is None else tree.depth
-    return sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + ahead, sampling.SAMPLE))
+    depth = jnp.arange(scores.shape[1]) if tree is None else tree.depth
+    return sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + depth, sampling.SAMPLE))
 
 
 def _drawn(logits: Float[Array, "b q v"], slots: Slots, proposal: Proposal) -> Int[Array, "b q"]:

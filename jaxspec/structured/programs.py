@@ -73,10 +73,10 @@ def draft(
     forced = jnp.where(given[:, :1] == ON_DEVICE, kept, given)
     change = lambda proposal: force(proposal, forced[:, 0], forced[:, 1:], drafter.longest)  # noqa: E731
     proposal, state = propose(drafter, draft_params, state, slots, batch, change)
-    told = [proposal.count[:, None], proposal.tokens]
+    for_host = [proposal.count[:, None], proposal.tokens]
     if proposal.parents is not None:
-        told.append(proposal.parents)
-    return state, proposal.replace(logits=None), jnp.concatenate(told, axis=1)
+        for_host.append(proposal.parents)
+    return state, proposal.replace(logits=None), jnp.concatenate(for_host, axis=1)
 
 
 def force(proposal: Proposal, count: Int[Array, " b"], tokens: Int[Array, "b d"], longest: int) -> Proposal:
