@@ -79,7 +79,7 @@ class Rows:
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         """Of each row in the text, as rotary embeddings have it."""
-        return self._places(t) if self.depth is None else self._masked_from[:, None] + self.depth
+        return self._kv_slots(t) if self.depth is None else self._masked_from[:, None] + self.depth
 
     def marked_positions(self, t: int) -> Int[Array, "b t"]:
         """The same, and -1 for rows outside `count`, as a model's forward is given them: padding needs no experts."""
@@ -120,7 +120,7 @@ class Rows:
         scales: Scales | None = None,
     ) -> tuple[Array, KV]:
         """As in `decoder.mixer.PagedMixer`. The dummy page is padding's, and nothing is written there."""
-        q, kv = write(kv, self.written(kv, t), _inverse(scales))
+        q, kv = write(kv, self.written(kv, t), _inverse_scales(scales))
         return self._look(kv, layer, q, window, sinks, scales)
 
     def written(self, kv: KV, t: int) -> Int[Array, "b t"]:
@@ -139,7 +139,7 @@ class Rows:
     ) -> tuple[Array, KV]:
         mask, depth, start = self.mask, self.depth, self._masked_from
         if self.asked is not None:
-            start = jnp.where(self.asked, start, -q.shape[1])  # before place 0: others see as little as can be
+            start = jnp.where(self.asked, start, -q.shape[1])  # before KV slot 0: others see as little as can be
         if mask is None:
             seen = {"window": window, "sinks": sinks, "scales": scales, "fixed": self.fixed}
             return paged_attention(q, kv, layer, self.table, start, **seen), kv
@@ -155,7 +155,7 @@ class Rows:
             return self.mask
         if self.mask.shape[1] < self.mask.shape[2]:
             raise NotImplementedError(
-                f"a window of {window} positions, and a mask over {self.mask.shape[2]} places whose positions aren't "
+                f"a window of {window} positions, and a mask over {self.mask.shape[2]} KV slots whose positions aren't "
                 f"all known; windows of at least {self.mask.shape[2]} positions are supported for trees made in steps"
             )
         return self.mask & (self.depth[:, :, None] - self.depth[:, None] < window)
@@ -180,42 +180,42 @@ class Rows:
         if layer.ndim == 0 and chosen(fits):
             return kv_write.kv_write(kv, layer, page, slot, k, v)
         new = jnp.stack([k, v], axis=-3)
-        inverse = None if scales is None else _inverse(scales)[layer, ..., None]  # [*l 1 1, 2, m, 1]
-        return kv.at[layer, page, :, :, slot].set(kv_write.stored(new, kv.dtype, inverse))
+        inverse_scales = None if scales is None else _inverse_scales(scales)[layer, ..., None]  # [*l 1 1, 2, m, 1]
+        return kv.at[layer, page, :, :, slot].set(kv_write.stored(new, kv.dtype, inverse_scales))
 
     def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
         """Compact a tree's accepted path into a chain: move the keys and values of row `path[r, i]` to KV slot
         `start[r] + i` in all layers, for every i below `count[r]`. A path begins at row 0 and continues to later
         rows."""
         layers = jnp.arange(kv.shape[0])[:, None, None]
-        places = self.start[:, None] + path[:, 1:]
-        page = self._pages(places, jnp.arange(1, path.shape[1]) < count[:, None], kv.shape[4])
-        k, v = jnp.moveaxis(kv[layers, page, :, :, places % kv.shape[4]], 3, 0)
+        kv_slots = self.start[:, None] + path[:, 1:]
+        page = self._pages(kv_slots, jnp.arange(1, path.shape[1]) < count[:, None], kv.shape[4])
+        k, v = jnp.moveaxis(kv[layers, page, :, :, kv_slots % kv.shape[4]], 3, 0)
         return Rows(self.start + 1, count - 1, self.table).write(kv, layers, k, v)
 
-    def _places(self, t: int) -> Int[Array, "b t"]:
+    def _kv_slots(self, t: int) -> Int[Array, "b t"]:
         return self.start[:, None] + jnp.arange(t, dtype=jnp.int32)
 
     def _slots(self, kv: KV, t: int) -> tuple[Int[Array, "b t"], Int[Array, "b t"]]:
         """The page and the slot in it of each row."""
-        places = self._places(t)
+        kv_slots = self._kv_slots(t)
         valid = jnp.arange(t) < self.count[:, None]
-        return self._pages(places, valid, kv.shape[4]), places % kv.shape[4]
+        return self._pages(kv_slots, valid, kv.shape[4]), kv_slots % kv.shape[4]
 
     @property
     def _masked_from(self) -> Int[Array, " b"]:
-        """The first of the places that the mask is about; without one, that of the first row."""
+        """The first of the KV slots that the mask covers; without one, that of the first row."""
         return self.start if self.mask is None else self.start + (self.mask.shape[1] - self.mask.shape[2])
 
-    def _pages(self, places: Int[Array, "b t"], valid: Bool[Array, "b t"], page_size: int) -> Int[Array, "b t"]:
-        """The pages that hold these places, the dummy page for those that aren't valid or that the table lacks."""
-        entry = places // page_size
-        valid = valid & (places >= 0) & (entry < self.table.shape[1])
+    def _pages(self, kv_slots: Int[Array, "b t"], valid: Bool[Array, "b t"], page_size: int) -> Int[Array, "b t"]:
+        """The pages that hold these KV slots, the dummy page for those that aren't valid or that the table lacks."""
+        entry = kv_slots // page_size
+        valid = valid & (kv_slots >= 0) & (entry < self.table.shape[1])
         page = jnp.take_along_axis(self.table, jnp.clip(entry, 0, self.table.shape[1] - 1), axis=1)
         return jnp.where(valid, page, 0)
 
 
-def _inverse(scales: Scales | None) -> Scales | None:
+def _inverse_scales(scales: Scales | None) -> Scales | None:
     return None if scales is None else 1 / scales
 
 

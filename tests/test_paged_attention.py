@@ -151,7 +151,7 @@ def test_a_tree_made_in_steps_needs_a_window_that_holds_it():
     rows = Rows(ones, ones, table, jnp.ones((1, 2), jnp.int32), jnp.ones((1, 2, 6), bool))
     q, kv = jnp.zeros((1, 2, 4, H)), jnp.zeros((LAYERS, 3, 2, 2, 4, H))
     rows._look(kv, jnp.int32(0), q, 6)
-    with pytest.raises(NotImplementedError, match="a window of 5 positions, and a mask over 6 places"):
+    with pytest.raises(NotImplementedError, match="a window of 5 positions, and a mask over 6 KV slots"):
         rows._look(kv, jnp.int32(0), q, 5)
 
 

@@ -220,15 +220,15 @@ def _narrow_round(decoder, layers, x, positions, mixer, cache, table) -> Stack:
         a = layer.mixing
         norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
-        def write(kv, place, inverse):
+        def write(pages, kv_slots, inverse_scales):
             made = []
-            place = place.reshape(-1)
+            kv_slots = kv_slots.reshape(-1)
             for at in range(0, len(x), NARROW_SLICE):
-                rows, cos, sin, here = (y[at : at + NARROW_SLICE] for y in (x, *table, place))
-                of = [rows], [weights["attn_norm"]], weights["qkv"].unquantised, cos, sin, kv, i, here
-                q, kv = few_rows.heads(*of, norms, (), weights.get("qkv_bias"), inverse, eps=eps)
+                rows, cos, sin, here = (y[at : at + NARROW_SLICE] for y in (x, *table, kv_slots))
+                of = [rows], [weights["attn_norm"]], weights["qkv"].unquantised, cos, sin, pages, i, here
+                q, pages = few_rows.heads(*of, norms, (), weights.get("qkv_bias"), inverse_scales, eps=eps)
                 made.append(q)
-            return jnp.concatenate(made).reshape(b, -1, a.heads, a.head_dim), kv
+            return jnp.concatenate(made).reshape(b, -1, a.heads, a.head_dim), pages
 
         mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, None)
 

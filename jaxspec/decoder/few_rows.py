@@ -173,10 +173,10 @@ def run_flat(
     small = small and not isinstance(weights["qkv"].format, Fp8)
     prefetch = [weights[name].unquantised for name in ("out", "gate_up", "down") if small and name in weights]
 
-    def write(kv, place, inverse):
-        operands = *zip(*inputs, strict=True), operand(weights["qkv"]), *table, kv, i, place.reshape(-1)
-        q, kv = few_rows.heads(*operands, norms, prefetch, weights.get("qkv_bias"), inverse, eps=eps)
-        return q.reshape(b, -1, a.heads, a.head_dim), kv
+    def write(pages, kv_slots, inverse_scales):
+        operands = *zip(*inputs, strict=True), operand(weights["qkv"]), *table, pages, i, kv_slots.reshape(-1)
+        q, pages = few_rows.heads(*operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales, eps=eps)
+        return q.reshape(b, -1, a.heads, a.head_dim), pages
 
     mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, a.window, **equations.sinks(a, weights))
     mixed = mixed.reshape(len(x), -1)

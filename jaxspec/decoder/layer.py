@@ -171,10 +171,13 @@ def _written_attention(
     cos, sin = (x.reshape(b * t, -1) for x in table or cos_sin(positions, a))
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
-    def write(kv: Array, place: Int[Array, "b t"], inverse: Array | None) -> tuple[Float[Array, "b t n h"], Array]:
-        rows, place = qkv.reshape(-1, b * t, qkv.shape[-1]), place.reshape(-1)
-        q, kv = write_heads.write_heads(rows, cos, sin, kv, i, place, norms, inverse, eps=layer.norm.eps)
-        return q.reshape(b, t, a.heads, a.head_dim), kv
+    def write(
+        pages: Array, kv_slots: Int[Array, "b t"], inverse_scales: Array | None
+    ) -> tuple[Float[Array, "b t n h"], Array]:
+        rows, kv_slots = qkv.reshape(-1, b * t, qkv.shape[-1]), kv_slots.reshape(-1)
+        of = rows, cos, sin, pages, i, kv_slots, norms, inverse_scales
+        q, pages = write_heads.write_heads(*of, eps=layer.norm.eps)
+        return q.reshape(b, t, a.heads, a.head_dim), pages
 
     out, cache = mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))
     return out.reshape(b, t, a.heads * a.head_dim), cache

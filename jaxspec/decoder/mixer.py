@@ -117,11 +117,11 @@ class PagedMixer(Mixer, Protocol):
         window: int | None,
         sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Float[Array, "b t n h"], Any]:
-        """As `attend`, of t rows a request whose keys and values `write(pages, place, inverse)` puts where they belong.
+        """As `attend`, of t rows a request whose keys and values `write(pages, kv_slots, inverse_scales)` puts into
+        the pages.
 
-        It gives their queries and the pages. A row's place is a slot counted over all pages, and -1 for padding.
-        `inverse` f32[l, 2, m]: of the scales of pages in FP8, by layer, for keys and values, by head; None if they have
-        none.
+        It gives their queries and the pages. KV slots are counted over all pages, and -1 for padding. `inverse_scales`
+        f32[l, 2, m]: of pages in FP8, by layer, for keys and values, by head; None if they have no scales.
         """
         ...
 
