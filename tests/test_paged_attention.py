@@ -244,7 +244,7 @@ def test_rows_see_their_span_and_nothing_else(block_tokens):
     (32, 0, "prompt_attention"),
     (17, 17, "decode_attention"),  # which alone has masks
     (4, 32, "decode_attention"),
-    (4, 33, "a mask over 33 places"),
+    (4, 33, "a mask over 33 KV slots"),
     (33, 33, "33 rows a request"),
 ], [None, 30]))  # fmt: skip
 def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, window, monkeypatch, caplog):
