@@ -200,14 +200,14 @@ class NarrowRound(Fixed):
         a, b, eps = layer.mixing, len(self.positions), layer.norm.eps
         norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
-        def write(kv, kv_slots, inverse):
+        def write(pages, kv_slots, inverse_scales):
             made, kv_slots = [], kv_slots.reshape(-1)
             for at in range(0, len(x), NARROW_SLICE):
                 rows, cos, sin, here = (y[at : at + NARROW_SLICE] for y in (x, *self.table, kv_slots))
-                of = [rows], [weights["attn_norm"]], weights["qkv"].unquantised, cos, sin, kv, i, here
-                q, kv = few_rows.heads(*of, norms, (), weights.get("qkv_bias"), inverse, eps=eps)
+                of = [rows], [weights["attn_norm"]], weights["qkv"].unquantised, cos, sin, pages, i, here
+                q, pages = few_rows.heads(*of, norms, (), weights.get("qkv_bias"), inverse_scales, eps=eps)
                 made.append(q)
-            return jnp.concatenate(made).reshape(b, -1, a.heads, a.head_dim), kv
+            return jnp.concatenate(made).reshape(b, -1, a.heads, a.head_dim), pages
 
         mixed, cache = self.mixer.attend_written(cache, i, len(x) // b, write, None)
         return mixed.reshape(len(x), -1), cache

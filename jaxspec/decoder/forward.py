@@ -176,9 +176,10 @@ def write_keys_values(
     reason = FEW_ROWS.lacks(decoder, params["context"]) or sizes_fit(decoder, params["layers"], call, fp8=False)
     if hopper.chosen(reason):
         table = rope_table(a, rows.marked_positions(t))
-        place = rows.written(cache, padded(b, t)).reshape(-1)
+        kv_slots = rows.written(cache, padded(b, t)).reshape(-1)
         of = flat(context), params["hidden_norm"], params["context"].unquantised, *table
-        return few_rows.keys_values(*of, cache, place, params["context_norm"], params.get("context_bias"), eps=norm.eps)
+        norms, bias = params["context_norm"], params.get("context_bias")
+        return few_rows.keys_values(*of, cache, kv_slots, norms, bias, eps=norm.eps)
     kv = matmul(normed(context, params["hidden_norm"], norm), params["context"])
     if a.bias:
         kv = kv + params["context_bias"]

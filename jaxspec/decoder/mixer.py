@@ -85,11 +85,10 @@ class PagedMixer(Mixer, Protocol):
     """One that keeps keys and values in pages, and lets a kernel of the layer's own write them there."""
 
     def attend_written(self, cache, layer, t, write, window, sinks=None) -> tuple[Array, Any]:
-        """As `attend`, of t rows a request whose rows `write(pages, kv_slots, inverse)` puts where they belong.
+        """As `attend`, of t rows a request whose rows `write(pages, kv_slots, inverse_scales)` puts where they belong.
 
         It gives their queries and the pages. `kv_slots` i32[b t] count over all pages, and are -1 for padding.
-        `inverse` f32[l, 2, m]: of the scales of pages in FP8, by layer, for keys and values, by head; None if they have
-        none.
+        `inverse_scales` f32[l, 2, m]: of pages in FP8, by layer, for keys and values, by head; None if they have none.
         """
         ...
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.decoder.fixed_order import in_order, row_norm
 from jaxspec.decoder.functions import cos_sin, normed, rope
@@ -94,10 +94,11 @@ def _mix_written(layer, weights, i, qkv, positions, mixer, cache, table):
     cos, sin = (x.reshape(b * t, -1) for x in table or cos_sin(positions, a))
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
-    def write(kv: Array, kv_slots: Int[Array, "b t"], inverse: Array | None) -> tuple[Float[Array, "b t n h"], Array]:
+    def write(pages, kv_slots, inverse_scales):
         rows, kv_slots = qkv.reshape(-1, b * t, qkv.shape[-1]), kv_slots.reshape(-1)
-        q, kv = write_heads.write_heads(rows, cos, sin, kv, i, kv_slots, norms, inverse, eps=layer.norm.eps)
-        return q.reshape(b, t, a.heads, a.head_dim), kv
+        of = rows, cos, sin, pages, i, kv_slots, norms, inverse_scales
+        q, pages = write_heads.write_heads(*of, eps=layer.norm.eps)
+        return q.reshape(b, t, a.heads, a.head_dim), pages
 
     out, cache = mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))
     return out.reshape(b, t, a.heads * a.head_dim), cache
